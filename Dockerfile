@@ -5,16 +5,18 @@
 #   docker build -t llmctl:0.1.0-deepspeed --build-arg 'EXTRAS=[deepspeed]' .  for that engine; EXPLAIN.md has the command
 #
 # It runs as user 10001 with a read-only root: what is written lies in /tmp, and models in /models.
-FROM python:3.11.14-slim-bookworm
+# The base by its digest, that of the index for all architectures: a tag may be moved.
+FROM python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 ARG EXTRAS=""
 WORKDIR /opt/llmctl
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE ./
+COPY locks locks
 COPY toolkit toolkit
 COPY recipes recipes
 COPY profiles profiles
 COPY templates templates
-RUN python -m pip install --no-cache-dir --disable-pip-version-check -c constraints.txt ".${EXTRAS}" \
+RUN PIP_NO_CACHE_DIR=1 sh locks/install.sh python $(printf %s "$EXTRAS" | tr '[],' '   ') \
     && useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin llmctl \
     && install -d -o 10001 -g 10001 /models
 

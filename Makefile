@@ -8,19 +8,20 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo demo-ray test check setup clean help
+.PHONY: demo demo-ray quick test coverage check setup lock clean help
+LOCKS  := $(wildcard locks/*.txt) locks/install.sh
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(STAMP)  ## the virtual environment, pinned by constraints.txt
+setup: $(STAMP)  ## the virtual environment: what locks/ names, each file by its hash
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(LOCKS)
 	@test -x $(BIN)/python || { python="$(PYTHON)"; \
 	test "$$python" || { echo "make: found no Python 3.11, 3.12 or 3.13 with venv (tried $(PYTHONS)); install one, or name it: make PYTHON=..." >&2; exit 2; }; \
 	command -v "$$python" >/dev/null || { echo "make: $$python is not installed; leave PYTHON= out for the first that fits" >&2; exit 2; }; \
 	echo "setting up $(VENV) with $$("$$python" --version)"; "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	sh locks/install.sh $(BIN)/python -e dev
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## profile, fit, tune, serve and check a tiny model on this CPU (TRACE=file for a trace of yours)
@@ -29,14 +30,32 @@ demo: $(STAMP)  ## profile, fit, tune, serve and check a tiny model on this CPU 
 demo-ray: $(STAMP)  ## serve on a Ray cluster of two nodes on this machine, lose one under load and no request
 	$(BIN)/python bench/demo_ray.py --out demo-out/ray
 
+# How many processes run tests: auto is one more than there are processors, 0 runs them in pytest's own.
+JOBS   ?= auto
+PYTEST := -m pytest -n $(JOBS)
+
+quick: $(STAMP)  ## the tests that start no process and take less than half a second, for every change
+	$(BIN)/python $(PYTEST) -m "not slow"
+
 test: $(STAMP)  ## the tests: offline, no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
+
+coverage: $(STAMP)  ## the tests, and which lines of toolkit/ they run
+	$(BIN)/coverage erase
+	$(BIN)/coverage run $(PYTEST)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --skip-empty
 
 check: $(STAMP)  ## everything CI checks: lint, format, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
+
+lock: $(STAMP)  ## make locks/ again, after a change of pyproject.toml's dependencies or of constraints.txt
+	$(BIN)/python -m venv --clear $(VENV)/lock
+	$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r locks/tools.txt
+	$(BIN)/python locks/make.py $(VENV)/lock/bin/uv
 
 clean:  ## remove what the demo and the tests leave behind (not .venv)
-	rm -rf demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo-out .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

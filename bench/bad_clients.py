@@ -1,10 +1,12 @@
-"""Clients that stop reading and clients that go away: what the others notice, and how soon their places are free.
+"""Clients that stop reading and clients that go away: what the others notice, and how soon their
+places are free.
 
     python bench/bad_clients.py [--clients 16] [--stalled 64] [--leaving 30]
 
-Fake engines in two workers, 4 ms a step. First streams alone and then the same beside streams whose clients never read,
-alternating; then clients that leave in the middle of a stream, one after the other, and the time until the server runs
-nothing any more (`llmctl_requests_running`), held against the longest batch.
+Fake engines in two workers, 4 ms a step. First streams alone and then the same beside streams whose
+clients never read, alternating; then clients that leave in the middle of a stream, one after the
+other, and the time until the server runs nothing any more (`llmctl_requests_running`), held against
+the longest batch.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def stall(port: int, tokens: int) -> socket.socket:
 
 
 async def beside(port: int, clients: int, stalled: int) -> float:
-    """Median seconds of streams of 128 tokens beside so many that nobody reads, which stand still from their start."""
+    """Median seconds of streams of 128 tokens beside so many that nobody reads, which stand still
+    from their start.
+    """
     stuck = [stall(port, 8) for _ in range(stalled)]
     await asyncio.sleep(0.5)
     took = await asyncio.gather(*[read_all(port, 128) for _ in range(clients)])
@@ -65,7 +69,9 @@ async def beside(port: int, clients: int, stalled: int) -> float:
 
 async def running(http: httpx.AsyncClient) -> float:
     lines = (await http.get("/metrics")).text.splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith("llmctl_requests_running{"))
+    return next(
+        float(line.split()[-1]) for line in lines if line.startswith("llmctl_requests_running{")
+    )
 
 
 async def leave(port: int, http: httpx.AsyncClient) -> float:
@@ -80,7 +86,9 @@ async def leave(port: int, http: httpx.AsyncClient) -> float:
     return time.perf_counter() - left_s
 
 
-async def measure(url: str, front: psutil.Process, options: argparse.Namespace) -> dict[str, object]:
+async def measure(
+    url: str, front: psutil.Process, options: argparse.Namespace
+) -> dict[str, object]:
     port = int(url.rpartition(":")[2])
     alone, crowded = [], []
     for _ in range(5):
@@ -100,7 +108,9 @@ async def measure(url: str, front: psutil.Process, options: argparse.Namespace) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--stalled", type=int, default=64)
     parser.add_argument("--leaving", type=int, default=30)
@@ -109,7 +119,11 @@ def main() -> None:
         fake_plan(Path(folder), eos_one_in=0, decode_s=STEP_S)
         command = ("--admission", "queue", "--set", f"slice_tokens={SLICE_TOKENS}")
         with Server(Path(folder) / "plan.json", *command) as server:
-            print(json.dumps(asyncio.run(measure(server.url, psutil.Process(server.process.pid), options))))
+            print(
+                json.dumps(
+                    asyncio.run(measure(server.url, psutil.Process(server.process.pid), options))
+                )
+            )
             server.end()
 
 

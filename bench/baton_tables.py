@@ -2,23 +2,28 @@
 
     python bench/baton_tables.py [--seeds 10] [--markdown docs/results.md]
 
-All queries wait from the start, one worker. Table 1: 120 queries, long in - short out, short in - long out and short -
-short as 1 : 1 : 2, in random order; long is uniform(3600, 4400) tokens, short uniform(24, 400); with 4 rows every
-length is doubled. Table 2: 30 queries, uniform(24, 200) in and out. The paper's queries are not public, and it gives
-their lengths in words ("around 4,000", "a few dozen to 400"); here a word is a token.
+All queries wait from the start, one worker. Table 1: 120 queries, long in - short out, short in -
+long out and short - short as 1 : 1 : 2, in random order; long is uniform(3600, 4400) tokens, short
+uniform(24, 400); with 4 rows every length is doubled. Table 2: 30 queries, uniform(24, 200) in and
+out. The paper's queries are not public, and it gives their lengths in words ("around 4,000", "a few
+dozen to 400"); here a word is a token.
 
-The laws are assumed, not fitted, since the paper gives none: Llama-2-7B in 16 bits, transformers, the paper's GPUs.
+The laws are assumed, not fitted, since the paper gives none: Llama-2-7B in 16 bits, transformers,
+the paper's GPUs.
 
-- A decode step takes 30 ms (32 layers' launches hide the reading of the weights), and reads the cache, writes its
+- A decode step takes 30 ms (32 layers' launches hide the reading of the weights), and reads the
+  cache, writes its
   longer copy and reads that: 3 x 0.5 MiB per token of the padded batch, at the GPU's bandwidth.
-- A prefill takes 30 ms, and 2 x 6.74e9 FLOP per token and 4 x 4096 x 32 per pair of tokens, at 60 % of the GPU's
+- A prefill takes 30 ms, and 2 x 6.74e9 FLOP per token and 4 x 4096 x 32 per pair of tokens, at 60 %
+  of the GPU's
   peak.
 
-Static batching is `sequence`. The paper's BATON-PD is `baton`. Its BATON, which it calls equal to Orca in throughput,
-is `baton` where rows join by shaping, but for one thing: there a pass takes its padding out of the cache, as the engine
-`rebatch` does, and the paper keeps it until all columns before it are released (section 4.1). `kept_padding` is
-simulated here only. The paper's PD, static batches after grouped prefills, is not. Memory is not bounded, and its
-peak is shown; beside the weights (12.6 GiB), an A6000 has room for 35 GiB.
+Static batching is `sequence`. The paper's BATON-PD is `baton`. Its BATON, which it calls equal to
+Orca in throughput, is `baton` where rows join by shaping, but for one thing: there a pass takes its
+padding out of the cache, as the engine `rebatch` does, and the paper keeps it until all columns
+before it are released (section 4.1). `kept_padding` is simulated here only. The paper's PD, static
+batches after grouped prefills, is not. Memory is not bounded, and its peak is shown; beside the
+weights (12.6 GiB), an A6000 has room for 35 GiB.
 """
 
 from __future__ import annotations
@@ -70,7 +75,14 @@ Run = tuple[float, float]  # completion time in seconds, peak of the KV cache in
 def law(bandwidth: float, flops: float) -> SegmentedLaw:
     """The assumed law of a GPU with so many bytes/s and FLOP/s."""
     rate = 0.6 * flops
-    prefill = Segment(batch_size_min=1, nl=2 * 6.74e9 / rate, n=0.0, l=0.0, const=PREFILL_S, nll=4 * 4096 * 32 / rate)
+    prefill = Segment(
+        batch_size_min=1,
+        nl=2 * 6.74e9 / rate,
+        n=0.0,
+        l=0.0,
+        const=PREFILL_S,
+        nll=4 * 4096 * 32 / rate,
+    )
     decode = Segment(batch_size_min=1, nl=3 * KV_BYTES / bandwidth, n=0.0, l=0.0, const=STEP_S)
     return SegmentedLaw((prefill,), (decode,), prefill_emits_token=True)
 
@@ -90,7 +102,10 @@ def mixed_queries(seed: int, scale: int) -> Lengths:
 
 def short_queries(seed: int) -> Lengths:
     """Table 2's."""
-    return [(int(prompt), int(output)) for prompt, output in np.random.default_rng(seed).integers(24, 201, (30, 2))]
+    return [
+        (int(prompt), int(output))
+        for prompt, output in np.random.default_rng(seed).integers(24, 201, (30, 2))
+    ]
 
 
 def simulated(method: str, size: int, queries: Lengths, latency: SegmentedLaw) -> Run:
@@ -106,10 +121,11 @@ def simulated(method: str, size: int, queries: Lengths, latency: SegmentedLaw) -
 
 
 def kept_padding(size: int, queries: Lengths, latency: SegmentedLaw) -> Run:
-    """Vector shaping as in section 4.1: each pass leaves its padding in the cache, columns are released from the left.
+    """Vector shaping as in section 4.1: each pass leaves its padding in the cache, columns are
+    released from the left.
 
-    A row is the column where its padding ends, and how many tokens it will still get. Before who waits enters, the
-    columns before the first row's are released.
+    A row is the column where its padding ends, and how many tokens it will still get. Before who
+    waits enters, the columns before the first row's are released.
     """
     waiting = deque(queries)
     first = [waiting.popleft() for _ in range(min(size, len(waiting)))]
@@ -141,12 +157,17 @@ def mean_run(method: str, size: int, table: int, seeds: int) -> Run:
         queries = mixed_queries(seed, 2 if size == 4 else 1) if table == 1 else short_queries(seed)
         latency = A6000 if table == 1 else RTX_4090
         known = method in METHODS
-        runs.append(simulated(method, size, queries, latency) if known else kept_padding(size, queries, latency))
+        runs.append(
+            simulated(method, size, queries, latency)
+            if known
+            else kept_padding(size, queries, latency)
+        )
     return fmean(run[0] for run in runs), fmean(run[1] for run in runs)
 
 
 def most_gained_in_pairs(seeds: int) -> float:
-    """Steps of static batches of 2 in the order that is worst for them, over those of batches that never idle.
+    """Steps of static batches of 2 in the order that is worst for them, over those of batches that
+    never idle.
 
     No order of Table 2's outputs gains more, as long as a step takes the same time.
     """
@@ -162,7 +183,9 @@ def beside(paper: float | None, ours: float, form: str) -> str:
     return f"{'' if paper is None else format(paper, form)} / {ours:{form}}"
 
 
-def table_rows(paper: Mapping[int, Mapping[str, float]], found: Mapping[tuple[int, str], Run]) -> list[str]:
+def table_rows(
+    paper: Mapping[int, Mapping[str, float]], found: Mapping[tuple[int, str], Run]
+) -> list[str]:
     """Seconds, and the speed over static batching, of each method."""
     lines = []
     for size, figures in paper.items():
@@ -171,32 +194,62 @@ def table_rows(paper: Mapping[int, Mapping[str, float]], found: Mapping[tuple[in
             seconds, peak = found[size, method]
             says = figures.get(method)
             gain = beside(None if says is None else static / says, ours_static / seconds, ".2f")
-            lines.append(f"| {size} | {method} | {beside(says, seconds, ',.0f')} | {gain} | {peak:.1f} |")
+            lines.append(
+                f"| {size} | {method} | {beside(says, seconds, ',.0f')} | {gain} | {peak:.1f} |"
+            )
     return lines
 
 
 def report(seeds: int) -> str:
     """Both tables, and the paper's headline beside ours."""
-    found_1 = {(size, method): mean_run(method, size, 1, seeds) for size in PAPER_1 for method in SHOWN}
-    found_2 = {(size, method): mean_run(method, size, 2, seeds) for size in PAPER_2 for method in SHOWN}
-    head = ["| rows | method | seconds | speed over static | peak of KV, GiB |", "|---:|---|---:|---:|---:|"]
-    lines = [f"Paper / ours, the mean of {seeds} seeds; assumed laws. `python bench/baton_tables.py`", ""]
-    lines += ["Table 1: long and short queries, A6000.", "", *head, *table_rows(PAPER_1, found_1), ""]
+    found_1 = {
+        (size, method): mean_run(method, size, 1, seeds) for size in PAPER_1 for method in SHOWN
+    }
+    found_2 = {
+        (size, method): mean_run(method, size, 2, seeds) for size in PAPER_2 for method in SHOWN
+    }
+    head = [
+        "| rows | method | seconds | speed over static | peak of KV, GiB |",
+        "|---:|---|---:|---:|---:|",
+    ]
+    lines = [
+        f"Paper / ours, the mean of {seeds} seeds; assumed laws. `python bench/baton_tables.py`",
+        "",
+    ]
+    lines += [
+        "Table 1: long and short queries, A6000.",
+        "",
+        *head,
+        *table_rows(PAPER_1, found_1),
+        "",
+    ]
     lines += ["Table 2: short queries, RTX 4090.", "", *head, *table_rows(PAPER_2, found_2), ""]
-    lines += ["Decoupled over not, Table 1:", "", "| rows | over padding kept | over shaping |", "|---:|---:|---:|"]
+    lines += [
+        "Decoupled over not, Table 1:",
+        "",
+        "| rows | over padding kept | over shaping |",
+        "|---:|---:|---:|",
+    ]
     for size, figures in PAPER_1.items():
         fast = found_1[size, "decoupled"][0]
         kept = beside(figures[KEPT] / figures["decoupled"], found_1[size, KEPT][0] / fast, ".2f")
         lines.append(f"| {size} | {kept} | {found_1[size, 'shaping'][0] / fast:.2f} |")
     most = f"{most_gained_in_pairs(seeds):.2f}"
-    lines += ["", f"The most that re-batching could gain with 2 rows, in any order of Table 2's outputs: {most}."]
+    lines += [
+        "",
+        f"The most that re-batching could gain with 2 rows, in any order of Table 2's outputs: {most}.",
+    ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--markdown", type=Path, help="file whose section is written, as docs/results.md")
+    parser.add_argument(
+        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
+    )
     options = parser.parse_args()
     text = report(options.seeds)
     if options.markdown:

@@ -1,12 +1,13 @@
-"""How well the law of whole prefills says what a pass of a chunked one takes, on the tiny Llama's engine `rebatch`.
+"""How well the law of whole prefills says what a pass of a chunked one takes, on the tiny Llama's
+engine `rebatch`.
 
     python bench/chunk_passes.py [--repeats 7] [--json]
 
-In one process, in its CPU time on one thread (the machine may be shared): whole prefills of N rows and L tokens, to
-which the law T(N, L) is fitted as `llmctl fit` does; and prefills of N rows and 448 tokens in passes of 16 to 224
-columns, each pass held against T(N, end) - T(N, start) + T(N, 0), and against T(N, end - start), which knows nothing of
-the cache.
-Medians over interleaved repeats; the table has the mean absolute error over the passes, and that of their sum.
+In one process, in its CPU time on one thread (the machine may be shared): whole prefills of N rows
+and L tokens, to which the law T(N, L) is fitted as `llmctl fit` does; and prefills of N rows and
+448 tokens in passes of 16 to 224 columns, each pass held against T(N, end) - T(N, start) + T(N, 0),
+and against T(N, end - start), which knows nothing of the cache. Medians over interleaved repeats;
+the table has the mean absolute error over the passes, and that of their sum.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from toolkit.estimators.fitting import fit_latency
 from toolkit.estimators.forms import Points
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.files.fit import Segment
-from toolkit.files.recipes import load_recipe
+from toolkit.files.shipped import load_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny-llama-cpu-rebatch.yaml"
 SIZES = (1, 2, 4, 8)
@@ -48,27 +49,38 @@ def passes_s(engine: RebatchEngine, rows: int, width: int, columns: int) -> list
     return taken
 
 
-def measured(engine: RebatchEngine, repeats: int) -> tuple[dict[Passes, float], dict[Passes, list[float]]]:
+def measured(
+    engine: RebatchEngine, repeats: int
+) -> tuple[dict[Passes, float], dict[Passes, list[float]]]:
     """Whole prefills by (N, L), and passes by (N, columns): medians."""
     whole: dict[Passes, list[float]] = {}
     cut: dict[Passes, list[list[float]]] = {}
     for repeat in range(repeats + 1):
         for rows in SIZES:
             for length in LENGTHS:
-                whole.setdefault((rows, length), []).append(passes_s(engine, rows, length, length)[0])
+                whole.setdefault((rows, length), []).append(
+                    passes_s(engine, rows, length, length)[0]
+                )
             for columns in COLUMNS:
                 cut.setdefault((rows, columns), []).append(passes_s(engine, rows, WIDTH, columns))
         if not repeat:  # the first is a warm-up
             whole, cut = {}, {}
-    medians = {key: [statistics.median(times) for times in zip(*runs, strict=True)] for key, runs in cut.items()}
+    medians = {
+        key: [statistics.median(times) for times in zip(*runs, strict=True)]
+        for key, runs in cut.items()
+    }
     return {key: statistics.median(times) for key, times in whole.items()}, medians
 
 
 def fitted(whole: dict[Passes, float]) -> SegmentedLaw:
     """The law of whole prefills, as `llmctl fit` makes it."""
     sizes, lengths = (np.array(column, dtype=float) for column in zip(*whole, strict=True))
-    fit = fit_latency("prefill", Points(sizes, lengths, np.array(list(whole.values()))), 0, square=True).fit
-    return SegmentedLaw(tuple(fit.segments), (Segment(batch_size_min=1, nl=0, n=0, l=0, const=0, nll=0),), True)
+    fit = fit_latency(
+        "prefill", Points(sizes, lengths, np.array(list(whole.values()))), 0, square=True
+    ).fit
+    return SegmentedLaw(
+        tuple(fit.segments), (Segment(batch_size_min=1, nl=0, n=0, l=0, const=0, nll=0),), True
+    )
 
 
 def errors(law: SegmentedLaw, cut: dict[Passes, list[float]]) -> list[dict[str, float]]:
@@ -79,7 +91,12 @@ def errors(law: SegmentedLaw, cut: dict[Passes, list[float]]) -> list[dict[str, 
     }
     table = []
     for (rows, columns), times in cut.items():
-        line: dict[str, float] = {"rows": rows, "columns": columns, "passes": len(times), "sum_s": sum(times)}
+        line: dict[str, float] = {
+            "rows": rows,
+            "columns": columns,
+            "passes": len(times),
+            "sum_s": sum(times),
+        }
         for name, form in forms.items():
             said = [form(rows, start, start + columns) for start in range(0, WIDTH, columns)]
             off = [abs(one / true - 1.0) for one, true in zip(said, times, strict=True)]
@@ -90,7 +107,9 @@ def errors(law: SegmentedLaw, cut: dict[Passes, list[float]]) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -101,7 +120,9 @@ def main() -> None:
     if options.json:
         print(json.dumps(table))
         return
-    print("| N | columns | passes | sum ms | T(b) - T(a) + T(0): each % | sum % | T(b - a): each % | sum % |")
+    print(
+        "| N | columns | passes | sum ms | T(b) - T(a) + T(0): each % | sum % | T(b - a): each % | sum % |"
+    )
     print("|---:|---:|---:|---:|---:|---:|---:|---:|")
     for line in table:
         print(

@@ -3,10 +3,10 @@
     python bench/decision_time.py [--workers 64] [--waiting 10000] [--decisions 3000]
 
 Workers are made up: a round or a batch takes what the laws of `bench/simulator_speed.py` say, on a
-virtual clock. For each request that ends another arrives, so that as many wait all the time. What is
-timed is what the front's metric `deciding` times, a `tick` or a `complete`; and beside it what an
-arrival costs: the forecast that decides whether it is refused, its `submit` and the tick that follows.
-Processor time, in microseconds.
+virtual clock. For each request that ends another arrives, so that as many wait all the time. What
+is timed is what the front's metric `deciding` times, a `tick` or a `complete`; and beside it what
+an arrival costs: the forecast that decides whether it is refused, its `submit` and the tick that
+follows. Processor time, in microseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from toolkit.sim.ledger import Ledger
 from toolkit.sim.world import World
 
 
-def times_us(policy: str, workers: int, waiting: int, decisions: int) -> tuple[list[float], list[float]]:
+def times_us(
+    policy: str, workers: int, waiting: int, decisions: int
+) -> tuple[list[float], list[float]]:
     """Of each tick or completion, and of each arrival."""
     name, _, router = policy.partition(":")
     trace = made_up(waiting + decisions + workers * 64, SERVED_RPS * workers)
@@ -98,7 +100,9 @@ def percentiles(values: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--waiting", type=int, default=10_000)
     parser.add_argument("--decisions", type=int, default=3_000)

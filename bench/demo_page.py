@@ -1,8 +1,10 @@
-"""What `make demo` printed, for docs: a picture of what it held and found, and a shortened transcript.
+"""What `make demo` printed, for docs: a picture of what it held and found, and a shortened
+transcript.
 
     make demo 2>&1 | tee demo.log; python bench/demo_page.py demo.log
 
-writes docs/demo.svg and docs/demo.md. Nothing is edited but what is left out, which the transcript marks by dots.
+writes docs/demo.svg and docs/demo.md. Nothing is edited but what is left out, which the transcript
+marks by dots.
 """
 
 from __future__ import annotations
@@ -29,8 +31,12 @@ HEAD = """\
 ```
 """
 PROMISE, END = "^what tune promised", r"^rc \d|^real\t"
-# Parts of the output: from the first line that matches to the next that matches the second pattern, that one left out.
-PROFILE = [("== 1/6", r"^\d+ points skipped|^\d+ points,"), (r"points, .*measurements to go", r"^tiny")]
+# Parts of the output: from the first line that matches to the next that matches the second pattern,
+# that one left out.
+PROFILE = [
+    ("== 1/6", r"^\d+ points skipped|^\d+ points,"),
+    (r"points, .*measurements to go", r"^tiny"),
+]
 FIT = [("== 2/6", "^coefficients")]
 TUNE = [
     ("== 3/6", "^trace: "),
@@ -49,10 +55,14 @@ PICTURE = [("== 4/6", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PR
 
 
 def part(lines: Sequence[str], start: str, end: str, after: int) -> tuple[list[str], int]:
-    """The lines of a part that begins behind line `after`, and where it ends. `SystemExit` where there is none."""
+    """The lines of a part that begins behind line `after`, and where it ends. `SystemExit` where
+    there is none.
+    """
     begin = next((k for k in range(after, len(lines)) if re.search(start, lines[k])), None)
     if begin is None:
-        raise SystemExit(f"not the output of a whole `make demo`: no line behind {after} matches {start!r}")
+        raise SystemExit(
+            f"not the output of a whole `make demo`: no line behind {after} matches {start!r}"
+        )
     stop = next((k for k in range(begin + 1, len(lines)) if re.search(end, lines[k])), len(lines))
     return list(lines[begin:stop]), stop
 
@@ -94,7 +104,9 @@ def main() -> None:
     given = parser.parse_args()
     lines = read(given.log)
     (DOCS / "demo.svg").write_text(picture(lines), encoding="utf-8")
-    (DOCS / "demo.md").write_text(HEAD.format(about=given.about, text=transcript(lines)), encoding="utf-8")
+    (DOCS / "demo.md").write_text(
+        HEAD.format(about=given.about, text=transcript(lines)), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""`make demo-ray`: serve on a Ray cluster of two nodes on this machine, lose one under load, and lose no request.
+"""`make demo-ray`: serve on a Ray cluster of two nodes on this machine, lose one under load, and
+lose no request.
 
-The nodes are two raylets, each with one worker of a tiny Llama on the CPU, started and ended here, with a token of
-their own; nothing is downloaded. The same requests are replayed three times: against workers in processes, against
-Ray, and against Ray while a node is killed, with all that runs on it, and another joins later.
+The nodes are two raylets, each with one worker of a tiny Llama on the CPU, started and ended here,
+with a token of their own; nothing is downloaded. The same requests are replayed three times:
+against workers in processes, against Ray, and against Ray while a node is killed, with all that
+runs on it, and another joins later.
 
     python bench/demo_ray.py [--out DIR] [--plan PLAN] [--rate R] [--seconds S]
 """
@@ -25,7 +27,7 @@ from typing import Any
 import psutil
 import typer
 
-from toolkit.bench.costs import counts
+from toolkit.bench.predict import counts
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.demo import Stages
 from toolkit.cli.output import seconds, table
@@ -51,13 +53,17 @@ SMALL = {
 
 
 class Nodes:
-    """A Ray cluster of this machine: a head, which the server belongs to, and a second node that may be killed."""
+    """A Ray cluster of this machine: a head, which the server belongs to, and a second node that
+    may be killed.
+    """
 
     def __init__(self, folder: Path) -> None:
         from ray.cluster_utils import Cluster
 
         self._options = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "temp_dir": str(folder)}
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args=self._options | {"include_dashboard": False})
+        self.cluster: Any = Cluster(
+            initialize_head=True, head_node_args=self._options | {"include_dashboard": False}
+        )
         self.join()
 
     def join(self) -> None:
@@ -65,7 +71,9 @@ class Nodes:
         self.cluster.add_node(**self._options)
 
     def kill(self) -> int:
-        """SIGKILL to the second node's raylet and to all that it started; how many processes that were."""
+        """SIGKILL to the second node's raylet and to all that it started; how many processes that
+        were.
+        """
         (node,) = self.cluster.worker_nodes
         (raylet,) = node.all_processes["raylet"]
         root = psutil.Process(raylet.process.pid)
@@ -78,15 +86,21 @@ class Nodes:
 
 @contextmanager
 def cluster() -> Iterator[Nodes]:
-    """Two nodes until the block ends; nothing of them is left, also where another cluster of this user runs."""
+    """Two nodes until the block ends; nothing of them is left, also where another cluster of this
+    user runs.
+    """
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ["RAY_BACKEND_LOG_LEVEL"] = "error"
-    from ray._common.utils import get_ray_address_file  # Ray reads its environment when it is imported
+    from ray._common.utils import (
+        get_ray_address_file,  # Ray reads its environment when it is imported
+    )
 
     found = Path(get_ray_address_file(None))  # what `--ray auto` and `ray.init()` would join
     before = found.read_text() if found.exists() else None
     found.unlink(missing_ok=True)  # Ray would mention that it is written over
-    folder = Path(tempfile.mkdtemp(prefix="llmctl-ray-", dir="/tmp"))  # sockets' paths may have 107 characters
+    folder = Path(
+        tempfile.mkdtemp(prefix="llmctl-ray-", dir="/tmp")
+    )  # sockets' paths may have 107 characters
     nodes = None
     try:
         nodes = Nodes(folder)
@@ -121,12 +135,20 @@ class Replay:
         self._load = ["--rate", arguments.rate, "--duration", arguments.seconds, "--warmup", 0]
         self._seconds = arguments.seconds
 
-    def run(self, name: str, *serve: object, nodes: Nodes | None = None) -> tuple[BenchReport, Counts]:
-        """Serve with these options and replay; with `nodes`, one is killed meanwhile, and another joins."""
+    def run(
+        self, name: str, *serve: object, nodes: Nodes | None = None
+    ) -> tuple[BenchReport, Counts]:
+        """Serve with these options and replay; with `nodes`, one is killed meanwhile, and another
+        joins.
+        """
         report = self._out / f"bench-{name}.json"
         with self._stage.server(self._plan, "--check", 0, *serve) as url:
             target = find_target(url)
-            words = [*map(str, ["bench", "--url", url, "--plan", self._plan, *self._load, "--out", report])]
+            words = [
+                *map(
+                    str, ["bench", "--url", url, "--plan", self._plan, *self._load, "--out", report]
+                )
+            ]
             print(f"$ llmctl {' '.join(words)}", flush=True)
             with (self._out / f"bench-{name}.txt").open("w") as said:
                 command = [sys.executable, "-m", "toolkit", *words]
@@ -147,9 +169,13 @@ class Replay:
         time.sleep(KILL_AT * self._seconds)
         running = counts(target)["llmctl_requests_running"]
         killed = nodes.kill()
-        print(f"  {KILL_AT * self._seconds:.0f} s in: killed a node, {killed} processes; {running:.0f} requests ran")
+        print(
+            f"  {KILL_AT * self._seconds:.0f} s in: killed a node, {killed} processes; {running:.0f} requests ran"
+        )
         _wait(lambda: bench.poll() is not None or counts(target)["llmctl_workers_alive"] == 1)
-        print(f"  {time.monotonic() - began_s:.0f} s in: the server knows; their requests run on the other node")
+        print(
+            f"  {time.monotonic() - began_s:.0f} s in: the server knows; their requests run on the other node"
+        )
         nodes.join()
         print(f"  {time.monotonic() - began_s:.0f} s in: another node has joined")
 
@@ -171,7 +197,17 @@ def show(results: dict[str, tuple[BenchReport, Counts]]) -> None:
         lost = int(seen["llmctl_worker_restarts_total"])
         measured, failed = report.measured, sum(report.failures.values())
         ratio = measured["throughput_rps"] / base
-        rows.append([name, report.answered - failed, failed, lost, measured["throughput_rps"], f"{ratio:.2f}x", hop_ms])
+        rows.append(
+            [
+                name,
+                report.answered - failed,
+                failed,
+                lost,
+                measured["throughput_rps"],
+                f"{ratio:.2f}x",
+                hop_ms,
+            ]
+        )
     table(["workers", "served", "failed", "lost", "requests/s", ">ratio", "hop, ms"], rows)
     print("hop: from the end of a worker's batch to the start of its next, where one was there")
 
@@ -204,9 +240,15 @@ def demo(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("demo-out/ray"), help="folder for the files of all stages")
-    parser.add_argument("--plan", type=Path, help="serve this plan of two workers on the CPU instead of measuring")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out/ray"), help="folder for the files of all stages"
+    )
+    parser.add_argument(
+        "--plan", type=Path, help="serve this plan of two workers on the CPU instead of measuring"
+    )
     parser.add_argument("--rate", type=float, default=18.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long requests arrive")
     try:

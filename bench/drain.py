@@ -1,10 +1,12 @@
-"""SIGTERM at a random moment under load, round after round: what became of every request, and how the server ended.
+"""SIGTERM at a random moment under load, round after round: what became of every request, and how
+the server ended.
 
     python bench/drain.py [--rounds 20] [--notice 0.3] [--timeout 20] [--seed 0]
 
-Fake engines in two workers; 48 clients, each with a connection of its own per request, stream requests of random
-lengths one after the other. A request is accepted when its answer begins with 200; it fails if it then does not end
-with all its tokens. With a short `--timeout` what is left must get a final error and `[DONE]` instead.
+Fake engines in two workers; 48 clients, each with a connection of its own per request, stream
+requests of random lengths one after the other. A request is accepted when its answer begins with
+200; it fails if it then does not end with all its tokens. With a short `--timeout` what is left
+must get a final error and `[DONE]` instead.
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ CLIENTS = 48
 
 
 async def ask(port: int, rng: random.Random) -> str:
-    """How one request ended: 'complete', 'final error', 'refused' (503), 'no connection', or what went wrong."""
+    """How one request ended: 'complete', 'final error', 'refused' (503), 'no connection', or what
+    went wrong.
+    """
     tokens = rng.randint(8, 250)
-    asked = request(prompt="x" * 20, max_tokens=tokens, stream=True, stream_options={"include_usage": True})
+    asked = request(
+        prompt="x" * 20, max_tokens=tokens, stream=True, stream_options={"include_usage": True}
+    )
     try:
         reader, writer = await send(port, asked)
     except OSError:
@@ -85,7 +91,9 @@ async def one_round(server: Server, rng: random.Random) -> tuple[Counter[str], f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--notice", type=float, default=0.3)
     parser.add_argument("--timeout", type=float, default=20.0)
@@ -99,7 +107,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         fake_plan(Path(folder), eos_one_in=0, decode_s=0.004)
         command = ["--admission", "queue", "--set", "slice_tokens=32"]
-        command += ["--shutdown-notice", str(options.notice), "--shutdown-timeout", str(options.timeout)]
+        command += [
+            "--shutdown-notice",
+            str(options.notice),
+            "--shutdown-timeout",
+            str(options.timeout),
+        ]
         for _ in range(options.rounds):
             with Server(Path(folder) / "plan.json", *command) as server:
                 found, noticed_s, took_s = asyncio.run(one_round(server, rng))
@@ -118,7 +131,9 @@ def main() -> int:
             }
         )
     )
-    allowed = {"complete", "refused", "no connection"} | ({"final error"} if options.timeout < 5 else set())
+    allowed = {"complete", "refused", "no connection"} | (
+        {"final error"} if options.timeout < 5 else set()
+    )
     return int(bool(set(ends) - allowed) or set(codes) != {0})
 
 

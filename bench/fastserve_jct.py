@@ -1,15 +1,18 @@
-"""FastServe's claim: mean completion time of SRPT <= skip-join MLFQ <= naive MLFQ <= first come first served.
+"""FastServe's claim: mean completion time of SRPT <= skip-join MLFQ <= naive MLFQ <= first come
+first served.
 
     python bench/fastserve_jct.py [--seeds 8] [--rate 4.5] [--duration 150] [--json] [--markdown docs/results.md]
 
-One simulated worker of 16 rows and 40,000 tokens of KV cache, a host with room for 200,000, and a link of 1 ms and
-30,000 tokens/s each way (25 GB/s at 0.82 MB per token, a 13-billion model in float16). A step of n rows takes
-25 ms + n * (0.2 ms + 30 ns per token), a prefill of L tokens 11 ms + 0.1 ms * L. These laws are of that order of
-magnitude and measured nowhere. Prompts are lognormal(300, 1.6) up to 8,192 tokens, outputs lognormal(20, 1.6) up to
-2,048: heavy tails in both, and a load at which first come, first served queues for seconds.
+One simulated worker of 16 rows and 40,000 tokens of KV cache, a host with room for 200,000, and a
+link of 1 ms and 30,000 tokens/s each way (25 GB/s at 0.82 MB per token, a 13-billion model in
+float16). A step of n rows takes 25 ms + n * (0.2 ms + 30 ns per token), a prefill of L tokens 11 ms
++ 0.1 ms * L. These laws are of that order of magnitude and measured nowhere. Prompts are
+lognormal(300, 1.6) up to 8,192 tokens, outputs lognormal(20, 1.6) up to 2,048: heavy tails in both,
+and a load at which first come, first served queues for seconds.
 
-Rows show means over the seeds; waits are the longest that any request had without running, over all seeds. The exit
-status is 1 if the order does not hold in both ways of swapping, or somebody waited longer than the limit and one round.
+Rows show means over the seeds; waits are the longest that any request had without running, over all
+seeds. The exit status is 1 if the order does not hold in both ways of swapping, or somebody waited
+longer than the limit and one round.
 """
 
 from __future__ import annotations
@@ -24,17 +27,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import Oracle, Policy, Ranks
-from toolkit.sched.view import Decision, View
+from toolkit.sched.protocols import Decision, Oracle, Policy, Ranks, View
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
-from toolkit.traces.generate import Arrivals, generate
-from toolkit.traces.lengths import Lengths
+from toolkit.traces.generate import Arrivals, Lengths, generate
 
 ROWS = 16
 STARVATION_S = 60.0
@@ -49,9 +49,17 @@ WORLD = World(
     swap=LinearSwap(latency_s=0.001, out_tokens_per_s=30_000, in_tokens_per_s=30_000),
     host_tokens=200_000,
 )
-PROMPTS, OUTPUTS = Lengths("lognormal", 300, 1.6, 8192), Lengths("lognormal", 20, 1.6, LONGEST_OUTPUT)
+PROMPTS, OUTPUTS = (
+    Lengths("lognormal", 300, 1.6, 8192),
+    Lengths("lognormal", 20, 1.6, LONGEST_OUTPUT),
+)
 MLFQ = {"max_batch_size": ROWS, "starvation_s": STARVATION_S}
-ORDER = ("srpt-oracle", "skip-join MLFQ", "naive MLFQ", "fcfs")  # by mean completion time, least first
+ORDER = (
+    "srpt-oracle",
+    "skip-join MLFQ",
+    "naive MLFQ",
+    "fcfs",
+)  # by mean completion time, least first
 METHODS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("fcfs", ""): ("fcfs", {"max_batch_size": ROWS}),
     **{
@@ -76,7 +84,9 @@ COLUMNS = {
 
 
 class Waits:
-    """A policy that decides like another, and notes the longest wait of one who does not run, and the longest round."""
+    """A policy that decides like another, and notes the longest wait of one who does not run, and
+    the longest round.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -97,23 +107,31 @@ class Waits:
             for job in (*worker.inbox, *worker.held.jobs, *worker.swapped.jobs):
                 self.longest_s = max(self.longest_s, now_s - job.waiting_since_s)
         decision = self._policy.plan(view, now_s)
-        self._started_s = now_s if decision.batches else -1.0 if worker.running is None else self._started_s
+        self._started_s = (
+            now_s if decision.batches else -1.0 if worker.running is None else self._started_s
+        )
         return decision
 
 
-def measured(method: tuple[str, str], rate_rps: float, duration_s: float, seed: int) -> dict[str, float]:
+def measured(
+    method: tuple[str, str], rate_rps: float, duration_s: float, seed: int
+) -> dict[str, float]:
     """One run's metrics, waits included."""
     name, parameters = METHODS[method]
     trace = generate(Arrivals(rate_rps), duration_s, PROMPTS, OUTPUTS, seed)
     policy = make_policy(name, parameters)
     if isinstance(policy, Oracle):
-        policy = policy.told(dict(zip(map(str, range(len(trace))), trace.output_tokens.tolist(), strict=True)))
+        policy = policy.told(
+            dict(zip(map(str, range(len(trace))), trace.output_tokens.tolist(), strict=True))
+        )
     watched = Waits(policy)
     metrics = simulate(trace, cast(Policy, watched), WORLD).metrics({})
     return metrics | {"longest_wait_s": watched.longest_s, "longest_round_s": watched.round_s}
 
 
-def table(rate_rps: float, duration_s: float, seeds: int, processes: int) -> dict[tuple[str, str], dict[str, float]]:
+def table(
+    rate_rps: float, duration_s: float, seeds: int, processes: int
+) -> dict[tuple[str, str], dict[str, float]]:
     """Each method's figures: means over the seeds, and the longest waits and rounds."""
     runs = [(method, rate_rps, duration_s, seed) for method in METHODS for seed in range(seeds)]
     with ProcessPoolExecutor(processes) as pool:
@@ -122,7 +140,9 @@ def table(rate_rps: float, duration_s: float, seeds: int, processes: int) -> dic
     for k, method in enumerate(METHODS):
         mine = found[k * seeds : (k + 1) * seeds]
         rows[method] = {
-            key: float((np.max if key.startswith("longest") else np.mean)([run[key] for run in mine]))
+            key: float(
+                (np.max if key.startswith("longest") else np.mean)([run[key] for run in mine])
+            )
             for key in COLUMNS
         }
     return rows
@@ -152,7 +172,9 @@ def markdown(rows: Mapping[tuple[str, str], Mapping[str, float]], command: str) 
     lines = [f"`{command}`", "", f"| policy | swapping | {' | '.join(COLUMNS.values())} |"]
     lines.append("|---|---|" + "---:|" * len(COLUMNS))
     for (name, swap), row in rows.items():
-        figures = [f"{row[key]:,.0f}" if key == "swaps_out" else f"{row[key]:.2f}" for key in COLUMNS]
+        figures = [
+            f"{row[key]:,.0f}" if key == "swaps_out" else f"{row[key]:.2f}" for key in COLUMNS
+        ]
         lines.append(f"| {name} | {swap or 'none'} | {' | '.join(figures)} |")
     return "\n".join(lines) + "\n"
 
@@ -170,16 +192,22 @@ def put_section(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--rate", type=float, default=4.5, help="requests per second")
     parser.add_argument("--duration", type=float, default=150.0, help="seconds of arrivals")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", type=Path, help="file whose section is written, as docs/results.md")
+    parser.add_argument(
+        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
+    )
     options = parser.parse_args()
     rows = table(options.rate, options.duration, options.seeds, options.processes)
-    options_given = f"--seeds {options.seeds} --rate {options.rate:g} --duration {options.duration:g}"
+    options_given = (
+        f"--seeds {options.seeds} --rate {options.rate:g} --duration {options.duration:g}"
+    )
     text = markdown(rows, f"python bench/fastserve_jct.py {options_given}")
     wrong = broken(rows)
     if options.markdown:

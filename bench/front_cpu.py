@@ -1,9 +1,11 @@
-"""What the front process costs: its CPU time per streamed token, with fake engines in two worker processes.
+"""What the front process costs: its CPU time per streamed token, with fake engines in two worker
+processes.
 
     python bench/front_cpu.py [--clients 32] [--tokens 200] [--step-ms 20]
 
-Clients are raw sockets, so that the figure is the server's. A worker reports its steps every 50 ms; a slower step means
-fewer tokens per event, so more events per token. Worker processes are not counted: their engine is not one.
+Clients are raw sockets, so that the figure is the server's. A worker reports its steps every 50 ms;
+a slower step means fewer tokens per event, so more events per token. Worker processes are not
+counted: their engine is not one.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ async def crowd(port: int, clients: int, tokens: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-ms", type=float, default=20.0)
@@ -57,7 +61,10 @@ def main() -> None:
             server.terminate()
     used_s = after.user + after.system - before.user - before.system
     total = options.clients * options.tokens
-    print(f"{total:,} tokens in {events:,} events: {1e6 * used_s / total:.1f} us of front CPU per token, ", end="")
+    print(
+        f"{total:,} tokens in {events:,} events: {1e6 * used_s / total:.1f} us of front CPU per token, ",
+        end="",
+    )
     print(f"{1e6 * used_s / events:.0f} us per event, {total / used_s:,.0f} tokens per CPU second")
 
 

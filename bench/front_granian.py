@@ -1,10 +1,11 @@
-"""Our server with granian in uvicorn's place, for `front_stream.py --granian`: a measurement, not a way to serve.
+"""Our server with granian in uvicorn's place, for `front_stream.py --granian`: a measurement, not a
+way to serve.
 
     GRANIANS_PYTHON bench/front_granian.py PLAN.json
 
-The application, the scheduler and the workers are ours, on the same event loop; granian's Rust runtime accepts, parses
-and writes. What `toolkit/serve/http.py` and `server.py` promise is missing: bounded heads, errors in the API's words,
-the order of the end.
+The application, the scheduler and the workers are ours, on the same event loop; granian's Rust
+runtime accepts, parses and writes. What `toolkit/serve/http.py` and `server.py` promise is missing:
+bounded heads, errors in the API's words, the order of the end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,15 @@ async def serve(driver: Driver, app: ASGIApp, listener: socket.socket, *_: objec
     """In place of `toolkit.serve.server.serve`; ends at once with SIGTERM."""
     host, port = listener.getsockname()[:2]
     listener.close()  # granian opens its own
-    server = Server(app, host, port, interface=Interfaces.ASGINL, websockets=False, backlog=BACKLOG, log_enabled=False)
+    server = Server(
+        app,
+        host,
+        port,
+        interface=Interfaces.ASGINL,
+        websockets=False,
+        backlog=BACKLOG,
+        log_enabled=False,
+    )
     await driver.start()
     serving = asyncio.create_task(server.serve())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)

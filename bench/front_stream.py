@@ -2,12 +2,14 @@
 
     python bench/front_stream.py [--clients 128] [--tokens 64] [--repeats 5] [--granian PYTHON]
 
-`ours` is the whole server with a fake engine that takes no time, in two worker processes; `ours, every step` the same
-where workers report each step at once, so that hardly any tokens share an event. The bare endpoints give one event per
-token and know nothing: FastAPI's StreamingResponse over an asynchronous generator that writes OpenAI's chunk with
-`json.dumps`, and a raw ASGI application with the bytes ready; both on uvicorn with uvloop and httptools, FastAPI's also
-on asyncio and h11, and, with `--granian`, ours and both bare ones on granian, which that interpreter has. In each
-repeat every server is asked once, in another order. Clients are raw sockets in a process of their own.
+`ours` is the whole server with a fake engine that takes no time, in two worker processes; `ours,
+every step` the same where workers report each step at once, so that hardly any tokens share an
+event. The bare endpoints give one event per token and know nothing: FastAPI's StreamingResponse
+over an asynchronous generator that writes OpenAI's chunk with `json.dumps`, and a raw ASGI
+application with the bytes ready; both on uvicorn with uvloop and httptools, FastAPI's also on
+asyncio and h11, and, with `--granian`, ours and both bare ones on granian, which that interpreter
+has. In each repeat every server is asked once, in another order. Clients are raw sockets in a
+process of their own.
 """
 
 from __future__ import annotations
@@ -79,21 +81,35 @@ class Served:
     def __init__(self, name: str, command: Sequence[str], folder: str, port: int) -> None:
         self.name = name
         self.port = port
-        self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
         if not port:
             assert self.process.stdout is not None
             self.port = int(json.loads(self.process.stdout.readline())["url"].rpartition(":")[2])
         while True:
             try:
-                httpx.post(f"http://127.0.0.1:{self.port}/v1/completions", json={"prompt": "a", "max_tokens": 1}).read()
+                httpx.post(
+                    f"http://127.0.0.1:{self.port}/v1/completions",
+                    json={"prompt": "a", "max_tokens": 1},
+                ).read()
                 break
             except httpx.TransportError:
                 time.sleep(0.1)
 
     def cpu_s(self) -> float:
-        """Of the process that serves, and for granian of its worker; not of ours' workers, whose engine is a fake."""
+        """Of the process that serves, and for granian of its worker; not of ours' workers, whose
+        engine is a fake.
+        """
         one = psutil.Process(self.process.pid)
-        parts = [one, *(one.children() if self.name.endswith("on granian") and "ours" not in self.name else ())]
+        parts = [
+            one,
+            *(
+                one.children()
+                if self.name.endswith("on granian") and "ours" not in self.name
+                else ()
+            ),
+        ]
         return float(sum(part.cpu_times().user + part.cpu_times().system for part in parts))
 
     def end(self) -> None:
@@ -135,7 +151,9 @@ def write_plan(folder: Path, flush_s: float) -> str:
     folder.mkdir()
     plan = fake_plan(folder, eos_one_in=0)
     engine = plan.recipe.engine.model_copy(update={"flush_s": flush_s})
-    text = plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"engine": engine})}).model_dump_json()
+    text = plan.model_copy(
+        update={"recipe": plan.recipe.model_copy(update={"engine": engine})}
+    ).model_dump_json()
     (folder / "plan.json").write_text(text)
     return str(folder / "plan.json")
 
@@ -154,11 +172,18 @@ def start_all(folder: str, granian: str | None) -> list[Served]:
     bare = [
         ("FastAPI on uvicorn", "bare:app", uvicorn),
         ("raw ASGI on uvicorn", "bare:raw", uvicorn),
-        ("FastAPI on asyncio and h11", "bare:app", [*uvicorn, "--loop", "asyncio", "--http", "h11"]),
+        (
+            "FastAPI on asyncio and h11",
+            "bare:app",
+            [*uvicorn, "--loop", "asyncio", "--http", "h11"],
+        ),
     ]
     if granian:
         command = [granian, "-m", "granian", "--interface", "asgi", "--no-log"]
-        bare += [("FastAPI on granian", "bare:app", command), ("raw ASGI on granian", "bare:raw", command)]
+        bare += [
+            ("FastAPI on granian", "bare:app", command),
+            ("raw ASGI on granian", "bare:raw", command),
+        ]
     for name, app, command in bare:
         port = free_port()
         servers.append(Served(name, [*command, "--port", str(port), app], folder, port))
@@ -166,7 +191,9 @@ def start_all(folder: str, granian: str | None) -> list[Served]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
@@ -185,7 +212,9 @@ def main() -> None:
             server.end()
     bare = [run.tokens_per_s for run in runs["FastAPI on uvicorn"]]
     total = options.clients * options.tokens
-    print(f"{options.clients} clients, {options.tokens} tokens each, medians; % of bare FastAPI, paired")
+    print(
+        f"{options.clients} clients, {options.tokens} tokens each, medians; % of bare FastAPI, paired"
+    )
     for name, found in runs.items():
         shares = [100 * run.tokens_per_s / other for run, other in zip(found, bare, strict=True)]
         events = statistics.median(run.events for run in found)

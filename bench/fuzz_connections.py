@@ -2,14 +2,15 @@
 
     python bench/fuzz_connections.py [--connections 20000] [--idle 2000] [--seed 0] [--out fuzz.json]
 
-A server of its own with two workers and fake engines. Each connection is one of: requests behind each other, good, torn
-and streamed ones; upgrades; trailers; a side ended somewhere; answers left unread; a client that leaves; one that stops
-in the middle of a request; large bodies, torn as well. So many idle connections are open all the while. What comes back
-is read as strictly as HTTP allows.
+A server of its own with two workers and fake engines. Each connection is one of: requests behind
+each other, good, torn and streamed ones; upgrades; trailers; a side ended somewhere; answers left
+unread; a client that leaves; one that stops in the middle of a request; large bodies, torn as well.
+So many idle connections are open all the while. What comes back is read as strictly as HTTP allows.
 
-Afterwards all clients fall silent, without closing, for longer than the longest timer. Exit code 1 for an answer that
-is no HTTP, or none of a 2xx, a 4xx or a deliberate 503 in the API's words; a line on the server's stderr; a connection
-that is still there; a request that still runs; more than 50 MiB that were not there at the beginning.
+Afterwards all clients fall silent, without closing, for longer than the longest timer. Exit code 1
+for an answer that is no HTTP, or none of a 2xx, a 4xx or a deliberate 503 in the API's words; a
+line on the server's stderr; a connection that is still there; a request that still runs; more than
+50 MiB that were not there at the beginning.
 """
 
 from __future__ import annotations
@@ -39,13 +40,21 @@ from serving import Server, fake_plan
 from toolkit.serve import http as wire
 
 AT_ONCE = 100
-MAX_SILENT = 400  # connections whose clients read nothing or say nothing, at a time; then the oldest is dropped
+# connections whose clients read nothing or say nothing, at a time; then the oldest is dropped
+MAX_SILENT = 400
 MEMORY_MIB = 50
-SILENCE_S = max(wire.HEAD_TIMEOUT_S, wire.BODY_TIMEOUT_S, wire.IDLE_TIMEOUT_S) + wire.WRITE_TIMEOUT_S + 10
+SILENCE_S = (
+    max(wire.HEAD_TIMEOUT_S, wire.BODY_TIMEOUT_S, wire.IDLE_TIMEOUT_S) + wire.WRITE_TIMEOUT_S + 10
+)
 
 STREAM = b'{"prompt": "hello", "max_tokens": 64, "stream": true}'
 LONG = b'{"prompt": "hello", "max_tokens": 250, "stream": true, "n": 16}'
-TRAILERS = (b"Authorization: Bearer x\r\n", b"Content-Type: text/x\r\n", b"Content-Length: 3\r\n", b"a: b\r\n" * 50)
+TRAILERS = (
+    b"Authorization: Bearer x\r\n",
+    b"Content-Type: text/x\r\n",
+    b"Content-Length: 3\r\n",
+    b"a: b\r\n" * 50,
+)
 
 
 def chunks(rng: random.Random, body: bytes, trailer: bytes = b"") -> bytes:
@@ -68,7 +77,9 @@ def good(rng: random.Random) -> bytes:
     if kind == 1:
         return fuzzing.request(path, STREAM)
     if kind == 2:
-        return fuzzing.request(path, chunks(rng, fuzzing.GOOD, rng.choice(TRAILERS)), fuzzing.CHUNKED)
+        return fuzzing.request(
+            path, chunks(rng, fuzzing.GOOD, rng.choice(TRAILERS)), fuzzing.CHUNKED
+        )
     if kind == 3:
         return fuzzing.request(path, fuzzing.GOOD, b"Connection: Upgrade", b"Upgrade: h2c")
     return fuzzing.request(path, fuzzing.GOOD)
@@ -77,15 +88,25 @@ def good(rng: random.Random) -> bytes:
 def large(rng: random.Random) -> bytes:
     """A body that is read beside the event loop."""
     text = b"a" * rng.randint(1 << 15, 1 << 18)
-    body = rng.choice([b'{"prompt": "%b"}' % text, b'{"prompt": [%b]}' % b",".join([b"1"] * 20_000), b"[" * 40_000])
+    body = rng.choice(
+        [
+            b'{"prompt": "%b"}' % text,
+            b'{"prompt": [%b]}' % b",".join([b"1"] * 20_000),
+            b"[" * 40_000,
+        ]
+    )
     path = rng.choice(fuzzing.SENT)
     return (
-        fuzzing.request(path, body) if rng.random() < 0.5 else fuzzing.request(path, body)[: rng.randint(100, 40_000)]
+        fuzzing.request(path, body)
+        if rng.random() < 0.5
+        else fuzzing.request(path, body)[: rng.randint(100, 40_000)]
     )
 
 
 def answers(received: bytes) -> list[tuple[int, str, bytes]]:
-    """Status, type and body of each answer; the last may be cut off. `ValueError` for what is no HTTP."""
+    """Status, type and body of each answer; the last may be cut off. `ValueError` for what is no
+    HTTP.
+    """
     found: list[tuple[int, str, bytes]] = []
     while received:
         head, blank, rest = received.partition(b"\r\n\r\n")
@@ -154,7 +175,9 @@ class Crowd:
         with suppress(OSError):
             await self.kinds[kind]()
 
-    async def talk(self, kind: str, data: bytes, *, ends: bool = False, patience_s: float = 20.0) -> None:
+    async def talk(
+        self, kind: str, data: bytes, *, ends: bool = False, patience_s: float = 20.0
+    ) -> None:
         """Send, end this side or not, read, and look at what came."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         received = b""
@@ -186,7 +209,9 @@ class Crowd:
 
     async def pipelined(self) -> None:
         many = b"".join(good(self.rng) for _ in range(self.rng.randint(1, 6)))
-        await self.talk("pipelined", many + fuzzing.request("/version", b"", fuzzing.CLOSE, method=b"GET"))
+        await self.talk(
+            "pipelined", many + fuzzing.request("/version", b"", fuzzing.CLOSE, method=b"GET")
+        )
 
     async def torn_behind_good(self) -> None:
         await self.talk("torn behind good", good(self.rng) + fuzzing.torn(self.rng), patience_s=0.5)
@@ -204,7 +229,9 @@ class Crowd:
         """Gone in the middle of its answer, by either way."""
         body = LONG if self.rng.random() < 0.1 else STREAM
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(fuzzing.request(fuzzing.SENT[0], body) + self.rng.choice([b"", good(self.rng)]))
+        writer.write(
+            fuzzing.request(fuzzing.SENT[0], body) + self.rng.choice([b"", good(self.rng)])
+        )
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(5.0):
                 await reader.read(self.rng.choice([1, 200, 2000]))
@@ -214,7 +241,9 @@ class Crowd:
         self.statuses.setdefault("left", Counter())[0] += 1
 
     async def unread(self) -> None:
-        await self.fall_silent("unread", b"".join(good(self.rng) for _ in range(self.rng.randint(1, 8))))
+        await self.fall_silent(
+            "unread", b"".join(good(self.rng) for _ in range(self.rng.randint(1, 8)))
+        )
 
     async def stopped(self) -> None:
         data = good(self.rng)
@@ -249,7 +278,10 @@ class Crowd:
         for start in range(0, count, AT_ONCE):
             await asyncio.gather(*[self.one() for _ in range(min(AT_ONCE, count - start))])
             if start % 2000 == 0:
-                print(f"{start + AT_ONCE:6,} connections, {time.monotonic() - begin_s:.0f} s", flush=True)
+                print(
+                    f"{start + AT_ONCE:6,} connections, {time.monotonic() - begin_s:.0f} s",
+                    flush=True,
+                )
         self.silent += held
 
 
@@ -268,7 +300,9 @@ def rss_mib(front: psutil.Process) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--connections", type=int, default=20_000)
     parser.add_argument("--idle", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
@@ -284,7 +318,9 @@ def main() -> int:
             crowd = Crowd(port, options.seed)
             asyncio.run(crowd.all_of_them(options.connections, options.idle))
             most_mib = rss_mib(front)
-            print(f"silence for {SILENCE_S:g} s, {established(front, port)} connections", flush=True)
+            print(
+                f"silence for {SILENCE_S:g} s, {established(front, port)} connections", flush=True
+            )
             time.sleep(SILENCE_S)
             wrong = warm.wrong + crowd.wrong
             left = established(front, port)
@@ -300,14 +336,22 @@ def main() -> int:
             lines = server.process.communicate(timeout=60)[1].splitlines()
             said = "\n".join(line for line in lines if not line.startswith("loading "))
             if said or server.process.returncode:
-                wrong.append(f"the server ended with {server.process.returncode} and said: {said[-2000:]}")
+                wrong.append(
+                    f"the server ended with {server.process.returncode} and said: {said[-2000:]}"
+                )
     for kind, counts in sorted(crowd.statuses.items()):
         print(f"{kind:18} {dict(sorted(counts.items()))}")
-    memory = f"{begin_mib:.1f} MiB before, {most_mib:.1f} at the last connection, {end_mib:.1f} after"
-    print(f"{options.connections:,} connections, seed {options.seed}: {len(wrong)} things that should not be; {memory}")
+    memory = (
+        f"{begin_mib:.1f} MiB before, {most_mib:.1f} at the last connection, {end_mib:.1f} after"
+    )
+    print(
+        f"{options.connections:,} connections, seed {options.seed}: {len(wrong)} things that should not be; {memory}"
+    )
     print("\n".join(wrong[:20]))
     if options.out:
-        options.out.write_text(json.dumps({"statuses": crowd.statuses, "wrong": wrong, "memory": memory}, indent=2))
+        options.out.write_text(
+            json.dumps({"statuses": crowd.statuses, "wrong": wrong, "memory": memory}, indent=2)
+        )
     return bool(wrong)
 
 

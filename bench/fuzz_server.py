@@ -1,12 +1,14 @@
-"""20,000 requests that try to get the server to do what it should not: by its own schema, at random, byte by byte.
+"""20,000 requests that try to get the server to do what it should not: by its own schema, at
+random, byte by byte.
 
     python bench/fuzz_server.py [--requests 20000] [--seed 0] [--out fuzz.json]
 
-Four kinds, a quarter each: requests that the server's OpenAPI document allows and ones that it forbids (schemathesis),
-bodies near good ones (hypothesis), all three into the application in this process; and torn bytes through sockets to a
-server of its own with two workers. The engine is a fake, so that the figure is the front's. It prints statuses by kind
-and every answer that is none of a 2xx, a 4xx or a deliberate 503 in the API's words, or that a valid request got
-without being too long. Exit code 1 if there is one.
+Four kinds, a quarter each: requests that the server's OpenAPI document allows and ones that it
+forbids (schemathesis), bodies near good ones (hypothesis), all three into the application in this
+process; and torn bytes through sockets to a server of its own with two workers. The engine is a
+fake, so that the figure is the front's. It prints statuses by kind and every answer that is none of
+a 2xx, a 4xx or a deliberate 503 in the API's words, or that a valid request got without being too
+long. Exit code 1 if there is one.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def generated(
         response = await http.request(**ask(asked))
         complaint = fuzzing.complaint_of(response)
         if kind == "valid" and response.status_code != 200 and not fuzzing.beyond_schemas(response):
-            complaint = complaint or f"a valid request got {response.status_code}: {response.text[:300]}"
+            complaint = (
+                complaint or f"a valid request got {response.status_code}: {response.text[:300]}"
+            )
         tally.count(kind, response.status_code, complaint, ask(asked))
 
     with asyncio.Runner() as runner:
@@ -114,7 +118,9 @@ def torn(tally: Tally, count: int, seed: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="what was counted, as JSON")
@@ -128,14 +134,21 @@ def main() -> int:
     }
     for kind, (strategy, ask) in kinds.items():
         generated(kind, strategy, ask, tally, share, options.seed)
-        print(f"{kind:8} {dict(sorted(tally.statuses[kind].items()))}  {time.monotonic() - begin_s:.0f} s", flush=True)
+        print(
+            f"{kind:8} {dict(sorted(tally.statuses[kind].items()))}  {time.monotonic() - begin_s:.0f} s",
+            flush=True,
+        )
     torn(tally, options.requests - 3 * share, options.seed)
-    print(f"{'bytes':8} {dict(sorted(tally.statuses['bytes'].items()))}  {time.monotonic() - begin_s:.0f} s")
+    print(
+        f"{'bytes':8} {dict(sorted(tally.statuses['bytes'].items()))}  {time.monotonic() - begin_s:.0f} s"
+    )
     total = sum(map(Counter.total, tally.statuses.values()))
     print(f"{total:,} requests, seed {options.seed}: {len(tally.wrong)} answers that should not be")
     print("\n".join(tally.wrong[:20]))
     if options.out:
-        options.out.write_text(json.dumps({"statuses": tally.statuses, "wrong": tally.wrong}, indent=2))
+        options.out.write_text(
+            json.dumps({"statuses": tally.statuses, "wrong": tally.wrong}, indent=2)
+        )
     return bool(tally.wrong)
 
 

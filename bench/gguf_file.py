@@ -1,4 +1,5 @@
-"""A Llama of transformers as a GGUF file (version 3) in float32, for llama.cpp; with a vocabulary of made-up words.
+"""A Llama of transformers as a GGUF file (version 3) in float32, for llama.cpp; with a vocabulary
+of made-up words.
 
 llama.cpp's own converter needs a tokenizer, which a random model lacks.
 """
@@ -29,7 +30,9 @@ NAMES = {
 }
 
 
-def write_llama(path: Path, config: Mapping[str, Any], weights: Mapping[str, NDArray[np.float32]]) -> None:
+def write_llama(
+    path: Path, config: Mapping[str, Any], weights: Mapping[str, NDArray[np.float32]]
+) -> None:
     """Write a model. `config` and `weights` are those of transformers."""
     tensors = {_name(name): _rotated(name, weight, config) for name, weight in weights.items()}
     keys = _keys(config)
@@ -40,10 +43,14 @@ def write_llama(path: Path, config: Mapping[str, Any], weights: Mapping[str, NDA
         offset = 0
         for name, weight in tensors.items():
             shape = weight.shape[::-1]
-            file.write(_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, offset))
+            file.write(
+                _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, offset)
+            )
             offset += -(-weight.nbytes // ALIGNMENT) * ALIGNMENT
         for weight in tensors.values():
-            file.write(bytes(-file.tell() % ALIGNMENT) + np.ascontiguousarray(weight, np.float32).tobytes())
+            file.write(
+                bytes(-file.tell() % ALIGNMENT) + np.ascontiguousarray(weight, np.float32).tobytes()
+            )
 
 
 def _keys(config: Mapping[str, Any]) -> dict[str, tuple[int, Any]]:
@@ -87,14 +94,22 @@ def _name(name: str) -> str:
     return f"blk.{layer}.{NAMES[part.removesuffix('.weight')]}.weight"
 
 
-def _rotated(name: str, weight: NDArray[np.float32], config: Mapping[str, Any]) -> NDArray[np.float32]:
-    """llama.cpp rotates neighbouring pairs, transformers the two halves of a head: rows change places."""
+def _rotated(
+    name: str, weight: NDArray[np.float32], config: Mapping[str, Any]
+) -> NDArray[np.float32]:
+    """llama.cpp rotates neighbouring pairs, transformers the two halves of a head: rows change
+    places.
+    """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     key = next((key for part, key in heads.items() if part in name), None)
     if key is None:
         return weight
     count, width = config[key], weight.shape[1]
-    return weight.reshape(count, 2, weight.shape[0] // count // 2, width).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(count, 2, weight.shape[0] // count // 2, width)
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
 
 
 def _text(text: str) -> bytes:

@@ -1,9 +1,11 @@
-"""The digests of `tests/test_golden_digests.py` with more requests: whether two versions decide alike.
+"""The digests of `tests/test_golden_digests.py` with more requests: whether two versions decide
+alike.
 
     python bench/golden_digests.py --write before.json      # in the version to compare with
     python bench/golden_digests.py --against before.json    # in the other: names each case that differs
 
-`--scale` times as many requests as the test has. With 10, the default, one core takes about two minutes.
+`--scale` times as many requests as the test has. With 10, the default, one core takes about two
+minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from test_golden_digests import REQUESTS, VARIANT_REQUESTS
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scale", type=int, default=10)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--against", type=Path)

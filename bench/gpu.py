@@ -1,16 +1,19 @@
-"""The whole way on a GPU, unattended: profile, fit, swap bandwidth, SCLS over SLS, Past-Future under overload.
+"""The whole way on a GPU, unattended: profile, fit, swap bandwidth, SCLS over SLS, Past-Future
+under overload.
 
     python bench/gpu.py [--models 7b,13b] [--out profiles] [--quick]
     python bench/gpu.py --recipe recipes/tiny-llama-cpu-rebatch.yaml --device cpu --quick    # every line but CUDA's
 
-Models have the published shapes and random weights: nothing is downloaded. For each, on the engines `transformers`
-(slices) and `rebatch` (rounds): a profile and a fit; the bandwidth of swaps both ways; then requests at an overload
-through the same driver, workers and policies that `llmctl serve` runs, without HTTP. All is written to
-OUT/DEVICE/MODEL, with the environment in every file, and OUT/DEVICE/table.md has it as tables.
+Models have the published shapes and random weights: nothing is downloaded. For each, on the engines
+`transformers` (slices) and `rebatch` (rounds): a profile and a fit; the bandwidth of swaps both
+ways; then requests at an overload through the same driver, workers and policies that `llmctl serve`
+runs, without HTTP. All is written to OUT/DEVICE/MODEL, with the environment in every file, and
+OUT/DEVICE/table.md has it as tables.
 
-Each stage runs in a process of its own with a time limit, and is skipped when its output is there: after Ctrl-C, or a
-stage that ran out of time, the same command goes on (profiles from their journal). --quick measures less and sets
-limits that come to ten minutes a model. It needs torch, transformers, numpy, scipy, numba, pydantic and msgspec.
+Each stage runs in a process of its own with a time limit, and is skipped when its output is there:
+after Ctrl-C, or a stage that ran out of time, the same command goes on (profiles from their
+journal). --quick measures less and sets limits that come to ten minutes a model. It needs torch,
+transformers, numpy, scipy, numba, pydantic and msgspec.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ INTERRUPTED = 130
 
 @dataclass(slots=True, frozen=True)
 class Stage:
-    """One step: its name, its output, what must be there before, and how long it may take, quick and not."""
+    """One step: its name, its output, what must be there before, and how long it may take, quick
+    and not.
+    """
 
     name: str
     output: str
@@ -76,22 +81,35 @@ class Run:
         where = ["--recipe", self.recipe, "--folder", self.folder]
         device = ["--device", self.device, "--device-name", self.device_name]
         quick = ["--quick"] if self.quick else []
-        return [str(word) for word in (sys.executable, __file__, "--stage", stage, *where, *device, *quick)]
+        return [
+            str(word)
+            for word in (sys.executable, __file__, "--stage", stage, *where, *device, *quick)
+        ]
 
 
 def main() -> int:
     options = _options()
     if options.stage:
-        from gpu_stages import run_stage  # torch and all else is imported in the stages' own processes
+        from gpu_stages import (
+            run_stage,  # torch and all else is imported in the stages' own processes
+        )
 
         return run_stage(options.stage, options.recipe[0], options.folder, options)
     device = _device(options.device)
     if device is None:
-        print("error: torch finds no CUDA device; --device cpu with a tiny recipe tries the way out", file=sys.stderr)
+        print(
+            "error: torch finds no CUDA device; --device cpu with a tiny recipe tries the way out",
+            file=sys.stderr,
+        )
         return 1
     folder = options.out / _slug(device.name)
-    recipes = options.recipe or [_recipe_of(model, device.memory_gib) for model in options.models.split(",")]
-    runs = [Run(path, folder / _model(path), options.device, device.name, options.quick) for path in recipes]
+    recipes = options.recipe or [
+        _recipe_of(model, device.memory_gib) for model in options.models.split(",")
+    ]
+    runs = [
+        Run(path, folder / _model(path), options.device, device.name, options.quick)
+        for path in recipes
+    ]
     _say_what_will_be_done(runs)
     try:
         failed = [f"{run.folder.name}: {name}" for run in runs for name in _go(run)]
@@ -106,10 +124,16 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("profiles"), help="folder of all devices' results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("profiles"), help="folder of all devices' results"
+    )
     parser.add_argument("--models", default="7b,13b", help="of Llama-2, with commas")
-    parser.add_argument("--recipe", type=Path, action="append", help="instead of --models; repeatable")
+    parser.add_argument(
+        "--recipe", type=Path, action="append", help="instead of --models; repeatable"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="at most ten minutes a model")
     for internal in ("--stage", "--device-name"):
@@ -131,7 +155,9 @@ def _device(kind: str) -> Device | None:
         return Device("cpu", 0.0)
     code = "import json; from toolkit.engines.devices import find_devices as f; g = f().gpus; "
     code += "print(json.dumps([(one.name, one.memory_bytes / 2**30) for one in g[:1]]))"
-    answer = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=_environment(), capture_output=True, text=True
+    )
     if answer.returncode:
         raise SystemExit(f"error: the GPU cannot be used: {answer.stderr.strip().splitlines()[-1]}")
     return next((Device(*each) for each in json.loads(answer.stdout.splitlines()[-1])), None)
@@ -162,7 +188,10 @@ def _say_what_will_be_done(runs: Sequence[Run]) -> None:
     for run in runs:
         left = _left(run)
         limit_s = sum(stage.allowed_s(quick=run.quick) for stage in left)
-        print(f"{run.folder}: {len(left)} of {len(STAGES)} stages to go, at most {limit_s / 60:.0f} min", flush=True)
+        print(
+            f"{run.folder}: {len(left)} of {len(STAGES)} stages to go, at most {limit_s / 60:.0f} min",
+            flush=True,
+        )
 
 
 def _go(run: Run) -> list[str]:
@@ -184,7 +213,9 @@ def _go(run: Run) -> list[str]:
 
 
 def _run(command: Sequence[str], limit_s: float) -> str:
-    """Why the stage is not done, or ''. Its processes end with it, also where it is interrupted or out of time."""
+    """Why the stage is not done, or ''. Its processes end with it, also where it is interrupted or
+    out of time.
+    """
     child = subprocess.Popen(command, env=_environment(), start_new_session=True)
     try:
         code = child.wait(limit_s)

@@ -1,4 +1,6 @@
-"""Requests at an overload against live workers, through the server's own driver: all of it but HTTP and text."""
+"""Requests at an overload against live workers, through the server's own driver: all of it but HTTP
+and text.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,25 @@ from pydantic import Field
 from toolkit.deploy.plan import make_plan
 from toolkit.engines.protocol import Round, Row, SamplingParams
 from toolkit.estimators.load import laws_from_fit
-from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import Recipe
-from toolkit.files.recipes import load_recipe
+from toolkit.files.shipped import load_recipe
+from toolkit.files.strict import Envelope, Strict
 from toolkit.metrics import Served, summarize
 from toolkit.sched.policies import make_policy
 from toolkit.serve.assemble import make_scheduler, make_stats
 from toolkit.serve.driver import Driver
-from toolkit.serve.live import Ask, Live
-from toolkit.serve.reply import Reply
+from toolkit.serve.live import ActiveRequest, GenerationRequest, Reply, TextOutput
 from toolkit.serve.stats import Stats
-from toolkit.serve.text import TextOutput
 from toolkit.sim.api import simulate
 from toolkit.sim.world import world_from_fit
-from toolkit.traces.generate import Arrivals, backlog, generate
-from toolkit.traces.lengths import Lengths
+from toolkit.traces.generate import Arrivals, Lengths, backlog, generate
 from toolkit.traces.types import Trace
-from toolkit.workers.processes import ProcessWorkers
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import OnEvent, RoundDone, WorkerEvent, WorkerReady, Workers
-from toolkit.workers.supervisor import Silent
+from toolkit.workers.supervisor import SilentWorkerError
 
 OVERLOAD = 1.5  # arrivals, over what the best contender is predicted to serve
 SETTLE_S = 60.0  # for rows that were given up to leave their workers
@@ -46,7 +45,9 @@ SAMPLE = 300  # requests of the backlog that tells the capacity
 
 @dataclass(slots=True, frozen=True)
 class Pace:
-    """Seconds of arrivals, and of one contender: what has not ended by then is given up, and counts as not served."""
+    """Seconds of arrivals, and of one contender: what has not ended by then is given up, and counts
+    as not served.
+    """
 
     window_s: float
     limit_s: float
@@ -69,7 +70,9 @@ class Outcome(Strict):
     requests: int
     served: int = Field(description="within the limit")
     measured: dict[str, float]
-    predicted: dict[str, float] = Field(description="simulated with the fit, without a limit of time")
+    predicted: dict[str, float] = Field(
+        description="simulated with the fit, without a limit of time"
+    )
     evictions: int
     oom_events: int
     worker_restarts: int
@@ -89,14 +92,18 @@ class LiveFile(Envelope):
     outcomes: list[Outcome]
 
 
-def replay_all(folder: Path, engine: str, contenders: Sequence[Contender], pace: Pace, name: str) -> None:
+def replay_all(
+    folder: Path, engine: str, contenders: Sequence[Contender], pace: Pace, name: str
+) -> None:
     """Serve one trace under every contender, on the same workers, and write LiveFile `name`."""
     source, fitted = folder / f"recipe-{engine}.json", folder / f"fit-{engine}.json"
     recipe, fit = load_recipe(source), read_file(Fit, fitted)
     plans = [_plan(recipe, fit, one, {"recipe": source, "fit": fitted}) for one in contenders]
     trace = overload(plans, pace.window_s)
     print(f"{trace.notes[0]}: {len(trace)} requests", flush=True)
-    outcomes = asyncio.run(_replay_each(plans, [one.title for one in contenders], trace, pace.limit_s))
+    outcomes = asyncio.run(
+        _replay_each(plans, [one.title for one in contenders], trace, pace.limit_s)
+    )
     made_from = head(inputs={"recipe": source, "fit": fitted}, device=fit.engine.device)
     result = LiveFile(
         **made_from,
@@ -116,9 +123,11 @@ def _plan(recipe: Recipe, fit: Fit, contender: Contender, inputs: Mapping[str, P
 
 
 def overload(plans: Sequence[Plan], window_s: float) -> Trace:
-    """Poisson arrivals for `window_s`, `OVERLOAD` times as many as the best of the plans is predicted to serve.
+    """Poisson arrivals for `window_s`, `OVERLOAD` times as many as the best of the plans is
+    predicted to serve.
 
-    Prompts and outputs are lognormal with a median of 1/16 of the longest request, up to a quarter of it.
+    Prompts and outputs are lognormal with a median of 1/16 of the longest request, up to a quarter
+    of it.
     """
     longest = plans[0].recipe.model.max_model_len
     lengths = Lengths("lognormal", max(longest // 16, 1), 0.8, max(longest // 4, 1))
@@ -135,24 +144,33 @@ def _predicted(plan: Plan, trace: Trace) -> dict[str, float]:
     return simulate(trace, policy, world).metrics(recipe.sla)
 
 
-async def _replay_each(plans: Sequence[Plan], titles: Sequence[str], trace: Trace, limit_s: float) -> list[Outcome]:
+async def _replay_each(
+    plans: Sequence[Plan], titles: Sequence[str], trace: Trace, limit_s: float
+) -> list[Outcome]:
     recipe = plans[0].recipe
     flush_s = recipe.engine.flush_s
-    pool = ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, plans[0].workers, flush_s=flush_s)
+    pool = ProcessWorkers(
+        recipe.model, recipe.engine, recipe.hardware, plans[0].workers, flush_s=flush_s
+    )
     workers, outcomes = KeptWorkers(pool), []
     try:
         for plan, title in zip(plans, titles, strict=True):
             outcome = await _replay(plan, title, trace, workers, limit_s)
             measured = outcome.measured["throughput_rps"]
-            print(f"{title}: {outcome.served} of {outcome.requests} served, {measured:.2f}/s", flush=True)
+            print(
+                f"{title}: {outcome.served} of {outcome.requests} served, {measured:.2f}/s",
+                flush=True,
+            )
             outcomes.append(outcome)
     finally:
         await pool.stop()
     return outcomes
 
 
-async def _replay(plan: Plan, title: str, trace: Trace, workers: KeptWorkers, limit_s: float) -> Outcome:
-    done: list[Live] = []
+async def _replay(
+    plan: Plan, title: str, trace: Trace, workers: KeptWorkers, limit_s: float
+) -> Outcome:
+    done: list[ActiveRequest] = []
     stats = make_stats(plan)
     driver = Driver(make_scheduler(plan), workers, stats, on_end=lambda live, _: done.append(live))
     await driver.start()
@@ -171,28 +189,41 @@ async def _replay(plan: Plan, title: str, trace: Trace, workers: KeptWorkers, li
     return _outcome(plan, title, trace, lives, start_s, stats)
 
 
-async def _send(driver: Driver, plan: Plan, trace: Trace) -> list[Live]:
+async def _send(driver: Driver, plan: Plan, trace: Trace) -> list[ActiveRequest]:
     """Submit every request when it arrives. The scheduler does not learn how long outputs will be."""
     rng = np.random.default_rng(0)
     limit, vocab = plan.recipe.serve.max_new_tokens, plan.fit.engine.vocab_size
     drawn = [tuple(rng.integers(vocab, size=count).tolist()) for count in trace.prompt_tokens]
     sampling = SamplingParams(ignore_eos=True)
     start_s, lives = time.monotonic(), []
-    for number, (at_s, prompt, output) in enumerate(zip(trace.arrival_s, drawn, trace.output_tokens, strict=True)):
+    for number, (at_s, prompt, output) in enumerate(
+        zip(trace.arrival_s, drawn, trace.output_tokens, strict=True)
+    ):
         await asyncio.sleep(max(start_s + at_s - time.monotonic(), 0.0))
-        ask = Ask(str(number), prompt, limit, sampling, end_after=int(min(output, limit)))
+        ask = GenerationRequest(
+            str(number), prompt, limit, sampling, end_after=int(min(output, limit))
+        )
         lives.append(driver.submit(ask, TextOutput(NoText()), Reply(1, patient=True), 0))
     return lives
 
 
 async def _until_idle(driver: Driver) -> None:
-    """Rows that were given up leave with their batch; a worker that keeps on is a bug worth an error."""
+    """Rows that were given up leave with their batch; a worker that keeps on is a bug worth an
+    error.
+    """
     async with asyncio.timeout(SETTLE_S):
         while driver.flights:
             await asyncio.sleep(0.05)
 
 
-def _outcome(plan: Plan, title: str, trace: Trace, lives: Sequence[Live], start_s: float, stats: Stats) -> Outcome:
+def _outcome(
+    plan: Plan,
+    title: str,
+    trace: Trace,
+    lives: Sequence[ActiveRequest],
+    start_s: float,
+    stats: Stats,
+) -> Outcome:
     ok = np.array([live.status in ("stop", "length") for live in lives])
     served = Served(
         arrival_s=trace.arrival_s + start_s,
@@ -209,7 +240,9 @@ def _outcome(plan: Plan, title: str, trace: Trace, lives: Sequence[Live], start_
         policy=plan.policy,
         requests=len(lives),
         served=int(ok.sum()),
-        measured={key: value for key, value in summarize(served, {}).items() if math.isfinite(value)},
+        measured={
+            key: value for key, value in summarize(served, {}).items() if math.isfinite(value)
+        },
         predicted=_predicted(plan, trace),
         evictions=stats.preemptions,
         oom_events=stats.oom_events,
@@ -256,18 +289,33 @@ class KeptWorkers:
         if self._on_event is not None:
             self._on_event(event)
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+    def run(
+        self,
+        worker: int,
+        batch_id: int,
+        rows: Sequence[Row],
+        steps: int,
+        estimated_s: float = math.inf,
+    ) -> None:
         self._workers.run(worker, batch_id, rows, steps, estimated_s)
 
-    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
-        self._rows[worker] = max(self._rows.get(worker, 0), *(number + 1 for number in plan.numbers), 0)
+    def run_round(
+        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
+    ) -> None:
+        self._rows[worker] = max(
+            self._rows.get(worker, 0), *(number + 1 for number in plan.numbers), 0
+        )
         self._workers.run_round(worker, batch_id, plan, estimated_s)
 
     async def forget(self) -> None:
-        """Have idle engines drop the rows that were given up: the next driver's rows get the same numbers."""
+        """Have idle engines drop the rows that were given up: the next driver's rows get the same
+        numbers.
+        """
         for worker, count in self._rows.items():
             done = asyncio.Event()
-            self._on_event = lambda event, done=done: done.set() if isinstance(event, RoundDone) else None
+            self._on_event = lambda event, done=done: (
+                done.set() if isinstance(event, RoundDone) else None
+            )
             self._workers.run_round(worker, LAST_BATCH, Round(steps=0, evict=tuple(range(count))))
             await done.wait()
         self._rows.clear()
@@ -281,7 +329,7 @@ class KeptWorkers:
     def kill(self, worker: int) -> None:
         self._workers.kill(worker)
 
-    def silent(self) -> list[Silent]:
+    def silent(self) -> list[SilentWorkerError]:
         return self._workers.silent()
 
     async def stop(self) -> None:

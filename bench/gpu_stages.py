@@ -11,16 +11,24 @@ from pathlib import Path
 from gpu_live import Contender, Pace, replay_all
 from pydantic import Field
 
-from toolkit.engines.protocol import OutOfMemory, Round, RoundEngine, Row, SamplingParams, StepOutput
+from toolkit.engines.protocol import (
+    OutOfMemory,
+    Round,
+    RoundEngine,
+    Row,
+    SamplingParams,
+    StepOutput,
+)
 from toolkit.errors import InputError, LlmctlError
-from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
-from toolkit.files.recipes import load_recipe
-from toolkit.profiling.plan import Plan as Planned
+from toolkit.files.shipped import load_recipe
+from toolkit.files.strict import Envelope, Strict
+from toolkit.profiling.run import ProfileEstimate as Planned
 
-CONTEXTS = 8  # KV cache of a worker in longest requests: little enough that an overload fills it in seconds
+# KV cache of a worker in longest requests: little enough that an overload fills it in seconds
+CONTEXTS = 8
 SHARES = (128, 16, 4)  # a quick grid's lengths, as parts of the longest
 QUICK_SIZES = [1, 4, 16, 64]
 SWAP_ROWS = (1, 8)
@@ -29,7 +37,9 @@ MIB = 1 << 20
 
 
 class SwapPoint(Strict):
-    """N rows of L cached tokens: seconds of a round that only swaps them out, and of one that only brings them back."""
+    """N rows of L cached tokens: seconds of a round that only swaps them out, and of one that only
+    brings them back.
+    """
 
     rows: int
     length: int
@@ -39,7 +49,9 @@ class SwapPoint(Strict):
 
     def gb_per_s(self) -> tuple[float, float]:
         """Out and in, medians without the first."""
-        out_s, in_s = (statistics.median(seconds[1:] or seconds) for seconds in (self.out_s, self.in_s))
+        out_s, in_s = (
+            statistics.median(seconds[1:] or seconds) for seconds in (self.out_s, self.in_s)
+        )
         return self.size_bytes / out_s / 1e9, self.size_bytes / in_s / 1e9
 
 
@@ -59,7 +71,9 @@ def run_stage(name: str, source: Path, folder: Path, options: Namespace) -> int:
     }
     kind, _, engine = name.partition("-")
     try:
-        write_recipes(load_recipe(source), folder, options.device, options.device_name, quick=options.quick)
+        write_recipes(
+            load_recipe(source), folder, options.device, options.device_name, quick=options.quick
+        )
         if kind == "profile":
             measure_profile(folder, engine)
         elif kind == "fit":
@@ -83,8 +97,12 @@ ROUNDS = (
 )
 
 
-def write_recipes(recipe: Recipe, folder: Path, device: str, device_name: str, *, quick: bool) -> None:
-    """The recipe for both engines, beside what is made from it. `InputError` where other ones are there already."""
+def write_recipes(
+    recipe: Recipe, folder: Path, device: str, device_name: str, *, quick: bool
+) -> None:
+    """The recipe for both engines, beside what is made from it. `InputError` where other ones are
+    there already.
+    """
     for engine in ("transformers", "rebatch"):
         derived = derive(recipe, engine, device, device_name, quick=quick)
         path = folder / f"recipe-{engine}.json"
@@ -96,23 +114,44 @@ def write_recipes(recipe: Recipe, folder: Path, device: str, device_name: str, *
 
 
 def derive(recipe: Recipe, engine: str, device: str, device_name: str, *, quick: bool) -> Recipe:
-    """`recipe` on this device: random weights, one worker, a KV cache of `CONTEXTS` longest requests."""
+    """`recipe` on this device: random weights, one worker, a KV cache of `CONTEXTS` longest
+    requests.
+    """
     model, longest = recipe.model, recipe.model.max_model_len
     if model.kv_bytes_per_token is None:
-        raise InputError(f"{recipe.name}: model.kv_bytes_per_token is not set", "set it: the KV cache is sized by it")
+        raise InputError(
+            f"{recipe.name}: model.kv_bytes_per_token is not set",
+            "set it: the KV cache is sized by it",
+        )
     spec = recipe.profile
     if quick:
         lengths = [max(longest // share, 2) for share in SHARES]
-        update = {"batch_sizes": QUICK_SIZES, "input_lengths": lengths, "cached_lengths": lengths, "repeats": 1}
-        update |= {"memory_lengths": lengths[1:2], "slice_tokens": [max(longest // 128, 2)], "slices": 8, "warmups": 1}
+        update = {
+            "batch_sizes": QUICK_SIZES,
+            "input_lengths": lengths,
+            "cached_lengths": lengths,
+            "repeats": 1,
+        }
+        update |= {
+            "memory_lengths": lengths[1:2],
+            "slice_tokens": [max(longest // 128, 2)],
+            "slices": 8,
+            "warmups": 1,
+        }
         spec = spec.model_copy(update=update)
     budget_mib = CONTEXTS * longest * model.kv_bytes_per_token / MIB
     derived = recipe.model_copy(
         update={
-            "name": f"{recipe.name}-{engine}"[:64] if not recipe.name.endswith(engine) else recipe.name,
-            "model": model if model.source == "random" else model.model_copy(update={"load_format": "dummy"}),
+            "name": f"{recipe.name}-{engine}"[:64]
+            if not recipe.name.endswith(engine)
+            else recipe.name,
+            "model": model
+            if model.source == "random"
+            else model.model_copy(update={"load_format": "dummy"}),
             "hardware": recipe.hardware.model_copy(update={"device": device, "name": device_name}),
-            "engine": recipe.engine.model_copy(update={"name": engine, "kv_cache_memory_mib": budget_mib}),
+            "engine": recipe.engine.model_copy(
+                update={"name": engine, "kv_cache_memory_mib": budget_mib}
+            ),
             "workers": 1,
             "profile": spec,
             "serve": recipe.serve.model_copy(update={"max_new_tokens": max(longest // 4, 1)}),
@@ -130,11 +169,14 @@ def measure_profile(folder: Path, engine: str) -> None:
 
 
 class Printing:
-    """`toolkit.profiling.run.Watch` for a log: the plan, and a line for every tenth of it."""
+    """`toolkit.profiling.run.ProfileProgress` for a log: the plan, and a line for every tenth of it."""
 
     def planned(self, plan: Planned) -> None:
         self._steps, self._done = plan.steps, 0
-        print(f"{plan.points} points, {plan.steps} measurements, about {plan.about_s:.0f} s", flush=True)
+        print(
+            f"{plan.points} points, {plan.steps} measurements, about {plan.about_s:.0f} s",
+            flush=True,
+        )
 
     def advanced(self, text: str) -> None:
         self._done += 1
@@ -149,14 +191,18 @@ def fit(folder: Path, engine: str) -> None:
     source = folder / f"profile-{engine}.json"
     measured = read_file(Profile, source)
     fitted = fit_profile(measured, 0)
-    result = fit_file(measured, fitted, head(inputs={"profile": source}, device=measured.environment.device))
+    result = fit_file(
+        measured, fitted, head(inputs={"profile": source}, device=measured.environment.device)
+    )
     for name, law in (("prefill", result.prefill), ("decode", result.decode)):
         print(f"{name}: {law.form}, held-out median error {law.error.median_percent:.1f} %")
     write_file(result, folder / f"fit-{engine}.json")
 
 
 def measure_swaps(folder: Path) -> None:
-    """Rounds that do nothing but swap, with nothing beside them: a cache's way to host memory and back."""
+    """Rounds that do nothing but swap, with nothing beside them: a cache's way to host memory and
+    back.
+    """
     from toolkit.engines.rebatch_engine import RebatchEngine
 
     source = folder / "recipe-rebatch.json"
@@ -169,7 +215,10 @@ def measure_swaps(folder: Path) -> None:
             if point is not None:
                 points.append(point)
                 out, back = point.gb_per_s()
-                print(f"{rows} x {point.length} tokens: {out:.2f} GB/s out, {back:.2f} GB/s in", flush=True)
+                print(
+                    f"{rows} x {point.length} tokens: {out:.2f} GB/s out, {back:.2f} GB/s in",
+                    flush=True,
+                )
     made_from = head(inputs={"recipe": source}, device=engine.facts.device)
     write_file(SwapFile(**made_from, points=points), folder / "swap.json")
 
@@ -178,7 +227,9 @@ def _swap(engine: RoundEngine, rows: int, length: int) -> SwapPoint | None:
     """None where so many rows do not fit."""
     numbers = tuple(range(rows))
     tokens = tuple(k % engine.facts.vocab_size for k in range(length))
-    enter = tuple(Row(str(number), tokens, 0, 2, SamplingParams(ignore_eos=True)) for number in numbers)
+    enter = tuple(
+        Row(str(number), tokens, 0, 2, SamplingParams(ignore_eos=True)) for number in numbers
+    )
     out_s: list[float] = []
     in_s: list[float] = []
     try:

@@ -16,7 +16,10 @@ def tables(folder: Path) -> str:
 
 
 def _model(folder: Path) -> Iterator[str]:
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    found = {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.json"))
+    }
     engines = [name for name in ("transformers", "rebatch") if f"profile-{name}" in found]
     if engines:
         yield _title(folder.name, found[f"profile-{engines[0]}"])
@@ -31,7 +34,9 @@ def _model(folder: Path) -> Iterator[str]:
 
 def _title(model: str, profile: dict[str, Any]) -> str:
     environment, engine = profile["environment"], profile["engine"]
-    packages = ", ".join(f"{name} {environment['packages'].get(name, '?')}" for name in ("torch", "transformers"))
+    packages = ", ".join(
+        f"{name} {environment['packages'].get(name, '?')}" for name in ("torch", "transformers")
+    )
     capacity = f"{engine['capacity_tokens']:,} tokens of KV cache"
     return f"### {model} on {environment['device']}\n\n{engine['dtype']}, {capacity}, {packages}.\n"
 
@@ -42,9 +47,14 @@ def _laws(found: dict[str, Any], engines: list[str]) -> str:
         profile, fit = found[f"profile-{engine}"], found.get(f"fit-{engine}")
         for kind, length in (("prefill", "input_length"), ("decode", "cached_length")):
             ends = sorted(profile[kind], key=lambda point: point["batch_size"] * point[length])
-            shown = [f"{_ms(point)} (N {point['batch_size']}, L {point[length]})" for point in (ends[0], ends[-1])]
+            shown = [
+                f"{_ms(point)} (N {point['batch_size']}, L {point[length]})"
+                for point in (ends[0], ends[-1])
+            ]
             error = fit[kind]["error"] if fit else None
-            errors = f"{error['median_percent']:.1f} / {error['p95_percent']:.1f} %" if error else "-"
+            errors = (
+                f"{error['median_percent']:.1f} / {error['p95_percent']:.1f} %" if error else "-"
+            )
             rows.append([engine, kind, *shown, errors])
     return _table(["engine", "law", "smallest, ms", "largest, ms", "held out: median / p95"], rows)
 
@@ -58,7 +68,9 @@ def _swaps(points: list[dict[str, Any]]) -> str:
     for point in points:
         rates = [point["size_bytes"] / median(point[way][1:]) / 1e9 for way in ("out_s", "in_s")]
         size = f"{point['size_bytes'] / 2**20:,.1f}"
-        rows.append([f"{point['rows']} x {point['length']}", size, *(f"{rate:.2f}" for rate in rates)])
+        rows.append(
+            [f"{point['rows']} x {point['length']}", size, *(f"{rate:.2f}" for rate in rates)]
+        )
     return _table(["rows x tokens swapped", "MiB", "out, GB/s", "in, GB/s"], rows)
 
 
@@ -79,7 +91,14 @@ def _outcomes(file: dict[str, Any]) -> str:
                 f"{1e3 * one['step_mean_s']:.2f}",
             ]
         )
-    columns = ["policy", f"served in {file['limit_s']:.0f} s", "requests/s (predicted)", "TTFT s", "E2E s", "evictions"]
+    columns = [
+        "policy",
+        f"served in {file['limit_s']:.0f} s",
+        "requests/s (predicted)",
+        "TTFT s",
+        "E2E s",
+        "evictions",
+    ]
     columns += ["OOM", "deciding / hop, % of engine", "step ms"]
     return f"{file['trace'][0]}.\n\n" + _table(columns, rows)
 

@@ -1,11 +1,13 @@
-"""Which HTTP server keeps the promises of docs/reliability.md by itself, and what an event costs in each.
+"""Which HTTP server keeps the promises of docs/reliability.md by itself, and what an event costs in
+each.
 
     python bench/http_servers.py [--with PYTHON] [--repeats 5]
 
-The same raw ASGI application behind `toolkit/serve/http.py`, uvicorn with each of its parsers, granian and hypercorn
-(those that PYTHON, an interpreter with them and uvicorn, has). Each gets its own limits, set to two seconds and 64 KiB
-where it has them. Each line of the table is one thing that clients did to the server; `ok` is what a server in front
-of strangers should do, else it says what happened. Then 64 clients read streams of 64 events: CPU time of the server.
+The same raw ASGI application behind `toolkit/serve/http.py`, uvicorn with each of its parsers,
+granian and hypercorn (those that PYTHON, an interpreter with them and uvicorn, has). Each gets its
+own limits, set to two seconds and 64 KiB where it has them. Each line of the table is one thing
+that clients did to the server; `ok` is what a server in front of strangers should do, else it says
+what happened. Then 64 clients read streams of 64 events: CPU time of the server.
 """
 
 from __future__ import annotations
@@ -85,18 +87,45 @@ async def main():
         await asyncio.Event().wait()
 uvloop.run(main())
 """
-UVICORN = ("-m", "uvicorn", "--log-level", "critical", "--no-access-log", "--timeout-keep-alive", "2")
+UVICORN = (
+    "-m",
+    "uvicorn",
+    "--log-level",
+    "critical",
+    "--no-access-log",
+    "--timeout-keep-alive",
+    "2",
+)
 H11 = ("--h11-max-incomplete-event-size", "65536")
 OTHERS = {
     "uvicorn, httptools": (*UVICORN, "--http", "httptools", "--port", "{port}", "app:app"),
     "uvicorn, h11": (*UVICORN, "--http", "h11", *H11, "--port", "{port}", "app:app"),
     "uvicorn, zttp": (*UVICORN, "--http", "zttp", "--port", "{port}", "app:app"),
     "granian": (
-        *("-m", "granian", "--interface", "asgi", "--no-log", "--http1-header-read-timeout", "2000"),
+        *(
+            "-m",
+            "granian",
+            "--interface",
+            "asgi",
+            "--no-log",
+            "--http1-header-read-timeout",
+            "2000",
+        ),
         *("--http1-buffer-size", "65536", "--port", "{port}", "app:app"),
     ),
     "hypercorn": (
-        *("-m", "hypercorn", "-k", "uvloop", "--keep-alive", "2", "--read-timeout", "2", "--log-level", "CRITICAL"),
+        *(
+            "-m",
+            "hypercorn",
+            "-k",
+            "uvloop",
+            "--keep-alive",
+            "2",
+            "--read-timeout",
+            "2",
+            "--log-level",
+            "CRITICAL",
+        ),
         *("-b", "127.0.0.1:{port}", "app:app"),
     ),
 }
@@ -114,7 +143,9 @@ class Peer:
         self._port = port
 
     async def __aenter__(self) -> Peer:
-        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 26)
+        self.reader, self.writer = await asyncio.open_connection(
+            "127.0.0.1", self._port, limit=1 << 26
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -146,7 +177,9 @@ async def log(port: int) -> tuple[list[str], list[list[str]]]:
     return ended, seen
 
 
-async def said(port: int, data: bytes, *, ends: bool = False, seconds: float = PATIENCE_S) -> tuple[bytes, bool]:
+async def said(
+    port: int, data: bytes, *, ends: bool = False, seconds: float = PATIENCE_S
+) -> tuple[bytes, bool]:
     async with Peer(port) as peer:
         peer.writer.write(data)
         if ends:
@@ -183,7 +216,9 @@ async def post_then_garbage(port: int) -> str:
 
 
 async def trailer(port: int) -> str:
-    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    head = (
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    )
     await said(port, head + b"3\r\nabc\r\n0\r\nAuthorization: x\r\n\r\n")
     return "a header" if any("authorization" in one for one in (await log(port))[1]) else "ok"
 
@@ -215,7 +250,9 @@ async def unread(port: int) -> str:
 
 async def long_head(port: int) -> str:
     try:
-        received, closed = await said(port, b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * (4 << 20), seconds=3)
+        received, closed = await said(
+            port, b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * (4 << 20), seconds=3
+        )
     except ConnectionError:  # while it was sent
         return "ok"
     return "ok" if closed and statuses(received) in ([431], [400], []) else "kept"
@@ -223,14 +260,22 @@ async def long_head(port: int) -> str:
 
 async def hosts(port: int) -> str:
     none, _ = await said(port, b"GET /echo HTTP/1.1\r\nConnection: close\r\n\r\n")
-    two, _ = await said(port, b"GET /echo HTTP/1.1\r\nHost: a\r\nHost: b\r\nConnection: close\r\n\r\n")
+    two, _ = await said(
+        port, b"GET /echo HTTP/1.1\r\nHost: a\r\nHost: b\r\nConnection: close\r\n\r\n"
+    )
     found = statuses(none) + statuses(two)
     return "ok" if found == [400, 400] else f"{found}"
 
 
 async def old_stream(port: int) -> str:
     received, _ = await said(port, b"GET /events HTTP/1.0\r\n\r\n")
-    return "chunks" if b"chunked" in received.lower() else "ok" if b"data:" in received else "no answer"
+    return (
+        "chunks"
+        if b"chunked" in received.lower()
+        else "ok"
+        if b"data:" in received
+        else "no answer"
+    )
 
 
 async def half_closed(port: int) -> str:
@@ -245,7 +290,9 @@ CHECKS: dict[str, Callable[[int], Coroutine[None, None, str]]] = {
     "garbage behind a stream": garbage,
     "garbage behind a whole POST": post_then_garbage,
     "a trailer named authorization": trailer,
-    "a head, a byte a second": lambda port: dripped(port, b"GET /echo HTTP/1.1\r\nHost: x\r\nx: ", b"y"),
+    "a head, a byte a second": lambda port: dripped(
+        port, b"GET /echo HTTP/1.1\r\nHost: x\r\nx: ", b"y"
+    ),
     "a body, a byte a second": lambda port: dripped(
         port, b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n", b"y"
     ),
@@ -297,8 +344,12 @@ def wait_for(port: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--with", dest="python", default=sys.executable, help="an interpreter that has the others")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--with", dest="python", default=sys.executable, help="an interpreter that has the others"
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--clients", type=int, default=64)
     options = parser.parse_args()
@@ -313,7 +364,9 @@ def main() -> None:
                 command = [options.python, *(part.format(port=port) for part in OTHERS[name])]
             environment = os.environ | {"PYTHONPATH": folder}
             null = subprocess.DEVNULL
-            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=null, stderr=null)
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=null, stderr=null
+            )
             try:
                 if not wait_for(port):
                     print(f"{name}: does not start")
@@ -327,7 +380,12 @@ def main() -> None:
                 cost_us = 1e6 * (cpu_s(process) - begin_s) / max(count, 1)
                 well = sum(one == "ok" for one in found.values())
                 print(f"{name}: {well} of {len(found)} ok, {cost_us:.1f} us of CPU per event")
-                print("\n".join(f"    {check}: {what}" for check, what in found.items() if what != "ok"), flush=True)
+                print(
+                    "\n".join(
+                        f"    {check}: {what}" for check, what in found.items() if what != "ok"
+                    ),
+                    flush=True,
+                )
             finally:
                 process.kill()
                 process.wait()

@@ -1,18 +1,21 @@
-"""kill -9 of a random worker under load, round after round: what every request got, held against the undisturbed text.
+"""kill -9 of a random worker under load, round after round: what every request got, held against
+the undisturbed text.
 
     python bench/kill_workers.py [--rounds 100] [--signal KILL|STOP] [--plan plan.json] [--policy slice] [--seed 0]
 
-Without a plan, fake engines, whose next token is a hash of all before it: a token that was lost, doubled or made from
-something else changes all that follow. With one, the plan's real model, whose requests are greedy. 16 clients stream
-without a pause, each checks text and usage of every answer against what the same server said before the first kill. A
-round is: some tokens flow, one random worker gets the signal, and the server has as many workers as before again.
-Workers that are stopped (STOP) are as good as hung: the server has to notice, so `serve.hang_s` is 1 s there.
+Without a plan, fake engines, whose next token is a hash of all before it: a token that was lost,
+doubled or made from something else changes all that follow. With one, the plan's real model, whose
+requests are greedy. 16 clients stream without a pause, each checks text and usage of every answer
+against what the same server said before the first kill. A round is: some tokens flow, one random
+worker gets the signal, and the server has as many workers as before again. Workers that are stopped
+(STOP) are as good as hung: the server has to notice, so `serve.hang_s` is 1 s there.
 
     python bench/kill_workers.py --mixed [--rounds 100]
 
-Each round does one of these at random: a worker is killed, is stopped, hangs while it loads (its predecessor is killed
-and it is stopped as soon as it is there), or hangs in its engine (a request makes it, and gets a deliberate 503); and
-in every fifth round the front is killed right after it: no process of it may be left after 10 s. Fake engines.
+Each round does one of these at random: a worker is killed, is stopped, hangs while it loads (its
+predecessor is killed and it is stopped as soon as it is there), or hangs in its engine (a request
+makes it, and gets a deliberate 503); and in every fifth round the front is killed right after it:
+no process of it may be left after 10 s. Fake engines.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ class Load:
     async def undisturbed(self) -> None:
         """What each prompt gives."""
         for _ in range(PROMPTS):
-            prompt = "".join(self._rng.choice("abcdefgh ") for _ in range(self._rng.randint(5, 120)))
+            prompt = "".join(
+                self._rng.choice("abcdefgh ") for _ in range(self._rng.randint(5, 120))
+            )
             text, _, error = await self._ask(prompt)
             if error:
                 raise RuntimeError(error)
@@ -111,7 +116,9 @@ class Load:
                 return
             self.done += 1
             if error or text != self.expected[prompt] or tokens != self._tokens:
-                self.wrong.append(f"{error or 'another text'}: {tokens} tokens, {len(text)} characters")
+                self.wrong.append(
+                    f"{error or 'another text'}: {tokens} tokens, {len(text)} characters"
+                )
 
 
 FAULTS = ("kill", "stop", "loading", "engine")
@@ -120,27 +127,34 @@ LEFT_S = 10.0  # for the processes of a front that was killed
 PATIENCE_S = 180.0  # for a round
 
 
-async def strike(fault: str, server: Server, http: httpx.AsyncClient, rng: random.Random, load: Load) -> int:
+async def strike(
+    fault: str, server: Server, http: httpx.AsyncClient, rng: random.Random, load: Load
+) -> int:
     """Do it; how many workers it costs."""
     if fault == "engine":
         body = {"prompt": [rng.randrange(97, 123), HANG], "max_tokens": 8, "ignore_eos": True}
         load.hangs.append(asyncio.create_task(http.post("/v1/completions", json=body)))
         return 2  # a request that costs two workers fails
     victim = rng.choice(server.workers())
+    before = {worker.pid for worker in server.workers()}
     victim.send_signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
     if fault == "loading":
-        before = {worker.pid for worker in server.workers()}
+        end_s = time.monotonic() + PATIENCE_S
         while not (new := [one for one in server.workers() if one.pid not in before]):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"no worker was started again within {PATIENCE_S:.0f} s")
             await asyncio.sleep(0.002)
         new[0].send_signal(signal.SIGSTOP)
     return 1
 
 
-async def mixed_life(server: Server, load: Load, rounds: int, rng: random.Random, found: dict[str, int]) -> None:
+async def mixed_life(
+    server: Server, load: Load, rounds: int, rng: random.Random, found: dict[str, int]
+) -> None:
     """Rounds until they are over or the front is killed, in every fifth."""
     load.stopping = False
     clients = [asyncio.create_task(load.go()) for _ in range(CLIENTS)]
-    http, restarts = load.http, 0
+    http, restarts, size = load.http, 0.0, len(server.workers())
     while found["rounds"] < rounds:
         before = load.events
         while load.events < before + rng.randint(5, 60):
@@ -163,11 +177,15 @@ async def mixed_life(server: Server, load: Load, rounds: int, rng: random.Random
             found["gone_ms_max"] = max(found["gone_ms_max"], gone_ms)
             break
         deadline_s = time.monotonic() + PATIENCE_S
-        while await metric(http, "llmctl_worker_restarts_total") < restarts or await metric(
-            http, "llmctl_workers_alive"
-        ) < len(server.workers()):
+        while (
+            await metric(http, "llmctl_worker_restarts_total") < restarts
+            or await metric(http, "llmctl_workers_alive") < size
+        ):
             if time.monotonic() > deadline_s:
-                load.wrong.append(f"round {found['rounds']} ({fault}): the workers did not come back")
+                load.wrong.append(
+                    f"round {found['rounds']} ({fault}): the workers did not come back"
+                )
+                restarts = await metric(http, "llmctl_worker_restarts_total")
                 break
             await asyncio.sleep(0.05)
     load.stopping = True
@@ -189,7 +207,9 @@ def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> d
 
             async def live(server: Server = server) -> Load:
                 limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-                async with httpx.AsyncClient(base_url=server.url, timeout=300.0, limits=limits) as http:
+                async with httpx.AsyncClient(
+                    base_url=server.url, timeout=300.0, limits=limits
+                ) as http:
                     load = Load(http, options.tokens, rng)
                     load.expected = expected
                     if not expected:
@@ -201,6 +221,9 @@ def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> d
             wrong += load.wrong
             done += load.done
             found["exit_codes"] += 0 if load.front_killed else server.end()
+        print(
+            json.dumps(found), "requests:", done, "wrong:", len(wrong), file=sys.stderr, flush=True
+        )
     seconds = round(time.monotonic() - begin_s)
     return {
         **found,
@@ -256,7 +279,9 @@ async def run(server: Server, options: argparse.Namespace, rng: random.Random) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--signal", choices=["KILL", "STOP"], default="KILL")
     parser.add_argument("--mixed", action="store_true")
@@ -276,7 +301,10 @@ def main() -> int:
         )
         hang_s = 1.0 if options.signal == "STOP" or options.mixed else plan.recipe.serve.hang_s
         served = plan.recipe.serve.model_copy(update={"admission": "queue", "hang_s": hang_s})
-        write_file(plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": served})}), path)
+        write_file(
+            plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": served})}),
+            path,
+        )
         if options.mixed:
             found = run_mixed(path, settings, options)
             print(json.dumps(found))

@@ -1,10 +1,11 @@
-"""Does any one request of at most 8 MiB hold up the others? The worst bodies, and `/health` asked all the while.
+"""Does any one request of at most 8 MiB hold up the others? The worst bodies, and `/health` asked
+all the while.
 
     python bench/large_bodies.py [--only NAME]
 
-Fake engines in two workers. Each body is sent once, while another client asks `/health` every 2 ms; the table says how
-long the slowest of those answers took during the body, and during the second before it. Exit code 1 if one took longer
-than 50 ms.
+Fake engines in two workers. Each body is sent once, while another client asks `/health` every 2 ms;
+the table says how long the slowest of those answers took during the body, and during the second
+before it. Exit code 1 if one took longer than 50 ms.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "/tokenize: a text": ("/tokenize", b'{"prompt":"%s"}' % (b"a" * (LARGEST - 100))),
         "/tokenize: 1 million tokens": ("/tokenize", b'{"prompt":"%s"}' % (b"a" * (1 << 20))),
         "/tokenize: escapes": ("/tokenize", b'{"prompt":"%s"}' % (b"\\n" * (LARGEST // 2 - 50))),
-        "/tokenize: surrogate pairs": ("/tokenize", b'{"prompt":"%s"}' % (b"\\ud83d\\ude00" * (LARGEST // 12 - 10))),
+        "/tokenize: surrogate pairs": (
+            "/tokenize",
+            b'{"prompt":"%s"}' % (b"\\ud83d\\ude00" * (LARGEST // 12 - 10)),
+        ),
         "brackets": (completions, b"[" * LARGEST),
         "empty lists": (completions, b'{"x":[%s]}' % items(b"[]")),
         "empty objects": (completions, b'{"x":[%s]}' % items(b"{}")),
@@ -122,7 +126,9 @@ def asked_all_the_while(address: tuple[str, int]) -> Iterator[list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="those whose name has this in it")
     options = parser.parse_args()
     requests = {name: whole(*body) for name, body in bodies().items()}
@@ -133,8 +139,15 @@ def main() -> int:
         with Server(Path(folder) / "plan.json") as server:
             host, _, port = server.url.removeprefix("http://").partition(":")
             address = (host, int(port))
-            processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children()]
-            print("memory before, front and children:", [one.memory_info().rss >> 20 for one in processes], "MiB")
+            processes = [
+                psutil.Process(server.process.pid),
+                *psutil.Process(server.process.pid).children(),
+            ]
+            print(
+                "memory before, front and children:",
+                [one.memory_info().rss >> 20 for one in processes],
+                "MiB",
+            )
             for name, request in requests.items():
                 if options.only not in name:
                     continue

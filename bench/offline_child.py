@@ -1,8 +1,9 @@
-"""The protocol of bench/offline_throughput.py's systems: each is a process that serves the work when it is told to.
+"""The protocol of bench/offline_throughput.py's systems: each is a process that serves the work
+when it is told to.
 
-It writes a line of JSON when it has loaded, {"ready": facts}. For each line that it reads, a number, it serves so many
-requests, the first ones, and writes {"seconds": ..., "cpu_s": ..., "outputs": {request: tokens}}. It ends when its
-input does. Only the standard library is needed.
+It writes a line of JSON when it has loaded, {"ready": facts}. For each line that it reads, a
+number, it serves so many requests, the first ones, and writes {"seconds": ..., "cpu_s": ...,
+"outputs": {request: tokens}}. It ends when its input does. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ Serve = Callable[[int], Outputs]
 
 
 def answer(
-    load: Callable[[], tuple[Mapping[str, Any], Serve]], cpu_clock: Callable[[], float] = time.process_time
+    load: Callable[[], tuple[Mapping[str, Any], Serve]],
+    cpu_clock: Callable[[], float] = time.process_time,
 ) -> None:
-    """Load, and serve as often as asked. What libraries print goes to stderr. `cpu_clock` is of all that serves."""
+    """Load, and serve as often as asked. What libraries print goes to stderr. `cpu_clock` is of all
+    that serves.
+    """
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         facts, serve = load()
@@ -31,4 +35,8 @@ def answer(
             outputs = serve(int(line))
             seconds, cpu_s = time.perf_counter() - start, cpu_clock() - cpu_start
             tokens = {index: [int(token) for token in found] for index, found in outputs.items()}
-            print(json.dumps({"seconds": seconds, "cpu_s": cpu_s, "outputs": tokens}), file=out, flush=True)
+            print(
+                json.dumps({"seconds": seconds, "cpu_s": cpu_s, "outputs": tokens}),
+                file=out,
+                flush=True,
+            )

@@ -1,8 +1,10 @@
-"""llama.cpp's server as a system of bench/offline_throughput.py: float32 weights and cache, over HTTP on this machine.
+"""llama.cpp's server as a system of bench/offline_throughput.py: float32 weights and cache, over
+HTTP on this machine.
 
     python bench/offline_llama.py FOLDER LLAMA-SERVER SLOTS
 
-All requests are sent at once, each on a connection of its own, and answered whole, so HTTP costs little.
+All requests are sent at once, each on a connection of its own, and answered whole, so HTTP costs
+little.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def load() -> tuple[Mapping[str, Any], Serve]:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
+        )
         reply = json.loads(connection.getresponse().read())
         connection.close()
         if "tokens" not in reply:
@@ -74,12 +78,31 @@ def _start(server: str, model: Path, slots: int, work: Mapping[str, Any]) -> int
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
     threads = str(work["threads"])
-    command = [server, "-m", str(model), "--host", HOST, "--port", str(port), "-t", threads, "-tb", threads]
+    command = [
+        server,
+        "-m",
+        str(model),
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+        "-t",
+        threads,
+        "-tb",
+        threads,
+    ]
     command += ["-np", str(slots), "-c", str(work["kv_tokens"]), "-ctk", "f32", "-ctv", "f32"]
-    longest = max(len(prompt) + output for prompt, output in zip(work["prompts"], work["outputs"], strict=True))
-    shared = work["kv_tokens"] // slots < longest  # else each slot has its own part, whose attention reads no other's
+    longest = max(
+        len(prompt) + output
+        for prompt, output in zip(work["prompts"], work["outputs"], strict=True)
+    )
+    shared = (
+        work["kv_tokens"] // slots < longest
+    )  # else each slot has its own part, whose attention reads no other's
     command.append("--kv-unified" if shared else "--no-kv-unified")
-    process = subprocess.Popen([*command, "--no-webui"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, "--no-webui"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     atexit.register(process.kill)
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:

@@ -1,10 +1,11 @@
-"""A system of bench/offline_throughput.py that runs here: the toolkit's engines under its scheduler, or transformers.
+"""A system of bench/offline_throughput.py that runs here: the toolkit's engines under its
+scheduler, or transformers.
 
     python bench/offline_ours.py FOLDER static-16 | slices | rebatch | rebatch-slab | generate | generate_batch-16
 
-All requests wait from the start, and the scheduler decides in the loop, in this process. It knows each request's limit,
-128 tokens, and not its length, which the engine is told as `end_after`. SCLS needs laws to cut its batches: they are
-fitted to a dozen timings made before its first run.
+All requests wait from the start, and the scheduler decides in the loop, in this process. It knows
+each request's limit, 128 tokens, and not its length, which the engine is told as `end_after`. SCLS
+needs laws to cut its batches: they are fitted to a dozen timings made before its first run.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult, Worker
-from toolkit.serve.live import Ask, Live
-from toolkit.serve.rounds import KeptRows
+from toolkit.serve.driver import ResidentRows
+from toolkit.serve.live import ActiveRequest, GenerationRequest
 
 SLICE = 32  # tokens
 # For policies that ask no law: a clock that counts decode steps.
@@ -49,7 +50,9 @@ class Ours:
     def __init__(self, folder: Path, system: str) -> None:
         self.work = Work.read(folder)
         self.system = system
-        model = ModelSpec(source=str(folder / "model"), dtype="float32", max_model_len=512, tokenizer="model")
+        model = ModelSpec(
+            source=str(folder / "model"), dtype="float32", max_model_len=512, tokenizer="model"
+        )
         spec = EngineSpec(
             name="rebatch",
             threads=self.work.threads,
@@ -57,7 +60,9 @@ class Ours:
             kv_layout="rows" if system == "rebatch" else "slab",
         )
         self.engine = RebatchEngine(model, spec, HardwareSpec(device="cpu", name="any CPU"))
-        self.engine.ledger.budget_bytes = self.engine.slice_bytes(STATIC_ROWS, LONGEST_PROMPT, LONGEST_OUTPUT)
+        self.engine.ledger.budget_bytes = self.engine.slice_bytes(
+            STATIC_ROWS, LONGEST_PROMPT, LONGEST_OUTPUT
+        )
         self.law: SegmentedLaw | None = None
 
     @property
@@ -79,12 +84,18 @@ class Ours:
         worker = Worker(0, law, ZetaMemory(work.kv_tokens), joining=self.engine.facts.joining)
         scheduler = Scheduler(make_policy(name, parameters), [worker])
         free = SamplingParams(ignore_eos=True)
-        self.lives: dict[str, Live] = {}
-        for index, (prompt, length) in enumerate(zip(work.prompts[:count], work.outputs[:count], strict=True)):
-            ask = Ask(str(index), tuple(prompt), LONGEST_OUTPUT, free, end_after=length)
-            self.lives[ask.request_id] = Live(ask, cast(Any, None), cast(Any, None), 0, 0.0)
+        self.lives: dict[str, ActiveRequest] = {}
+        for index, (prompt, length) in enumerate(
+            zip(work.prompts[:count], work.outputs[:count], strict=True)
+        ):
+            ask = GenerationRequest(
+                str(index), tuple(prompt), LONGEST_OUTPUT, free, end_after=length
+            )
+            self.lives[ask.request_id] = ActiveRequest(
+                ask, cast(Any, None), cast(Any, None), 0, 0.0
+            )
             scheduler.submit(Request(ask.request_id, 0.0, len(prompt), LONGEST_OUTPUT), 0.0)
-        kept = KeptRows()
+        kept = ResidentRows()
         start = time.perf_counter()
         while scheduler.jobs:
             for batch in scheduler.tick(time.perf_counter() - start):
@@ -92,7 +103,7 @@ class Ours:
                 scheduler.complete(result, time.perf_counter() - start)
         return {int(name): live.tokens for name, live in self.lives.items()}
 
-    def _round(self, kept: KeptRows, batch: Batch) -> RoundResult:
+    def _round(self, kept: ResidentRows, batch: Batch) -> RoundResult:
         def receive(step: StepOutput) -> bool:
             ended = {number for number, _ in step.ended}
             for number, token in zip(step.rows, step.tokens, strict=True):
@@ -108,7 +119,9 @@ class Ours:
         for live, tokens in zip(lives, output.tokens, strict=True):
             live.tokens += tokens
         counts = tuple(len(tokens) for tokens in output.tokens)
-        return BatchResult(batch.batch_id, 0, counts, tuple(bool(finish) for finish in output.finish))
+        return BatchResult(
+            batch.batch_id, 0, counts, tuple(bool(finish) for finish in output.finish)
+        )
 
     def _law(self) -> SegmentedLaw:
         """Eq. 3 and 4, least squares over relative errors, the best of three timings per point."""
@@ -116,9 +129,15 @@ class Ours:
         laws: list[tuple[float, float, float, float]] = []
         for timed in (self.engine.time_prefill, self.engine.time_decode):
             seconds = np.array(
-                [min(timed(rows, length, time.perf_counter) for _ in range(3)) for rows, length in points]
+                [
+                    min(timed(rows, length, time.perf_counter) for _ in range(3))
+                    for rows, length in points
+                ]
             )
-            terms = np.array([(rows * length, rows, length, 1.0) for rows, length in points]) / seconds[:, None]
+            terms = (
+                np.array([(rows * length, rows, length, 1.0) for rows, length in points])
+                / seconds[:, None]
+            )
             found = np.linalg.lstsq(terms, np.ones(len(points)), rcond=None)[0].clip(min=0.0)
             per_nl, per_n, per_l, flat = found.tolist()
             laws.append((per_nl, per_n, per_l, flat))
@@ -139,21 +158,28 @@ class Generate:
             for index in range(0, count, self.work.sample):
                 ids = torch.tensor([self.work.prompts[index]])
                 tokens = self.model.generate(
-                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.work.outputs[index], do_sample=False
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=self.work.outputs[index],
+                    do_sample=False,
                 )
                 found[index] = tokens[0, ids.shape[1] :].tolist()
         return found
 
 
 class GenerateBatch:
-    """What `generate_batch` is made of, with a length for each request, which `generate_batch` itself does not take."""
+    """What `generate_batch` is made of, with a length for each request, which `generate_batch`
+    itself does not take.
+    """
 
     PAGE = 32
 
     def __init__(self, folder: Path, rows: int) -> None:
         self.work = Work.read(folder)
         self.model = _transformers_model(folder, self.work.threads)
-        self.generation = GenerationConfig(do_sample=False, eos_token_id=None, max_new_tokens=LONGEST_OUTPUT)
+        self.generation = GenerationConfig(
+            do_sample=False, eos_token_id=None, max_new_tokens=LONGEST_OUTPUT
+        )
         self.config = ContinuousBatchingConfig(
             page_size=self.PAGE,
             num_blocks=self.work.kv_tokens // self.PAGE,
@@ -169,8 +195,12 @@ class GenerateBatch:
         with self.model.continuous_batching_context_manager(
             self.generation, continuous_batching_config=self.config
         ) as one:
-            for index, (prompt, length) in enumerate(zip(work.prompts[:count], work.outputs[:count], strict=True)):
-                one.add_request(prompt, request_id=str(index), max_new_tokens=length, eos_token_id=-1)
+            for index, (prompt, length) in enumerate(
+                zip(work.prompts[:count], work.outputs[:count], strict=True)
+            ):
+                one.add_request(
+                    prompt, request_id=str(index), max_new_tokens=length, eos_token_id=-1
+                )
             while len(found) < count:
                 result = one.get_result(timeout=1)
                 if result is not None and result.is_finished():

@@ -1,13 +1,15 @@
-"""Offline throughput: requests that all wait from the start, served by re-batching and by its peers, side by side.
+"""Offline throughput: requests that all wait from the start, served by re-batching and by its
+peers, side by side.
 
     python bench/offline_throughput.py [--trace azure-2023-conv.csv] [--sizes 15M 58M] [--systems rebatch static-16 ...]
                                        [--rounds 3] [--llama-server PATH] [--vllm-python PATH] [--samples FILE]
                                        [--markdown docs/results.md]
 
-Every system is a process of its own with the same weights, requests, threads and bytes for its KV cache; each round
-runs all of them one after the other, in an order that turns, so that a ratio is one of runs side by side. Tokens are
-those that were generated: each request gets exactly the length that the trace gives it, on every system. Tokens are
-compared with those of transformers' `generate()`, one request at a time, on every tenth request.
+Every system is a process of its own with the same weights, requests, threads and bytes for its KV
+cache; each round runs all of them one after the other, in an order that turns, so that a ratio is
+one of runs side by side. Tokens are those that were generated: each request gets exactly the length
+that the trace gives it, on every system. Tokens are compared with those of transformers'
+`generate()`, one request at a time, on every tenth request.
 
     rebatch             engine rebatch, kv_layout rows, policy past-future (rebatch-slab: kv_layout slab)
     static-N            engine rebatch's slices, policy sequence: batches of N until all have ended (SLS)
@@ -17,9 +19,9 @@ compared with those of transformers' `generate()`, one request at a time, on eve
     llama.cpp-N         its server with N slots, over HTTP; where there is --llama-server
     vllm                in its own process, in the environment of --vllm-python
 
-On a machine that is shared times lie, and more so with two threads: --clock cpu_s --threads 1 counts the processor
-time of what serves. With --samples runs are added to a file, and the tables are of all that is in it: rounds may be
-measured in turns, and --rounds 0 only writes the tables.
+On a machine that is shared times lie, and more so with two threads: --clock cpu_s --threads 1
+counts the processor time of what serves. With --samples runs are added to a file, and the tables
+are of all that is in it: rounds may be measured in turns, and --rounds 0 only writes the tables.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ class System:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended with exit code {self._process.wait()}; --verbose shows what it said")
+            raise SystemExit(
+                f"{self.name} ended with exit code {self._process.wait()}; --verbose shows what it said"
+            )
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -110,7 +114,11 @@ def _command(name: str, folder: Path, options: argparse.Namespace) -> list[str]:
     if name.startswith("llama.cpp"):
         server = options.llama_server
         slots = name.partition("-")[2]
-        return [sys.executable, str(HERE / "offline_llama.py"), str(folder), server, slots] if server else []
+        return (
+            [sys.executable, str(HERE / "offline_llama.py"), str(folder), server, slots]
+            if server
+            else []
+        )
     return [sys.executable, str(HERE / "offline_ours.py"), str(folder), name]
 
 
@@ -147,7 +155,9 @@ def _round(systems: Sequence[System], size: str, work: Work) -> Run:
         reply["outputs"] = {int(index): tokens for index, tokens in reply["outputs"].items()}
         for index, tokens in reply["outputs"].items():
             if len(tokens) != work.outputs[index]:
-                raise SystemExit(f"{system.name}: request {index} got {len(tokens)} tokens, not {work.outputs[index]}")
+                raise SystemExit(
+                    f"{system.name}: request {index} got {len(tokens)} tokens, not {work.outputs[index]}"
+                )
         reply["tokens"] = sum(len(tokens) for tokens in reply["outputs"].values())
         print(
             f"{size} {system.name}: {rate(reply):.0f} tokens/s, {rate(reply, 'cpu_s'):.0f} per CPU s",
@@ -159,11 +169,16 @@ def _round(systems: Sequence[System], size: str, work: Work) -> Run:
         reply = replies[system.name]
         outputs = reply.pop("outputs")
         # The engines here say EOS where a replayed request ends, so the last token is not compared.
-        reply["equal"] = sum(outputs[index][:-1] == tokens[:-1] for index, tokens in expected.items())
+        reply["equal"] = sum(
+            outputs[index][:-1] == tokens[:-1] for index, tokens in expected.items()
+        )
         reply["facts"] = dict(system.facts)
-    return {"size": size, "requests": len(work.outputs), "tokens": work.tokens, "compared": len(expected)} | {
-        "systems": replies
-    }
+    return {
+        "size": size,
+        "requests": len(work.outputs),
+        "tokens": work.tokens,
+        "compared": len(expected),
+    } | {"systems": replies}
 
 
 def _save(path: Path, run: Run) -> None:
@@ -176,7 +191,9 @@ def _load(path: Path) -> list[Run]:
     return runs
 
 
-def table(runs: Sequence[Run], order: Sequence[str], missing: Sequence[str], clock: str = "seconds") -> str:
+def table(
+    runs: Sequence[Run], order: Sequence[str], missing: Sequence[str], clock: str = "seconds"
+) -> str:
     """The rates of one size, and how many times as fast `rebatch` was in the same round."""
     lines = [
         f"| system | tokens/{UNITS[clock]} | lowest to highest | rounds | rebatch is | same tokens |",
@@ -190,7 +207,9 @@ def table(runs: Sequence[Run], order: Sequence[str], missing: Sequence[str], clo
             continue
         rates = [rate(systems[name], clock) for systems in found]
         ratios = [
-            rate(systems["rebatch"], clock) / rate(systems[name], clock) for systems in found if "rebatch" in systems
+            rate(systems["rebatch"], clock) / rate(systems[name], clock)
+            for systems in found
+            if "rebatch" in systems
         ]
         times = f"{statistics.median(ratios):.2f}x" if ratios and name != "rebatch" else ""
         equal = sum(systems[name]["equal"] for systems in found)
@@ -210,13 +229,17 @@ def rate(one: Mapping[str, Any], clock: str = "seconds") -> float:
 def report(runs: Sequence[Run], options: argparse.Namespace) -> str:
     """All tables, with what was aimed at."""
     missing = [] if options.vllm_python else ["vllm"]
-    missing += [] if options.llama_server else [name for name in SYSTEMS if name.startswith("llama.cpp")]
+    missing += (
+        [] if options.llama_server else [name for name in SYSTEMS if name.startswith("llama.cpp")]
+    )
     order = list(dict.fromkeys([*SYSTEMS, *options.systems]))
     parts = []
     for size in SIZES:
         mine = [run for run in runs if run["size"] == size]
         if mine:
-            parts.append(f"A Llama of {size}, {mine[0]['requests']} requests, {mine[0]['tokens']:,} tokens:\n")
+            parts.append(
+                f"A Llama of {size}, {mine[0]['requests']} requests, {mine[0]['tokens']:,} tokens:\n"
+            )
             parts += [table(mine, order, missing, options.clock), aims(mine, options.clock)]
     return "\n".join(parts)
 
@@ -237,17 +260,32 @@ def aims(runs: Sequence[Run], clock: str = "seconds") -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", default="chat-small", help="a file of any known format, or a shipped trace")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trace", default="chat-small", help="a file of any known format, or a shipped trace"
+    )
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS))
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, 2))
-    parser.add_argument("--clock", choices=list(UNITS), default="seconds", help="cpu_s: processor time of what serves")
+    parser.add_argument(
+        "--clock",
+        choices=list(UNITS),
+        default="seconds",
+        help="cpu_s: processor time of what serves",
+    )
     parser.add_argument("--llama-server", default="", help="llama.cpp's llama-server")
-    parser.add_argument("--vllm-python", default="", help="the Python of an environment that has vLLM")
-    parser.add_argument("--samples", type=Path, help="a JSON file to which runs are added, and which the tables are of")
+    parser.add_argument(
+        "--vllm-python", default="", help="the Python of an environment that has vLLM"
+    )
+    parser.add_argument(
+        "--samples",
+        type=Path,
+        help="a JSON file to which runs are added, and which the tables are of",
+    )
     parser.add_argument("--markdown", type=Path, help="the file whose section is written")
     parser.add_argument("--verbose", action="store_true", help="show what the systems say")
     options = parser.parse_args()

@@ -2,7 +2,8 @@
 
     VLLM-PYTHON bench/offline_vllm.py FOLDER
 
-In one process, eager, float32, without prefix caching, with as many blocks of KV cache as the work allows.
+In one process, eager, float32, without prefix caching, with as many blocks of KV cache as the work
+allows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The work of bench/offline_throughput.py: a folder with a model and requests that every system reads.
+"""The work of bench/offline_throughput.py: a folder with a model and requests that every system
+reads.
 
     FOLDER/model/      config.json and safetensors, random weights from a seed
     FOLDER/work.json   `Work`
 
-Lengths are a trace's, scaled down: a prompt is input // 8 tokens clipped to 4..256, an output output // 4 clipped to
-4..128. Tokens are random. Every system gives each request exactly its output's length, whatever it draws.
+Lengths are a trace's, scaled down: a prompt is input // 8 tokens clipped to 4..256, an output
+output // 4 clipped to 4..128. Tokens are random. Every system gives each request exactly its
+output's length, whatever it draws.
 """
 
 from __future__ import annotations
@@ -17,15 +19,25 @@ from typing import Any
 import numpy as np
 
 from toolkit.traces.read import read_trace
-from toolkit.traces.shipped import trace_path
+from toolkit.traces.types import trace_path
 
 VOCAB = 32_000  # Llama 2's
 LONGEST_PROMPT, LONGEST_OUTPUT, SHORTEST = 256, 128, 4
 STATIC_ROWS = 32  # the largest static batch: the memory that it takes is everybody's budget
 HEAD_DIM = 64
 SIZES: dict[str, dict[str, Any]] = {  # 14.5 and 58.1 million parameters
-    "15M": {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "tie_word_embeddings": True},
-    "58M": {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "tie_word_embeddings": False},
+    "15M": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "58M": {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_attention_heads": 8,
+        "tie_word_embeddings": False,
+    },
 }
 LAYERS = 8
 
@@ -38,7 +50,9 @@ class Work:
     outputs: list[int]  # tokens that each request gets
     kv_tokens: int  # of KV cache that a system may hold
     threads: int
-    sample: int  # every so many-th request is what slow systems serve, and what tokens are compared on
+    sample: (
+        int  # every so many-th request is what slow systems serve, and what tokens are compared on
+    )
 
     @property
     def tokens(self) -> int:
@@ -57,8 +71,12 @@ def prepare(folder: Path, size: str, trace: str, count: int, threads: int, sampl
     prompt = np.clip(lengths.prompt_tokens[:count] // 8, SHORTEST, LONGEST_PROMPT)
     output = np.clip(lengths.output_tokens[:count] // 4, SHORTEST, LONGEST_OUTPUT)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, VOCAB, length).tolist() for length in prompt]  # 0, 1 and 2 have meanings
-    work = Work(prompts, output.tolist(), STATIC_ROWS * (LONGEST_PROMPT + LONGEST_OUTPUT), threads, sample)
+    prompts = [
+        rng.integers(3, VOCAB, length).tolist() for length in prompt
+    ]  # 0, 1 and 2 have meanings
+    work = Work(
+        prompts, output.tolist(), STATIC_ROWS * (LONGEST_PROMPT + LONGEST_OUTPUT), threads, sample
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "work.json").write_text(json.dumps(asdict(work)), encoding="utf-8")
     _save_model(folder / "model", size)
@@ -75,7 +93,8 @@ def _save_model(folder: Path, size: str) -> None:
         num_hidden_layers=LAYERS,
         num_key_value_heads=SIZES[size]["num_attention_heads"],
         max_position_embeddings=512,
-        initializer_range=0.12,  # with 0.02 random weights repeat one token, and equal tokens prove little
+        # with 0.02 random weights repeat one token, and equal tokens prove little
+        initializer_range=0.12,
         **SIZES[size],
     )
     LlamaForCausalLM(config).save_pretrained(folder)

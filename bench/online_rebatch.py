@@ -1,24 +1,31 @@
-"""Predicted beside measured, online: every policy on a real model at several loads, and the same requests simulated.
+"""Predicted beside measured, online: every policy on a real model at several loads, and the same
+requests simulated.
 
     python bench/online_rebatch.py [--trace azure-2023-conv.csv] [--out runs/online] [--markdown docs/results.md]
 
-One command for all of it; each step is an `llmctl` command, shown as it runs, and what is in --out is not done again:
+One command for all of it; each step is an `llmctl` command, shown as it runs, and what is in --out
+is not done again:
 
-1. The recipe with a KV budget so small that memory binds before the workers' time does (--kv-mib), and with one worker,
+1. The recipe with a KV budget so small that memory binds before the workers' time does (--kv-mib),
+   and with one worker,
    so that the front and the client have a core of their own (--workers); its profile and fit.
-2. The capacity: requests per second that the recipe's own policy completes while all of a backlog waits, live, between
+2. The capacity: requests per second that the recipe's own policy completes while all of a backlog
+   waits, live, between
    a fifth and four fifths of its completions.
-3. For each policy and load, three times for the recipe's own policy: requests with the trace's lengths, scaled to the
+3. For each policy and load, three times for the recipe's own policy: requests with the trace's
+   lengths, scaled to the
    model, arrive as a Poisson process at that share of the capacity. `llmctl serve` serves them, `llmctl bench` sends
    them, after a warm-up, and predicts them: by the laws, at the speed and with the front's delay that the warm-up
    showed. All runs get the same requests in the same order.
 
-A shared machine may change its speed between warm-up and replay, so the prediction in hindsight, at the speed that the
-replay's own batches had, stands beside: what is then left of its error is the simulator's and the laws'.
+A shared machine may change its speed between warm-up and replay, so the prediction in hindsight, at
+the speed that the replay's own batches had, stands beside: what is then left of its error is the
+simulator's and the laws'.
 
-Evictions are caches that were dropped, from the server's event log; in the prediction, from the simulator. Goodput is
-of requests that meet --sla. A run during which other programs used more than --quiet of the CPUs is not counted: the
-same command makes it again. --report only shows what is there.
+Evictions are caches that were dropped, from the server's event log; in the prediction, from the
+simulator. Goodput is of requests that meet --sla. A run during which other programs used more than
+--quiet of the CPUs is not counted: the same command makes it again. --report only shows what is
+there.
 """
 
 from __future__ import annotations
@@ -41,14 +48,13 @@ from toolkit.files.bench import BenchReport
 from toolkit.files.fit import Fit
 from toolkit.files.io import load_recipe, read_file, write_text
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.noise import OtherLoad
+from toolkit.profiling.run import OtherLoad
 from toolkit.traces.generate import Arrivals, draw_arrivals
-from toolkit.traces.prepare import prepare
 from toolkit.traces.read import read_trace
-from toolkit.traces.shipped import trace_path
-from toolkit.traces.types import Trace
-from toolkit.traces.write import Line, write_trace
-from toolkit.tuning.workload import capacity_rps, make_world
+from toolkit.traces.types import Trace, trace_path
+from toolkit.traces.windows import prepare
+from toolkit.traces.write import TraceLine, write_trace
+from toolkit.tuning.evaluate import capacity_rps, make_world
 
 POLICIES = ("past-future", "aggressive", "conservative", "mlfq", "slice")
 LOADS = (50, 80, 100, 120)  # percent of the capacity
@@ -87,7 +93,11 @@ class Lab:
 
     def fit_engine(self) -> None:
         """Profile and fit, where they are missing."""
-        recipe, profile, fit = self.file("recipe.yaml"), self.file("profile.json"), self.file("fit.json")
+        recipe, profile, fit = (
+            self.file("recipe.yaml"),
+            self.file("profile.json"),
+            self.file("fit.json"),
+        )
         if not fit.exists():
             self.stages.llmctl("profile", recipe, "--out", profile)
             self.stages.llmctl("fit", profile, "--out", fit)
@@ -97,22 +107,29 @@ class Lab:
         path = self.file(f"plan-{policy}.json")
         if not path.exists():
             fit = self.file("fit.json")
-            self.stages.llmctl("render", self.file("recipe.yaml"), "--fit", fit, "--policy", policy, "--out", path)
+            self.stages.llmctl(
+                "render", self.file("recipe.yaml"), "--fit", fit, "--policy", policy, "--out", path
+            )
         return path
 
     def trace(self, rate_rps: float, seconds: float) -> Trace:
-        """The first requests of the lengths as a Poisson process of so many seconds; they repeat where they end."""
+        """The first requests of the lengths as a Poisson process of so many seconds; they repeat
+        where they end.
+        """
         count = int(rate_rps * seconds) + 1
         rows = np.arange(count) % len(self.lengths)
         own = self.lengths
-        trace = Trace(np.zeros(count), own.prompt_tokens[rows], own.output_tokens[rows], own.max_tokens[rows])
+        trace = Trace(
+            np.zeros(count), own.prompt_tokens[rows], own.output_tokens[rows], own.max_tokens[rows]
+        )
         return draw_arrivals(trace, Arrivals(rate_rps), SEED)
 
     def replay(self, name: str, policy: str, trace: Trace, seconds: float) -> None:
-        """Serve `trace` live: name.json is the report, name.events.jsonl and name.requests.jsonl the details.
+        """Serve `trace` live: name.json is the report, name.events.jsonl and name.requests.jsonl
+        the details.
 
-        Where others used too much of the CPUs meanwhile, the report is name.disturbed.json, and the run has to be made
-        again.
+        Where others used too much of the CPUs meanwhile, the report is name.disturbed.json, and the
+        run has to be made again.
         """
         load = OtherLoad()
         plan, requests = self.plan(policy), self.file(f"{name}.trace.jsonl")
@@ -120,15 +137,35 @@ class Lab:
         events = self.file(f"{name}.events.jsonl")
         targets = [word for target in self.sla for word in ("--sla", target)]
         with self.stages.server(plan, "--event-log", events) as url:
-            words = ["bench", "--url", url, "--plan", plan, "--trace", requests, "--duration", seconds]
-            words += ["--warmup", self.warmup, "--save-requests", self.file(f"{name}.requests.jsonl"), *targets]
+            words = [
+                "bench",
+                "--url",
+                url,
+                "--plan",
+                plan,
+                "--trace",
+                requests,
+                "--duration",
+                seconds,
+            ]
+            words += [
+                "--warmup",
+                self.warmup,
+                "--save-requests",
+                self.file(f"{name}.requests.jsonl"),
+                *targets,
+            ]
             self.stages.llmctl(*words, "--out", self.file(f"{name}.disturbed.json"))
         percent = load.percent()
         write_text(self.file(f"{name}.others"), f"{percent:.1f}\n")
         if percent <= self.quiet:
             self.file(f"{name}.disturbed.json").rename(self.file(f"{name}.json"))
         else:
-            print(f"disturbed: others used {percent:.0f} % of the CPUs during {name}", file=sys.stderr, flush=True)
+            print(
+                f"disturbed: others used {percent:.0f} % of the CPUs during {name}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def capacity(self, policy: str) -> float:
         """Requests per second that `policy` completes while all workers have enough to do."""
@@ -139,9 +176,13 @@ class Lab:
             count = int(expected_rps * BACKLOG_S)
             burst_s = 1.0  # all come within a second
             warming = self.warmup * expected_rps / count
-            self.replay(name, policy, self.trace(count / burst_s, burst_s * (1.1 + warming)), burst_s)
+            self.replay(
+                name, policy, self.trace(count / burst_s, burst_s * (1.1 + warming)), burst_s
+            )
             if not self.file(f"{name}.json").exists():
-                raise SystemExit("the capacity was measured beside other programs; run the command again")
+                raise SystemExit(
+                    "the capacity was measured beside other programs; run the command again"
+                )
         return steady_rps(self.file(f"{name}.requests.jsonl"))
 
     def recipe(self) -> Recipe:
@@ -160,14 +201,20 @@ class Lab:
             return None
         found = read_file(BenchReport, path)
         events = read_events(self.file(f"{case.name}.events.jsonl"))
-        before = 1 + (found.warmup.requests if found.warmup else 0)  # the first one tries the server out
+        before = 1 + (
+            found.warmup.requests if found.warmup else 0
+        )  # the first one tries the server out
         other = float(self.file(f"{case.name}.others").read_text(encoding="utf-8"))
-        return Outcome(case.policy, case.load, found, dropped(events, first_after(events, before)), other)
+        return Outcome(
+            case.policy, case.load, found, dropped(events, first_after(events, before)), other
+        )
 
 
 def steady_rps(requests: Path) -> float:
-    """Completions per second between the first fifth of them and the last: all workers have enough to do."""
-    lines = map(msgspec.json.Decoder(Line).decode, requests.read_bytes().splitlines())
+    """Completions per second between the first fifth of them and the last: all workers have enough
+    to do.
+    """
+    lines = map(msgspec.json.Decoder(TraceLine).decode, requests.read_bytes().splitlines())
     ended_ms = sorted(line.timestamp + line.e2e_ms for line in lines if line.e2e_ms is not None)
     first, last = len(ended_ms) // 5, 4 * len(ended_ms) // 5
     return 1e3 * (last - first) / (ended_ms[last] - ended_ms[first])
@@ -192,10 +239,20 @@ def open_lab(options: argparse.Namespace) -> Lab:
     if not path.exists():
         recipe = load_recipe(options.recipe)
         engine = recipe.engine.model_copy(update={"kv_cache_memory_mib": options.kv_mib})
-        changed = recipe.model_copy(update={"engine": engine, "workers": options.workers or recipe.workers})
+        changed = recipe.model_copy(
+            update={"engine": engine, "workers": options.workers or recipe.workers}
+        )
         write_text(path, changed.model_dump_json(indent=1))  # YAML, too
     lengths = prepare(read_trace(trace_path(options.trace))[0], load_recipe(path))
-    return Lab(folder, Stages(sys.stderr), lengths, options.seconds, options.warmup, options.sla, options.quiet)
+    return Lab(
+        folder,
+        Stages(sys.stderr),
+        lengths,
+        options.seconds,
+        options.warmup,
+        options.sla,
+        options.quiet,
+    )
 
 
 def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -> str:
@@ -215,7 +272,11 @@ def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -
     parts = [
         about,
         table(found),
-        ["", "The prediction's errors, medians of the repeats and each run; bold: beyond the target:", ""],
+        [
+            "",
+            "The prediction's errors, medians of the repeats and each run; bold: beyond the target:",
+            "",
+        ],
         medians(found),
         [""],
         verdict(found),
@@ -226,22 +287,34 @@ def text_of(lab: Lab, found: Sequence[Outcome], rate_rps: float, command: str) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", default="tiny-llama-cpu-rebatch")
     parser.add_argument("--kv-mib", type=float, default=16.0, help="KV budget of a worker")
     parser.add_argument("--workers", type=int, default=1, help="0: as many as the recipe has")
     parser.add_argument("--trace", default="chat-small", help="whose lengths are taken")
     parser.add_argument("--out", type=Path, default=Path("runs/online"))
     parser.add_argument("--policies", nargs="+", default=POLICIES)
-    parser.add_argument("--loads", type=int, nargs="+", default=LOADS, help="percent of the capacity")
+    parser.add_argument(
+        "--loads", type=int, nargs="+", default=LOADS, help="percent of the capacity"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="of the recipe's own policy")
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals in a run")
-    parser.add_argument("--warmup", type=float, default=20.0, help="seconds of other requests before each")
+    parser.add_argument(
+        "--warmup", type=float, default=20.0, help="seconds of other requests before each"
+    )
     parser.add_argument("--sla", nargs="+", default=TARGETS, help="what a good request meets")
-    parser.add_argument("--quiet", type=float, default=10.0, help="percent of the CPUs that others may use in a run")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no run later; the next command goes on")
+    parser.add_argument(
+        "--quiet", type=float, default=10.0, help="percent of the CPUs that others may use in a run"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin no run later; the next command goes on"
+    )
     parser.add_argument("--report", action="store_true", help="run nothing: show what is there")
-    parser.add_argument("--markdown", type=Path, help="file whose section is written, as docs/results.md")
+    parser.add_argument(
+        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
+    )
     options = parser.parse_args()
     until_s = time.monotonic() + 60.0 * options.minutes
     lab = open_lab(options)
@@ -253,11 +326,20 @@ def main() -> None:
     for case in [] if options.report else todo:
         if time.monotonic() < until_s:
             lab.run(case, rate_rps * case.load / 100.0)
-    found = [one for case in sorted(todo, key=order(options.policies)) if (one := lab.outcome(case)) is not None]
-    text = text_of(lab, found, rate_rps, f"python bench/online_rebatch.py --trace {Path(options.trace).name}")
+    found = [
+        one
+        for case in sorted(todo, key=order(options.policies))
+        if (one := lab.outcome(case)) is not None
+    ]
+    text = text_of(
+        lab, found, rate_rps, f"python bench/online_rebatch.py --trace {Path(options.trace).name}"
+    )
     if options.markdown:
         put_section(
-            options.markdown, "online_rebatch", "Continuous re-batching online: predicted beside measured", text
+            options.markdown,
+            "online_rebatch",
+            "Continuous re-batching online: predicted beside measured",
+            text,
         )
     print(text)
 

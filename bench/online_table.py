@@ -1,7 +1,7 @@
 """Live runs beside their predictions, as Markdown: what bench/online_rebatch.py shows.
 
-Errors are the prediction's, 100 (predicted / measured - 1): as it was made before the replay, and in hindsight, at the
-replay's own speed.
+Errors are the prediction's, 100 (predicted / measured - 1): as it was made before the replay, and
+in hindsight, at the replay's own speed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from statistics import fmean, median
 
 from toolkit.files.bench import BenchReport
 
-TARGETS = {"throughput_rps": 8.0, "ttft_mean_s": 15.0, "e2e_mean_s": 15.0}  # percent, for the recipe's own policy
+TARGETS = {
+    "throughput_rps": 8.0,
+    "ttft_mean_s": 15.0,
+    "e2e_mean_s": 15.0,
+}  # percent, for the recipe's own policy
 COLUMNS = (
     ("throughput_rps", "throughput, requests/s", 1.0, ".2f"),
     ("ttft_mean_s", "mean TTFT, ms", 1e3, ".0f"),
@@ -41,7 +45,10 @@ class Outcome:
 
     def hindsight_percent(self, metric: str) -> float | None:
         """The same had the prediction known the replay's own speed; None where nobody can tell."""
-        measured, predicted = self.found.measured[metric], self.found.predicted_in_hindsight.get(metric)
+        measured, predicted = (
+            self.found.measured[metric],
+            self.found.predicted_in_hindsight.get(metric),
+        )
         return None if predicted is None or not measured else 100.0 * (predicted / measured - 1.0)
 
     @property
@@ -54,7 +61,10 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     """A line per run."""
     heads = [f"{title}" for _, title, _, _ in COLUMNS]
     heads += ["evictions", "swaps out", "speed: warm-up, replay", "others' CPU %", "failed"]
-    lines = [f"| policy | load % | requests | {' | '.join(heads)} |", "|---|---:|---:|" + "---|" * len(heads)]
+    lines = [
+        f"| policy | load % | requests | {' | '.join(heads)} |",
+        "|---|---:|---:|" + "---|" * len(heads),
+    ]
     return lines + [_line(one) for one in outcomes]
 
 
@@ -83,12 +93,17 @@ def _speed(slowdown: float | None) -> str:
 
 
 def medians(outcomes: Sequence[Outcome]) -> list[str]:
-    """A line per policy and load: the median error of its repeats, and of each run, where there are several."""
+    """A line per policy and load: the median error of its repeats, and of each run, where there are
+    several.
+    """
     heads = " | ".join(f"{metric} ({limit:g} %)" for metric, limit in TARGETS.items())
     lines = [f"| policy | load % | runs | {heads} |", "|---|---:|---:|" + "---|" * len(TARGETS)]
     for policy, load in dict.fromkeys((one.policy, one.load) for one in outcomes):
         own = [one for one in outcomes if (one.policy, one.load) == (policy, load)]
-        cells = [_spread([one.error_percent(metric) for one in own], limit) for metric, limit in TARGETS.items()]
+        cells = [
+            _spread([one.error_percent(metric) for one in own], limit)
+            for metric, limit in TARGETS.items()
+        ]
         lines.append(f"| {policy} | {load} | {len(own)} | {' | '.join(cells)} |")
     return lines
 
@@ -96,24 +111,35 @@ def medians(outcomes: Sequence[Outcome]) -> list[str]:
 def _spread(errors: Sequence[float], limit: float) -> str:
     middle = median(errors)
     text = f"{middle:+.1f} %" if abs(middle) <= limit else f"**{middle:+.1f} %**"
-    return text if len(errors) == 1 else f"{text} ({', '.join(f'{error:+.1f}' for error in errors)})"
+    return (
+        text if len(errors) == 1 else f"{text} ({', '.join(f'{error:+.1f}' for error in errors)})"
+    )
 
 
 def verdict(outcomes: Sequence[Outcome]) -> list[str]:
     """How often the targets were met, and by how much the worst missed, per policy."""
     lines = [
-        "| policy | runs | " + " | ".join(f"{metric} within {limit:g} %" for metric, limit in TARGETS.items()) + " |"
+        "| policy | runs | "
+        + " | ".join(f"{metric} within {limit:g} %" for metric, limit in TARGETS.items())
+        + " |"
     ]
     lines.append("|---|---:|" + "---|" * len(TARGETS))
     for policy in dict.fromkeys(one.policy for one in outcomes):
         own = [one for one in outcomes if one.policy == policy]
-        cells = [_met([one.error_percent(metric) for one in own], limit) for metric, limit in TARGETS.items()]
+        cells = [
+            _met([one.error_percent(metric) for one in own], limit)
+            for metric, limit in TARGETS.items()
+        ]
         lines.append(f"| {policy} | {len(own)} | {' | '.join(cells)} |")
         later = [[one.hindsight_percent(metric) for one in own] for metric in TARGETS]
         known = [[error for error in errors if error is not None] for errors in later]
         if all(known):
-            cells = [_met(errors, limit) for errors, limit in zip(known, TARGETS.values(), strict=True)]
-            lines.append(f"| {policy}, had it known the replay's speed | {len(own)} | {' | '.join(cells)} |")
+            cells = [
+                _met(errors, limit) for errors, limit in zip(known, TARGETS.values(), strict=True)
+            ]
+            lines.append(
+                f"| {policy}, had it known the replay's speed | {len(own)} | {' | '.join(cells)} |"
+            )
     return lines
 
 
@@ -130,7 +156,10 @@ def goodput(outcomes: Sequence[Outcome]) -> list[str]:
         cells = []
         for policy in policies:
             own = [one.found for one in outcomes if (one.policy, one.load) == (policy, load)]
-            sides = ([one.measured["goodput_rps"] for one in own], [one.predicted["goodput_rps"] for one in own])
+            sides = (
+                [one.measured["goodput_rps"] for one in own],
+                [one.predicted["goodput_rps"] for one in own],
+            )
             cells.append(" / ".join(f"{fmean(side):.2f}" for side in sides) if own else "")
         lines.append(f"| {load} | {' | '.join(cells)} |")
     return lines

@@ -1,15 +1,18 @@
-"""An injected out-of-memory error in each n-th batch: what it costs, paired with runs that have none.
+"""An injected out-of-memory error in each n-th batch: what it costs, paired with runs that have
+none.
 
     python bench/oom.py --plan plan.json [--policy slice] [--every 5] [--failures 2] [--requests 120] [--pairs 3]
 
-The plan's real model in its workers. 24 clients ask for the same list of requests, of random prompts and lengths; a run
-is over when all have ended. Runs with and without errors alternate on servers of their own. Goodput is the tokens of
-requests that ended well per second of the run. How errors come about, and what --failures are, is in
-bench/oom_site/sitecustomize.py, which counts them; what the server noticed are its own counters.
+The plan's real model in its workers. 24 clients ask for the same list of requests, of random
+prompts and lengths; a run is over when all have ended. Runs with and without errors alternate on
+servers of their own. Goodput is the tokens of requests that ended well per second of the run. How
+errors come about, and what --failures are, is in bench/oom_site/sitecustomize.py, which counts
+them; what the server noticed are its own counters.
 
-Texts are greedy, and the same in all runs. Where one is not, the request and the first character that differs are
-named, and how far apart the two largest logits are there when the model computes that request alone. Logits that are
-nearer than `TIE` change places with the shape of a batch: such a difference is listed, any other makes the exit code 1.
+Texts are greedy, and the same in all runs. Where one is not, the request and the first character
+that differs are named, and how far apart the two largest logits are there when the model computes
+that request alone. Logits that are nearer than `TIE` change places with the shape of a batch: such
+a difference is listed, any other makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ class Run(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """An answer that is not the first run's: the first character, and the distance of the largest logits there."""
+    """An answer that is not the first run's: the first character, and the distance of the largest
+    logits there.
+    """
 
     request: int
     position: int
@@ -75,14 +80,26 @@ async def replay(url: str, asks: list[Ask], errors: Callable[[], int]) -> Run:
     async def one(http: httpx.AsyncClient) -> None:
         nonlocal failed
         for index, ask in queue:
-            body = {"prompt": ask.prompt, "max_tokens": ask.tokens, "temperature": 0, "ignore_eos": True}
+            body = {
+                "prompt": ask.prompt,
+                "max_tokens": ask.tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             answer = await http.post("/v1/completions", json=body)
             failed += answer.status_code != 200
-            texts[index] = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
+            texts[index] = (
+                answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
+            )
 
-    async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=httpx.Limits(max_connections=None)) as http:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=300.0, limits=httpx.Limits(max_connections=None)
+    ) as http:
         await asyncio.gather(
-            *[http.post("/v1/completions", json={"prompt": "warm", "max_tokens": 8}) for _ in range(8)]
+            *[
+                http.post("/v1/completions", json={"prompt": "warm", "max_tokens": 8})
+                for _ in range(8)
+            ]
         )
         before, errors_before = await metrics(http), errors()
         begin_s = time.perf_counter()
@@ -90,16 +107,24 @@ async def replay(url: str, asks: list[Ask], errors: Callable[[], int]) -> Run:
         took_s = time.perf_counter() - begin_s
         after = await metrics(http)
     done = sum(ask.tokens for ask in asks)
-    ooms, batches = (after[name] - before[name] for name in ("llmctl_oom_events_total", "llmctl_batches_total"))
+    ooms, batches = (
+        after[name] - before[name] for name in ("llmctl_oom_events_total", "llmctl_batches_total")
+    )
     return Run(texts, failed, done / took_s, ooms, batches, errors() - errors_before)
 
 
 async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
     lines = (await http.get("/metrics")).text.splitlines()
-    return {line.partition("{")[0]: float(line.split()[-1]) for line in lines if not line.startswith("#")}
+    return {
+        line.partition("{")[0]: float(line.split()[-1])
+        for line in lines
+        if not line.startswith("#")
+    }
 
 
-def differences(plan: Plan, asks: list[Ask], expected: list[str], runs: Iterable[Run]) -> list[Difference]:
+def differences(
+    plan: Plan, asks: list[Ask], expected: list[str], runs: Iterable[Run]
+) -> list[Difference]:
     """The answers of these runs that are not as expected."""
     found = []
     for run in runs:
@@ -107,15 +132,22 @@ def differences(plan: Plan, asks: list[Ask], expected: list[str], runs: Iterable
             if wanted != got:
                 alike = takewhile(lambda pair: pair[0] == pair[1], zip(wanted, got, strict=False))
                 position = sum(1 for _ in alike)
-                found.append(Difference(request, position, logits_apart(plan, asks[request], position)))
+                found.append(
+                    Difference(request, position, logits_apart(plan, asks[request], position))
+                )
     return found
 
 
 def logits_apart(plan: Plan, ask: Ask, position: int) -> float:
-    """Of the two largest logits, where the model alone says the character at `position`, or has none for its token."""
+    """Of the two largest logits, where the model alone says the character at `position`, or has
+    none for its token.
+    """
     import torch
 
-    model, tokenizer = load_model(plan.recipe.model, plan.recipe.hardware), load_tokenizer(plan.recipe.model)
+    model, tokenizer = (
+        load_model(plan.recipe.model, plan.recipe.hardware),
+        load_tokenizer(plan.recipe.model),
+    )
     ids, cache, said = torch.tensor([tokenizer.encode(ask.prompt)]), None, tokenizer.detokenizer()
     length, least = 0, math.inf
     with torch.inference_mode():
@@ -132,12 +164,16 @@ def logits_apart(plan: Plan, ask: Ask, position: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--policy")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--every", type=int, default=5)
-    parser.add_argument("--failures", type=int, default=2, help="passes of a round that fail in a row")
+    parser.add_argument(
+        "--failures", type=int, default=2, help="passes of a round that fail in a row"
+    )
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
@@ -147,7 +183,13 @@ def main() -> int:
         Ask("".join(rng.choices("abcdefgh ", k=rng.randint(10, 120))), rng.randint(16, 128))
         for _ in range(options.requests)
     ]
-    command = [*(("--policy", options.policy) if options.policy else ()), "--admission", "queue", "--port", "0"]
+    command = [
+        *(("--policy", options.policy) if options.policy else ()),
+        "--admission",
+        "queue",
+        "--port",
+        "0",
+    ]
     command += [part for one in options.set for part in ("--set", one)]
     runs: dict[int, list[Run]] = {0: [], options.every: []}
     with tempfile.NamedTemporaryFile() as log:
@@ -164,7 +206,10 @@ def main() -> int:
                     runs[every].append(asyncio.run(replay(server.url, asks, errors)))
                     server.end()
     calm, troubled = runs[0], runs[options.every]
-    losses = [100 * (1 - bad.tokens_per_s / good.tokens_per_s) for good, bad in zip(calm, troubled, strict=True)]
+    losses = [
+        100 * (1 - bad.tokens_per_s / good.tokens_per_s)
+        for good, bad in zip(calm, troubled, strict=True)
+    ]
     others = differences(plan, asks, calm[0].texts, (*calm, *troubled))
     found = {
         "engine": plan.recipe.engine.name,
@@ -174,7 +219,9 @@ def main() -> int:
         "failures_in_a_row": options.failures,
         "same_texts": not others,
         "other_texts": [one._asdict() for one in others],
-        "tokens_per_s": [round(statistics.median(run.tokens_per_s for run in part)) for part in (calm, troubled)],
+        "tokens_per_s": [
+            round(statistics.median(run.tokens_per_s for run in part)) for part in (calm, troubled)
+        ],
         "loss_percent": [round(loss, 1) for loss in losses],
         "loss_percent_median": round(statistics.median(losses), 1),
         "errors": sum(run.errors for run in troubled),

@@ -1,11 +1,13 @@
-"""Five times more than it can serve: who is refused, how fast, what those who are admitted get, what memory it takes.
+"""Five times more than it can serve: who is refused, how fast, what those who are admitted get,
+what memory it takes.
 
     python bench/overload.py [--plan plan.json] [--policy slice] [--seconds 30] [--times 5] [--seed 0]
 
-Without a plan, two workers with fake engines whose times are the fit's, so that the cores belong to the front and its
-clients. First a closed loop that nobody is turned away from gives the capacity; then Poisson arrivals at half of it,
-and at `--times` of it, once with admission by the recipe's targets and once without. Clients are raw sockets in this
-process; a refusal is timed from the connection's begin to the last byte of the answer.
+Without a plan, two workers with fake engines whose times are the fit's, so that the cores belong to
+the front and its clients. First a closed loop that nobody is turned away from gives the capacity;
+then Poisson arrivals at half of it, and at `--times` of it, once with admission by the recipe's
+targets and once without. Clients are raw sockets in this process; a refusal is timed from the
+connection's begin to the last byte of the answer.
 """
 
 from __future__ import annotations
@@ -32,9 +34,15 @@ from serving import Server, fake_plan
 
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.serve.forecast import Limits
+from toolkit.serve.forecast import LatencyLimits
 
-FAKE = {"eos_one_in": 0, "prefill_s": 4e-3, "prefill_token_s": 2e-5, "decode_s": 4e-3, "decode_row_s": 1e-4}
+FAKE = {
+    "eos_one_in": 0,
+    "prefill_s": 4e-3,
+    "prefill_token_s": 2e-5,
+    "decode_s": 4e-3,
+    "decode_row_s": 1e-4,
+}
 CLOSED_LOOP = 256
 
 
@@ -57,10 +65,13 @@ class Phase:
     rss_mib: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
-    def line(self, limits: Limits) -> dict[str, Any]:
+    def line(self, limits: LatencyLimits) -> dict[str, Any]:
         served = [one for one in self.got if one.status == 200]
         refused = sorted(one.end_s for one in self.got if one.status in (429, 503))
-        kept = sum(one.complete and one.first_s <= limits.ttft_s and one.end_s <= limits.e2e_s for one in served)
+        kept = sum(
+            one.complete and one.first_s <= limits.ttft_s and one.end_s <= limits.e2e_s
+            for one in served
+        )
         return {
             "sent": len(self.got),
             "served": len(served),
@@ -108,7 +119,9 @@ async def ask(port: int, rng: random.Random) -> Got:
 
 
 async def closed_loop(port: int, seconds: float, rng: random.Random) -> float:
-    """Requests per second that end while so many are always on their way, the first third not counted."""
+    """Requests per second that end while so many are always on their way, the first third not
+    counted.
+    """
     ends: list[float] = []
     stop_s = time.perf_counter() + seconds
 
@@ -122,7 +135,9 @@ async def closed_loop(port: int, seconds: float, rng: random.Random) -> float:
     return sum(begin_s <= end <= stop_s for end in ends) / (stop_s - begin_s)
 
 
-async def open_loop(port: int, rate_rps: float, seconds: float, rng: random.Random, front: psutil.Process) -> Phase:
+async def open_loop(
+    port: int, rate_rps: float, seconds: float, rng: random.Random, front: psutil.Process
+) -> Phase:
     """Poisson arrivals for so long; then all that was sent is waited for."""
     phase, tasks, begin_s = Phase(seconds=seconds), [], time.perf_counter()
 
@@ -150,7 +165,9 @@ def port_of(server: Server) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--policy", default="slice")
     parser.add_argument("--set", action="append", default=[])
@@ -165,7 +182,7 @@ def main() -> None:
         path = options.plan or Path(folder) / "plan.json"
         if options.plan is None:
             fake_plan(Path(folder), **FAKE)
-        limits = Limits.of(read_file(Plan, path).recipe.sla)
+        limits = LatencyLimits.of(read_file(Plan, path).recipe.sla)
         with serve(path, policy, "queue") as server:
             capacity = asyncio.run(closed_loop(port_of(server), options.seconds / 2, rng))
             print(f"capacity {capacity:.1f} requests/s; targets {limits}", flush=True)
@@ -179,7 +196,9 @@ def main() -> None:
                 front = psutil.Process(server.process.pid)
                 asyncio.run(closed_loop(port_of(server), 3.0, rng))  # warms up
                 seconds = options.seconds if admission == "targets" else options.seconds / 3
-                phase = asyncio.run(open_loop(port_of(server), load * capacity, seconds, rng, front))
+                phase = asyncio.run(
+                    open_loop(port_of(server), load * capacity, seconds, rng, front)
+                )
                 lines[name] = phase.line(limits)
                 print(name, json.dumps(lines[name]), flush=True)
                 server.end()

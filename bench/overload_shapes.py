@@ -1,12 +1,14 @@
-"""Predicted beside measured under overload, on traces of unlike shape, with and without what arrivals cost.
+"""Predicted beside measured under overload, on traces of unlike shape, with and without what
+arrivals cost.
 
     python bench/overload_shapes.py --work DIR [--azure azure-2023-conv.csv] [--repeats 2] [SHAPE ...]
 
-Shapes: `bursts` (short outputs, gaps with cv 3), `chat` (the shipped trace), `long` (long prompts and outputs) and
-`azure`. The tiny Llama is profiled and fitted once, and tuned for each shape; what is in DIR is used again. Each repeat
-serves the tuned plan and replays some 10 s of the trace at 2.5 times what it is predicted to serve. The same warm-up
-gives two predictions: batches so many times as long as fitted, whatever arrives; and with what each request that
-arrives adds to the slices that run then (docs/bench.md). Errors are the prediction's, 100 (predicted / measured - 1).
+Shapes: `bursts` (short outputs, gaps with cv 3), `chat` (the shipped trace), `long` (long prompts
+and outputs) and `azure`. The tiny Llama is profiled and fitted once, and tuned for each shape; what
+is in DIR is used again. Each repeat serves the tuned plan and replays some 10 s of the trace at 2.5
+times what it is predicted to serve. The same warm-up gives two predictions: batches so many times
+as long as fitted, whatever arrives; and with what each request that arrives adds to the slices that
+run then (docs/bench.md). Errors are the prediction's, 100 (predicted / measured - 1).
 """
 
 from __future__ import annotations
@@ -15,17 +17,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from toolkit.bench.limits import fitted, limits_of
-from toolkit.bench.predict import Conditions, predict
+from toolkit.bench.predict import ServerConditions, fitted, limits_of, predict
 from toolkit.cli.demo import Stages, overload
 from toolkit.cli.output import percent, table
 from toolkit.endpoints.target import Target
 from toolkit.files.bench import BenchReport, Warmup
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.sim.front import FrontDelay
+from toolkit.sim.worker import FrontDelay
 from toolkit.traces.read import read_trace
-from toolkit.traces.shipped import trace_path
+from toolkit.traces.types import trace_path
 from toolkit.traces.windows import cut
 
 RECIPE = "tiny-llama-cpu"
@@ -47,7 +48,15 @@ def prepare(stages: Stages, work: Path, shape: str, azure: str) -> tuple[Path, s
         stages.llmctl("fit", work / "profile.json", "--out", fit)
     trace = {"chat": "chat-small", "azure": azure}.get(shape, str(work / f"{shape}.jsonl"))
     if shape in GENERATED and not Path(trace).exists():
-        stages.llmctl("trace", "generate", "--out", trace, *GENERATED[shape].split(), "--longest", LONGEST[shape])
+        stages.llmctl(
+            "trace",
+            "generate",
+            "--out",
+            trace,
+            *GENERATED[shape].split(),
+            "--longest",
+            LONGEST[shape],
+        )
     tuning, plan = work / f"tuning-{shape}.json", work / f"plan-{shape}.json"
     if not plan.exists():
         stages.llmctl("tune", RECIPE, "--fit", fit, "--trace", trace, "--out", tuning)
@@ -55,15 +64,21 @@ def prepare(stages: Stages, work: Path, shape: str, azure: str) -> tuple[Path, s
     return plan, trace
 
 
-def without_arrivals(plan: Plan, trace: str, excerpt: list[str], report: BenchReport) -> dict[str, float]:
+def without_arrivals(
+    plan: Plan, trace: str, excerpt: list[str], report: BenchReport
+) -> dict[str, float]:
     """The prediction of a replay that takes the warm-up's mean slowdown alone."""
     options = dict(zip(excerpt[::2], excerpt[1::2], strict=True))
     whole = read_trace(trace_path(trace))[0]
-    part = cut(fitted(whole, limits_of(plan, NOBODY), float(options["--rate"])), 0.0, float(options["--duration"]))
+    part = cut(
+        fitted(whole, limits_of(plan, NOBODY), float(options["--rate"])),
+        0.0,
+        float(options["--duration"]),
+    )
     warm = report.warmup
     assert warm is not None
     front = FrontDelay(warm.front.first_s, warm.front.last_s) if warm.front else None
-    return predict(plan, part, report.sla, Conditions(ratio(warm), front))
+    return predict(plan, part, report.sla, ServerConditions(ratio(warm), front))
 
 
 def ratio(warm: Warmup) -> float:
@@ -79,7 +94,11 @@ def row(name: str, before: dict[str, float], report: BenchReport) -> list[object
     ]
     warm = report.warmup
     assert warm is not None
-    return [name, f"{ratio(warm):.2f} -> {warm.slowdown:.2f} + {1e3 * warm.arrival_cost_s:.2f} ms", *errors]
+    return [
+        name,
+        f"{ratio(warm):.2f} -> {warm.slowdown:.2f} + {1e3 * warm.arrival_cost_s:.2f} ms",
+        *errors,
+    ]
 
 
 def main() -> None:
@@ -100,7 +119,13 @@ def main() -> None:
             out = given.work / f"bench-{shape}-{repeat}.json"
             stages.serve_and_bench(path, trace, excerpt, out)
             report = read_file(BenchReport, out)
-            rows.append(row(f"{shape} {excerpt[1]}/s", without_arrivals(plan, trace, excerpt, report), report))
+            rows.append(
+                row(
+                    f"{shape} {excerpt[1]}/s",
+                    without_arrivals(plan, trace, excerpt, report),
+                    report,
+                )
+            )
     if rows:
         table(["replay", "warm-up", *METRICS], rows)
 

@@ -1,14 +1,16 @@
-"""What it costs to count real tokens where the engine keeps one padded slab: simulated, beside counting the slab.
+"""What it costs to count real tokens where the engine keeps one padded slab: simulated, beside
+counting the slab.
 
     python bench/padded_memory.py TRACE [--requests 2000] [--capacity 4096] [--markdown docs/results.md]
 
-One worker of the engine `rebatch`: the tiny Llama's laws as fitted for recipes/tiny-llama-cpu-rebatch.yaml, rounded,
-and so many tokens of KV cache. The lengths are a trace's, a request's prompt cut to an eighth and its output to a
-quarter, within 4 to 256 and 4 to 128 tokens; its limit is 128. All wait from the start. The simulated worker runs out
-of memory where the slab would be larger than memory: all its rows are prefilled again, and half as many may enter.
+One worker of the engine `rebatch`: the tiny Llama's laws as fitted for
+recipes/tiny-llama-cpu-rebatch.yaml, rounded, and so many tokens of KV cache. The lengths are a
+trace's, a request's prompt cut to an eighth and its output to a quarter, within 4 to 256 and 4 to
+128 tokens; its limit is 128. All wait from the start. The simulated worker runs out of memory where
+the slab would be larger than memory: all its rows are prefilled again, and half as many may enter.
 
-A scheduler that counts real tokens can also be told of less memory than there is. Of the shares that were tried, the
-one with the most tokens per second is shown.
+A scheduler that counts real tokens can also be told of less memory than there is. Of the shares
+that were tried, the one with the most tokens per second is shown.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sim.api import requests_of, virtual_workers
-from toolkit.sim.counters import counters
-from toolkit.sim.ledger import Ledger
+from toolkit.sim.ledger import Ledger, counters
 from toolkit.sim.loop import run
 from toolkit.sim.world import World
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 
-LAW = bilinear_law(p=(9.3e-5, 1.1e-4, 0.0, 8.1e-3), d=(8.7e-7, 1.7e-4, 0.0, 7.4e-3), prefill_emits_token=True)
+LAW = bilinear_law(
+    p=(9.3e-5, 1.1e-4, 0.0, 8.1e-3), d=(8.7e-7, 1.7e-4, 0.0, 7.4e-3), prefill_emits_token=True
+)
 LIMIT = 128
 POLICIES = ("past-future", "aggressive", "conservative", "mlfq")
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # of memory
@@ -54,10 +57,16 @@ def scaled(trace: Trace, count: int) -> Trace:
     return Trace(np.zeros(len(prompts)), prompts, outputs, np.zeros_like(outputs))
 
 
-def simulated(trace: Trace, name: str, capacity: int, *, padded: bool, share: float = 1.0) -> Outcome:
-    """The policy on a padded worker, which its scheduler knows to be one or takes for a paged one with less memory."""
+def simulated(
+    trace: Trace, name: str, capacity: int, *, padded: bool, share: float = 1.0
+) -> Outcome:
+    """The policy on a padded worker, which its scheduler knows to be one or takes for a paged one
+    with less memory.
+    """
     world = World(LAW, ZetaMemory(capacity), 1, LIMIT, joining="embed")
-    believed = replace(world, memory=ZetaMemory(capacity, zeta=share), joining=world.joining if padded else None)
+    believed = replace(
+        world, memory=ZetaMemory(capacity, zeta=share), joining=world.joining if padded else None
+    )
     requests, outputs = requests_of(trace, LIMIT)
     ledger = Ledger(trace.arrival_s.tolist(), outputs, 1)
     policy = make_policy(name, {})
@@ -97,7 +106,9 @@ def table(trace: Trace, capacity: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--capacity", type=int, default=4096)
@@ -107,9 +118,16 @@ def main() -> None:
     lines = table(scaled(trace, options.requests), options.capacity)
     print("\n".join(lines))
     if options.markdown:
-        command = f"python bench/padded_memory.py {options.trace.name} --requests {options.requests}"
+        command = (
+            f"python bench/padded_memory.py {options.trace.name} --requests {options.requests}"
+        )
         said = f"`{command} --capacity {options.capacity}`, simulated:\n\n"
-        put_section(options.markdown, "padded_memory", "Counting a padded slab", said + "\n".join(lines) + "\n")
+        put_section(
+            options.markdown,
+            "padded_memory",
+            "Counting a padded slab",
+            said + "\n".join(lines) + "\n",
+        )
 
 
 if __name__ == "__main__":

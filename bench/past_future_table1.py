@@ -1,15 +1,17 @@
-"""Past-Future's Table 1, ours beside the paper's, as an ordinary simulation with a clock that counts decode steps.
+"""Past-Future's Table 1, ours beside the paper's, as an ordinary simulation with a clock that
+counts decode steps.
 
     python bench/past_future_table1.py [--seeds 5] [--processes 2] [--json] [--markdown docs/results.md]
 
-The world is `unit-step` of `llmctl simulate`, so each row is also a command; the first trace and row of D3:
+The world is `unit-step` of `llmctl simulate`, so each row is also a command; the first trace and
+row of D3:
 
     llmctl trace generate --out D3.jsonl --backlog 3000 --prompt uniform:2048:4096 --output uniform:32:4096 --seed 0
     llmctl simulate --trace D3.jsonl --fit unit-step --set capacity_tokens=120000 --policy past-future-oracle --seed 0
 
-3,000 requests all wait from the start, lengths are uniform between the bounds below. `conservative` is told throughout
-that outputs end at 4,096 tokens; for D2, where they end at 5,000, the others are told so: `--max-new-tokens 5000`.
-The exit status is 1 if a row is outside the tolerances.
+3,000 requests all wait from the start, lengths are uniform between the bounds below. `conservative`
+is told throughout that outputs end at 4,096 tokens; for D2, where they end at 5,000, the others are
+told so: `--max-new-tokens 5000`. The exit status is 1 if a row is outside the tolerances.
 """
 
 from __future__ import annotations
@@ -27,9 +29,8 @@ from results_file import put_section
 
 from toolkit.sched.policies.parameters import Value
 from toolkit.sim.api import simulate
-from toolkit.sim.settings import TABLE_1_LIMIT, make_world, policy_for
-from toolkit.traces.generate import backlog
-from toolkit.traces.lengths import Lengths
+from toolkit.sim.world import TABLE_1_LIMIT, make_world, policy_for
+from toolkit.traces.generate import Lengths, backlog
 
 REQUESTS = 3_000
 MEASURES = (
@@ -105,10 +106,14 @@ class Row:
     @property
     def outside(self) -> list[str]:
         """The measures that are outside their tolerance."""
-        return [key for key in MEASURES if abs(self.ours[key] - self.paper[key]) > self.tolerance(key)]
+        return [
+            key for key in MEASURES if abs(self.ours[key] - self.paper[key]) > self.tolerance(key)
+        ]
 
     def tolerance(self, measure: str) -> float:
-        """3 % of the steps, 0.7 points of memory; of evictions 2, more where the paper's is one run's noise."""
+        """3 % of the steps, 0.7 points of memory; of evictions 2, more where the paper's is one
+        run's noise.
+        """
         if measure == "decoding_steps":
             return 0.03 * self.paper[measure]
         if measure != "evicted_percent":
@@ -146,7 +151,14 @@ def table(seeds: int, processes: int) -> list[Row]:
     rows = []
     for k, (data, method, paper) in enumerate(wanted):
         mine = runs[k * seeds : (k + 1) * seeds]
-        rows.append(Row(data, method, paper, {key: float(np.mean([run[key] for run in mine])) for key in MEASURES}))
+        rows.append(
+            Row(
+                data,
+                method,
+                paper,
+                {key: float(np.mean([run[key] for run in mine])) for key in MEASURES},
+            )
+        )
     return rows
 
 
@@ -167,11 +179,15 @@ def markdown(rows: Sequence[Row], seeds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", type=Path, help="file whose section is written, as docs/results.md")
+    parser.add_argument(
+        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
+    )
     options = parser.parse_args()
     rows = table(options.seeds, options.processes)
     text = markdown(rows, options.seeds)

@@ -1,10 +1,12 @@
-"""The pictures of the docs: the report of a demo's folder, and the status page of its plan under load, light and dark.
+"""The pictures of the docs: the report of a demo's folder, and the status page of its plan under
+load, light and dark.
 
     python bench/pictures.py [DEMO_FOLDER]
 
-Writes docs/report-light.webp, report-dark.webp (the top of the page, 1200 by 834), status-light.webp and
-status-dark.webp (the whole page, 1280 wide). The server gets 10 requests a second for 100 s; half a minute before the
-pictures one of its workers is killed. Needs Chromium at /usr/bin/chromium, and playwright. Takes about two minutes.
+Writes docs/report-light.webp, report-dark.webp (the top of the page, 1200 by 834),
+status-light.webp and status-dark.webp (the whole page, 1280 wide). The server gets 10 requests a
+second for 100 s; half a minute before the pictures one of its workers is killed. Needs Chromium at
+/usr/bin/chromium, and playwright. Takes about two minutes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ QUALITY = 90
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("demo-out"), help="of the demo's files")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("demo-out"), help="of the demo's files"
+    )
     folder = parser.parse_args().folder
     stages = Stages(sys.stdout)
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as scratch:
@@ -44,8 +48,27 @@ def main() -> None:
         stages.llmctl("report", folder / "plan.json", "--out", page)
         take(browser, page.as_uri(), "report", REPORT, whole=False)
         with stages.server(folder / "plan.json") as url:
-            words = ["--url", url, "--trace", "chat-small", "--plan", folder / "plan.json", "--warmup", 0]
-            command = [sys.executable, "-m", "toolkit", "bench", *words, "--rate", RATE, "--duration", LOAD_S]
+            words = [
+                "--url",
+                url,
+                "--trace",
+                "chat-small",
+                "--plan",
+                folder / "plan.json",
+                "--warmup",
+                0,
+            ]
+            command = [
+                sys.executable,
+                "-m",
+                "toolkit",
+                "bench",
+                *words,
+                "--rate",
+                RATE,
+                "--duration",
+                LOAD_S,
+            ]
             load = subprocess.Popen([str(word) for word in command])
             time.sleep(KILL_AT_S)
             kill_a_worker()
@@ -59,12 +82,16 @@ def kill_a_worker() -> None:
     """One worker of the server that this process has started."""
     below = psutil.Process().children(recursive=True)
     server = next(one for one in below if "serve" in one.cmdline())
-    workers = [one for one in server.children() if "resource_tracker" not in " ".join(one.cmdline())]
+    workers = [
+        one for one in server.children() if "resource_tracker" not in " ".join(one.cmdline())
+    ]
     workers[-1].send_signal(signal.SIGKILL)
 
 
 def take(browser: Any, url: str, name: str, size: dict[str, int], *, whole: bool) -> None:
-    """A picture for each colour scheme. WebP comes from the browser itself; playwright offers PNG and JPEG."""
+    """A picture for each colour scheme. WebP comes from the browser itself; playwright offers PNG
+    and JPEG.
+    """
     for scheme in ("light", "dark"):
         context = browser.new_context(viewport=size, color_scheme=scheme)
         page = context.new_page()
@@ -73,7 +100,9 @@ def take(browser: Any, url: str, name: str, size: dict[str, int], *, whole: bool
         if whole:
             height = page.evaluate("document.documentElement.scrollHeight")
             page.set_viewport_size({"width": size["width"], "height": height})
-        shot = context.new_cdp_session(page).send("Page.captureScreenshot", {"format": "webp", "quality": QUALITY})
+        shot = context.new_cdp_session(page).send(
+            "Page.captureScreenshot", {"format": "webp", "quality": QUALITY}
+        )
         (DOCS / f"{name}-{scheme}.webp").write_bytes(base64.b64decode(shot["data"]))
         context.close()
 

@@ -1,4 +1,6 @@
-"""A client that costs next to nothing: a request's bytes made beforehand, one socket for it, the answer as it comes."""
+"""A client that costs next to nothing: a request's bytes made beforehand, one socket for it, the
+answer as it comes.
+"""
 
 from __future__ import annotations
 

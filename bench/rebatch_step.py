@@ -1,11 +1,15 @@
-"""What re-batching costs and gives on the tiny Llama of recipes/tiny-llama-cpu.yaml: paired, in one process.
+"""What re-batching costs and gives on the tiny Llama of recipes/tiny-llama-cpu.yaml: paired, in one
+process.
 
     python bench/rebatch_step.py [--rounds 5] [--requests 200] [--json]
 
-Three tables, medians over interleaved rounds, in process CPU time on one thread (the machine may be shared):
-- a decode step of N rows in the static engine's slab and in the re-batching cache, at equal lengths and at ragged ones;
+Three tables, medians over interleaved rounds, in process CPU time on one thread (the machine may be
+shared):
+- a decode step of N rows in the static engine's slab and in the re-batching cache, at equal lengths
+  and at ragged ones;
 - what one row costs that leaves, joins, is swapped out and comes back, beside such a step;
-- tokens per second on requests that all wait from the start: fixed batches until all have ended (SLS), slices (SCLS's
+- tokens per second on requests that all wait from the start: fixed batches until all have ended
+  (SLS), slices (SCLS's
   engine, without its DP: sorted by length), and re-batching with as many rows, newcomers embedded or shaped in.
 Lengths are drawn here, log-uniform, so that batches are unequal. Nothing here schedules by
 memory: that is the scheduler's part, and other benchmarks'.
@@ -22,12 +26,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from toolkit.engines.protocol import Round, Row, SamplingParams, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.files.recipe import Recipe
-from toolkit.files.recipes import load_recipe
+from toolkit.files.shipped import load_recipe
 
 FREE = SamplingParams(ignore_eos=True)
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny-llama-cpu.yaml"
@@ -35,7 +40,9 @@ SIZES = (4, 16, 32, 64)
 LENGTH = 200
 STEPS = 16
 SLICE = 32
-BUDGET_MIB = 256.0  # more than the recipe's: 32 rows of 512 tokens are what a static batch may come to
+BUDGET_MIB = (
+    256.0  # more than the recipe's: 32 rows of 512 tokens are what a static batch may come to
+)
 PROMPTS, OUTPUTS = (16, 256), (8, 256)
 Samples = dict[str, list[float]]
 clock = time.process_time
@@ -59,27 +66,33 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def rows_of(count: int, length: int) -> list[Row]:
-    """The longest has `length` tokens, the others down to 3/4 of it, as in the static engine's timings."""
+    """The longest has `length` tokens, the others down to 3/4 of it, as in the static engine's
+    timings.
+    """
     shortest = length - length // 4
     lengths = [length - k * (length - shortest) // max(count - 1, 1) for k in range(count)]
     return [Row(str(k), tuple(range(n)), 0, 512 - n, FREE) for k, n in enumerate(lengths)]
 
 
 def measure_step(engine: RebatchEngine, size: int, found: Samples) -> None:
-    """One round of this table: a static step, a re-batching step, and the moves of one row among `size`."""
+    """One round of this table: a static step, a re-batching step, and the moves of one row among
+    `size`.
+    """
     note = found.setdefault
     note(f"static step, N={size}", []).append(engine.time_decode(size, LENGTH, clock))
-    engine.run_round(Round(steps=1, enter=tuple(rows_of(size, LENGTH)), numbers=tuple(range(size))), go_on)
+    engine.run_round(
+        Round(steps=1, enter=tuple(rows_of(size, LENGTH)), numbers=tuple(range(size))), go_on
+    )
     rounds = timed(lambda: engine.run_round(Round(steps=STEPS), go_on))
     note(f"rebatch step, N={size}", []).append(rounds / STEPS)
-    moves: dict[str, dict[str, tuple[int, ...]]] = {
-        "leave to host": {"swap_out": (1,)},
-        "back to device": {"swap_in": (1,)},
-        "join": {"resume": (1,)},
-        "evict": {"evict": (1,)},
+    moves = {
+        "leave to host": Round(steps=0, swap_out=(1,)),
+        "back to device": Round(steps=0, swap_in=(1,)),
+        "join": Round(steps=0, resume=(1,)),
+        "evict": Round(steps=0, evict=(1,)),
     }
     for name, move in moves.items():
-        note(f"{name}, N={size}", []).append(timed(lambda move=move: engine.run_round(Round(steps=0, **move), go_on)))  # type: ignore[misc]
+        note(f"{name}, N={size}", []).append(timed(partial(engine.run_round, move, go_on)))
     engine.run_round(Round(steps=0, evict=tuple(range(size))), go_on)
     note("prefill of 1 row", []).append(engine.time_prefill(1, LENGTH, clock))
     note("prefill of 8 rows, per row", []).append(engine.time_prefill(8, LENGTH, clock) / 8)
@@ -92,7 +105,10 @@ def requests_of(count: int) -> list[Row]:
         return round(math.exp(rng.uniform(math.log(bounds[0]), math.log(bounds[1]))))
 
     pairs = [(draw(PROMPTS), draw(OUTPUTS)) for _ in range(count)]
-    return [Row(str(k), tuple(range(prompt)), 0, output, FREE) for k, (prompt, output) in enumerate(pairs)]
+    return [
+        Row(str(k), tuple(range(prompt)), 0, output, FREE)
+        for k, (prompt, output) in enumerate(pairs)
+    ]
 
 
 def serve_static(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
@@ -112,7 +128,15 @@ def serve_slices(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
             for row, new, finish in zip(batch, output.tokens, output.finish, strict=True):
                 if not finish:
                     tokens = (*row.tokens, *new)
-                    again.append(Row(row.request_id, tokens, row.generated + len(new), row.max_new_tokens, FREE))
+                    again.append(
+                        Row(
+                            row.request_id,
+                            tokens,
+                            row.generated + len(new),
+                            row.max_new_tokens,
+                            FREE,
+                        )
+                    )
         waiting = again
 
 
@@ -121,7 +145,11 @@ def serve_rounds(engine: RebatchEngine, rows: Sequence[Row], size: int) -> None:
     waiting, running = deque(enumerate(rows)), 0
     while waiting or running:
         enter = [waiting.popleft() for _ in range(min(size - running, len(waiting)))]
-        plan = Round(steps=512, enter=tuple(row for _, row in enter), numbers=tuple(number for number, _ in enter))
+        plan = Round(
+            steps=512,
+            enter=tuple(row for _, row in enter),
+            numbers=tuple(number for number, _ in enter),
+        )
         running += len(enter) - len(engine.run_round(plan, go_on).ended)
 
 
@@ -145,12 +173,16 @@ def measure_throughput(
 def show(title: str, found: Samples, unit: str, scale: float) -> None:
     print(f"\n| {title} | {unit} | lowest to highest |\n|---|---|---|")
     for name, samples in found.items():
-        low, middle, high = (scale * value for value in (min(samples), statistics.median(samples), max(samples)))
+        low, middle, high = (
+            scale * value for value in (min(samples), statistics.median(samples), max(samples))
+        )
         print(f"| {name} | {middle:,.2f} | {low:,.2f} to {high:,.2f} |")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32])

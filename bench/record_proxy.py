@@ -1,11 +1,13 @@
-"""What `llmctl trace record` costs: a fast stand-in server asked directly and through the recorder, alternating.
+"""What `llmctl trace record` costs: a fast stand-in server asked directly and through the recorder,
+alternating.
 
     python bench/record_proxy.py [--clients 64] [--tokens 64] [--repeats 7] [--alone 400]
 
-The stand-in is raw ASGI on uvicorn with its bytes ready: it answers as fast as such a server can, so that what the
-recorder takes shows. Streams have an event per token, written in one burst; `whole` answers are one JSON. Throughput is
-of a crowd of clients with a connection each; added latency of single requests after each other, on connections of
-their own. The trace is checked: as many lines as were asked through it, all counted.
+The stand-in is raw ASGI on uvicorn with its bytes ready: it answers as fast as such a server can,
+so that what the recorder takes shows. Streams have an event per token, written in one burst;
+`whole` answers are one JSON. Throughput is of a crowd of clients with a connection each; added
+latency of single requests after each other, on connections of their own. The trace is checked: as
+many lines as were asked through it, all counted.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def throughput(ports: dict[str, int], options: argparse.Namespace, recorder: psu
         for repeat in range(options.repeats + 1):  # the first warms up
             for name in sorted(ports, reverse=bool(repeat % 2)):
                 before = recorder.cpu_times()
-                took_s = asyncio.run(crowd(ports[name], options.clients, options.tokens, stream=stream))
+                took_s = asyncio.run(
+                    crowd(ports[name], options.clients, options.tokens, stream=stream)
+                )
                 after = recorder.cpu_times()
                 through += options.clients if name == "recorder" else 0
                 if repeat:
@@ -99,7 +103,11 @@ def throughput(ports: dict[str, int], options: argparse.Namespace, recorder: psu
         shares = [100 * a / b for a, b in zip(rates["recorder"], rates["direct"], strict=True)]
         direct, proxied = (statistics.median(rates[name]) for name in ("direct", "recorder"))
         cpu_us = 1e6 * cpu_s / options.repeats / options.clients
-        what = f"streams of {options.tokens}" if stream else f"whole answers of {options.tokens} tokens"
+        what = (
+            f"streams of {options.tokens}"
+            if stream
+            else f"whole answers of {options.tokens} tokens"
+        )
         print(
             f"{what}: {direct:,.0f} requests/s directly, {proxied:,.0f} through the recorder;"
             f" paired {statistics.median(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f});"
@@ -139,7 +147,9 @@ def wait_for(port: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
@@ -148,7 +158,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "stand_in.py").write_text(STAND_IN)
         ports, trace = {"direct": free_port(), "recorder": free_port()}, Path(folder, "trace.jsonl")
-        uvicorn = (sys.executable, "-m", "uvicorn", "--log-level", "critical", "--no-access-log", "--port")
+        uvicorn = (
+            sys.executable,
+            "-m",
+            "uvicorn",
+            "--log-level",
+            "critical",
+            "--no-access-log",
+            "--port",
+        )
         record = (
             sys.executable,
             "-m",
@@ -160,7 +178,9 @@ def main() -> None:
         )
         stand_in = subprocess.Popen([*uvicorn, str(ports["direct"]), "stand_in:app"], cwd=folder)
         wait_for(ports["direct"])
-        recorder = subprocess.Popen([*record, "--listen", f"127.0.0.1:{ports['recorder']}", "--out", str(trace)])
+        recorder = subprocess.Popen(
+            [*record, "--listen", f"127.0.0.1:{ports['recorder']}", "--out", str(trace)]
+        )
         wait_for(ports["recorder"])
         asked = 1 + throughput(ports, options, psutil.Process(recorder.pid))
         asked += latency(ports, options.alone, options.tokens)
@@ -168,8 +188,12 @@ def main() -> None:
             process.terminate()
             process.wait(60)
         lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    whole = sum(line["status"] == "ok" and line["output_length"] in (1, options.tokens) for line in lines)
-    print(f"{asked:,} requests went through the recorder; {len(lines):,} lines in its trace, {whole:,} of them counted")
+    whole = sum(
+        line["status"] == "ok" and line["output_length"] in (1, options.tokens) for line in lines
+    )
+    print(
+        f"{asked:,} requests went through the recorder; {len(lines):,} lines in its trace, {whole:,} of them counted"
+    )
 
 
 if __name__ == "__main__":

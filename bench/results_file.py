@@ -1,4 +1,6 @@
-"""Sections of docs/results.md that a bench writes: between two markers, the rest of the file as it is."""
+"""Sections of docs/results.md that a bench writes: between two markers, the rest of the file as it
+is.
+"""
 
 from __future__ import annotations
 

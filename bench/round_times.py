@@ -1,10 +1,12 @@
-"""Where a server's rounds took other times than its laws say: by what happened in them, from the server's event log.
+"""Where a server's rounds took other times than its laws say: by what happened in them, from the
+server's event log.
 
     python bench/round_times.py PLAN.json EVENTS.jsonl [--from-request 120]
 
-`llmctl serve --event-log` writes every call and decision. Replayed into a fresh scheduler of the same plan, they say
-who was resident in each round, and so what the laws expect of it; how long it took is in the log. Rounds are grouped by
-whether somebody entered and by how many rows ran. Slices are left out.
+`llmctl serve --event-log` writes every call and decision. Replayed into a fresh scheduler of the
+same plan, they say who was resident in each round, and so what the laws expect of it; how long it
+took is in the log. Rounds are grouped by whether somebody entered and by how many rows ran. Slices
+are left out.
 """
 
 from __future__ import annotations
@@ -48,29 +50,42 @@ def first_after(events: Iterable[Event], requests: int) -> float:
 
 
 def round_times(plan: Plan, events: Iterable[Event]) -> Iterator[RoundTime]:
-    """Every round of a log with its expected time, as they ended. `ValueError` where it does not replay."""
+    """Every round of a log with its expected time, as they ended. `ValueError` where it does not
+    replay.
+    """
     scheduler = make_scheduler(plan)
     stats = make_stats(plan)
     for event in events:
         if isinstance(event, CompleteRound) and not event.result.failure:
-            yield from _held_against(scheduler.workers[event.result.worker], stats, event.result, event.now_s)
+            yield from _held_against(
+                scheduler.workers[event.result.worker], stats, event.result, event.now_s
+            )
         for difference in replay([event], scheduler):
             raise ValueError(difference)
 
 
-def _held_against(worker: Worker, stats: Stats, result: RoundResult, now_s: float) -> Iterator[RoundTime]:
+def _held_against(
+    worker: Worker, stats: Stats, result: RoundResult, now_s: float
+) -> Iterator[RoundTime]:
     batch = worker.running
     assert batch is not None
     before_s = stats.predicted_batch_s
     stats.count_round(batch, result, now_s, worker)
     expected_s = stats.predicted_batch_s - before_s
     yield RoundTime(
-        batch.started_s, now_s - batch.started_s, expected_s, len(worker.residents), batch.size, result.steps
+        batch.started_s,
+        now_s - batch.started_s,
+        expected_s,
+        len(worker.residents),
+        batch.size,
+        result.steps,
     )
 
 
 def dropped(events: Iterable[Event], since_s: float) -> dict[str, int]:
-    """How many caches were dropped, swapped out and paused in rounds that began at `since_s` or later."""
+    """How many caches were dropped, swapped out and paused in rounds that began at `since_s` or
+    later.
+    """
     counts = {"evictions": 0, "swaps_out": 0, "pauses": 0}
     for event in events:
         if isinstance(event, Tick) and event.now_s >= since_s:
@@ -102,10 +117,14 @@ def table(rounds: Iterable[RoundTime]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("plan", type=Path)
     parser.add_argument("events", type=Path)
-    parser.add_argument("--from-request", type=int, default=0, help="leave out what began before this one came")
+    parser.add_argument(
+        "--from-request", type=int, default=0, help="leave out what began before this one came"
+    )
     options = parser.parse_args()
     events = read_events(options.events)
     since_s = first_after(events, options.from_request)

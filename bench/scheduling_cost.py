@@ -1,11 +1,13 @@
-"""What a batch costs besides the engine, piece by piece, in microseconds: deciding, frames, and the step's report.
+"""What a batch costs besides the engine, piece by piece, in microseconds: deciding, frames, and the
+step's report.
 
     python bench/scheduling_cost.py [--rows 32] [--repeats 300]
 
-Each piece alone in this process, the fastest of many runs, so a busy machine does not show; deciding is the median of
-1,500 batches of a scheduler that always has requests waiting, `tick` and `complete` together. Not in it: system calls
-that wake the other process, the event loop, and text. What all of it takes on a live server is in its /metrics
-(docs/serving.md) and in what `llmctl bench` prints.
+Each piece alone in this process, the fastest of many runs, so a busy machine does not show;
+deciding is the median of 1,500 batches of a scheduler that always has requests waiting, `tick` and
+`complete` together. Not in it: system calls that wake the other process, the event loop, and text.
+What all of it takes on a live server is in its /metrics (docs/serving.md) and in what `llmctl
+bench` prints.
 """
 
 from __future__ import annotations
@@ -24,10 +26,9 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult, Worker
 from toolkit.serve.live import merge
-from toolkit.workers.channel import SocketChannel
 from toolkit.workers.child import Outbox, RunningRound
-from toolkit.workers.frames import DoneRound, RunRound, front_side, pack, worker_side
-from toolkit.workers.lifeline import Line
+from toolkit.workers.frames import DoneRound, RunRound, SocketChannel, front_side, pack, worker_side
+from toolkit.workers.lifeline import FrontSocket
 from toolkit.workers.protocol import Times
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
@@ -48,8 +49,12 @@ def fastest_us(work: Callable[[], object], repeats: int) -> float:
 
 
 def frames_us(rows: int, repeats: int) -> dict[str, float]:
-    """A round with four newcomers of 250 tokens goes out; its end, with six steps of `rows` rows, comes back."""
-    new = tuple(Row(f"cmpl-{k:032d}-0", tuple(range(250)), 0, 256, SamplingParams()) for k in range(4))
+    """A round with four newcomers of 250 tokens goes out; its end, with six steps of `rows` rows,
+    comes back.
+    """
+    new = tuple(
+        Row(f"cmpl-{k:032d}-0", tuple(range(250)), 0, 256, SamplingParams()) for k in range(4)
+    )
     run = RunRound(5, Round(256, new, (1, 2, 3, 4)))
     steps = tuple(StepOutput(tuple(range(rows)), tuple(range(100, 100 + rows))) for _ in range(6))
     done = DoneRound(5, steps, Times(), RoundOutput(6, ((1, 0),), (), 8000, 9000))
@@ -57,7 +62,7 @@ def frames_us(rows: int, repeats: int) -> dict[str, float]:
     out, back = pack(run), pack(done)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        channel = SocketChannel(Line(theirs))
+        channel = SocketChannel(FrontSocket(theirs))
         outbox = Outbox(channel, NEVER_S, time.perf_counter)
         outbox.begin_round(5, run.plan)
         outbox.put(steps[0])  # has first tokens, so it goes out; those that follow wait
@@ -68,7 +73,9 @@ def frames_us(rows: int, repeats: int) -> dict[str, float]:
             f"its end, 6 steps of {rows} rows: pack": fastest_us(lambda: pack(done), repeats),
             "unpack ": fastest_us(lambda: list(to_front.feed(back)), repeats),
             "tokens by row": fastest_us(lambda: merge(steps), repeats),
-            "a step's report that sends nothing": fastest_us(lambda: running.on_step(steps[0]), repeats),
+            "a step's report that sends nothing": fastest_us(
+                lambda: running.on_step(steps[0]), repeats
+            ),
         }
 
 
@@ -89,7 +96,9 @@ class Server:
             name = str(self._count)
             self._count += 1
             self._left[name] = self._rng.randint(5, 200)
-            self._scheduler.submit(Request(name, self._now_s, self._rng.randint(20, 300), 256), self._now_s)
+            self._scheduler.submit(
+                Request(name, self._now_s, self._rng.randint(20, 300), 256), self._now_s
+            )
 
     def turn(self) -> None:
         """One batch, from the tick to its end; for each that ends another arrives."""
@@ -110,7 +119,9 @@ class Server:
         steps = min([batch.steps, *(self._left[name] for name in names)])
         for name in names:
             self._left[name] -= steps
-        return RoundResult(batch.batch_id, 0, steps, tuple(name for name in names if not self._left[name]))
+        return RoundResult(
+            batch.batch_id, 0, steps, tuple(name for name in names if not self._left[name])
+        )
 
     def _slice(self, batch: Batch) -> BatchResult:
         names = [job.request_id for job in batch.jobs]
@@ -121,7 +132,9 @@ class Server:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=300)
     options = parser.parse_args()
@@ -132,7 +145,9 @@ def main() -> None:
         server = Server(policy)
         while len(server.deciding_us) < BATCHES:
             server.turn()
-        print(f"| deciding, {policy}, {WAITING} requests here | {statistics.median(server.deciding_us):.0f} |")
+        print(
+            f"| deciding, {policy}, {WAITING} requests here | {statistics.median(server.deciding_us):.0f} |"
+        )
 
 
 if __name__ == "__main__":

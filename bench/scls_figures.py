@@ -2,14 +2,17 @@
 
     python bench/scls_figures.py [--seeds 3] [--processes 2] [--markdown docs/results.md]
 
-The paper's trace is not public, nor are its fitted laws. Here, as in the independent simulation whose gains stand
-beside: Poisson arrivals for 600 s, prompts lognormal(400, 1), outputs lognormal(120, 0.75), both up to 1,024 tokens
-(`llmctl trace generate --seed K` without other options); 8 workers; laws for transformers that give both times of
-Fig. 11, and 33,792 tokens of KV cache; assumed laws for DeepSpeed, and its Algorithm 2. The rates and slice lengths are
-ours, since the figures' axes are not in the paper's text. Tokens reach clients with their batch, as in the paper.
+The paper's trace is not public, nor are its fitted laws. Here, as in the independent simulation
+whose gains stand beside: Poisson arrivals for 600 s, prompts lognormal(400, 1), outputs
+lognormal(120, 0.75), both up to 1,024 tokens (`llmctl trace generate --seed K` without other
+options); 8 workers; laws for transformers that give both times of Fig. 11, and 33,792 tokens of KV
+cache; assumed laws for DeepSpeed, and its Algorithm 2. The rates and slice lengths are ours, since
+the figures' axes are not in the paper's text. Tokens reach clients with their batch, as in the
+paper.
 
-ILS (DeepSpeed-FastGen) is `conservative` on DeepSpeed's laws, which pad as a paged engine would not. How many tokens
-its cache held is not in the paper: once it has the 22,528 that Algorithm 2 allows at most, once 33,792.
+ILS (DeepSpeed-FastGen) is `conservative` on DeepSpeed's laws, which pad as a paged engine would
+not. How many tokens its cache held is not in the paper: once it has the 22,528 that Algorithm 2
+allows at most, once 33,792.
 """
 
 from __future__ import annotations
@@ -29,8 +32,7 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import Value
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
-from toolkit.traces.generate import Arrivals, generate
-from toolkit.traces.lengths import Lengths
+from toolkit.traces.generate import Arrivals, Lengths, generate
 from toolkit.traces.types import Trace
 
 HF_LAW = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
@@ -54,7 +56,9 @@ class Engine:
 
 
 HF = Engine("transformers", World(HF_LAW, PAGED, 8, 1024, streams=False), 16, 6.0)
-DS = Engine("DeepSpeed", World(DS_LAW, RuleMemory(PAPER_DEEPSPEED_RULES), 8, 1024, streams=False), 12, 3.0)
+DS = Engine(
+    "DeepSpeed", World(DS_LAW, RuleMemory(PAPER_DEEPSPEED_RULES), 8, 1024, streams=False), 12, 3.0
+)
 ENGINES = {engine.name: engine for engine in (HF, DS)}
 
 GAINS = ("throughput_rps", "e2e_mean_s", "e2e_p95_s", "batch_size_mean")
@@ -99,7 +103,9 @@ def workload(rate_rps: float, seconds: float = 600.0, seed: int = 0) -> Trace:
     return generate(Arrivals(rate_rps), seconds, prompt, output, seed)
 
 
-def scheduler(engine: Engine, name: str, slice_tokens: int = 128) -> tuple[str, Mapping[str, Value]]:
+def scheduler(
+    engine: Engine, name: str, slice_tokens: int = 128
+) -> tuple[str, Mapping[str, Value]]:
     """The policy and the parameters of a scheduler of the paper."""
     pooled = PAPER | {"min_interval_s": engine.gamma_s, "slice_tokens": slice_tokens}
     fixed = pooled | {"interval_factor": 0.0}
@@ -124,7 +130,9 @@ def run(case: Case, seed: int = 0) -> Metrics:
     world = replace(engine.world, workers=case.workers)
     if case.name == "ILS, 33,792":
         world = replace(world, memory=PAGED)
-    return simulate(workload(case.rate_rps, seed=seed), make_policy(policy, parameters), world).metrics({})
+    return simulate(
+        workload(case.rate_rps, seed=seed), make_policy(policy, parameters), world
+    ).metrics({})
 
 
 def run_all(cases: Sequence[Case], seeds: int, processes: int) -> dict[Case, Metrics]:
@@ -134,13 +142,21 @@ def run_all(cases: Sequence[Case], seeds: int, processes: int) -> dict[Case, Met
     with ProcessPoolExecutor(processes) as pool:
         runs = list(pool.map(run, *zip(*jobs, strict=True)))
     of_case = {case: runs[k * seeds : (k + 1) * seeds] for k, case in enumerate(wanted)}
-    return {case: {key: fmean(one[key] for one in mine) for key in COLUMNS} for case, mine in of_case.items()}
+    return {
+        case: {key: fmean(one[key] for one in mine) for key in COLUMNS}
+        for case, mine in of_case.items()
+    }
 
 
-ABLATION = [Case(engine, name) for engine in ENGINES for name in ("SLS", "SO", "PM", "AB", "LB", "SCLS")]
+ABLATION = [
+    Case(engine, name) for engine in ENGINES for name in ("SLS", "SO", "PM", "AB", "LB", "SCLS")
+]
 BY_RATE = [
     Case(engine, name, rate)
-    for engine, names in (("transformers", ("SLS", "SCLS")), ("DeepSpeed", ("SLS", "ILS", "ILS, 33,792", "SCLS")))
+    for engine, names in (
+        ("transformers", ("SLS", "SCLS")),
+        ("DeepSpeed", ("SLS", "ILS", "ILS, 33,792", "SCLS")),
+    )
     for rate in RATES
     for name in names
 ]
@@ -156,7 +172,9 @@ def gain_percent(new: Metrics, old: Metrics, metric: str) -> float:
 
 
 def figure_11(law: SegmentedLaw = HF_LAW) -> tuple[float, float]:
-    """Seconds of 15 requests of 10 tokens and one of 1,024 in one batch, and in two, with a slice of 128."""
+    """Seconds of 15 requests of 10 tokens and one of 1,024 in one batch, and in two, with a slice
+    of 128.
+    """
     return law.serve_s(16, 1024, 128), law.serve_s(15, 10, 128) + law.serve_s(1, 1024, 128)
 
 
@@ -166,7 +184,9 @@ def rows(words: Sequence[str], numbers: Sequence[str], body: Sequence[Sequence[s
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def metrics_table(cases: Sequence[Case], found: Mapping[Case, Metrics], label: str = "", field: str = "") -> str:
+def metrics_table(
+    cases: Sequence[Case], found: Mapping[Case, Metrics], label: str = "", field: str = ""
+) -> str:
     """A row for each case: its laws, its scheduler, and its `field` under `label`."""
     body = []
     for case in cases:
@@ -179,12 +199,18 @@ def gains_table(found: Mapping[Case, Metrics]) -> str:
     """SCLS over SLS and ILS: the paper's range over its rates, the independent simulation, ours."""
     body = []
     for (engine, other), paper in PAPER_GAINS.items():
-        by_rate = [(found[Case(engine, "SCLS", rate)], found[Case(engine, other, rate)]) for rate in RATES]
+        by_rate = [
+            (found[Case(engine, "SCLS", rate)], found[Case(engine, other, rate)]) for rate in RATES
+        ]
         gains = [[gain_percent(new, old, metric) for new, old in by_rate] for metric in GAINS]
         at_20 = [f"{gain[RATES.index(20)]:+.0f}" for gain in gains]
         spans = [f"{min(gain):+.0f} .. {max(gain):+.0f}" for gain in gains]
         independent = INDEPENDENT_GAINS.get((engine, other))
-        for source, figures in (("paper", paper), ("independent", independent), ("ours, 20/s", at_20)):
+        for source, figures in (
+            ("paper", paper),
+            ("independent", independent),
+            ("ours, 20/s", at_20),
+        ):
             if figures:
                 body.append([engine, f"{other}: {source}", *figures])
         body.append([engine, f"{other}: ours, {RATES[0]} .. {RATES[-1]}/s", *spans])
@@ -214,10 +240,14 @@ def report(found: Mapping[Case, Metrics], seeds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--markdown", type=Path, help="file whose section is written, as docs/results.md")
+    parser.add_argument(
+        "--markdown", type=Path, help="file whose section is written, as docs/results.md"
+    )
     options = parser.parse_args()
     text = report(run_all(CASES, options.seeds, options.processes), options.seeds)
     if options.markdown:

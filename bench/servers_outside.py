@@ -1,12 +1,14 @@
-"""Servers behind URLs, predicted and measured: transformers' `serve`, llmctl's own, llama.cpp's, through HTTP alone.
+"""Servers behind URLs, predicted and measured: transformers' `serve`, llmctl's own, llama.cpp's,
+through HTTP alone.
 
     python bench/servers_outside.py --work DIR --trace azure.csv --accelerate FOLDER
 
-Each server is started; then come `llmctl profile` of a recipe with `engine: {name: openai, url: ...}`, `fit`, `render`,
-and `llmctl validate` on windows of the trace, each predicted before it is replayed. Everything that was measured stays
-in DIR/SERVER. The model is the tiny Llama with random weights, one thread each. transformers' `serve` wants accelerate,
-which is nobody else's here: `pip install --no-deps --target FOLDER accelerate`. llmctl's own server needs a fit of its
-own to serve with; stage `prepare` makes it, and is not measured.
+Each server is started; then come `llmctl profile` of a recipe with `engine: {name: openai, url:
+...}`, `fit`, `render`, and `llmctl validate` on windows of the trace, each predicted before it is
+replayed. Everything that was measured stays in DIR/SERVER. The model is the tiny Llama with random
+weights, one thread each. transformers' `serve` wants accelerate, which is nobody else's here: `pip
+install --no-deps --target FOLDER accelerate`. llmctl's own server needs a fit of its own to serve
+with; stage `prepare` makes it, and is not measured.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from results_file import put_section
 from safetensors.numpy import load_file
 from servers_outside_table import about, between, table
 
-from toolkit.endpoints.dialect import WORDS
+from toolkit.endpoints.target import WORDS
+from toolkit.files.bench import Validation
 from toolkit.files.io import load_recipe, read_file
 from toolkit.files.profile import Profile
-from toolkit.files.validation import Validation
 
 LLMCTL = (sys.executable, "-m", "toolkit")
 STAGES = ("prepare", "profile", "validate", "report")
@@ -56,16 +58,27 @@ def run(folder: Path, *words: str) -> None:
 
 @contextmanager
 def process(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str] = {}, *, piped: bool = False
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] = {},
+    *,
+    piped: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A server, for as long as the block lasts; its words are in serve.log, those of its stdout too unless `piped`.
+    """A server, for as long as the block lasts; its words are in serve.log, those of its stdout too
+    unless `piped`.
 
-    A pipe that nobody reads is full after 64 KiB of a log of requests, and then the server stands still.
+    A pipe that nobody reads is full after 64 KiB of a log of requests, and then the server stands
+    still.
     """
     with (folder / "serve.log").open("a") as log:
         stdout = subprocess.PIPE if piped else log
         server = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **environment}, stdout=stdout, stderr=log, text=True
+            command,
+            cwd=folder,
+            env={**os.environ, **environment},
+            stdout=stdout,
+            stderr=log,
+            text=True,
         )
         try:
             yield server
@@ -80,11 +93,36 @@ def transformers(arguments: Arguments) -> Iterator[str]:
     folder = arguments.work / "transformers"
     url = f"http://127.0.0.1:{arguments.port}"
     command = [str(Path(sys.executable).with_name("transformers")), "serve", str(folder / "model")]
-    command += ["--continuous-batching", "--device", "cpu", "--dtype", "float32", "--attn-implementation", "sdpa"]
-    command += ["--cb-block-size", str(BLOCK_TOKENS), "--cb-num-blocks", str(BLOCKS), "--no-cb-use-cuda-graph"]
-    command += ["--cb-max-batch-tokens", str(PASS_TOKENS), "--port", str(arguments.port), "--log-level", "warning"]
+    command += [
+        "--continuous-batching",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--attn-implementation",
+        "sdpa",
+    ]
+    command += [
+        "--cb-block-size",
+        str(BLOCK_TOKENS),
+        "--cb-num-blocks",
+        str(BLOCKS),
+        "--no-cb-use-cuda-graph",
+    ]
+    command += [
+        "--cb-max-batch-tokens",
+        str(PASS_TOKENS),
+        "--port",
+        str(arguments.port),
+        "--log-level",
+        "warning",
+    ]
     (folder / "hf" / "hub").mkdir(parents=True, exist_ok=True)
-    environment = {"PYTHONPATH": str(arguments.accelerate), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
+    environment = {
+        "PYTHONPATH": str(arguments.accelerate),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+    }
     with process(command, folder, environment) as server:
         _wait(f"{url}/health", server)
         yield url
@@ -94,8 +132,19 @@ def transformers(arguments: Arguments) -> Iterator[str]:
 def llmctl(arguments: Arguments) -> Iterator[str]:
     """`llmctl serve` with the engine that keeps its rows, under Past-Future; its URL."""
     folder = arguments.work / "llmctl"
-    words = ["serve", "server.yaml", "--fit", "server-fit.json", "--port", "0", "--json", "--allow-end-after"]
-    with process([*LLMCTL, *words, "--force", "--shutdown-timeout", "1"], folder, piped=True) as server:
+    words = [
+        "serve",
+        "server.yaml",
+        "--fit",
+        "server-fit.json",
+        "--port",
+        "0",
+        "--json",
+        "--allow-end-after",
+    ]
+    with process(
+        [*LLMCTL, *words, "--force", "--shutdown-timeout", "1"], folder, piped=True
+    ) as server:
         assert server.stdout is not None
         url = str(json.loads(server.stdout.readline())["url"])
         _wait(f"{url}/ready", server)
@@ -108,8 +157,28 @@ def llama_cpp(arguments: Arguments) -> Iterator[str]:
     folder = arguments.work / "llama.cpp"
     url = f"http://127.0.0.1:{arguments.port}"
     command = [str(arguments.llama_server), "-m", str(folder / "model.gguf"), "--host", "127.0.0.1"]
-    command += ["--port", str(arguments.port), "-t", "1", "-tb", "1", "-np", str(SLOTS), "-ctk", "f32", "-ctv", "f32"]
-    command += ["-c", str(BLOCKS * BLOCK_TOKENS), "-ub", str(PASS_TOKENS), "--no-kv-unified", "--no-webui"]
+    command += [
+        "--port",
+        str(arguments.port),
+        "-t",
+        "1",
+        "-tb",
+        "1",
+        "-np",
+        str(SLOTS),
+        "-ctk",
+        "f32",
+        "-ctv",
+        "f32",
+    ]
+    command += [
+        "-c",
+        str(BLOCKS * BLOCK_TOKENS),
+        "-ub",
+        str(PASS_TOKENS),
+        "--no-kv-unified",
+        "--no-webui",
+    ]
     with process(command, folder) as server:
         _wait(f"{url}/health", server)
         yield url
@@ -145,7 +214,11 @@ def prepare(arguments: Arguments, server: str) -> None:
         recipe = load_recipe(OURS).model_dump(mode="json", exclude_unset=True)
         recipe |= {"name": "server", "workers": 1}
         recipe["engine"].pop("flush_s")
-        recipe["profile"] |= {"batch_sizes": [1, 4, 16], "input_lengths": [16, 128, 448], "repeats": 1}
+        recipe["profile"] |= {
+            "batch_sizes": [1, 4, 16],
+            "input_lengths": [16, 128, 448],
+            "repeats": 1,
+        }
         recipe["profile"] |= {"cached_lengths": [16, 128, 448], "slices": 6, "sequences": 6}
         (folder / "server.yaml").write_text(json.dumps(recipe, indent=1))
         run(folder, "profile", "server.yaml", "--out", "server-profile.json", "--fresh")
@@ -154,7 +227,9 @@ def prepare(arguments: Arguments, server: str) -> None:
         save_model(folder / "model")
     if server == "llama.cpp" and not (folder / "model.gguf").exists():
         config = json.loads((folder / "model" / "config.json").read_text())
-        write_llama(folder / "model.gguf", config, load_file(folder / "model" / "model.safetensors"))
+        write_llama(
+            folder / "model.gguf", config, load_file(folder / "model" / "model.safetensors")
+        )
 
 
 def recipe_of(arguments: Arguments, server: str, url: str) -> str:
@@ -215,7 +290,9 @@ def validate(arguments: Arguments, server: str, url: str) -> None:
 
 
 def save_model(folder: Path) -> None:
-    """The tiny Llama with a tokenizer of words, those that `llmctl` sends where a server takes no token ids."""
+    """The tiny Llama with a tokenizer of words, those that `llmctl` sends where a server takes no
+    token ids.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -226,9 +303,15 @@ def save_model(folder: Path) -> None:
     vocabulary = {name: token for token, name in enumerate(names)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", bos_token="<s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", bos_token="<s>"
+    )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    special = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # no end: outputs are as long as asked for
+    special = {
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }  # no end: outputs are as long as asked for
     made = AutoConfig.for_model(**{"model_type": "llama"} | config | special)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
@@ -250,26 +333,44 @@ def report(arguments: Arguments) -> str:
         folder = arguments.work / server
         found = read_file(Validation, folder / f"validation-{arguments.seed}.json")
         facts = read_file(Profile, folder / "profile.json")
-        lines += [about(server, facts, found), "", *table(found, between(folder, found, arguments.seed)), ""]
+        lines += [
+            about(server, facts, found),
+            "",
+            *table(found, between(folder, found, arguments.seed)),
+            "",
+        ]
     return "\n".join(lines)
 
 
 def options(words: Sequence[str] | None = None) -> Arguments:
     """The command's, or those of `words`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="a folder for all that is made and measured")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, help="a folder for all that is made and measured"
+    )
     parser.add_argument("--trace", type=Path, required=True, help="a trace's file")
-    parser.add_argument("--accelerate", type=Path, default=Path(), help="the folder that has accelerate")
+    parser.add_argument(
+        "--accelerate", type=Path, default=Path(), help="the folder that has accelerate"
+    )
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=["transformers", "llmctl"])
     parser.add_argument(
-        "--llama-server", type=Path, default=Path("llama-server"), help="llama.cpp's, if it is asked for"
+        "--llama-server",
+        type=Path,
+        default=Path("llama-server"),
+        help="llama.cpp's, if it is asked for",
     )
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=float, default=20.0, help="seconds of each")
-    parser.add_argument("--warmup", type=float, default=15.0, help="seconds of other requests before each")
+    parser.add_argument(
+        "--warmup", type=float, default=15.0, help="seconds of other requests before each"
+    )
     parser.add_argument("--repeats", type=int, default=2, help="of the profile's points")
-    parser.add_argument("--seed", type=int, default=0, help="of the windows' places and the prompts")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the windows' places and the prompts"
+    )
     parser.add_argument("--port", type=int, default=8771, help="of servers that take no free one")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")

@@ -1,4 +1,6 @@
-"""The tables of `servers_outside.py`: every window measured beside predicted, and predicted once more in hindsight."""
+"""The tables of `servers_outside.py`: every window measured beside predicted, and predicted once
+more in hindsight.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,21 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.bench.predict import Conditions, predict
+from toolkit.bench.predict import ServerConditions, predict
+from toolkit.files.bench import Validation
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
-from toolkit.files.validation import Validation
-from toolkit.sim.front import FrontDelay
+from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Trace
 
 HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")
-TITLES = {"throughput_rps": "throughput", "ttft_mean_s": "TTFT", "tpot_mean_s": "TPOT", "e2e_mean_s": "E2E"}
+TITLES = {
+    "throughput_rps": "throughput",
+    "ttft_mean_s": "TTFT",
+    "tpot_mean_s": "TPOT",
+    "e2e_mean_s": "E2E",
+}
 UNITS = {
     "throughput_rps": (1.0, ".2f"),
     "ttft_mean_s": (1e3, ".1f"),
@@ -28,24 +35,30 @@ LIMIT_PERCENT = 15.0
 
 
 def between(folder: Path, found: Validation, seed: int) -> list[dict[str, float]]:
-    """Every window predicted once more, with the mean of what the warm-ups before and after it showed.
+    """Every window predicted once more, with the mean of what the warm-ups before and after it
+    showed.
 
-    It tells the laws' error from that of a machine which changes its speed between a warm-up and its window. The last
-    window has one before it only.
+    It tells the laws' error from that of a machine which changes its speed between a warm-up and
+    its window. The last window has one before it only.
     """
     plan = read_file(Plan, folder / "plan.json")
-    lines = [json.loads(line) for line in (folder / f"validation-{seed}.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / f"validation-{seed}.jsonl").read_text().splitlines()
+    ]
     predictions = []
     for number in range(1, len(found.windows) + 1):
         rows = [line for line in lines if line["part"] == "window" and line["window"] == number]
         first = lines.index(rows[0])
-        columns = [np.array([row[key] for row in rows]) for key in ("timestamp", "input_length", "output_length")]
+        columns = [
+            np.array([row[key] for row in rows])
+            for key in ("timestamp", "input_length", "output_length")
+        ]
         trace = Trace(columns[0] / 1e3, columns[1], columns[2], np.zeros(len(rows), dtype=np.int64))
         sides = found.windows[number - 1 : number + 1]
         front_s = float(np.mean([side.front_first_s for side in sides]))
         slowdown = float(np.exp(np.mean([np.log(side.slowdown) for side in sides])))
         finished = tuple(line["output_length"] for line in lines[:first])
-        conditions = Conditions(slowdown, FrontDelay(front_s, front_s), finished)
+        conditions = ServerConditions(slowdown, FrontDelay(front_s, front_s), finished)
         predictions.append(predict(plan, trace, {}, conditions))
     return predictions
 
@@ -54,14 +67,16 @@ def about(server: str, profiled: Profile, found: Validation) -> str:
     points = len(profiled.prefill) + len(profiled.decode)
     requests = sum(window.requests for window in found.windows)
     failed = sum(window.failed for window in found.windows)
-    return (
-        f"**{server}**: {points} points profiled; {len(found.windows)} windows, {requests} requests, {failed} failed."
-    )
+    windows = f"{len(found.windows)} windows, {requests} requests, {failed} failed"
+    return f"**{server}**: {points} points profiled; {windows}."
 
 
 def table(found: Validation, sides: Sequence[dict[str, float]]) -> list[str]:
     titles = " | ".join(f"{TITLES[name]}" for name in HELD_TO)
-    lines = [f"| window | requests | slowdown, front | {titles} |", "|" + "---|" * (3 + len(HELD_TO))]
+    lines = [
+        f"| window | requests | slowdown, front | {titles} |",
+        "|" + "---|" * (3 + len(HELD_TO)),
+    ]
     errors: dict[str, list[float]] = {name: [] for name in HELD_TO}
     for number, window in enumerate(found.windows, start=1):
         cells = []
@@ -69,9 +84,13 @@ def table(found: Validation, sides: Sequence[dict[str, float]]) -> list[str]:
             measured, predicted = window.measured[name], window.predicted[name]
             errors[name].append(100.0 * (predicted / measured - 1.0))
             scale, spec = UNITS[name]
-            cells.append(f"{measured * scale:{spec}} / {predicted * scale:{spec}}: {errors[name][-1]:+.1f} %")
+            cells.append(
+                f"{measured * scale:{spec}} / {predicted * scale:{spec}}: {errors[name][-1]:+.1f} %"
+            )
         shown = f"{window.slowdown:.2f}, {1e3 * window.front_first_s:.1f} ms"
-        lines.append(f"| {number}, {window.start_s:.0f} s | {window.requests} | {shown} | {' | '.join(cells)} |")
+        lines.append(
+            f"| {number}, {window.start_s:.0f} s | {window.requests} | {shown} | {' | '.join(cells)} |"
+        )
     medians = " | ".join(f"**{np.median(errors[name]):+.1f} %**" for name in HELD_TO)
     both = {
         name: [
@@ -83,7 +102,12 @@ def table(found: Validation, sides: Sequence[dict[str, float]]) -> list[str]:
     later = " | ".join(f"{np.median(both[name]):+.1f} %, {_within(both[name])}" for name in HELD_TO)
     lines += [f"| with the speed of both sides: median, within | | | {later} |"]
     within = " | ".join(_within(errors[name]) for name in HELD_TO)
-    return [*lines[:-1], f"| median | | | {medians} |", f"| within {LIMIT_PERCENT:g} % | | | {within} |", lines[-1]]
+    return [
+        *lines[:-1],
+        f"| median | | | {medians} |",
+        f"| within {LIMIT_PERCENT:g} % | | | {within} |",
+        lines[-1],
+    ]
 
 
 def _within(errors: Sequence[float]) -> str:

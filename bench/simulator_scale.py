@@ -1,12 +1,14 @@
-"""How the simulator's speed changes with workers, load and requests, beside bare loops in the same run.
+"""How the simulator's speed changes with workers, load and requests, beside bare loops in the same
+run.
 
     python bench/simulator_scale.py [--policies conservative mlfq] [--out scale.png] [--most 1000000]
 
 Requests per second of processor time, loop only, on one core. The world is that of
 `bench/simulator_speed.py`; the trace is made up, and its rate is `load` times what the workers can
-about serve. Beside it, as a scale for the machine, run a loop in Python and one in C (where there is
-a compiler) that do the least that a simulator of one queue could: for each request, when it starts
-and when it ends. Each row is divided by them as well, so that figures of two machines compare.
+about serve. Beside it, as a scale for the machine, run a loop in Python and one in C (where there
+is a compiler) that do the least that a simulator of one queue could: for each request, when it
+starts and when it ends. Each row is divided by them as well, so that figures of two machines
+compare.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ LOADS = (0.3, 1.0, 3.0)
 REQUESTS = (10_000, 100_000, 1_000_000)
 DEFAULT = 8, 0.5, 10_000  # workers, load and requests of the rows in which another of them varies
 PER_WORKER = 60  # requests of a row with many workers, at least
-SERVED_RPS = 0.25  # requests that a worker of this world serves in a second, about: conservative 0.27
+SERVED_RPS = (
+    0.25  # requests that a worker of this world serves in a second, about: conservative 0.27
+)
 POLICIES = ("conservative", "conservative:least-loaded", "past-future", "slice", "mlfq")
 C_LOOP = """
 double serve(const double *arrival, const double *seconds, double *end, long n) {
@@ -175,10 +179,15 @@ def draw(rows: Sequence[Row], out: Path) -> None:
             for row in own
             if row.load == load and row.requests <= max(requests, PER_WORKER * row.workers)
         }
-        loads = {row.load: row for row in own if row.workers == workers and row.requests == requests}
-        counts = {float(row.requests): row for row in own if (row.workers, row.load) == (workers, load)}
+        loads = {
+            row.load: row for row in own if row.workers == workers and row.requests == requests
+        }
+        counts = {
+            float(row.requests): row for row in own if (row.workers, row.load) == (workers, load)
+        }
         points: list[list[tuple[float, float]]] = [
-            sorted((at, row.rate_rps) for at, row in series.items()) for series in (many, loads, counts)
+            sorted((at, row.rate_rps) for at, row in series.items())
+            for series in (many, loads, counts)
         ]
         for axis, line in zip(axes, points, strict=True):
             axis.plot(*zip(*line, strict=True), marker="o", label=policy)
@@ -193,7 +202,9 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--most", type=int, default=100_000, help="the most requests of a row")
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,13 +1,15 @@
-"""How fast the simulator is, on one core, loop only (no reading, no metrics); and what the loop's time goes into.
+"""How fast the simulator is, on one core, loop only (no reading, no metrics); and what the loop's
+time goes into.
 
     python bench/simulator_speed.py TRACE [--workers 8] [--repeats 5] [--million]
 
-The world is the SCLS paper's: LLaMA2-13B's laws on transformers (Fig. 11), 33,792 KV tokens per worker, outputs up to
-1,024 tokens. Times are processor time, since other processes may share the core. The aims are for `azure-2023-conv.csv`
-of the Azure Public Dataset (19,366 requests). Memory is what the loop allocates and holds at most, over the first 4,000
-requests, and with outputs, memory and time four times as long. vLLM's own scheduler runs on a law of passes with the
-same coefficients and 2,112 blocks of 16 tokens, one engine per worker. `--million` also runs a million requests, the
-trace over and over.
+The world is the SCLS paper's: LLaMA2-13B's laws on transformers (Fig. 11), 33,792 KV tokens per
+worker, outputs up to 1,024 tokens. Times are processor time, since other processes may share the
+core. The aims are for `azure-2023-conv.csv` of the Azure Public Dataset (19,366 requests). Memory
+is what the loop allocates and holds at most, over the first 4,000 requests, and with outputs,
+memory and time four times as long. vLLM's own scheduler runs on a law of passes with the same
+coefficients and 2,112 blocks of 16 tokens, one engine per worker. `--million` also runs a million
+requests, the trace over and over.
 """
 
 from __future__ import annotations
@@ -28,14 +30,13 @@ from numpy.typing import NDArray
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
-from toolkit.sched.history import History
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, Worker
-from toolkit.sched.view import View
 from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
@@ -48,7 +49,12 @@ LAW = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022
 MEMORY = ZetaMemory(33_792, zeta=0.9)
 MAX_NEW_TOKENS = 1024
 TRACED_REQUESTS = 4000  # of the run whose memory is traced, which takes several times as long
-AIMS = {"conservative": 150_000, "fcfs": 150_000, "past-future": 50_000, "slice": 100_000}  # requests/s
+AIMS = {
+    "conservative": 150_000,
+    "fcfs": 150_000,
+    "past-future": 50_000,
+    "slice": 100_000,
+}  # requests/s
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,7 +67,9 @@ class Run:
 
 
 def once(trace: Trace, policy: str, workers: int, *, longer: int = 1, traced: bool = False) -> Run:
-    """Simulate `trace`; outputs, their limit and the memory are `longer` times as large, and time has as much more."""
+    """Simulate `trace`; outputs, their limit and the memory are `longer` times as large, and time
+    has as much more.
+    """
     requests, outputs = requests_of(trace, MAX_NEW_TOKENS * longer)
     outputs = [tokens * longer for tokens in outputs]
     requests = [replace(request, arrival_s=request.arrival_s * longer) for request in requests]
@@ -100,15 +108,22 @@ def columns_of(trace: Trace) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], 
 
 
 def past_future_decision(rows: int) -> Callable[[], object]:
-    """One attempt of Past-Future to admit where `rows` are resident, one request having ended since the last."""
+    """One attempt of Past-Future to admit where `rows` are resident, one request having ended since
+    the last.
+    """
     rng = np.random.default_rng(0)
     worker = Worker(0, LAW, ZetaMemory(10_000 * rows))
     for k in range(rows):
         prompt, generated = int(rng.integers(10, 2000)), int(rng.integers(0, 200))
-        worker.residents.join(Job(Request(str(k), 0.0, prompt, MAX_NEW_TOKENS), k, prompt + generated, generated))
-    history = History(1000, rng.geometric(1 / 250, 1000).tolist())
+        worker.residents.join(
+            Job(Request(str(k), 0.0, prompt, MAX_NEW_TOKENS), k, prompt + generated, generated)
+        )
+    history = LengthHistory(1000, rng.geometric(1 / 250, 1000).tolist())
     view = View([], [worker], 0.0, history, rng)
-    policy, waiting = PastFuturePolicy(), [Job(Request("next", 0.0, 500, MAX_NEW_TOKENS), rows, 500)]
+    policy, waiting = (
+        PastFuturePolicy(),
+        [Job(Request("next", 0.0, 500, MAX_NEW_TOKENS), rows, 500)],
+    )
 
     def decide() -> int:
         history.add(200)
@@ -138,13 +153,17 @@ def microseconds(call: Callable[[], object], repeats: int = 2000) -> float:
 
 def print_policies(trace: Trace, workers: int, repeats: int) -> None:
     head = first(trace, TRACED_REQUESTS)
-    print("| policy | requests/s | best | aim | batches or rounds per request | peak memory of the loop | outputs x4 |")
+    print(
+        "| policy | requests/s | best | aim | batches or rounds per request | peak memory of the loop | outputs x4 |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|")
     for policy in (name for name in POLICIES if name not in ORACLES):
         once(trace, policy, workers)  # compiles and warms up
         runs = [once(trace, policy, workers) for _ in range(repeats)]
         rates = [len(trace) / one.seconds for one in runs]
-        short, long = (once(head, policy, workers, longer=k, traced=True).peak_bytes / 1e6 for k in (1, 4))
+        short, long = (
+            once(head, policy, workers, longer=k, traced=True).peak_bytes / 1e6 for k in (1, 4)
+        )
         aim = f"{AIMS[policy]:,}" if policy in AIMS else ""
         print(
             f"| {policy} | {statistics.median(rates):,.0f} | {max(rates):,.0f} | {aim} "
@@ -164,11 +183,15 @@ def print_vllm(trace: Trace, workers: int, repeats: int) -> None:
         serve(requests, VllmPolicy(), engine, ledger)
         rates.append(len(trace) / (process_time() - start_s))
     passes = ledger.rounds / len(trace)
-    print(f"| vllm | {statistics.median(rates):,.0f} | {max(rates):,.0f} | | {passes:.2f} passes | | |")
+    print(
+        f"| vllm | {statistics.median(rates):,.0f} | {max(rates):,.0f} | | {passes:.2f} passes | | |"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
@@ -178,8 +201,12 @@ def main() -> None:
     print(f"{trace.source}: {len(trace):,} requests, {options.workers} workers\n")
     print_policies(trace, options.workers, options.repeats)
     print_vllm(trace, options.workers, options.repeats)
-    print(f"\nPast-Future, one decision at batch 256: {microseconds(past_future_decision(256)):.1f} us (aim 20)")
-    print(f"Algorithm 1 for 1,000 requests: {microseconds(algorithm_1(1000)) / 1000:.3f} ms (aim 0.5)")
+    print(
+        f"\nPast-Future, one decision at batch 256: {microseconds(past_future_decision(256)):.1f} us (aim 20)"
+    )
+    print(
+        f"Algorithm 1 for 1,000 requests: {microseconds(algorithm_1(1000)) / 1000:.3f} ms (aim 0.5)"
+    )
     if options.million:
         long = repeated(trace, -(-1_000_000 // len(trace)))
         one = once(long, "conservative", options.workers)

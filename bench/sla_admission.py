@@ -1,12 +1,15 @@
-"""Past-Future with and without knowledge of time: goodput where decode time binds, and where memory does.
+"""Past-Future with and without knowledge of time: goodput where decode time binds, and where memory
+does.
 
     python bench/sla_admission.py [--seconds 300] [--seeds 3] [--processes 2]
 
-Goodput is requests per second with TTFT <= 10 s and no gap over 1.5 s (the paper's limits for 7B and 13B). Four
-workers, inputs lognormal(400, 1), outputs lognormal(120, 0.75), both within 1..1024. `only` means that
-the other limit is off. Two worlds, each at several rates:
-- time: memory for 200,000 tokens, of which a decode step reads each in 12 us: at 125,000 tokens a step takes 1.5 s;
-- memory: 12,000 tokens and prompts of 1 us per token: memory is full long before a step takes 0.2 s.
+Goodput is requests per second with TTFT <= 10 s and no gap over 1.5 s (the paper's limits for 7B
+and 13B). Four workers, inputs lognormal(400, 1), outputs lognormal(120, 0.75), both within 1..1024.
+`only` means that the other limit is off. Two worlds, each at several rates:
+- time: memory for 200,000 tokens, of which a decode step reads each in 12 us: at 125,000 tokens a
+  step takes 1.5 s;
+- memory: 12,000 tokens and prompts of 1 us per token: memory is full long before a step takes 0.2
+  s.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ def trace(rate_rps: float, seconds: float, seed: int) -> Trace:
     arrival = np.cumsum(rng.exponential(1 / rate_rps, int(rate_rps * seconds * 1.5)))
     arrival = arrival[arrival < seconds]
     output, prompt = (
-        np.clip(np.round(rng.lognormal(np.log(median), spread, len(arrival))), 1, LIMIT).astype(np.int64)
+        np.clip(np.round(rng.lognormal(np.log(median), spread, len(arrival))), 1, LIMIT).astype(
+            np.int64
+        )
         for median, spread in ((120, 0.75), (400, 1.0))
     )
     return Trace(arrival, prompt, output, np.zeros_like(output))
@@ -73,7 +78,9 @@ def simulated(world: str, rate_rps: float, run: str, seconds: float, seed: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)

@@ -1,10 +1,12 @@
-"""SCLS on continuous batching beside other schedulers: balance, throughput and goodput on a heavy-tailed trace.
+"""SCLS on continuous batching beside other schedulers: balance, throughput and goodput on a
+heavy-tailed trace.
 
     python bench/slice_continuous.py [--rate 20] [--seconds 300] [--seeds 3] [--processes 2]
 
-The SCLS paper's world: 8 workers with 33,792 tokens each, inputs lognormal(400, 1), outputs lognormal(120, sigma), both
-within 1..1024, and clients that allow 1024. `slice` has padded batches, the others pay for the real lengths. Goodput is
-of requests with TTFT <= 10 s and no gap over 1.5 s; CT STD is the spread of the times at which workers were done.
+The SCLS paper's world: 8 workers with 33,792 tokens each, inputs lognormal(400, 1), outputs
+lognormal(120, sigma), both within 1..1024, and clients that allow 1024. `slice` has padded batches,
+the others pay for the real lengths. Goodput is of requests with TTFT <= 10 s and no gap over 1.5 s;
+CT STD is the spread of the times at which workers were done.
 """
 
 from __future__ import annotations
@@ -59,24 +61,38 @@ def trace(rate_rps: float, seconds: float, sigma: float, seed: int) -> Trace:
     arrival = np.cumsum(rng.exponential(1 / rate_rps, int(rate_rps * seconds * 1.5)))
     arrival = arrival[arrival < seconds]
     output, prompt = (
-        np.clip(np.round(rng.lognormal(np.log(median), spread, len(arrival))), 1, LIMIT).astype(np.int64)
+        np.clip(np.round(rng.lognormal(np.log(median), spread, len(arrival))), 1, LIMIT).astype(
+            np.int64
+        )
         for median, spread in ((120, sigma), (400, 1.0))
     )
     return Trace(arrival, prompt, output, np.zeros_like(output))
 
 
-def simulated(run: int, sigma: float, rate_rps: float, seconds: float, seed: int) -> dict[str, float]:
+def simulated(
+    run: int, sigma: float, rate_rps: float, seconds: float, seed: int
+) -> dict[str, float]:
     """The columns of one run."""
     name, parameters = RUNS[run]
     policy = make_policy(name, parameters)
-    world = World(replace(LAW, padded=not policy.continuous), ZetaMemory(CAPACITY_TOKENS), WORKERS, LIMIT, seed=seed)
+    world = World(
+        replace(LAW, padded=not policy.continuous),
+        ZetaMemory(CAPACITY_TOKENS),
+        WORKERS,
+        LIMIT,
+        seed=seed,
+    )
     metrics = simulate(trace(rate_rps, seconds, sigma, seed), policy, world).metrics(SLA)
-    metrics["least_utilised_percent"] = min(metrics[f"utilisation_worker_{k}_percent"] for k in range(WORKERS))
+    metrics["least_utilised_percent"] = min(
+        metrics[f"utilisation_worker_{k}_percent"] for k in range(WORKERS)
+    )
     return {column: metrics.get(column, 0.0) for column in COLUMNS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seeds", type=int, default=3)
@@ -95,7 +111,9 @@ def main() -> None:
     for sigma in SIGMAS:
         for name, parameters in RUNS:
             found = [next(results) for _ in range(options.seeds)]
-            label = " ".join([f"`{name}`", *(f"{key}={value}" for key, value in parameters.items())])
+            label = " ".join(
+                [f"`{name}`", *(f"{key}={value}" for key, value in parameters.items())]
+            )
             figures = [f"{np.mean([one[column] for one in found]):.2f}" for column in COLUMNS]
             print(f"| {sigma} | {label} | " + " | ".join(figures) + " |")
 

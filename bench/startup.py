@@ -1,6 +1,8 @@
-"""How long `llmctl --help` and each command's help take to start, beside an empty Python. Aim: under 0.4 s each.
+"""How long `llmctl --help` and each command's help take to start, beside an empty Python. Aim:
+under 0.4 s each.
 
-Run: python bench/startup.py [ROUNDS]. The commands take turns within each round, so that a busy moment hits all alike.
+Run: python bench/startup.py [ROUNDS]. The commands take turns within each round, so that a busy
+moment hits all alike.
 """
 
 from __future__ import annotations
@@ -33,8 +35,14 @@ def main() -> None:
             for name, words in cases.items():
                 samples[name].append(measure(words))
                 advance(text=name)
-    rows = [(name, min(taken), statistics.median(taken), max(taken)) for name, taken in samples.items()]
-    table(["command", ">least s", ">median s", ">most s"], rows, title=f"{rounds} rounds, aim {LIMIT_S} s")
+    rows = [
+        (name, min(taken), statistics.median(taken), max(taken)) for name, taken in samples.items()
+    ]
+    table(
+        ["command", ">least s", ">median s", ">most s"],
+        rows,
+        title=f"{rounds} rounds, aim {LIMIT_S} s",
+    )
     slow = [name for name, _, median_s, _ in rows if median_s > LIMIT_S]
     note(f"above {LIMIT_S} s: {', '.join(slow) or 'none'}")
 

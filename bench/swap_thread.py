@@ -2,9 +2,10 @@
 
     python bench/swap_thread.py [--rounds 200] [--json]
 
-Wall seconds, medians over interleaved rounds: a step of 16 rows alone; the copy of one row out of the batch, then a
-step; and the same copy on another thread while the step runs, from a row that nobody moves meanwhile: the best that a
-thread could do. For the tiny Llama of the recipes and for one of 8 layers with hidden 512, on one and on two threads.
+Wall seconds, medians over interleaved rounds: a step of 16 rows alone; the copy of one row out of
+the batch, then a step; and the same copy on another thread while the step runs, from a row that
+nobody moves meanwhile: the best that a thread could do. For the tiny Llama of the recipes and for
+one of 8 layers with hidden 512, on one and on two threads.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ import torch
 
 from toolkit.engines.protocol import Round, Row, SamplingParams, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
-from toolkit.files.recipes import load_recipe
+from toolkit.files.shipped import load_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny-llama-cpu.yaml"
-LARGER = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
 ROWS, LENGTH = 16, 300
 FREE = SamplingParams(ignore_eos=True)
 
@@ -38,7 +44,9 @@ def go_on(_: StepOutput) -> bool:
 def engine_of(changes: dict[str, int], threads: int) -> RebatchEngine:
     recipe = load_recipe(RECIPE)
     model = recipe.model.model_copy(update={"config": recipe.model.config | changes})
-    spec = recipe.engine.model_copy(update={"name": "rebatch", "threads": threads, "kv_cache_memory_mib": 1024.0})
+    spec = recipe.engine.model_copy(
+        update={"name": "rebatch", "threads": threads, "kv_cache_memory_mib": 1024.0}
+    )
     return RebatchEngine(model, spec, recipe.hardware)
 
 
@@ -61,11 +69,19 @@ def measure(engine: RebatchEngine, rounds: int, pool: ThreadPoolExecutor) -> dic
         step()
         copied.result()
 
-    ways: dict[str, Callable[[], None]] = {"step": step, "copy": copy, "copy, then step": before, "copy beside": beside}
+    ways: dict[str, Callable[[], None]] = {
+        "step": step,
+        "copy": copy,
+        "copy, then step": before,
+        "copy beside": beside,
+    }
     found: dict[str, list[float]] = {way: [] for way in ways}
     for k in range(rounds):
         if k % 50 == 0:  # the rows have grown by three steps a round
-            engine.run_round(Round(steps=1, enter=rows, numbers=tuple(range(ROWS)), evict=tuple(range(ROWS))), go_on)
+            engine.run_round(
+                Round(steps=1, enter=rows, numbers=tuple(range(ROWS)), evict=tuple(range(ROWS))),
+                go_on,
+            )
         order = list(ways)
         random.Random(k).shuffle(order)
         for way in order:
@@ -76,7 +92,9 @@ def measure(engine: RebatchEngine, rounds: int, pool: ThreadPoolExecutor) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -92,7 +110,11 @@ def main() -> int:
         return 0
     for name, found in table.items():
         ratio = found["copy beside"] / found["copy, then step"]
-        print(f"{name}: " + ", ".join(f"{way} {ms:.2f} ms" for way, ms in found.items()) + f"; beside/then {ratio:.2f}")
+        print(
+            f"{name}: "
+            + ", ".join(f"{way} {ms:.2f} ms" for way, ms in found.items())
+            + f"; beside/then {ratio:.2f}"
+        )
     return 0
 
 

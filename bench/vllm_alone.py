@@ -1,4 +1,6 @@
-"""vLLM on a CPU, in the process that imports it, which asks nobody: for benches that look into its engine."""
+"""vLLM on a CPU, in the process that imports it, which asks nobody: for benches that look into its
+engine.
+"""
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

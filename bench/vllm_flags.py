@@ -1,11 +1,12 @@
-"""vLLM's flags as `tune` finds them against vLLM's defaults, and what was predicted of both, on a trace held out.
+"""vLLM's flags as `tune` finds them against vLLM's defaults, and what was predicted of both, on a
+trace held out.
 
     python bench/vllm_flags.py --work DIR --vllm-python VENV/bin/python --trace azure.csv
 
-It runs `llmctl profile`, `fit`, `tune` and `render`, and then, `--repeats` times, starts vLLM's own server under either
-plan, in alternating order, and replays the windows that the tuning held out (`llmctl validate --tuning`). The stages
-can be had one by one with `--stage`, for machines that are quiet for some minutes only; each goes on from the files in
-DIR that the ones before it left there.
+It runs `llmctl profile`, `fit`, `tune` and `render`, and then, `--repeats` times, starts vLLM's own
+server under either plan, in alternating order, and replays the windows that the tuning held out
+(`llmctl validate --tuning`). The stages can be had one by one with `--stage`, for machines that are
+quiet for some minutes only; each goes on from the files in DIR that the ones before it left there.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from results_file import put_section
 
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.errors import LimitsBrokenError
+from toolkit.files.bench import Validation
 from toolkit.files.io import load_recipe, read_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
 from toolkit.files.tuning import Tuning
-from toolkit.files.validation import Validation
 
 LLMCTL = (sys.executable, "-m", "toolkit")
 SYSTEMS = ("defaults", "tuned")
@@ -48,8 +49,11 @@ STARTED_S = time.monotonic()
 HELD_TO = {"throughput_rps": 10.0, "ttft_mean_s": 15.0, "tpot_mean_s": 15.0}
 
 
-def run(arguments: argparse.Namespace, *words: str, apart: bool = False, codes: Container[int] = (0,)) -> None:
-    """A command of llmctl's in the folder of the work; `apart`: not on the engine's CPUs, where there are others.
+def run(
+    arguments: argparse.Namespace, *words: str, apart: bool = False, codes: Container[int] = (0,)
+) -> None:
+    """A command of llmctl's in the folder of the work; `apart`: not on the engine's CPUs, where
+    there are others.
 
     Another exit code than `codes` is an error.
     """
@@ -57,7 +61,9 @@ def run(arguments: argparse.Namespace, *words: str, apart: bool = False, codes: 
     engine = load_recipe(arguments.recipe).engine.threads or 0
     others = sorted(os.sched_getaffinity(0))[engine:]
     there = ["taskset", "-c", ",".join(map(str, others))] if apart and others else []
-    done = subprocess.run([*there, *LLMCTL, *words], cwd=arguments.work, env=environment, check=False)
+    done = subprocess.run(
+        [*there, *LLMCTL, *words], cwd=arguments.work, env=environment, check=False
+    )
     if done.returncode not in codes:
         raise subprocess.CalledProcessError(done.returncode, done.args)
 
@@ -70,8 +76,30 @@ def tune(arguments: argparse.Namespace) -> None:
     codes = (0, LimitsBrokenError.exit_code)
     recipe, trace = str(arguments.recipe), str(arguments.trace)
     given = ["--rate", str(arguments.rate)] if arguments.rate else []
-    run(arguments, "tune", recipe, "--fit", "fit.json", "--trace", trace, "--draws", "0", *given, codes=codes)
-    run(arguments, "render", recipe, "--fit", "fit.json", "--policy", "vllm", "--out", "defaults.json")
+    run(
+        arguments,
+        "tune",
+        recipe,
+        "--fit",
+        "fit.json",
+        "--trace",
+        trace,
+        "--draws",
+        "0",
+        *given,
+        codes=codes,
+    )
+    run(
+        arguments,
+        "render",
+        recipe,
+        "--fit",
+        "fit.json",
+        "--policy",
+        "vllm",
+        "--out",
+        "defaults.json",
+    )
     tuned = ["--tuning", "tuning.json", ALLOW_BROKEN, "--out", "tuned.json"]
     run(arguments, "render", recipe, "--fit", "fit.json", *tuned)
 
@@ -80,10 +108,25 @@ def tune(arguments: argparse.Namespace) -> None:
 def serving(arguments: argparse.Namespace, plan: str) -> Iterator[str]:
     """A server under a plan; its URL."""
     environment = os.environ | {"LLMCTL_VLLM_PYTHON": arguments.vllm_python}
-    command = [*LLMCTL, "serve", plan, "--port", "0", "--json", "--shutdown-timeout", "1", ALLOW_BROKEN]
+    command = [
+        *LLMCTL,
+        "serve",
+        plan,
+        "--port",
+        "0",
+        "--json",
+        "--shutdown-timeout",
+        "1",
+        ALLOW_BROKEN,
+    ]
     with (arguments.work / "serve.log").open("a") as log:
         server = subprocess.Popen(
-            command, cwd=arguments.work, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+            command,
+            cwd=arguments.work,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         )
         assert server.stdout is not None
         try:
@@ -104,7 +147,16 @@ def measure(arguments: argparse.Namespace, repeat: int) -> None:
         if arguments.minutes is not None and began - STARTED_S > 60.0 * arguments.minutes:
             return
         with serving(arguments, f"{system}.json") as url:
-            words = ["--url", url, "--trace", trace, "--tuning", "tuning.json", "--warmup", str(arguments.warmup)]
+            words = [
+                "--url",
+                url,
+                "--trace",
+                trace,
+                "--tuning",
+                "tuning.json",
+                "--warmup",
+                str(arguments.warmup),
+            ]
             run(arguments, "validate", f"{system}.json", *words, "--out", out, apart=True)
         print(f"{system} {repeat}: {time.monotonic() - began:.0f} s", file=sys.stderr)
 
@@ -119,25 +171,46 @@ def report(arguments: argparse.Namespace) -> str:
         if (folder / f"{system}-{repeat}.json").exists()
     }
     repeats = sorted({repeat for _, repeat in found})
-    lines = [*_about(folder, arguments.recipe), "", "| flags | repeat | |" + _titles(), "|" + "---|" * (len(SHOWN) + 3)]
+    lines = [
+        *_about(folder, arguments.recipe),
+        "",
+        "| flags | repeat | |" + _titles(),
+        "|" + "---|" * (len(SHOWN) + 3),
+    ]
     runs = sorted(found)
     for system, repeat in runs:
         windows = found[system, repeat].windows
         for what, shown in ROWS.items():
-            values = [np.mean([getattr(one, shown).get(name, np.nan) for one in windows]) for name in SHOWN]
-            cells = " | ".join(format(value, spec) for value, (_, spec) in zip(values, SHOWN.values(), strict=True))
+            values = [
+                np.mean([getattr(one, shown).get(name, np.nan) for one in windows])
+                for name in SHOWN
+            ]
+            cells = " | ".join(
+                format(value, spec) for value, (_, spec) in zip(values, SHOWN.values(), strict=True)
+            )
             lines.append(f"| {system} | {repeat} | {what} | {cells} |")
     titles = " | ".join(f"{system} {repeat}" for system, repeat in runs)
     medians = " | ".join(f"{system}, median" for system in SYSTEMS)
-    lines += ["", f"| prediction's error, % | {titles} | {medians} | limit |", "|" + "---|" * (4 + len(found))]
+    lines += [
+        "",
+        f"| prediction's error, % | {titles} | {medians} | limit |",
+        "|" + "---|" * (4 + len(found)),
+    ]
     for name, limit in HELD_TO.items():
         for what in ("predicted", "predicted_in_hindsight"):
             errors = {run: _error_percent(found[run], name, what) for run in runs}
-            middle = [np.median([errors[run] for run in runs if run[0] == system]) for system in SYSTEMS]
+            middle = [
+                np.median([errors[run] for run in runs if run[0] == system]) for system in SYSTEMS
+            ]
             cells = " | ".join(format(error, "+.1f") for error in [*errors.values(), *middle])
-            lines.append(f"| {name}{' in hindsight' if what != 'predicted' else ''} | {cells} | {limit:g} |")
+            lines.append(
+                f"| {name}{' in hindsight' if what != 'predicted' else ''} | {cells} | {limit:g} |"
+            )
     slow = [
-        ", ".join(f"{one.slowdown:.2f}/{one.slowdown_meanwhile or 1.0:.2f}" for one in found[r].windows) for r in runs
+        ", ".join(
+            f"{one.slowdown:.2f}/{one.slowdown_meanwhile or 1.0:.2f}" for one in found[r].windows
+        )
+        for r in runs
     ]
     lines.append(f"| slowdown before/in each window | {' | '.join(slow)} | | | |")
     front = [", ".join(f"{1e3 * one.front_first_s:.1f}" for one in found[r].windows) for r in runs]
@@ -145,7 +218,11 @@ def report(arguments: argparse.Namespace) -> str:
     paired = [repeat for repeat in repeats if all((system, repeat) in found for system in SYSTEMS)]
     ratios = [_goodput(found["tuned", r]) / _goodput(found["defaults", r]) for r in paired]
     shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    lines += ["", f"Goodput of the tuned flags over that of vLLM's defaults, repeat by repeat: {shown}.", ""]
+    lines += [
+        "",
+        f"Goodput of the tuned flags over that of vLLM's defaults, repeat by repeat: {shown}.",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -164,10 +241,16 @@ def _goodput(found: Validation) -> float:
 
 
 def _about(folder: Path, recipe: Path) -> list[str]:
-    profile, tuning = read_file(Profile, folder / "profile.json"), read_file(Tuning, folder / "tuning.json")
+    profile, tuning = (
+        read_file(Profile, folder / "profile.json"),
+        read_file(Tuning, folder / "tuning.json"),
+    )
     plans = {name: read_file(Plan, folder / f"{name}.json").policy.parameters for name in SYSTEMS}
     sla = ", ".join(f"{key} <= {limit:g}" for key, limit in load_recipe(recipe).sla.items())
-    flags = "; ".join(f"{name}: {', '.join(f'{k}={v}' for k, v in given.items())}" for name, given in plans.items())
+    flags = "; ".join(
+        f"{name}: {', '.join(f'{k}={v}' for k, v in given.items())}"
+        for name, given in plans.items()
+    )
     windows = ", ".join(f"{one.requests}" for one in tuning.held_out_windows)
     facts = profile.engine
     return [
@@ -183,17 +266,34 @@ def _gain(tuning: Tuning) -> str:
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's, or those of `words`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     root = Path(__file__).parent.parent
-    parser.add_argument("--work", type=Path, required=True, help="a folder for profile, fit, tuning, plans and results")
-    parser.add_argument("--vllm-python", required=True, help="the Python of an environment that has vLLM")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        required=True,
+        help="a folder for profile, fit, tuning, plans and results",
+    )
+    parser.add_argument(
+        "--vllm-python", required=True, help="the Python of an environment that has vLLM"
+    )
     parser.add_argument("--recipe", type=Path, default=root / "recipes" / "tiny-llama-vllm.yaml")
-    parser.add_argument("--trace", default="azure-conv", help="a trace's file, or a shipped trace's name")
-    parser.add_argument("--rate", type=float, help="requests per second; default: the recipe's load")
-    parser.add_argument("--warmup", type=float, default=2.0, help="seconds of other requests before each window")
+    parser.add_argument(
+        "--trace", default="azure-conv", help="a trace's file, or a shipped trace's name"
+    )
+    parser.add_argument(
+        "--rate", type=float, help="requests per second; default: the recipe's load"
+    )
+    parser.add_argument(
+        "--warmup", type=float, default=2.0, help="seconds of other requests before each window"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--repeat", type=int, help="with --stage measure: this one alone")
-    parser.add_argument("--minutes", type=float, help="no run begins later; the same command goes on with the next")
+    parser.add_argument(
+        "--minutes", type=float, help="no run begins later; the same command goes on with the next"
+    )
     parser.add_argument("--stage", choices=STAGES, help="this one alone; default: all")
     parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
     parser.add_argument("--section", default="vllm_flags", help="that section's name")
@@ -219,7 +319,9 @@ def main() -> None:
         text = report(arguments)
         print(text)
         if arguments.write:
-            put_section(arguments.write, arguments.section, "vLLM's flags, predicted and measured", text)
+            put_section(
+                arguments.write, arguments.section, "vLLM's flags, predicted and measured", text
+            )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""The simulator's model of vLLM's scheduler against vLLM's own: who computes how many tokens in which forward pass.
+"""The simulator's model of vLLM's scheduler against vLLM's own: who computes how many tokens in
+which forward pass.
 
     python bench/vllm_passes.py --log LOG.jsonl --requests REQUESTS.jsonl
     python bench/vllm_passes.py --vllm-python VENV/bin/python --model FOLDER [--cases 400] [--seed 1000]
 
-The first holds it to a log that a real vLLM wrote (`--scheduler-cls toolkit.inside.vllm_iterations.logged_scheduler`),
-with the requests that it served, one JSON object each: id, arrival_s on the log's clock, prompt_tokens, max_tokens.
+The first holds it to a log that a real vLLM wrote (`--scheduler-cls
+toolkit.backends.vllm.iterations.logged_scheduler`), with the requests that it served, one JSON object
+each: id, arrival_s on the log's clock, prompt_tokens, max_tokens.
 
-The second makes workloads up, small caches and all flags drawn, and runs them through vLLM's scheduler classes, the
-asynchronous one as well, with nothing behind them that computes (`vllm_passes_child.py`): who arrives before which pass
-is given, and who ends before his limit. FOLDER has a model's config.json; no weights are read.
+The second makes workloads up, small caches and all flags drawn, and runs them through vLLM's
+scheduler classes, the asynchronous one as well, with nothing behind them that computes
+(`vllm_passes_child.py`): who arrives before which pass is given, and who ends before his limit.
+FOLDER has a model's config.json; no weights are read.
 
-A pass differs if its rows, their order, their computed and new tokens, who was preempted, the free blocks or the number
-of those who wait do. A log is followed to its first difference, since all that comes after one may follow from it.
+A pass differs if its rows, their order, their computed and new tokens, who was preempted, the free
+blocks or the number of those who wait do. A log is followed to its first difference, since all that
+comes after one may follow from it.
 """
 
 from __future__ import annotations
@@ -26,15 +30,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.sched.iterations import Header, Pass, header_of, passes_of
+from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.paged import PagedScheduler, Row
+from toolkit.sim.paged import PagedRequest, PagedScheduler
 
 HERE = Path(__file__).parent
 Case = Mapping[str, Any]  # a workload and flags, as JSON
 
 
-def passes_of_log(header: Header, requests: Sequence[Mapping[str, Any]], starts_s: Sequence[float]) -> list[Any]:
+def passes_of_log(
+    header: IterationLogHeader, requests: Sequence[Mapping[str, Any]], starts_s: Sequence[float]
+) -> list[Any]:
     """The passes that our model makes of the requests, if the engine planned them at `starts_s`."""
     flags = VllmPolicy(
         max_num_seqs=header.max_num_seqs,
@@ -47,19 +53,21 @@ def passes_of_log(header: Header, requests: Sequence[Mapping[str, Any]], starts_
     for start_s in starts_s:
         while arrived < len(requests) and requests[arrived]["arrival_s"] <= start_s:
             one = requests[arrived]
-            scheduler.add(Row(arrived, one["prompt_tokens"], one["max_tokens"]))
+            scheduler.add(PagedRequest(arrived, one["prompt_tokens"], one["max_tokens"]))
             arrived += 1
         found.append(_step(scheduler))
         scheduler.settle(scheduler.commit())
     return found
 
 
-def logged(passes: Sequence[Pass], requests: Sequence[Mapping[str, Any]]) -> list[Any]:
+def logged(passes: Sequence[LoggedPass], requests: Sequence[Mapping[str, Any]]) -> list[Any]:
     """A log's passes in the same form. vLLM appends to the ids that clients give."""
     number = {one["id"]: k for k, one in enumerate(requests)}
     return [
         {
-            "rows": [[number[row.request_id.split("-")[0]], row.computed, row.new] for row in one.rows],
+            "rows": [
+                [number[row.request_id.split("-")[0]], row.computed, row.new] for row in one.rows
+            ],
             "preempted": [number[name.split("-")[0]] for name in one.preempted],
             "free": one.free_blocks,
             "waiting": one.waiting,
@@ -79,7 +87,9 @@ def make_case(seed: int) -> dict[str, Any]:
         at += draw.choice([0, 0, 0, 1, 2, 5, 30])
         prompt = draw.randint(1, min(longest // 2, draw.choice([5, 20, 100])))
         limit = draw.randint(1, min(longest - prompt, draw.choice([3, 20, 60])))
-        requests.append([at, prompt, limit if draw.random() < 0.5 else draw.randint(1, limit), limit])
+        requests.append(
+            [at, prompt, limit if draw.random() < 0.5 else draw.randint(1, limit), limit]
+        )
     return {
         "block_tokens": block_tokens,
         "blocks": blocks,
@@ -105,7 +115,7 @@ def passes_of_case(case: Case) -> list[Any]:
     while True:
         while arrived < len(due) and due[arrived] <= len(found):
             _, prompt, output, limit = case["requests"][arrived]
-            scheduler.add(Row(arrived, prompt, output, stops=output < limit))
+            scheduler.add(PagedRequest(arrived, prompt, output, stops=output < limit))
             arrived += 1
         step = _step(scheduler)
         if step["rows"]:
@@ -127,7 +137,9 @@ def passes_of_case(case: Case) -> list[Any]:
 
 def _step(scheduler: PagedScheduler) -> dict[str, Any]:
     plan = scheduler.schedule()
-    over = sum(not row.left for row in plan.preempted)  # of whom vLLM does not know yet that they have ended
+    over = sum(
+        not row.left for row in plan.preempted
+    )  # of whom vLLM does not know yet that they have ended
     return {
         "rows": [list(row) for row in scheduler.rows()],
         "preempted": [row.number for row in plan.preempted],
@@ -156,7 +168,9 @@ def theirs_of_cases(cases: Sequence[Case], python: str, model: str) -> list[list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--log", type=Path)
     parser.add_argument("--requests", type=Path)
     parser.add_argument("--vllm-python")
@@ -166,18 +180,31 @@ def main() -> None:
     given = parser.parse_args()
     if given.log:
         header, *lines = given.log.read_bytes().splitlines(keepends=True)
-        requests = [json.loads(line) for line in given.requests.read_text(encoding="utf-8").splitlines()]
+        requests = [
+            json.loads(line) for line in given.requests.read_text(encoding="utf-8").splitlines()
+        ]
         passes = passes_of(lines)
         theirs = [logged(passes, requests)]
         ours = [passes_of_log(header_of(header), requests, [one.start_s for one in passes])]
     else:
         cases = [make_case(given.seed + k) for k in range(given.cases)]
-        theirs, ours = theirs_of_cases(cases, given.vllm_python, given.model), [passes_of_case(case) for case in cases]
-    differences = {k: found for k in range(len(ours)) if (found := first_difference(ours[k], theirs[k])) is not None}
+        theirs, ours = (
+            theirs_of_cases(cases, given.vllm_python, given.model),
+            [passes_of_case(case) for case in cases],
+        )
+    differences = {
+        k: found
+        for k in range(len(ours))
+        if (found := first_difference(ours[k], theirs[k])) is not None
+    }
     for k, at in differences.items():
-        print(f"workload {k}, pass {at}:\n  ours   {ours[k][at : at + 1]}\n  vLLM's {theirs[k][at : at + 1]}")
+        print(
+            f"workload {k}, pass {at}:\n  ours   {ours[k][at : at + 1]}\n  vLLM's {theirs[k][at : at + 1]}"
+        )
     preempted = sum(len(one["preempted"]) for passes in theirs for one in passes)
-    chunks = sum(len({row[2] > 1 for row in one["rows"]}) > 1 for passes in theirs for one in passes)
+    chunks = sum(
+        len({row[2] > 1 for row in one["rows"]}) > 1 for passes in theirs for one in passes
+    )
     counted = f"{sum(map(len, theirs)):,} passes, {preempted:,} preempted, {chunks:,} passes of chunks beside decodes"
     print(f"{len(differences)} of {len(ours)} workloads differ; {counted}")
 

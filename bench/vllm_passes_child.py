@@ -1,4 +1,5 @@
-"""The side of bench/vllm_passes.py that runs in vLLM's Python: its schedulers, and nothing behind them that computes.
+"""The side of bench/vllm_passes.py that runs in vLLM's Python: its schedulers, and nothing behind
+them that computes.
 
 VLLM-PYTHON bench/vllm_passes_child.py CASES.json PASSES.json MODEL-FOLDER
 """
@@ -19,7 +20,9 @@ END = 7  # the token that ends a request before its limit
 
 
 class Driven:
-    """One of vLLM's schedulers on one workload, its model's part taken by us: tokens, but no computing."""
+    """One of vLLM's schedulers on one workload, its model's part taken by us: tokens, but no
+    computing.
+    """
 
     def __init__(self, model: str, case: dict[str, Any]) -> None:
         import torch
@@ -43,11 +46,15 @@ class Driven:
             **{flag: case[flag] for flag in flags},
         ).create_engine_config()
         blocks = config.cache_config.num_gpu_blocks = case["blocks"] + 1
-        spec = FullAttentionSpec(block_size=case["block_tokens"], num_kv_heads=1, head_size=1, dtype=torch.float32)
+        spec = FullAttentionSpec(
+            block_size=case["block_tokens"], num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
         self.scheduler: Any = (AsyncScheduler if case["ahead"] else Scheduler)(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
-                num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+                num_blocks=blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=case["block_tokens"],
@@ -88,9 +95,21 @@ class Driven:
 
         number = len(self.requests)
         _, prompt, _, limit = self.case["requests"][number]
-        sampling = SamplingParams(temperature=0.0, max_tokens=limit, stop_token_ids=[END], detokenize=False)
-        tokens = [10_000 + number, *(1000 + (number * 7919 + k * 13) % 5000 for k in range(1, prompt))]
-        request = Request(str(number), tokens, sampling, None, arrival_time=float(number), block_hasher=self.hasher)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=limit, stop_token_ids=[END], detokenize=False
+        )
+        tokens = [
+            10_000 + number,
+            *(1000 + (number * 7919 + k * 13) % 5000 for k in range(1, prompt)),
+        ]
+        request = Request(
+            str(number),
+            tokens,
+            sampling,
+            None,
+            arrival_time=float(number),
+            block_hasher=self.hasher,
+        )
         self.requests.append(request)
         self.scheduler.add_request(request)
 
@@ -143,7 +162,9 @@ class Driven:
 
 def main() -> None:
     cases, passes, model = sys.argv[1:]
-    found = [Driven(model, case).run() for case in json.loads(Path(cases).read_text(encoding="utf-8"))]
+    found = [
+        Driven(model, case).run() for case in json.loads(Path(cases).read_text(encoding="utf-8"))
+    ]
     Path(passes).write_text(json.dumps(found), encoding="utf-8")
 
 

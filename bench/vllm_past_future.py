@@ -1,17 +1,18 @@
-"""Past-Future inside vLLM against vLLM's own scheduler: preemptions, goodput, throughput, and what deciding costs.
+"""Past-Future inside vLLM against vLLM's own scheduler: preemptions, goodput, throughput, and what
+deciding costs.
 
     python bench/vllm_past_future.py --vllm-python VENV/bin/python [--trace azure.csv] [--requests 120] [--clients 40]
 
-One process of VLLM-PYTHON (tried: vLLM 0.32 on a CPU) loads one model, random weights, and one KV cache that is too
-small for what wants to run. On it the two schedulers serve the same requests in turn, `--repeats` times each, in
-alternating order and each time from its first state; the first `--warm` requests are not counted, and are what
-Past-Future has learnt the lengths from. So many clients each send their next request when they have the last one's
-answer. Prompts are a trace's inputs // 16 within 4..128
-tokens, outputs the trace's within 8..384: decode-heavy. All ask for at most 512 tokens, greedy, and no scheduler knows
-when a request ends.
+One process of VLLM-PYTHON (tried: vLLM 0.32 on a CPU) loads one model, random weights, and one KV
+cache that is too small for what wants to run. On it the two schedulers serve the same requests in
+turn, `--repeats` times each, in alternating order and each time from its first state; the first
+`--warm` requests are not counted, and are what Past-Future has learnt the lengths from. So many
+clients each send their next request when they have the last one's answer. Prompts are a trace's
+inputs // 16 within 4..128 tokens, outputs the trace's within 8..384: decode-heavy. All ask for at
+most 512 tokens, greedy, and no scheduler knows when a request ends.
 
-Goodput is the output tokens per second of requests within the limits of TTFT and MTPOT, which is the largest gap
-between two tokens of a request.
+Goodput is the output tokens per second of requests within the limits of TTFT and MTPOT, which is
+the largest gap between two tokens of a request.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ import numpy as np
 from results_file import put_section
 
 from toolkit.traces.read import read_trace
-from toolkit.traces.shipped import trace_path
+from toolkit.traces.types import trace_path
 
 HERE = Path(__file__).parent
 VOCAB, SHORTEST = 8_000, 3  # tokens 0, 1 and 2 have meanings
-LLAMA = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 4}
+LLAMA = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+}
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the MTPOT limit: how much hangs on it
 COLUMNS = {
     "seconds": ("s", ".1f"),
@@ -60,7 +66,17 @@ def make_work(arguments: argparse.Namespace) -> dict[str, Any]:
     prompt = np.clip(lengths.prompt_tokens[:count] // 16, 4, 128)
     output = np.clip(lengths.output_tokens[:count], 8, 384)
     rng = np.random.default_rng(0)
-    keys = ("policy", "warm", "repeats", "clients", "kv_tokens", "block_size", "ttft_s", "mtpot_s", "threads")
+    keys = (
+        "policy",
+        "warm",
+        "repeats",
+        "clients",
+        "kv_tokens",
+        "block_size",
+        "ttft_s",
+        "mtpot_s",
+        "threads",
+    )
     return {key: getattr(arguments, key) for key in keys} | {
         "prompts": [rng.integers(SHORTEST, VOCAB, size).tolist() for size in prompt],
         "outputs": output.tolist(),
@@ -75,7 +91,9 @@ def save_model(folder: Path) -> None:
 
     torch.manual_seed(0)
     spread = 0.12  # with 0.02 random weights repeat one token, and equal tokens prove little
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=1024, initializer_range=spread, **LLAMA)
+    config = LlamaConfig(
+        vocab_size=VOCAB, max_position_embeddings=1024, initializer_range=spread, **LLAMA
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
@@ -110,13 +128,19 @@ def report(work: dict[str, Any], found: dict[str, Any]) -> str:
         lines.append(f"| **{name}** | median | " + _cells(middle))
     lines += [
         "",
-        "| goodput within MTPOT of | " + " | ".join(f"{bound:g} s" for bound in work["bounds_s"]) + " |",
+        "| goodput within MTPOT of | "
+        + " | ".join(f"{bound:g} s" for bound in work["bounds_s"])
+        + " |",
     ]
     lines.append("|" + "---|" * (len(SHARES) + 1))
     for name in found["systems"]:
         runs = [run for run in found["runs"] if run["system"] == name]
-        middles = [np.median([run[f"goodput_{bound:g}"] for run in runs]) for bound in work["bounds_s"]]
-        lines.append(f"| {name}, median | " + " | ".join(f"{middle:,.0f}" for middle in middles) + " |")
+        middles = [
+            np.median([run[f"goodput_{bound:g}"] for run in runs]) for bound in work["bounds_s"]
+        ]
+        lines.append(
+            f"| {name}, median | " + " | ".join(f"{middle:,.0f}" for middle in middles) + " |"
+        )
     own, ours = found["systems"][:2]
     ratios = _ratios(found["runs"], own, ours)
     lines += [
@@ -136,17 +160,29 @@ def _ratios(runs: list[dict[str, Any]], own: str, ours: str) -> dict[str, str]:
     """Of each paired repeat."""
     found = {}
     for key in ("goodput", "tokens_per_s"):
-        before, after = ([run[key] for run in runs if run["system"] == name] for name in (own, ours))
-        found[key] = ", ".join(f"{b / a:.2f}" if a else "-" for a, b in zip(before, after, strict=True))
+        before, after = (
+            [run[key] for run in runs if run["system"] == name] for name in (own, ours)
+        )
+        found[key] = ", ".join(
+            f"{b / a:.2f}" if a else "-" for a, b in zip(before, after, strict=True)
+        )
     return found
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command's, or those of `words`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", required=True, help="the Python of an environment that has vLLM")
-    parser.add_argument("--trace", default="azure-conv", help="lengths: a trace's file, or a shipped trace's name")
-    parser.add_argument("--policy", default="past-future", help="what runs inside, as in LLMCTL_VLLM_POLICY")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--vllm-python", required=True, help="the Python of an environment that has vLLM"
+    )
+    parser.add_argument(
+        "--trace", default="azure-conv", help="lengths: a trace's file, or a shipped trace's name"
+    )
+    parser.add_argument(
+        "--policy", default="past-future", help="what runs inside, as in LLMCTL_VLLM_POLICY"
+    )
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--warm", type=int, default=60)
     parser.add_argument("--clients", type=int, default=40)
@@ -154,7 +190,9 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-tokens", type=int, default=3072)
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--ttft-s", type=float, default=10.0, help="the paper's for 7B")
-    parser.add_argument("--mtpot-s", type=float, default=0.25, help="the paper's 1.5 s for 7B, about 30 steps")
+    parser.add_argument(
+        "--mtpot-s", type=float, default=0.25, help="the paper's 1.5 s for 7B, about 30 steps"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--write", type=Path, help="a file of results whose section is replaced")
     return parser.parse_args(words)

@@ -1,4 +1,5 @@
-"""The side of bench/vllm_past_future.py that runs in vLLM's Python: one engine, and schedulers that take turns on it.
+"""The side of bench/vllm_past_future.py that runs in vLLM's Python: one engine, and schedulers that
+take turns on it.
 
 VLLM-PYTHON bench/vllm_past_future_child.py FOLDER
 """
@@ -49,7 +50,8 @@ class Bench:
             max_model_len=768,
             max_num_seqs=64,
             block_size=work["block_size"],
-            num_gpu_blocks_override=work["kv_tokens"] // work["block_size"] + 1,  # one is never given out
+            num_gpu_blocks_override=work["kv_tokens"] // work["block_size"]
+            + 1,  # one is never given out
             enforce_eager=True,
             enable_prefix_caching=False,
             disable_log_stats=True,
@@ -71,7 +73,9 @@ class Bench:
         )
         return self.core.scheduler
 
-    def run(self, scheduler: Any, first: int, last: int) -> tuple[dict[str, float], list[list[int]]]:
+    def run(
+        self, scheduler: Any, first: int, last: int
+    ) -> tuple[dict[str, float], list[list[int]]]:
         """The requests from `first` to before `last` served; what came of it, and their tokens."""
         requests = last - first
         preempted: list[int] = []
@@ -115,7 +119,9 @@ class Bench:
             max_gap_s=np.array([max(np.diff(one), default=0.0) for one in times]),
             ok=np.ones(requests, dtype=bool),
         )
-        good = meets_sla(served, {"ttft_p99_s": self.work["ttft_s"], "mtpot_p99_s": self.work["mtpot_s"]})
+        good = meets_sla(
+            served, {"ttft_p99_s": self.work["ttft_s"], "mtpot_p99_s": self.work["mtpot_s"]}
+        )
         found = {
             "seconds": seconds,
             "preemptions": len(preempted),
@@ -129,7 +135,10 @@ class Bench:
             "step_ms": 1e3 * stepping_s / steps,
         }
         for name, values in latencies(served).items():
-            found |= {f"{name}_{stat}_s": statistic(values, stat) for stat in ("mean", "p50", "p95", "p99")}
+            found |= {
+                f"{name}_{stat}_s": statistic(values, stat)
+                for stat in ("mean", "p50", "p95", "p99")
+            }
         for bound_s in self.work["bounds_s"]:
             good = meets_sla(served, {"ttft_p99_s": self.work["ttft_s"], "mtpot_p99_s": bound_s})
             found[f"goodput_{bound_s:g}"] = int(served.output_tokens[good].sum()) / seconds
@@ -148,7 +157,9 @@ class Bench:
             output_kind=RequestOutputKind.DELTA,
         )
         now = time.perf_counter()
-        self.engine.add_request(str(number), TokensPrompt(prompt_token_ids=self.work["prompts"][number]), sampling)
+        self.engine.add_request(
+            str(number), TokensPrompt(prompt_token_ids=self.work["prompts"][number]), sampling
+        )
         queued = self.core.scheduler.requests
         queued[next(reversed(queued))].max_tokens = self.work["outputs"][number]
         return now
@@ -163,7 +174,9 @@ def main() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     bench = Bench(folder, work)
-    from toolkit.inside.vllm_scheduler import LlmctlScheduler  # as a server does: once vLLM has loaded the model
+    from toolkit.backends.vllm.scheduler import (
+        LlmctlScheduler,  # as a server does: once vLLM has loaded the model
+    )
 
     systems = {"vLLM's own": Scheduler, work["policy"]: LlmctlScheduler}
     total = len(work["outputs"])
@@ -178,17 +191,24 @@ def main() -> None:
             found, tokens = bench.run(scheduler, work["warm"], total)
             runs.append({"system": name} | found)
             outputs.append(tokens)
-            print(name, {key: value for key, value in found.items() if not key.endswith("s_s")}, file=sys.stderr)
+            print(
+                name,
+                {key: value for key, value in found.items() if not key.endswith("s_s")},
+                file=sys.stderr,
+            )
     model = bench.core.model_executor.driver_worker.worker.model_runner.model
     result = {
         "version": vllm.__version__,
         "processor": platform.processor() or platform.machine(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "capacity_tokens": (bench.core.scheduler.cache_config.num_gpu_blocks - 1) * work["block_size"],
+        "capacity_tokens": (bench.core.scheduler.cache_config.num_gpu_blocks - 1)
+        * work["block_size"],
         "systems": list(systems),
         "runs": runs,
         "compared": total - work["warm"],
-        "equal": sum(all(tokens == same[0] for tokens in same) for same in zip(*outputs, strict=True)),
+        "equal": sum(
+            all(tokens == same[0] for tokens in same) for same in zip(*outputs, strict=True)
+        ),
     }
     (folder / "runs.json").write_text(json.dumps(result), encoding="utf-8")
 

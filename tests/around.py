@@ -1,7 +1,8 @@
-"""A policy that decides as another does: what a test wants to see or change of its decisions, it does in a subclass."""
+"""A policy that decides as another does: what a test wants to see or change of its decisions, it
+does in a subclass.
+"""
 
-from toolkit.sched.history import History
-from toolkit.sched.protocols import LooksBack, Oracle, Ranks, Reorders, Reschedules
+from toolkit.sched.protocols import LengthHistory, Oracle, Ranks, Reorders, Reschedules, UsesHistory
 
 
 class Around:
@@ -11,10 +12,18 @@ class Around:
             self.standings = policy.standings
 
     def first_history(self):
-        return self._policy.first_history() if isinstance(self._policy, LooksBack) else History(1000)
+        return (
+            self._policy.first_history()
+            if isinstance(self._policy, UsesHistory)
+            else LengthHistory(1000)
+        )
 
     def told(self, output_tokens):
-        return type(self)(self._policy.told(output_tokens)) if isinstance(self._policy, Oracle) else self
+        return (
+            type(self)(self._policy.told(output_tokens))
+            if isinstance(self._policy, Oracle)
+            else self
+        )
 
     def release(self, view, now_s):
         return self._policy.release(view, now_s) if isinstance(self._policy, Reschedules) else ()

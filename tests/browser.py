@@ -71,9 +71,17 @@ def page_of(browser, url: str, **options) -> Iterator:
     """A page that shows `url`, and what it has done."""
     context = browser.new_context(**options)
     page, seen = context.new_page(), Seen()
-    page.on("console", lambda message: seen.complaints.append(message.text) if message.type != "log" else None)
+    page.on(
+        "console",
+        lambda message: seen.complaints.append(message.text) if message.type != "log" else None,
+    )
     page.on("pageerror", lambda error: seen.complaints.append(str(error)))
-    page.on("request", lambda request: seen.hosts.add(urlsplit(request.url).netloc or urlsplit(request.url).scheme))
+    page.on(
+        "request",
+        lambda request: seen.hosts.add(
+            urlsplit(request.url).netloc or urlsplit(request.url).scheme
+        ),
+    )
     page.goto(url, timeout=240_000)  # a busy machine may stand still for minutes
     try:
         yield page, seen

@@ -7,15 +7,28 @@ from pathlib import Path
 
 import pytest
 
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program to make certificates")
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="no openssl program to make certificates"
+)
 
 
 def self_signed(folder: Path, name: str, host: str = "IP:127.0.0.1") -> tuple[Path, Path]:
     """A certificate, which is its own authority, and its key."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
     command += ["-subj", f"/CN={name}", "-addext", f"subjectAltName={host}", "-days", "2"]
-    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    subprocess.run(
+        [*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True
+    )
     return certificate, key
 
 

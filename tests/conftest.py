@@ -5,16 +5,28 @@ import signal
 import tempfile
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["lanes"]
 STATE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell that starts the tests in the background has SIGINT ignored; the tests send it, so it must count."""
+    """A shell that starts the tests in the background has SIGINT ignored; the tests send it, so it
+    must count.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # servers that tests start remember themselves: not where those of whoever runs the tests are remembered
-    os.environ["XDG_STATE_HOME"] = config.stash.setdefault(STATE, tempfile.TemporaryDirectory()).name
+    # how long an example takes says how busy the machine is
+    settings.register_profile(
+        "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("patient")
+    # servers that tests start remember themselves: not where those of whoever runs the tests are
+    # remembered
+    os.environ["XDG_STATE_HOME"] = config.stash.setdefault(
+        STATE, tempfile.TemporaryDirectory()
+    ).name
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

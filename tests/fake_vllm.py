@@ -1,4 +1,6 @@
-"""As much of vLLM as our scheduler inside it touches: blocks, chunked prefill, preemption, steps ahead; no model."""
+"""As much of vLLM as our scheduler inside it touches: blocks, chunked prefill, preemption, steps
+ahead; no model.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,16 @@ class AsyncScheduler:
     """First come, first served; what the real one does with the same names."""
 
     def __init__(
-        self, *, blocks=9, block_size=4, slots=4, budget=8, max_model_len=1000, ahead=False, kind=None, **config
+        self,
+        *,
+        blocks=9,
+        block_size=4,
+        slots=4,
+        budget=8,
+        max_model_len=1000,
+        ahead=False,
+        kind=None,
+        **config,
     ):
         self.vllm_config = SimpleNamespace(
             speculative_config=None,
@@ -92,7 +103,12 @@ class AsyncScheduler:
                     break
                 self._preempt_request(self.running.pop(), 0.0)
                 preempted = True
-        while budget and not preempted and self.waiting and len(self.running) < self.max_num_active_reqs:
+        while (
+            budget
+            and not preempted
+            and self.waiting
+            and len(self.running) < self.max_num_active_reqs
+        ):
             request = self.waiting.peek_request()
             new = self._new_tokens(request, budget)
             if not self._fits(request, request.num_prompt_tokens + request.generated):
@@ -112,13 +128,19 @@ class AsyncScheduler:
             request.generated += 1
             request.under_way -= request.life == life
             ended = request.generated >= min(request.length, request.max_tokens)
-            outputs.append(SimpleNamespace(request_id=request_id, new_token_ids=[7], finish_reason=ended or None))
+            outputs.append(
+                SimpleNamespace(
+                    request_id=request_id, new_token_ids=[7], finish_reason=ended or None
+                )
+            )
             if ended:
                 self._forget_request(request)
         return {0: SimpleNamespace(outputs=outputs)}
 
     def finish_requests(self, request_ids, finished_status):
-        found = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        found = [
+            self.requests[request_id] for request_id in request_ids if request_id in self.requests
+        ]
         for request in found:
             self._forget_request(request)
         return found
@@ -136,7 +158,10 @@ class AsyncScheduler:
     def _new_tokens(self, request, budget) -> int:
         if request.generated + request.under_way >= request.max_tokens:
             return 0  # its last token is under way
-        return min(request.num_prompt_tokens + request.generated + request.under_way - request.computed, budget)
+        return min(
+            request.num_prompt_tokens + request.generated + request.under_way - request.computed,
+            budget,
+        )
 
     def _run(self, request, new, output) -> int:
         if not new:
@@ -149,7 +174,9 @@ class AsyncScheduler:
         return new
 
     def _fits(self, request, new) -> bool:
-        held = sum(self._blocks(other.computed) for other in self.requests.values() if other is not request)
+        held = sum(
+            self._blocks(other.computed) for other in self.requests.values() if other is not request
+        )
         return held + self._blocks(request.computed + new) < self.cache_config.num_gpu_blocks
 
     def _blocks(self, tokens) -> int:
@@ -162,7 +189,9 @@ class AsyncScheduler:
 
 
 def run(scheduler, requests, *, ahead=0, most=5000) -> dict[str, int]:
-    """Steps until all have ended, so many of them under way at once; what each has generated. They arrive by steps."""
+    """Steps until all have ended, so many of them under way at once; what each has generated. They
+    arrive by steps.
+    """
     arriving, flying = deque(sorted(requests, key=lambda request: request.arrival_time)), deque()
     for number in range(most):
         while arriving and arriving[0].arrival_time <= number:

@@ -1,9 +1,11 @@
-"""A Python that has a "vLLM": a server with its flags, its pages and its iteration log, and no model.
+"""A Python that has a "vLLM": a server with its flags, its pages and its iteration log, and no
+model.
 
-It batches continuously, prefills in chunks and never preempts; a pass sleeps as long as `FORWARD_S` says. What it is
-told to do wrong is in its model's name: 'dies' ends while it loads, 'breaks' answers groups of 3 with 500, 'loads' is
-never ready and hears no signal, as vLLM's does not, 'stubborn' does not end when it is asked to. An 'engine' is a
-process beside it, which it leaves behind.
+It batches continuously, prefills in chunks and never preempts; a pass sleeps as long as `FORWARD_S`
+says. What it is told to do wrong is in its model's name: 'dies' ends while it loads, 'breaks'
+answers groups of 3 with 500, 'loads' is never ready and hears no signal, as vLLM's does not,
+'stubborn' does not end when it is asked to. An 'engine' is a process beside it, which it leaves
+behind.
 """
 
 from __future__ import annotations
@@ -67,10 +69,10 @@ class Engine:
             self.log.write(self._header(flags))
 
     def _header(self, flags: dict[str, str]) -> bytes:
-        from toolkit.sched.iterations import Header, to_line
+        from toolkit.sched.iterations import IterationLogHeader, to_line
 
         return to_line(
-            Header(
+            IterationLogHeader(
                 max_num_seqs=self.slots,
                 max_num_batched_tokens=self.budget,
                 block_tokens=int(flags.get("--block-size", 16)),
@@ -90,8 +92,8 @@ class Engine:
         )
 
     async def run(self) -> None:
-        from toolkit.sched.iterations import Pass, to_line
-        from toolkit.sched.iterations import Row as Logged
+        from toolkit.sched.iterations import LoggedPass, to_line
+        from toolkit.sched.iterations import LoggedRow as Logged
 
         step = 0
         while True:
@@ -119,7 +121,7 @@ class Engine:
             self.rows = [row for row in self.rows if row not in ended]
             step += 1
             if self.log:
-                one = Pass(
+                one = LoggedPass(
                     step=step,
                     start_s=start_s,
                     end_s=time.monotonic(),
@@ -142,7 +144,9 @@ class Front:
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         first, *fields = head.split("\r\n")
-        headers = {name.lower(): value for name, _, value in (field.partition(": ") for field in fields)}
+        headers = {
+            name.lower(): value for name, _, value in (field.partition(": ") for field in fields)
+        }
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         path = first.split()[1]
         if path == "/v1/completions":
@@ -158,11 +162,19 @@ class Front:
         writer.close()
 
     def write(self, writer: asyncio.StreamWriter, text: str, status: int = 200) -> None:
-        writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode())
+        writer.write(
+            f"HTTP/1.1 {status} x\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode()
+        )
 
-    async def complete(self, asked: dict, headers: dict[str, str], writer: asyncio.StreamWriter) -> None:
+    async def complete(
+        self, asked: dict, headers: dict[str, str], writer: asyncio.StreamWriter
+    ) -> None:
         self.count += 1
-        row = Row(f"cmpl-{headers.get('x-request-id', self.count)}-0-abc", len(asked["prompt"]), asked["max_tokens"])
+        row = Row(
+            f"cmpl-{headers.get('x-request-id', self.count)}-0-abc",
+            len(asked["prompt"]),
+            asked["max_tokens"],
+        )
         self.engine.rows.append(row)
         self.engine.news.set()
         usage = {"prompt_tokens": row.prompt, "completion_tokens": row.limit}
@@ -177,7 +189,10 @@ class Front:
             last = await row.tokens.get()
             writer.write(b'data: {"choices": [{"text": "x"}]}\n\n')
             if last:
-                writer.write(b"data: %s\n\ndata: [DONE]\n\n" % json.dumps({"choices": [], "usage": usage}).encode())
+                writer.write(
+                    b"data: %s\n\ndata: [DONE]\n\n"
+                    % json.dumps({"choices": [], "usage": usage}).encode()
+                )
                 return None
 
 
@@ -185,17 +200,29 @@ async def serve() -> None:
     _, verb, model, *words = sys.argv
     assert verb == "serve"
     if "engine" in model:
-        subprocess.Popen([sys.executable, "-c", "import signal; print('INFO: engine', flush=True); signal.pause()"])
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import signal; print('INFO: engine', flush=True); signal.pause()",
+            ]
+        )
     if "loads" in model:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             signal.pause()
     if "dies" in model:
         raise SystemExit("ValueError: the fake dies")
-    flags = {word: (words[k + 1] if k + 1 < len(words) else "") for k, word in enumerate(words) if word[:2] == "--"}
+    flags = {
+        word: (words[k + 1] if k + 1 < len(words) else "")
+        for k, word in enumerate(words)
+        if word[:2] == "--"
+    }
     front = Front(flags, model)
     ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, (lambda: None) if "stubborn" in model else ended.set)
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, (lambda: None) if "stubborn" in model else ended.set
+    )
     running = asyncio.create_task(front.engine.run())
     async with await asyncio.start_server(front.answer, flags["--host"], int(flags["--port"])):
         print("INFO: ready")

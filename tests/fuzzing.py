@@ -1,4 +1,6 @@
-"""What any answer of the server must be, and requests that try to get another: by its schema, at random, by bytes."""
+"""What any answer of the server must be, and requests that try to get another: by its schema, at
+random, by bytes.
+"""
 
 import asyncio
 import json
@@ -18,13 +20,21 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from serving import SETTINGS
 
-from toolkit.serve.openapi import document
-from toolkit.serve.settings import Settings
+from toolkit.serve.api import document
+from toolkit.serve.settings import FrontSettings
 
 LEAKS = re.compile(
-    "|".join(map(re.escape, ("Traceback", 'File "', "site-packages", sys.prefix, str(Path(__file__).parents[1]))))
+    "|".join(
+        map(
+            re.escape,
+            ("Traceback", 'File "', "site-packages", sys.prefix, str(Path(__file__).parents[1])),
+        )
+    )
 )
-BEYOND_SCHEMAS = {"context_length_exceeded", "overloaded"}  # what only the tokens and the moment say
+BEYOND_SCHEMAS = {
+    "context_length_exceeded",
+    "overloaded",
+}  # what only the tokens and the moment say
 SENT = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
@@ -40,16 +50,30 @@ def complaint(status: int, kind: str, body: bytes) -> str:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
         return f"no OpenAI error: {status} {body[:200]!r}"
-    whole = json.loads(body).keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
-    fine = whole and isinstance(error["message"], str) and error["message"] and kind == "application/json"
+    whole = json.loads(body).keys() == {"error"} and error.keys() == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
+    fine = (
+        whole
+        and isinstance(error["message"], str)
+        and error["message"]
+        and kind == "application/json"
+    )
     return "" if fine else f"no OpenAI error: {status} {kind} {body[:200]!r}"
 
 
 def complaint_of(response: httpx.Response) -> str:
-    return complaint(response.status_code, response.headers.get("content-type", ""), response.content)
+    return complaint(
+        response.status_code, response.headers.get("content-type", ""), response.content
+    )
 
 
-def cases(mode: GenerationMode, settings: Settings = SETTINGS) -> st.SearchStrategy[schemathesis.Case[Any]]:
+def cases(
+    mode: GenerationMode, settings: FrontSettings = SETTINGS
+) -> st.SearchStrategy[schemathesis.Case[Any]]:
     """Requests that the server's own schema allows, or does not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -62,20 +86,35 @@ PATIENT_S = 60
 def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
     """A case in httpx's words."""
     kwargs = case.as_transport_kwargs(base_url="http://test")
-    kept = {key: kwargs[key] for key in ("method", "url", "headers", "params") if kwargs.get(key) is not None}
-    kept["headers"] = {name: value for name, value in dict(kept.get("headers", {})).items() if value is not None}
+    kept = {
+        key: kwargs[key]
+        for key in ("method", "url", "headers", "params")
+        if kwargs.get(key) is not None
+    }
+    kept["headers"] = {
+        name: value for name, value in dict(kept.get("headers", {})).items() if value is not None
+    }
     body = kwargs.get("json")
     if body is not None:
         seconds = body.get("timeout") if isinstance(body, dict) else None
         if isinstance(seconds, int | float) and 0 < seconds < PATIENT_S:
-            body = {**body, "timeout": PATIENT_S}  # one that passes meanwhile is 504, as it was asked for
+            body = {
+                **body,
+                "timeout": PATIENT_S,
+            }  # one that passes meanwhile is 504, as it was asked for
         return kept | {"json": _as_javascript(body)}
     data = kwargs.get("data")
-    return kept | ({"content": data if isinstance(data, str | bytes) else json.dumps(data)} if data is not None else {})
+    return kept | (
+        {"content": data if isinstance(data, str | bytes) else json.dumps(data)}
+        if data is not None
+        else {}
+    )
 
 
 def _as_javascript(value: object) -> object:
-    """The same value as JavaScript writes it: to a schema 5.0 is an integer; the server wants integers written 5."""
+    """The same value as JavaScript writes it: to a schema 5.0 is an integer; the server wants
+    integers written 5.
+    """
     if isinstance(value, dict):
         return {key: _as_javascript(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -90,7 +129,9 @@ VALUES = st.recursive(
     | st.floats()
     | st.text(max_size=8)
     | st.sampled_from([10**400, -(2**63), 1e308]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=12,
 )
 
@@ -100,9 +141,13 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     """A route and a body near a good one: fields changed, bytes changed."""
     path = draw(st.sampled_from(SENT))
     properties = document(SETTINGS)["components"]["schemas"]["ChatForm"]["properties"]
-    fields = draw(st.dictionaries(st.sampled_from([*properties, "prompt", "tokens"]), VALUES, max_size=4))
+    fields = draw(
+        st.dictionaries(st.sampled_from([*properties, "prompt", "tokens"]), VALUES, max_size=4)
+    )
     good: dict[str, Any] = (
-        {"prompt": "hello", "tokens": [104]} if path != SENT[1] else {"messages": [{"role": "user", "content": "hi"}]}
+        {"prompt": "hello", "tokens": [104]}
+        if path != SENT[1]
+        else {"messages": [{"role": "user", "content": "hi"}]}
     )
     if path == "/tokenize":
         good = {"prompt": "hello"}
@@ -114,15 +159,42 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 PIECES = [
-    *(b'"\\ud800"', b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"\xef\xbb\xbf", b"\xff\xfe", b"\x00", b"\\u0000"),
-    *(b"[" * 40, b"[" * 40 + b"]" * 40, b'{"a":' * 40, b'"prompt": "again",', b"\xed\xa0\x80", b"//", b",", b"0x10"),
+    *(
+        b'"\\ud800"',
+        b"NaN",
+        b"-Infinity",
+        b"1e999",
+        b"9" * 5000,
+        b"\xef\xbb\xbf",
+        b"\xff\xfe",
+        b"\x00",
+        b"\\u0000",
+    ),
+    *(
+        b"[" * 40,
+        b"[" * 40 + b"]" * 40,
+        b'{"a":' * 40,
+        b'"prompt": "again",',
+        b"\xed\xa0\x80",
+        b"//",
+        b",",
+        b"0x10",
+    ),
 ]
 
 
-def request(path: str, body: bytes, *headers: bytes, version: bytes = b"1.1", method: bytes = b"POST") -> bytes:
+def request(
+    path: str, body: bytes, *headers: bytes, version: bytes = b"1.1", method: bytes = b"POST"
+) -> bytes:
     """A request's bytes, as a client would write them but for what `headers` says."""
-    stated = any(header.lower().startswith((b"content-length", b"transfer-encoding")) for header in headers)
-    lines = [b"%s %s HTTP/%s" % (method, path.encode("latin-1"), version), b"Host: localhost", *headers]
+    stated = any(
+        header.lower().startswith((b"content-length", b"transfer-encoding")) for header in headers
+    )
+    lines = [
+        b"%s %s HTTP/%s" % (method, path.encode("latin-1"), version),
+        b"Host: localhost",
+        *headers,
+    ]
     if not any(header.lower().startswith(b"content-type") for header in headers):
         lines.append(b"Content-Type: application/json")
     if not stated:
@@ -134,7 +206,8 @@ GOOD = b'{"prompt": "hello", "max_tokens": 2}'
 CLOSE = b"Connection: close"
 CHUNKED = b"Transfer-Encoding: chunked"
 
-# Name to bytes and the statuses that may come back, 0 for none: the client itself ends the connection there.
+# Name to bytes and the statuses that may come back, 0 for none: the client itself ends the
+# connection there.
 RAW: dict[str, tuple[bytes, set[int]]] = {
     "good": (request(SENT[0], GOOD, CLOSE), {200}),
     "HTTP/1.0": (request(SENT[0], GOOD, version=b"1.0"), {200}),
@@ -197,13 +270,20 @@ def torn(rng: random.Random) -> bytes:
     data = bytearray(rng.choice([raw for raw, _ in RAW.values() if len(raw) < 2000]))
     for _ in range(rng.randint(1, 4)):
         place, length = rng.randrange(len(data) + 1), rng.randint(0, 8)
-        changes = [b"", rng.randbytes(length), data[place : place + length] * 2, rng.choice([*SEPARATORS, *PIECES])]
+        changes = [
+            b"",
+            rng.randbytes(length),
+            data[place : place + length] * 2,
+            rng.choice([*SEPARATORS, *PIECES]),
+        ]
         data[place : place + length] = rng.choice(changes)
     return bytes(data)
 
 
 async def converse(port: int, data: bytes, *, patience_s: float = 60.0) -> bytes:
-    """What the server says to these bytes until it closes; after `patience_s` the client ends its side."""
+    """What the server says to these bytes until it closes; after `patience_s` the client ends its
+    side.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)

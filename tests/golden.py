@@ -1,9 +1,9 @@
 """Digests of what the scheduler decides and what the simulator makes of it, for many worlds.
 
-A digest covers every decision (the event log, byte for byte) and every outcome (token times, largest
-gaps, busy and completed times, counters). Work that makes the scheduler or the simulator faster must
-leave all digests as they are. Traces are made with additions and products alone, which every IEEE
-machine computes alike, so the digests hold on all of them.
+A digest covers every decision (the event log, byte for byte) and every outcome (token times,
+largest gaps, busy and completed times, counters). Work that makes the scheduler or the simulator
+faster must leave all digests as they are. Traces are made with additions and products alone, which
+every IEEE machine computes alike, so the digests hold on all of them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from toolkit.estimators.laws import SegmentedLaw, bilinear_law
+from toolkit.estimators.laws import LinearSwap, SegmentedLaw, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
-from toolkit.estimators.swap import LinearSwap
 from toolkit.files.fit import Range
-from toolkit.sched.eventlog import Event, Recorder, to_line
+from toolkit.sched.eventlog import Event, RecordingScheduler, to_line
 from toolkit.sched.policies import BUILT_IN, POLICIES, make_any, make_policy
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.protocols import Oracle, Policy
@@ -31,15 +30,18 @@ from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.validity import Validity
-from toolkit.sim.world import World, fleet
+from toolkit.sim.world import Validity, World, fleet
 from toolkit.traces.types import Trace
 
 CAPACITY = 3_000  # tokens: about ten requests at their mean, so that memory binds
 LIMIT = 600  # tokens that an output may have
 WORKERS = (8, 64)
 RATES = (0.4, 1.0, 1.35)
-MEMORIES: tuple[Joining | None, ...] = (None, "embed", "shape")  # paged, or a slab with either joining
+MEMORIES: tuple[Joining | None, ...] = (
+    None,
+    "embed",
+    "shape",
+)  # paged, or a slab with either joining
 ROUTED = ("conservative", "past-future", "slice-continuous", "mlfq", "baton")
 ROUTERS = ("least-loaded", "max-min", "future-memory", "round-robin")
 SWAP = LinearSwap(2e-3, 1e5, 2e5)
@@ -59,7 +61,9 @@ class Case:
 
 
 def trace_of(requests: int, rate_rps: float, *, seed: int = 0, prioritised: bool = False) -> Trace:
-    """A made-up trace: bursts, mostly short prompts and outputs with a long tail, some with a limit."""
+    """A made-up trace: bursts, mostly short prompts and outputs with a long tail, some with a
+    limit.
+    """
     rng = random.Random(seed)
     now_s, arrival, prompts, outputs, limits, priorities = 0.0, [], [], [], [], []
     for _ in range(requests):
@@ -76,12 +80,20 @@ def trace_of(requests: int, rate_rps: float, *, seed: int = 0, prioritised: bool
     return Trace(np.array(arrival), *lengths, priority=urgent)
 
 
-def world_of(workers: int, *, emits: bool = False, joining: Joining | None = None, seed: int = 5) -> World:
+def world_of(
+    workers: int, *, emits: bool = False, joining: Joining | None = None, seed: int = 5
+) -> World:
     """The world of a case: a law with costs of rounds and of rows that leave, and host memory."""
-    law = bilinear_law(p=(2e-5, 1e-3, 1e-6, 5e-3), d=(2e-7, 1e-4, 1e-8, 0.02), prefill_emits_token=emits)
+    law = bilinear_law(
+        p=(2e-5, 1e-3, 1e-6, 5e-3), d=(2e-7, 1e-4, 1e-8, 0.02), prefill_emits_token=emits
+    )
     segments = law.prefill, law.decode
-    latency = SegmentedLaw(*segments, emits, padded=joining is not None, round_s=1e-3, leaving=(1e-4, 1e-7))
-    paged = PagedEngine(StepLaw(0.02, 1e-4, 1e-3, 2e-7, 1e-9, (2e-5, 4e-5), (0, 256)), 187, 16, ahead=emits)
+    latency = SegmentedLaw(
+        *segments, emits, padded=joining is not None, round_s=1e-3, leaving=(1e-4, 1e-7)
+    )
+    paged = PagedEngine(
+        StepLaw(0.02, 1e-4, 1e-3, 2e-7, 1e-9, (2e-5, 4e-5), (0, 256)), 187, 16, ahead=emits
+    )
     return World(
         latency,
         ZetaMemory(CAPACITY),
@@ -119,7 +131,9 @@ def matrix(requests: dict[int, int]) -> Iterator[Case]:
 
 
 def variants(requests: int) -> Iterator[Case]:
-    """What the matrix leaves out: routers, chunks, priorities, fleets, failures, counters, parameters."""
+    """What the matrix leaves out: routers, chunks, priorities, fleets, failures, counters,
+    parameters.
+    """
     crowd = trace_of(requests, rate_rps(1.35, 8), seed=1)
     urgent = trace_of(requests, rate_rps(1.35, 8), seed=2, prioritised=True)
     plain = world_of(8)
@@ -128,7 +142,9 @@ def variants(requests: int) -> Iterator[Case]:
     wide = replace(world_of(3, joining="embed"), future_memory=True)
     mixed_slab = fleet([wide, replace(wide, workers=4, memory=ZetaMemory(1_500))])
     failing = replace(plain, runs_out=_runs_out, round_runs_out=_runs_out, token_gaps=True)
-    narrow = Validity(Range(batch_size_max=4, length_max=300), Range(batch_size_max=6, length_max=350))
+    narrow = Validity(
+        Range(batch_size_max=4, length_max=300), Range(batch_size_max=6, length_max=350)
+    )
     counting = replace(plain, valid=narrow, future_memory=True, drain=False, flush_s=0.05)
     for policy in ROUTED:
         for router in ROUTERS:
@@ -143,12 +159,22 @@ def variants(requests: int) -> Iterator[Case]:
         yield Case(f"{policy}, memory runs out", policy, failing, crowd)
         yield Case(f"{policy}, counting", policy, counting, crowd)
         if kind.continuous:
-            yield Case(f"{policy}, limits do not hold", policy, replace(plain, limits_hold=False), crowd)
+            yield Case(
+                f"{policy}, limits do not hold", policy, replace(plain, limits_hold=False), crowd
+            )
             for joining in MEMORIES:
                 where = world_of(8, emits=joining != "shape", joining=joining)
                 memory = joining or "paged"
-                yield Case(f"{policy} in chunks, {memory}", policy, where, crowd, {"chunk_tokens": 48})
-                yield Case(f"{policy} with priorities, {memory}", policy, where, urgent, logged=joining is None)
+                yield Case(
+                    f"{policy} in chunks, {memory}", policy, where, crowd, {"chunk_tokens": 48}
+                )
+                yield Case(
+                    f"{policy} with priorities, {memory}",
+                    policy,
+                    where,
+                    urgent,
+                    logged=joining is None,
+                )
         for seed in (1, 2):
             for memory in (None, "embed") if kind.continuous else (None,):
                 where = world_of(4, emits=seed == 1, joining=memory)
@@ -165,7 +191,12 @@ OTHERS: dict[str, dict[str, Value]] = {
     "conservative: overcommitted": {"overcommit": 2.5, "interval_steps": 1},
     "aggressive: full": {"watermark": 1.0, "interval_steps": 3},
     "aggressive: overfilling": {"watermark": 1.0, "overfill": True},
-    "past-future: with a history": {"initial_count": 9, "initial_length": 50, "reserve": 0.0, "samples": 2},
+    "past-future: with a history": {
+        "initial_count": 9,
+        "initial_length": 50,
+        "reserve": 0.0,
+        "samples": 2,
+    },
     "past-future-sla: tight": {"ttft_s": 0.5, "mtpot_s": 0.1, "interval_steps": 2},
     "past-future-sla: all late": {"ttft_s": 1e-6, "late_share": 0.5},
     "slice-continuous: restless": {"slice_tokens": 16, "interval_steps": 1, "margin": 0.02},
@@ -191,15 +222,25 @@ def digest(case: Case) -> str:
     requests, outputs = requests_of(case.trace, case.world.max_new_tokens)
     policy: Policy = make_policy(case.policy, case.parameters)
     if isinstance(policy, Oracle):
-        policy = policy.told({one.request_id: tokens for one, tokens in zip(requests, outputs, strict=True)})
-    recorder = Recorder(policy, case.world.scheduled(), partial(_note, found), seed=case.world.seed)
+        policy = policy.told(
+            {one.request_id: tokens for one, tokens in zip(requests, outputs, strict=True)}
+        )
+    recorder = RecordingScheduler(
+        policy, case.world.scheduled(), partial(_note, found), seed=case.world.seed
+    )
     if case.storm:
         Storm(recorder, requests, outputs, case.storm).run()
         found.update(repr(recorder.take_refusals()).encode())
     else:
         ledger = Ledger(case.trace.arrival_s.tolist(), outputs, case.world.size)
         run(recorder, requests, virtual_workers(policy, case.world, ledger, requests))
-        times = (ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s, ledger.busy_s, ledger.completed_s)
+        times = (
+            ledger.first_token_s,
+            ledger.last_token_s,
+            ledger.max_gap_s,
+            ledger.busy_s,
+            ledger.completed_s,
+        )
         for times_s in times:
             found.update(np.asarray(times_s, dtype="<f8").tobytes())
     return found.hexdigest()[:16]
@@ -220,9 +261,13 @@ def _runs_out(batch_id: int, size: int, length: int, steps: int) -> bool:
 
 
 class Storm:
-    """Runs a scheduler's batches and lets much go wrong: cancellations, ends, memory that is short, lost workers."""
+    """Runs a scheduler's batches and lets much go wrong: cancellations, ends, memory that is short,
+    lost workers.
+    """
 
-    def __init__(self, scheduler: Recorder, requests: list[Request], outputs: list[int], seed: int) -> None:
+    def __init__(
+        self, scheduler: RecordingScheduler, requests: list[Request], outputs: list[int], seed: int
+    ) -> None:
         self._scheduler, self._rng = scheduler, random.Random(seed)
         self._requests = requests
         self._left = {one.request_id: tokens for one, tokens in zip(requests, outputs, strict=True)}
@@ -234,7 +279,9 @@ class Storm:
         for request in self._requests:
             self._at(request.arrival_s, "arrives", request)
             if self._rng.random() < 0.15:
-                self._at(request.arrival_s + 3.0 * self._rng.random(), "cancelled", request.request_id)
+                self._at(
+                    request.arrival_s + 3.0 * self._rng.random(), "cancelled", request.request_id
+                )
             elif self._rng.random() < 0.1:
                 self._at(request.arrival_s + 3.0 * self._rng.random(), "stops", request.request_id)
         scheduler = self._scheduler
@@ -280,11 +327,15 @@ class Storm:
         names = [job.request_id for job in batch.jobs]
         if chance < 0.1:
             zeros, on = [0] * len(names), [False] * len(names)
-            return BatchResult(batch.batch_id, batch.worker, zeros, on, "oom" if chance < 0.05 else "crashed")
+            return BatchResult(
+                batch.batch_id, batch.worker, zeros, on, "oom" if chance < 0.05 else "crashed"
+            )
         tokens = [min(batch.steps, self._left[name]) for name in names]
         for name, count in zip(names, tokens, strict=True):
             self._left[name] -= count
-        return BatchResult(batch.batch_id, batch.worker, tokens, [not self._left[name] for name in names])
+        return BatchResult(
+            batch.batch_id, batch.worker, tokens, [not self._left[name] for name in names]
+        )
 
     def _round(self, batch: Batch, chance: float) -> RoundResult:
         worker = self._scheduler.workers[batch.worker]
@@ -294,7 +345,9 @@ class Storm:
         if chance < 0.1:
             dropped = tuple(reversed(rows[len(rows) // 2 :]))
             joined = tuple([(name, 0) for name in rows])
-            return RoundResult(batch.batch_id, batch.worker, 0, joined=joined, failure="oom", dropped=dropped)
+            return RoundResult(
+                batch.batch_id, batch.worker, 0, joined=joined, failure="oom", dropped=dropped
+            )
         if worker.emits:
             for job in batch.jobs:
                 self._left[job.request_id] -= 1
@@ -304,7 +357,9 @@ class Storm:
         for name in rows:
             self._left[name] -= steps
         ended = tuple([name for name in rows if self._left[name] <= 0])
-        missed = tuple([(name, 1) for name in rows[:1] if steps > 1 and chance > 0.95 and name not in ended])
+        missed = tuple(
+            [(name, 1) for name in rows[:1] if steps > 1 and chance > 0.95 and name not in ended]
+        )
         for name, count in missed:
             self._left[name] += count
         return RoundResult(batch.batch_id, batch.worker, steps, ended, missed=missed)

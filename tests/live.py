@@ -1,4 +1,6 @@
-"""Real engines behind a driver, on threads of the test's process: rounds and slices, killed workers, short memory."""
+"""Real engines behind a driver, on threads of the test's process: rounds and slices, killed
+workers, short memory.
+"""
 
 import asyncio
 import math
@@ -11,18 +13,21 @@ from serving import HandWorkers
 from toolkit.engines.protocol import OutOfMemory, Round, Row, StepOutput
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.sched.scheduler import Scheduler
+from toolkit.workers.pool import BatchRecord
 from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, Times, WorkerLost
-from toolkit.workers.record import BatchRecord
 
 
 class ThreadWorkers(HandWorkers):
     """Engines, each on a thread.
 
-    `killed` ends a batch as a killed process would, and the worker comes back with a new engine. While `troubles` are
-    left, an allocation of each second batch of several rows fails, the first of one, the second of another.
+    `killed` ends a batch as a killed process would, and the worker comes back with a new engine.
+    While `troubles` are left, an allocation of each second batch of several rows fails, the first
+    of one, the second of another.
     """
 
-    def __init__(self, make: Callable[[], TransformersEngine], size: int = 2, troubles: int = 0) -> None:
+    def __init__(
+        self, make: Callable[[], TransformersEngine], size: int = 2, troubles: int = 0
+    ) -> None:
         super().__init__(size)
         self.make = make
         self.engines = [make() for _ in range(size)]
@@ -32,12 +37,21 @@ class ThreadWorkers(HandWorkers):
         self.tasks: set[asyncio.Task] = set()
         self.troubles, self.ran_out, self.crowded = troubles, 0, 0
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+    def run(
+        self,
+        worker: int,
+        batch_id: int,
+        rows: Sequence[Row],
+        steps: int,
+        estimated_s: float = math.inf,
+    ) -> None:
         super().run(worker, batch_id, rows, steps, estimated_s)
         record = BatchRecord(batch_id, len(rows))
         self.start_task(self.serve(worker, record, tuple(rows), steps))
 
-    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
+    def run_round(
+        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
+    ) -> None:
         assert worker not in self.running, "one round at a time"
         self.running[worker] = (batch_id, [], plan.steps)
         self.stopping[worker].clear()
@@ -52,7 +66,9 @@ class ThreadWorkers(HandWorkers):
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def serve(self, worker: int, record: BatchRecord, rows: tuple[Row, ...], steps: int) -> None:
+    async def serve(
+        self, worker: int, record: BatchRecord, rows: tuple[Row, ...], steps: int
+    ) -> None:
         on_step = self.telling(worker, record.batch_id, record)
         with Trouble(self, worker, len(rows)):
             failure = ""
@@ -74,10 +90,14 @@ class ThreadWorkers(HandWorkers):
             output = await asyncio.to_thread(self.engines[worker].run_round, plan, on_step)
         await asyncio.sleep(0)
         failure = self.after(worker) or ("oom" if output.is_short else "")
-        self.on_event(RoundDone(worker, batch_id, None if failure == "crashed" else output, Times(), failure))
+        self.on_event(
+            RoundDone(worker, batch_id, None if failure == "crashed" else output, Times(), failure)
+        )
         self.revive(worker, failure)
 
-    def telling(self, worker: int, batch_id: int, record: BatchRecord | None = None) -> Callable[[StepOutput], bool]:
+    def telling(
+        self, worker: int, batch_id: int, record: BatchRecord | None = None
+    ) -> Callable[[StepOutput], bool]:
         """What an engine calls between two steps."""
         loop = asyncio.get_running_loop()
 
@@ -106,7 +126,9 @@ class ThreadWorkers(HandWorkers):
 
 
 class Trouble:
-    """Within it, an allocation of the worker's engine may fail. Only of a batch of several: alone, two are the end."""
+    """Within it, an allocation of the worker's engine may fail. Only of a batch of several: alone,
+    two are the end.
+    """
 
     def __init__(self, workers: ThreadWorkers, worker: int, rows: int) -> None:
         self.workers, self.ledger = workers, workers.engines[worker].ledger

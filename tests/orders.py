@@ -1,4 +1,6 @@
-"""Orders for rendering: a plan on CPUs, one on GPUs whose model comes from the hub. Numbers are made up for tests."""
+"""Orders for rendering: a plan on CPUs, one on GPUs whose model comes from the hub. Numbers are
+made up for tests.
+"""
 
 from pathlib import Path
 
@@ -13,15 +15,24 @@ from toolkit.files.plan import Kind, Plan, PlannedPolicy, PlannedWorkload
 
 SLICE = PlannedPolicy(name="slice", parameters={"slice_tokens": 64})
 GPU = {
-    "model": {"source": "org/model", "max_model_len": 512, "weight_bytes": 16 << 30, "revision": "abc123"},
+    "model": {
+        "source": "org/model",
+        "max_model_len": 512,
+        "weight_bytes": 16 << 30,
+        "revision": "abc123",
+    },
     "hardware": {"device": "cuda", "name": "H200", "memory_gib": 139.8},
     "engine": {"name": "transformers", "gpu_memory_utilization": 0.85},
     "sla": {"ttft_p99_s": 2.0, "mtpot_p99_s": 0.5, "e2e_p99_s": 90.0},
 }
 
 
-def plan(folder: Path, policy: PlannedPolicy = SLICE, fit: Fit | None = None, **changes: object) -> Plan:
-    """A plan of the samples' recipe with these changes, tuned as far as it can be said without tuning."""
+def plan(
+    folder: Path, policy: PlannedPolicy = SLICE, fit: Fit | None = None, **changes: object
+) -> Plan:
+    """A plan of the samples' recipe with these changes, tuned as far as it can be said without
+    tuning.
+    """
     recipe, fit = samples.recipe(**changes), fit or samples.fit()
     its = {
         "engine": recipe.engine.name,
@@ -42,10 +53,21 @@ def plan(folder: Path, policy: PlannedPolicy = SLICE, fit: Fit | None = None, **
 def fleet(folder: Path) -> Plan:
     """Three workers on two kinds of GPU, and two on the CPUs of machines that the fleet labels."""
     made = plan(folder, fit=on("NVIDIA H200"), **GPU)
-    small = {**GPU, "hardware": {"device": "cuda", "name": "A100-80GB"}, "engine": {"name": "transformers"}}
+    small = {
+        **GPU,
+        "hardware": {"device": "cuda", "name": "A100-80GB"},
+        "engine": {"name": "transformers"},
+    }
     others = [
-        Kind(recipe=samples.recipe(name="small", **small), fit=on("NVIDIA A100-SXM4-80GB"), workers=2),
-        Kind(recipe=samples.recipe(name="cpus", **SAME), fit=samples.fit(), workers=2, nodes={"pool": "cpus"}),
+        Kind(
+            recipe=samples.recipe(name="small", **small), fit=on("NVIDIA A100-SXM4-80GB"), workers=2
+        ),
+        Kind(
+            recipe=samples.recipe(name="cpus", **SAME),
+            fit=samples.fit(),
+            workers=2,
+            nodes={"pool": "cpus"},
+        ),
     ]
     return made.model_copy(update={"others": others, "workers": 5})
 

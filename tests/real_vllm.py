@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 import samples
 
-from toolkit.inside.setup import make_worker, read_setup
-from toolkit.sched.eventlog import Header, from_lines, replay
+from toolkit.backends.vllm.setup import make_worker, read_setup
+from toolkit.sched.eventlog import EventLogHeader, from_lines, replay
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 
-PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
-needed = pytest.mark.skipif(not PYTHON, reason="vLLM is not installed, and VLLM_PYTHON names no Python that has it")
+PYTHON = os.environ.get("VLLM_PYTHON") or (
+    sys.executable if importlib.util.find_spec("vllm") else ""
+)
+needed = pytest.mark.skipif(
+    not PYTHON, reason="vLLM is not installed, and VLLM_PYTHON names no Python that has it"
+)
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -37,18 +41,31 @@ def recipe():
             "name": "vllm",
             "threads": 1,
             "kv_cache_memory_mib": 1,
-            "vllm": {"python": PYTHON, "block_size": 32, "enforce_eager": True, "num_gpu_blocks_override": 13},
+            "vllm": {
+                "python": PYTHON,
+                "block_size": 32,
+                "enforce_eager": True,
+                "num_gpu_blocks_override": 13,
+            },
         },
-        model={"source": "random", "config": CONFIG, "max_model_len": 256, "dtype": "float32", "tokenizer": "bytes"},
+        model={
+            "source": "random",
+            "config": CONFIG,
+            "max_model_len": 256,
+            "dtype": "float32",
+            "tokenizer": "bytes",
+        },
         workers=1,
         policy={"name": "vllm"},
     )
 
 
 def differences(log: Path, environ: Mapping[str, str]) -> list[str]:
-    """What a fresh scheduler decides otherwise than the log of one that ran inside under `environ` says."""
+    """What a fresh scheduler decides otherwise than the log of one that ran inside under `environ`
+    says.
+    """
     header, *events = from_lines(log.read_bytes().splitlines(keepends=True))
-    assert isinstance(header, Header)
+    assert isinstance(header, EventLogHeader)
     assert events
     worker = make_worker(read_setup(environ), header.capacity_tokens, header.slots)
     return list(replay(events, Scheduler(make_policy(header.policy, header.parameters), [worker])))

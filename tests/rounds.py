@@ -24,11 +24,14 @@ def rebatch_engine(
     kind: str = "llama", *, budget_mib: float = 16.0, dtype: str = "float32", **changes: Any
 ) -> RebatchEngine:
     spec = tiny.model_spec(kind, dtype=dtype)
-    return RebatchEngine(spec, tiny.engine_spec("rebatch", budget_mib=budget_mib, **changes), tiny.CPU)
+    return RebatchEngine(
+        spec, tiny.engine_spec("rebatch", budget_mib=budget_mib, **changes), tiny.CPU
+    )
 
 
 class Scarce(TorchDispatchMode):
-    """Within it, what takes memory is counted: what a ledger is asked for, and every tensor that is made.
+    """Within it, what takes memory is counted: what a ledger is asked for, and every tensor that is
+    made.
 
     The `fails_at`th fails, and with `lasting` all that follow until `relent` is called.
     """
@@ -51,9 +54,13 @@ class Scarce(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        fresh = any(str(one.type) == "Tensor" and one.alias_info is None for one in func._schema.returns)
+        fresh = any(
+            str(one.type) == "Tensor" and one.alias_info is None for one in func._schema.returns
+        )
         made = func(*args, **(kwargs or {}))
-        if (fresh or "lift_fresh" in str(func)) and not (isinstance(made, torch.Tensor) and made.numel() == 0):
+        if (fresh or "lift_fresh" in str(func)) and not (
+            isinstance(made, torch.Tensor) and made.numel() == 0
+        ):
             self._ask()
         return made
 
@@ -76,7 +83,9 @@ class Scarce(TorchDispatchMode):
 
 def free_row(length: int, new: int, *, first: int = 0) -> Row:
     """A row that gets exactly `new` tokens."""
-    return Row(f"{length}+{new}", tuple((first + index) % 256 for index in range(length)), 0, new, FREE)
+    return Row(
+        f"{length}+{new}", tuple((first + index) % 256 for index in range(length)), 0, new, FREE
+    )
 
 
 def random_rows(seed: int, count: int, sampling: SamplingParams = GREEDY) -> list[Row]:
@@ -118,7 +127,9 @@ class Desk:
     `run` makes a round of what it is told to do and checks that what comes back agrees with it.
     """
 
-    def __init__(self, engine: RebatchEngine, rows: Sequence[Row], *, chunk_tokens: int = 0) -> None:
+    def __init__(
+        self, engine: RebatchEngine, rows: Sequence[Row], *, chunk_tokens: int = 0
+    ) -> None:
         self.engine = engine
         self.rows = list(rows)
         self.got: list[list[int]] = [[] for _ in rows]
@@ -134,7 +145,9 @@ class Desk:
 
     def run(self, steps: int = 5, *, enter: Sequence[int] = (), **moves: Any) -> RoundOutput:
         rows = tuple(map(self.as_row, enter))
-        plan = Round(steps=steps, enter=rows, numbers=tuple(enter), chunk_tokens=self.chunk_tokens, **moves)
+        plan = Round(
+            steps=steps, enter=rows, numbers=tuple(enter), chunk_tokens=self.chunk_tokens, **moves
+        )
         self._set(plan.evict, WAITS)
         self._set(plan.pause, PAUSED)
         self._set(plan.swap_out, SWAPPED)
@@ -158,7 +171,9 @@ class Desk:
         running = {*engine._batch.numbers, *engine._prefiller.numbers}
         assert running == set(self.having(RUNS))
         assert set(engine._parked.on_device) == set(self.having(PAUSED))
-        assert set(engine._parked._rows) - set(engine._parked.on_device) == set(self.having(SWAPPED))
+        assert set(engine._parked._rows) - set(engine._parked.on_device) == set(
+            self.having(SWAPPED)
+        )
 
     def finish(self) -> list[tuple[int, ...]]:
         """Run all to their ends; what each got."""
@@ -166,14 +181,22 @@ class Desk:
             if not self.having(WAITS, RUNS, PAUSED, SWAPPED):
                 break
             swapped = self.having(SWAPPED)
-            self.run(7, enter=self.having(WAITS), swap_in=tuple(swapped), resume=(*self.having(PAUSED), *swapped))
+            self.run(
+                7,
+                enter=self.having(WAITS),
+                swap_in=tuple(swapped),
+                resume=(*self.having(PAUSED), *swapped),
+            )
         return [tuple(tokens) for tokens in self.got]
 
     def at_random(self, rng: random.Random) -> None:
         """A round of random moves."""
         running = self._some(rng, self.having(RUNS), 0.25)
         evict, pause, swap_out = (tuple(running[index::3]) for index in range(3))
-        paused, swapped = self._some(rng, self.having(PAUSED), 0.6), self._some(rng, self.having(SWAPPED), 0.4)
+        paused, swapped = (
+            self._some(rng, self.having(PAUSED), 0.6),
+            self._some(rng, self.having(SWAPPED), 0.4),
+        )
         swap_out += tuple(paused[1::2])
         resume = (*paused[::2], *swapped[::2])
         self.run(

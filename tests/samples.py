@@ -1,10 +1,11 @@
-"""Small, fixed inputs that several tests share. Numbers here are made up for tests and measured nowhere."""
+"""Small, fixed inputs that several tests share. Numbers here are made up for tests and measured
+nowhere.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import toolkit
-from toolkit.files.envelope import Environment
 from toolkit.files.fit import (
     Candidate,
     Fit,
@@ -20,8 +21,11 @@ from toolkit.files.fit import (
 from toolkit.files.io import head, write_file
 from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.recipe import Recipe
+from toolkit.files.strict import Environment
 
-ENVIRONMENT = Environment(python="3.11", platform="test", processor="test", cpu_count=2, packages={}, device="cpu")
+ENVIRONMENT = Environment(
+    python="3.11", platform="test", processor="test", cpu_count=2, packages={}, device="cpu"
+)
 ERROR = HeldOutError(median_percent=1.0, p95_percent=2.0, worst_percent=3.0, points=10)
 
 
@@ -36,7 +40,9 @@ def latency(nl: float, n: float, l: float, const: float) -> LatencyFit:  # noqa:
     )
 
 
-def fit(capacity_tokens: int = 8192, workers: int = 2, zeta_std: float = 0.02, engine: str = "fake") -> Fit:
+def fit(
+    capacity_tokens: int = 8192, workers: int = 2, zeta_std: float = 0.02, engine: str = "fake"
+) -> Fit:
     facts = EngineFacts(
         engine=engine,
         engine_version=toolkit.__version__,
@@ -63,7 +69,11 @@ def fit(capacity_tokens: int = 8192, workers: int = 2, zeta_std: float = 0.02, e
         decode=latency(5e-7, 1e-4, 1e-7, 4e-3),
         overhead=OverheadFit(batch_s=0.002, stretch=1.1, error=ERROR),
         memory=MemoryFit(
-            form="zeta", capacity_tokens=capacity_tokens, kv_bytes_per_token=4096, zeta=0.9, zeta_std=zeta_std
+            form="zeta",
+            capacity_tokens=capacity_tokens,
+            kv_bytes_per_token=4096,
+            zeta=0.9,
+            zeta_std=zeta_std,
         ),
     )
 
@@ -77,18 +87,30 @@ def paged_fit(capacity_tokens: int = 4096) -> Fit:
         blocks=capacity_tokens // 16, async_scheduling=False,
         valid=StepRange(rows_max=64, tokens_max=2048, cached_max=4096.0),
     )  # fmt: skip
-    return plain.model_copy(update={"engine": plain.engine.model_copy(update={"engine": "vllm"}), "steps": steps})
+    return plain.model_copy(
+        update={"engine": plain.engine.model_copy(update={"engine": "vllm"}), "steps": steps}
+    )
 
 
 def recipe(**changes: object) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "test",
-            "model": {"source": "random", "config": {"model_type": "llama"}, "dtype": "float32", "max_model_len": 512},
+            "model": {
+                "source": "random",
+                "config": {"model_type": "llama"},
+                "dtype": "float32",
+                "max_model_len": 512,
+            },
             "hardware": {"device": "cpu", "name": "any"},
             "engine": {"name": "fake"},
             "workers": 2,
-            "profile": {"batch_sizes": [1], "input_lengths": [8], "cached_lengths": [8], "memory_lengths": [8]},
+            "profile": {
+                "batch_sizes": [1],
+                "input_lengths": [8],
+                "cached_lengths": [8],
+                "memory_lengths": [8],
+            },
             "sla": {"ttft_p99_s": 2.0, "e2e_p95_s": 8.0},
             "policy": {"name": "slice", "parameters": {"slice_tokens": 128}},
             "tune": {"trials": 8, "window_s": 10, "load": 1.0, "policies": ["own"]},
@@ -101,7 +123,14 @@ def recipe(**changes: object) -> Recipe:
 def write_fit(recipe: Path) -> None:
     """profile.json without points and, made from it, fit.json, beside the recipe."""
     profile, fitted = recipe.with_name("profile.json"), fit(engine="transformers")
-    about: dict[str, Any] = {"recipe_name": "test", "workers": 2, "clock": "wall", "engine": fitted.engine}
+    about: dict[str, Any] = {
+        "recipe_name": "test",
+        "workers": 2,
+        "clock": "wall",
+        "engine": fitted.engine,
+    }
     empty: dict[str, Any] = {"prefill": [], "decode": [], "slices": [], "memory": []}
     write_file(Profile(**head({"recipe": recipe}), **about, **empty), profile)
-    write_file(fitted.model_copy(update=dict(head({"profile": profile}))), recipe.with_name("fit.json"))
+    write_file(
+        fitted.model_copy(update=dict(head({"profile": profile}))), recipe.with_name("fit.json")
+    )

@@ -1,7 +1,7 @@
 """What the server's tests share: a toy model, workers that run on the test's loop, a whole server.
 
-The toy model's next token is a function of all tokens before it, so a request that was moved or run again gives the
-same text, and a token that was lost or doubled gives another.
+The toy model's next token is a function of all tokens before it, so a request that was moved or run
+again gives the same text, and a token that was lost or doubled gives another.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,8 +22,8 @@ import psutil
 import samples
 
 from toolkit.deploy.plan import make_plan
-from toolkit.engines.bytes_tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
 from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput, StepOutput
+from toolkit.engines.tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.io import write_file
@@ -31,18 +31,28 @@ from toolkit.files.plan import Plan
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Worker
+from toolkit.serve.access import Keyring
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
-from toolkit.serve.forecast import UNLIMITED, Limits
-from toolkit.serve.keys import Keyring
-from toolkit.serve.settings import Settings
+from toolkit.serve.forecast import UNLIMITED, LatencyLimits
+from toolkit.serve.settings import FrontSettings
 from toolkit.serve.stats import Stats
-from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, Times, WorkerLost, WorkerReady
-from toolkit.workers.supervisor import Silent
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    OnEvent,
+    Times,
+    WorkerLost,
+    WorkerReady,
+)
+from toolkit.workers.supervisor import SilentWorkerError
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
+HELPER = "toolkit.serve.helper"  # in the command of the process that reads large bodies
 FACTS = samples.fit().engine
-SETTINGS = Settings(model="toy", max_model_len=512, vocab_size=VOCAB_SIZE, max_new_tokens=256, max_waiting=64)
+SETTINGS = FrontSettings(
+    model="toy", max_model_len=512, vocab_size=VOCAB_SIZE, max_new_tokens=256, max_waiting=64
+)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -68,7 +78,10 @@ def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], FinishReason]:
     tokens = list(row.tokens)
     count = min(steps, row.max_new_tokens - row.generated)
     for _ in range(count):
-        ends = row.end_after is not None and row.generated + len(tokens) - len(row.tokens) + 1 >= row.end_after
+        ends = (
+            row.end_after is not None
+            and row.generated + len(tokens) - len(row.tokens) + 1 >= row.end_after
+        )
         tokens.append(EOS if ends else next_token(tokens))
         if ends:
             return tuple(tokens[len(row.tokens) :]), "stop"
@@ -77,7 +90,9 @@ def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], FinishReason]:
 
 
 class HandWorkers:
-    """Workers that a test moves by hand: batches wait in `running` until it says what became of them. No rounds."""
+    """Workers that a test moves by hand: batches wait in `running` until it says what became of
+    them. No rounds.
+    """
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -85,7 +100,7 @@ class HandWorkers:
         self.rows: list[list[Row]] = []  # of every batch that was started
         self.unwanted: list[str] = []
         self.killed: list[int] = []
-        self.hung: list[Silent] = []
+        self.hung: list[SilentWorkerError] = []
         self.stopped = False
 
     async def start(self, on_event: OnEvent) -> None:
@@ -93,13 +108,22 @@ class HandWorkers:
         for worker in range(self.size):
             on_event(WorkerReady(worker, FACTS))
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+    def run(
+        self,
+        worker: int,
+        batch_id: int,
+        rows: Sequence[Row],
+        steps: int,
+        estimated_s: float = math.inf,
+    ) -> None:
         assert worker not in self.running, "one batch at a time"
         self.estimated_s = estimated_s
         self.running[worker] = (batch_id, list(rows), steps)
         self.rows.append(list(rows))
 
-    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
+    def run_round(
+        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
+    ) -> None:
         raise NotImplementedError
 
     def interrupt(self, worker: int, batch_id: int) -> None:
@@ -112,7 +136,7 @@ class HandWorkers:
     def kill(self, worker: int) -> None:
         self.killed.append(worker)
 
-    def silent(self) -> list[Silent]:
+    def silent(self) -> list[SilentWorkerError]:
         return self.hung
 
     async def stop(self) -> None:
@@ -126,14 +150,18 @@ class HandWorkers:
             told = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
             new = [(row, tokens, finish) for row, tokens, finish in told if len(tokens) == step + 1]
             ended = tuple((row, finish) for row, _, finish in new if finish)
-            frames.append(StepOutput(tuple(row for row, _, _ in new), tuple(t[-1] for _, t, _ in new), ended))
+            frames.append(
+                StepOutput(tuple(row for row, _, _ in new), tuple(t[-1] for _, t, _ in new), ended)
+            )
         self.on_event(BatchProgress(worker, batch_id, tuple(frames)))
 
     def finish(self, worker: int = 0, *, steps: int | None = None, failure: Failure = "") -> None:
         """The batch is over, having run `steps` of its steps."""
         batch_id, rows, planned = self.running.pop(worker)
         results = [run_row(row, planned if steps is None else steps) for row in rows]
-        output = SliceOutput(tuple(tokens for tokens, _ in results), tuple(finish for _, finish in results))
+        output = SliceOutput(
+            tuple(tokens for tokens, _ in results), tuple(finish for _, finish in results)
+        )
         self.on_event(BatchDone(worker, batch_id, output, Times(0.01), failure))
 
     def crash(self, worker: int = 0, *, steps: int = 0) -> None:
@@ -151,7 +179,14 @@ class ToyWorkers(HandWorkers):
         super().__init__(size)
         self.stride = stride
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+    def run(
+        self,
+        worker: int,
+        batch_id: int,
+        rows: Sequence[Row],
+        steps: int,
+        estimated_s: float = math.inf,
+    ) -> None:
         super().run(worker, batch_id, rows, steps, estimated_s)
         asyncio.get_running_loop().call_soon(self._go_on, worker, 0)
 
@@ -172,22 +207,26 @@ def make_driver(
     *,
     policy: str = "slice",
     capacity: int | Sequence[int] = 4096,
-    limits: Limits = UNLIMITED,
+    limits: LatencyLimits = UNLIMITED,
     **parameters: Any,
 ) -> Driver:
     """The driver of such workers; `capacity` in tokens of all, or of each."""
     capacities = [capacity] * workers.size if isinstance(capacity, int) else capacity
     planned = [Worker(index, LAW, ZetaMemory(tokens)) for index, tokens in enumerate(capacities)]
     parameters = parameters or {"slice_tokens": 8}
-    return Driver(Scheduler(make_policy(policy, parameters), planned), workers, Stats(), limits=limits)
+    return Driver(
+        Scheduler(make_policy(policy, parameters), planned), workers, Stats(), limits=limits
+    )
 
 
 class Client(httpx.AsyncClient):
     """Of a server in this process, whose parts a test may look at."""
 
-    def __init__(self, driver: Driver, workers: HandWorkers, settings: Settings) -> None:
+    def __init__(self, driver: Driver, workers: HandWorkers, settings: FrontSettings) -> None:
         keyring = Keyring(settings.api_key, settings.keys)
-        transport = httpx.ASGITransport(make_app(driver, ByteTokenizer(), settings, keyring=keyring))
+        transport = httpx.ASGITransport(
+            make_app(driver, ByteTokenizer(), settings, keyring=keyring)
+        )
         super().__init__(transport=transport, base_url="http://test")
         self.driver, self.workers, self.keyring = driver, workers, keyring
 
@@ -197,7 +236,7 @@ async def client(
     workers: HandWorkers | None = None,
     *,
     capacity: int | Sequence[int] = 4096,
-    limits: Limits = UNLIMITED,
+    limits: LatencyLimits = UNLIMITED,
     **settings: Any,
 ) -> AsyncIterator[Client]:
     """A server in this process, and its client."""
@@ -211,7 +250,9 @@ async def client(
 
 def events(body: str) -> list[Any]:
     """The data of server-sent events."""
-    lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
+    lines = [
+        line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")
+    ]
     return [line if line == "[DONE]" else msgspec.json.decode(line) for line in lines]
 
 
@@ -224,7 +265,13 @@ async def turns(count: int = 20) -> None:
 def fake_plan(folder: Path, **config: float) -> Plan:
     """A plan that serves the shipped fake engine in processes; `config` is FakeConfig's."""
     fake = {"model_type": "fake", **config}
-    model = {"source": "random", "config": fake, "dtype": "float32", "max_model_len": 512, "tokenizer": "bytes"}
+    model = {
+        "source": "random",
+        "config": fake,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "tokenizer": "bytes",
+    }
     recipe = samples.recipe(model=model, serve={"max_new_tokens": 256, "port": 0})
     inputs = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}
     write_file(recipe, inputs["recipe"])
@@ -240,7 +287,11 @@ class Server:
     def __init__(self, plan: Path, *options: str, **environment: str) -> None:
         command = (sys.executable, "-m", "toolkit", "serve", str(plan), "--json", *options)
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -250,13 +301,19 @@ class Server:
         self.url = self.ready["url"]
 
     def workers(self) -> list[psutil.Process]:
-        helpers = self.helpers()
-        return [child for child in psutil.Process(self.process.pid).children() if child not in helpers]
+        return [child for child, words in self._children() if HELPER not in words]
 
     def helpers(self) -> list[psutil.Process]:
         """The process that reads large bodies."""
-        children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "toolkit.serve.helper" in child.cmdline()]
+        return [child for child, words in self._children() if HELPER in words]
+
+    def _children(self) -> list[tuple[psutil.Process, list[str]]]:
+        """Each with its command, without those that have ended."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):
+                found.append((child, child.cmdline()))
+        return found
 
     def end(self) -> int:
         """SIGTERM, and the exit code."""

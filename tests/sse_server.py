@@ -1,6 +1,8 @@
-"""A tiny server for the load generator's tests: loopback, a port of its own, one answer per connection, no model.
+"""A tiny server for the load generator's tests: loopback, a port of its own, one answer per
+connection, no model.
 
-`Answer` functions get the request's body and return the bytes to send, or None to hold the connection until the end.
+`Answer` functions get the request's body and return the bytes to send, or None to hold the
+connection until the end.
 """
 
 import asyncio
@@ -10,7 +12,10 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 
-MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": "llmctl", "max_model_len": 128}]}
+MODELS = {
+    "object": "list",
+    "data": [{"id": "tiny", "object": "model", "owned_by": "llmctl", "max_model_len": 128}],
+}
 
 Answer = Callable[[dict], bytes | None]
 
@@ -35,7 +40,13 @@ def event(content: object) -> bytes:
 
 
 def tokens_event(text: str = "x") -> bytes:
-    return event({"id": "cmpl-1", "choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": None})
+    return event(
+        {
+            "id": "cmpl-1",
+            "choices": [{"index": 0, "text": text, "finish_reason": None}],
+            "usage": None,
+        }
+    )
 
 
 def usage_event(count: int) -> bytes:
@@ -48,7 +59,9 @@ DONE = b"data: [DONE]\n\n"
 
 def metrics(batch_s: tuple[float, float], more: str) -> bytes:
     names = ("llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total")
-    lines = [f'{name}{{model_name="tiny"}} {value}\n' for name, value in zip(names, batch_s, strict=True)]
+    lines = [
+        f'{name}{{model_name="tiny"}} {value}\n' for name, value in zip(names, batch_s, strict=True)
+    ]
     body = "".join([*lines, more]).encode()
     return head(200, "text/plain", f"content-length: {len(body)}\r\n") + body
 
@@ -57,7 +70,9 @@ def serve_request(body: dict) -> bytes:
     """What a server does: as many tokens as the engine was told, one event each, and their count."""
     count = body.get("llmctl_end_after", body["max_tokens"])
     if not body["stream"]:
-        return whole({"choices": [{"index": 0, "text": "x" * count}], "usage": {"completion_tokens": count}})
+        return whole(
+            {"choices": [{"index": 0, "text": "x" * count}], "usage": {"completion_tokens": count}}
+        )
     return chunked(*[tokens_event()] * count, usage_event(count), DONE)
 
 
@@ -80,13 +95,23 @@ def sse_server(
     server, started = Server(), threading.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        with contextlib.suppress(
+            asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError
+        ):
             text = (await reader.readuntil(b"\r\n\r\n")).decode()
             if text.startswith("GET"):
                 scraped = text.split()[1] == "/metrics"
-                reply: bytes | None = metrics(server.batch_s, server.metrics) if scraped else whole(models)
+                reply: bytes | None = (
+                    metrics(server.batch_s, server.metrics) if scraped else whole(models)
+                )
             else:
-                size = int(next(line for line in text.lower().splitlines() if line.startswith("content-length"))[15:])
+                size = int(
+                    next(
+                        line
+                        for line in text.lower().splitlines()
+                        if line.startswith("content-length")
+                    )[15:]
+                )
                 body = json.loads(await reader.readexactly(size))
                 server.heads.append(text)
                 server.bodies.append(body)
@@ -102,7 +127,9 @@ def sse_server(
         nonlocal loop, stop
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         listening = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
-        server.url = f"{'https' if tls else 'http'}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        server.url = (
+            f"{'https' if tls else 'http'}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        )
         started.set()
         await stop.wait()
         listening.close()

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from toolkit.estimators.laws import SegmentedLaw, bilinear_law
-from toolkit.files.envelope import Environment
 from toolkit.files.profile import (
     DecodePoint,
     EngineFacts,
@@ -18,6 +17,7 @@ from toolkit.files.profile import (
     RoundsProfile,
     SlicePoint,
 )
+from toolkit.files.strict import Environment
 
 SIZES = (1, 2, 4, 8, 16, 32)
 LENGTHS = (16, 32, 64, 128, 256)
@@ -37,7 +37,13 @@ FACTS = EngineFacts(
     prefill_emits_token=True,
 )
 ENVIRONMENT = Environment(
-    python="3.11", platform="any", processor="any", cpu_count=2, packages={}, device="cpu", device_memory_bytes=None
+    python="3.11",
+    platform="any",
+    processor="any",
+    cpu_count=2,
+    packages={},
+    device="cpu",
+    device_memory_bytes=None,
 )
 LAW = bilinear_law(p=(1e-4, 2e-4, 5e-5, 3e-3), d=(2e-6, 1e-4, 1e-6, 3e-3), prefill_emits_token=True)
 
@@ -57,14 +63,19 @@ def make_profile(
     memory: Sequence[MemoryPoint] | None = None,
     seed: int = 0,
 ) -> Profile:
-    """A profile of five repeats per point with lognormal `noise`, and slices that take batch_s + stretch * `law`."""
+    """A profile of five repeats per point with lognormal `noise`, and slices that take batch_s +
+    stretch * `law`.
+    """
     rng = np.random.default_rng(seed)
     grid = [(size, length) for size in sizes for length in lengths]
 
     def samples(seconds: float, count: int = 5) -> list[float]:
         return [float(seconds * factor) for factor in rng.lognormal(0.0, noise, count)]
 
-    served = [(int(rng.choice(sizes)), int(rng.integers(16, 256)), int(rng.choice([16, 32]))) for _ in range(slices)]
+    served = [
+        (int(rng.choice(sizes)), int(rng.integers(16, 256)), int(rng.choice([16, 32])))
+        for _ in range(slices)
+    ]
     return Profile(
         tool_version="0",
         environment=ENVIRONMENT,
@@ -73,8 +84,14 @@ def make_profile(
         workers=2,
         clock="wall",
         engine=FACTS,
-        prefill=[PrefillPoint(batch_size=n, input_length=at, seconds=samples(prefill(n, at))) for n, at in grid],
-        decode=[DecodePoint(batch_size=n, cached_length=at, seconds=samples(decode(n, at))) for n, at in grid],
+        prefill=[
+            PrefillPoint(batch_size=n, input_length=at, seconds=samples(prefill(n, at)))
+            for n, at in grid
+        ],
+        decode=[
+            DecodePoint(batch_size=n, cached_length=at, seconds=samples(decode(n, at)))
+            for n, at in grid
+        ],
         slices=[
             SlicePoint(
                 batch_size=n,
@@ -88,7 +105,9 @@ def make_profile(
     )
 
 
-def probe_all(zeta: float, lengths: Sequence[int] = (16, 64, 128, 256), steps: int = 16) -> list[MemoryPoint]:
+def probe_all(
+    zeta: float, lengths: Sequence[int] = (16, 64, 128, 256), steps: int = 16
+) -> list[MemoryPoint]:
     """What exact probes of an engine find that holds zeta * capacity tokens."""
     fits = [int(zeta * FACTS.capacity_tokens / (length + steps)) for length in lengths]
     return [
@@ -109,14 +128,18 @@ def make_rounds(
     noise: float = 0.0,
     seed: int = 0,
 ) -> RoundsProfile:
-    """Rounds whose parts take what is said, and that take batch_s + stretch * the sum of these and `law`."""
+    """Rounds whose parts take what is said, and that take batch_s + stretch * the sum of these and
+    `law`.
+    """
     rng = np.random.default_rng(seed)
 
     def samples(seconds: float, count: int = 5) -> list[float]:
         return [float(seconds * factor) for factor in rng.lognormal(0.0, noise, count)]
 
     def part(name: str, rows: int, length: int, others: int, seconds: float) -> PartPoint:
-        return PartPoint(part=name, rows=rows, length=length, others=others, seconds=samples(seconds))
+        return PartPoint(
+            part=name, rows=rows, length=length, others=others, seconds=samples(seconds)
+        )
 
     def swap_s(length: int, rate: float) -> float:
         return latency_s + length * FACTS.kv_bytes_per_token / rate
@@ -131,11 +154,22 @@ def make_rounds(
             parts.append(part("swap_in", 1, length, others, swap_s(length, rates[1])))
 
     def one_round() -> RoundPoint:
-        groups = [(int(rng.integers(1, 5)), int(rng.integers(16, 256))) for _ in range(int(rng.integers(0, 3)))]
+        groups = [
+            (int(rng.integers(1, 5)), int(rng.integers(16, 256)))
+            for _ in range(int(rng.integers(0, 3)))
+        ]
         rows = sum(count for count, _ in groups) + int(rng.integers(1, 17))
-        cached, steps, left = int(rng.integers(64, 256)), int(rng.integers(1, 33)), int(rng.integers(0, 3))
-        seconds = sum(law.prefill_s(*group) + join(*group) for group in groups) + law.decode_s(rows, cached, steps)
-        seconds += sum(grow(rows, cached + step) for step in range(1, steps + 1)) + left * leave_s(cached + steps)
+        cached, steps, left = (
+            int(rng.integers(64, 256)),
+            int(rng.integers(1, 33)),
+            int(rng.integers(0, 3)),
+        )
+        seconds = sum(law.prefill_s(*group) + join(*group) for group in groups) + law.decode_s(
+            rows, cached, steps
+        )
+        seconds += sum(grow(rows, cached + step) for step in range(1, steps + 1)) + left * leave_s(
+            cached + steps
+        )
         return RoundPoint(
             groups=groups,
             rows=rows,

@@ -13,13 +13,13 @@ from toolkit.deploy.plan import make_plan
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedWorkload
 from toolkit.traces.read import read_trace
-from toolkit.traces.write import Line, write_lines
+from toolkit.traces.write import TraceLine, write_lines
 
 
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "trace.jsonl"
-    write_lines([Line(10 * k, 20 + k, 3 + k) for k in range(5)], path)
+    write_lines([TraceLine(10 * k, 20 + k, 3 + k) for k in range(5)], path)
     return path
 
 
@@ -34,6 +34,7 @@ def llmctl(capsys, *args: object) -> tuple[int, str, str]:
     return (commands.llmctl("bench", *args), *capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, trace, plan):
     out = tmp_path / "bench.json"
     with sse_server() as server:
@@ -43,7 +44,12 @@ def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, t
     report = json.loads(printed)
     assert report == json.loads(out.read_text())
     assert (report["warmup"], report["predicted_as_fitted"]) == (None, report["predicted"])
-    assert (report["model"], report["lengths"], report["requests"], report["answered"]) == ("tiny", "hidden", 5, 5)
+    assert (report["model"], report["lengths"], report["requests"], report["answered"]) == (
+        "tiny",
+        "hidden",
+        5,
+        5,
+    )
     assert (report["failures"], report["wrong_length"], report["interrupted"]) == ({}, 0, False)
     assert {"trace", "plan"} <= report["inputs"].keys()
     assert (report["policy"], report["request_rate_rps"]) == ("slice", pytest.approx(100.0))
@@ -52,14 +58,23 @@ def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, t
         assert row["measured"] == report["measured"][name]
         assert row["predicted"] == report["predicted"][name]
         if row["measured"] > 0:
-            assert row["error_percent"] == pytest.approx(100 * (row["predicted"] / row["measured"] - 1))
-    assert {"throughput_rps", "goodput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"} <= compared.keys()
+            assert row["error_percent"] == pytest.approx(
+                100 * (row["predicted"] / row["measured"] - 1)
+            )
+    assert {
+        "throughput_rps",
+        "goodput_rps",
+        "ttft_p99_s",
+        "tpot_mean_s",
+        "e2e_p95_s",
+    } <= compared.keys()
     tried, *bodies = server.bodies
     assert (tried["llmctl_end_after"], tried["max_tokens"], tried["stream"]) == (1, 128, False)
     assert sorted(body["llmctl_end_after"] for body in bodies) == [3, 4, 5, 6, 7]
     assert {body["max_tokens"] for body in bodies} == {128}
 
 
+@pytest.mark.slow
 def test_the_table_fits_80_columns_and_says_what_was_done(capsys, trace, plan):
     with sse_server() as server:
         code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan)
@@ -72,26 +87,35 @@ def test_the_table_fits_80_columns_and_says_what_was_done(capsys, trace, plan):
 
 
 def test_another_server_is_told_the_lengths_and_the_report_says_so(capsys, trace):
-    with sse_server(models={"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 4096}]}) as server:
+    with sse_server(
+        models={"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 4096}]}
+    ) as server:
         code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace)
     assert code == 0
     assert "predicted" not in out
-    assert "replay: each request asks for exactly its output: the scheduler knows the lengths as limits" in err
+    assert (
+        "replay: each request asks for exactly its output: the scheduler knows the lengths as limits"
+        in err
+    )
     assert sorted(body["max_tokens"] for body in server.bodies[1:]) == [3, 4, 5, 6, 7]
 
 
 def test_lengths_are_fitted_to_what_the_server_takes(capsys, tmp_path):
     path = tmp_path / "long.jsonl"
-    write_lines([Line(k, 1000, 1000) for k in range(3)], path)
+    write_lines([TraceLine(k, 1000, 1000) for k in range(3)], path)
     with sse_server() as server:
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", path)
     assert code == 0
-    assert {(len(body["prompt"]), body["llmctl_end_after"]) for body in server.bodies[1:]} == {(64, 64)}
+    assert {(len(body["prompt"]), body["llmctl_end_after"]) for body in server.bodies[1:]} == {
+        (64, 64)
+    }
     assert "prompts divided by 15.62" in err
 
 
 def test_a_part_of_the_trace_at_another_rate(capsys, trace):
-    """At 200/s the five requests arrive at 0, 5, 10, 15 and 20 ms; three of them from 5 ms on, for 15 ms."""
+    """At 200/s the five requests arrive at 0, 5, 10, 15 and 20 ms; three of them from 5 ms on, for
+    15 ms.
+    """
     with sse_server() as server:
         options = ["--rate", 200, "--start", 0.004, "--duration", 0.015]
         code, printed, _ = llmctl(capsys, "--url", server.url, "--trace", trace, *options, "--json")
@@ -103,7 +127,9 @@ def test_a_part_of_the_trace_at_another_rate(capsys, trace):
 def test_saved_requests_can_be_replayed(capsys, tmp_path, trace):
     saved = tmp_path / "requests.jsonl"
     with sse_server() as server:
-        assert llmctl(capsys, "--url", server.url, "--trace", trace, "--save-requests", saved)[0] == 0
+        assert (
+            llmctl(capsys, "--url", server.url, "--trace", trace, "--save-requests", saved)[0] == 0
+        )
     again, report = read_trace(saved)
     assert report.dropped == {}
     assert again.output_tokens.tolist() == read_trace(trace)[0].output_tokens.tolist()
@@ -136,7 +162,7 @@ def test_a_replay_in_which_nothing_was_served_fails(capsys, tmp_path, trace):
 
 def test_ctrl_c_reports_what_was_answered(capsys, tmp_path):
     path, out = tmp_path / "trace.jsonl", tmp_path / "bench.json"
-    write_lines([Line(0, 20, 3), Line(50, 21, 3), Line(10**8, 22, 3)], path)
+    write_lines([TraceLine(0, 20, 3), TraceLine(50, 21, 3), TraceLine(10**8, 22, 3)], path)
 
     def answer(body):
         if len(body["prompt"]) == 21:
@@ -151,7 +177,9 @@ def test_ctrl_c_reports_what_was_answered(capsys, tmp_path):
     assert json.loads(out.read_text())["interrupted"] is True
 
 
-NO_END_AFTER = whole({"error": {"message": "'llmctl_end_after' needs a server started with --allow-end-after"}}, 400)
+NO_END_AFTER = whole(
+    {"error": {"message": "'llmctl_end_after' needs a server started with --allow-end-after"}}, 400
+)
 
 
 def without_end_after(body: dict) -> bytes | None:
@@ -165,19 +193,29 @@ def test_a_server_that_does_not_hide_lengths_is_asked_for_exactly_the_outputs(ca
         code, printed, err = llmctl(capsys, "--url", server.url, *options)
     assert code == 0
     report = json.loads(printed)
-    assert (report["lengths"], report["answered"], report["failures"], report["wrong_length"]) == ("given", 5, {}, 0)
+    assert (report["lengths"], report["answered"], report["failures"], report["wrong_length"]) == (
+        "given",
+        5,
+        {},
+        0,
+    )
     *_, a, b, c, d, e = server.bodies
     assert sorted(body["max_tokens"] for body in (a, b, c, d, e)) == [3, 4, 5, 6, 7]
     assert all(body["ignore_eos"] for body in (a, b, c, d, e))
-    assert "replay: each request asks for exactly its output: the scheduler knows the lengths as limits" in err
+    assert (
+        "replay: each request asks for exactly its output: the scheduler knows the lengths as limits"
+        in err
+    )
 
 
 def test_the_prediction_knows_as_limits_what_the_requests_ask_for(capsys, tmp_path):
-    """A policy that reserves each request's limit has room for more at once where the limit is the output."""
+    """A policy that reserves each request's limit has room for more at once where the limit is the
+    output.
+    """
     recipe = samples.recipe(policy={"name": "conservative"}, workers=1)
     plan, path, found = tmp_path / "plan.json", tmp_path / "trace.jsonl", {}
     write_file(make_plan(recipe, samples.fit(capacity_tokens=512, workers=1), None, {}), plan)
-    write_lines([Line(0, 20, 8)] * 24, path)
+    write_lines([TraceLine(0, 20, 8)] * 24, path)
     for name, answer in {"hidden": serve_request, "given": without_end_after}.items():
         with sse_server(answer) as server:
             options = ["--trace", path, "--plan", plan, "--warmup", 0, "--json"]
@@ -185,23 +223,35 @@ def test_the_prediction_knows_as_limits_what_the_requests_ask_for(capsys, tmp_pa
         assert code == 0
         found[name] = json.loads(printed)
         assert found[name]["lengths"] == name
-    assert found["given"]["predicted"]["batch_size_mean"] > found["hidden"]["predicted"]["batch_size_mean"]
+    assert (
+        found["given"]["predicted"]["batch_size_mean"]
+        > found["hidden"]["predicted"]["batch_size_mean"]
+    )
 
 
 def test_lengths_that_must_be_hidden_and_cannot_be_name_the_flag(capsys, trace):
     with sse_server(without_end_after) as server:
-        code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--lengths", "hidden")
+        code, out, err = llmctl(
+            capsys, "--url", server.url, "--trace", trace, "--lengths", "hidden"
+        )
     assert (code, out) == (2, "")
     assert "HTTP 400: 'llmctl_end_after' needs a server started with --allow-end-after" in err
-    assert "hint: start it with: llmctl serve --allow-end-after; or leave --lengths hidden out" in err
+    assert (
+        "hint: start it with: llmctl serve --allow-end-after; or leave --lengths hidden out" in err
+    )
     assert len(server.bodies) == 1
 
 
-def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_them(capsys, trace, plan):
+def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_them(
+    capsys, trace, plan
+):
     def answer(body):
         late_s = len(body["prompt"]) / 10
         if body["stream"] and late_s > 2.1:
-            return whole({"error": {"message": f"too many wait: the first token would come in {late_s} s"}}, 503)
+            return whole(
+                {"error": {"message": f"too many wait: the first token would come in {late_s} s"}},
+                503,
+            )
         return serve_request(body)
 
     with sse_server(answer) as server:
@@ -212,7 +262,9 @@ def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_the
     assert report["refused"] == 3
     assert report["failures"] == {"HTTP 503: too many wait: the first token would come in ... s": 3}
     assert report["measured"]["sla_attainment_percent"] == pytest.approx(40.0)
-    assert "3 of 5 requests were refused for load: attainment and goodput count them as missed" in err
+    assert (
+        "3 of 5 requests were refused for load: attainment and goodput count them as missed" in err
+    )
     assert "the prediction serves every request" in err
 
 
@@ -226,10 +278,15 @@ def test_every_target_stands_with_its_limit_what_was_measured_and_predicted_and_
         assert code == 0
         code, printed, _ = llmctl(capsys, "--url", server.url, *options, *sla, "--json")
     kept = {
-        row["target"]: (row["limit_s"], row["kept"], row["predicted_kept"]) for row in json.loads(printed)["targets"]
+        row["target"]: (row["limit_s"], row["kept"], row["predicted_kept"])
+        for row in json.loads(printed)["targets"]
     }
     assert kept == {"ttft_p99_s": (30.0, True, True), "e2e_p95_s": (1e-6, False, False)}
-    lines = [line.split() for line in out.splitlines() if line.startswith((" ttft_p99_s ", " e2e_p95_s "))]
+    lines = [
+        line.split()
+        for line in out.splitlines()
+        if line.startswith((" ttft_p99_s ", " e2e_p95_s "))
+    ]
     assert [line[0] for line in lines if "yes" in line] == ["ttft_p99_s"]
     assert [line[0] for line in lines if "NO" in line] == ["e2e_p95_s"]
     within = next(line for line in out.splitlines() if line.startswith(" requests within all "))
@@ -242,9 +299,25 @@ def test_another_rate_than_the_plan_was_tuned_for_is_said(capsys, tmp_path, trac
     workload = PlannedWorkload(trace="trace.jsonl", request_rate_rps=50.0)
     write_file(tuned.model_copy(update={"workload": workload}), plan)
     with sse_server() as server:
-        _, _, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan, "--warmup", 0)
-        _, _, same = llmctl(capsys, "--url", server.url, "--trace", trace, "--plan", plan, "--warmup", 0, "--rate", 50)
-    assert "the plan was tuned for 50 requests/s, and this replays 100; its promise: --rate 50" in err
+        _, _, err = llmctl(
+            capsys, "--url", server.url, "--trace", trace, "--plan", plan, "--warmup", 0
+        )
+        _, _, same = llmctl(
+            capsys,
+            "--url",
+            server.url,
+            "--trace",
+            trace,
+            "--plan",
+            plan,
+            "--warmup",
+            0,
+            "--rate",
+            50,
+        )
+    assert (
+        "the plan was tuned for 50 requests/s, and this replays 100; its promise: --rate 50" in err
+    )
     assert "its promise" not in same
 
 
@@ -262,7 +335,9 @@ def test_without_a_url_the_plans_own_address_is_asked(capsys, tmp_path, trace):
 @pytest.mark.parametrize("owner", ["llmctl", "vllm"])
 def test_a_server_that_is_still_loading_says_to_try_again(capsys, trace, owner):
     refusal = whole({"error": {"message": "the server is loading"}}, 503)
-    with sse_server(lambda body: refusal, models={"data": [{"id": "m", "owned_by": owner}]}) as server:
+    with sse_server(
+        lambda body: refusal, models={"data": [{"id": "m", "owned_by": owner}]}
+    ) as server:
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace)
     assert code == 2
     assert "HTTP 503: the server is loading" in err

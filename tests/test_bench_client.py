@@ -1,4 +1,6 @@
-"""The load generator against a tiny server: what it sends, when, and what it makes of every way a replay can go."""
+"""The load generator against a tiny server: what it sends, when, and what it makes of every way a
+replay can go.
+"""
 
 import asyncio
 import math
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from sse_server import chunked, event, serve_request, sse_server, tokens_event, usage_event, whole
 
-from toolkit.bench.client import Load, replay, run, send_lag_s
+from toolkit.bench.client import LoadSpec, replay, run, send_lag_s
 from toolkit.endpoints.target import Target, find_target
 from toolkit.errors import InputError
 from toolkit.traces.types import Trace
@@ -22,7 +24,7 @@ def trace_of(*rows: tuple[float, int, int], max_tokens: int = 0) -> Trace:
 
 THREE = trace_of((0, 5, 3), (0.01, 7, 1), (0.02, 9, 4))
 CLOCK_TICK_S = 0.002  # uvloop's timers count whole milliseconds, and may fire that much early
-HIDDEN = Load("hidden", max_new_tokens=64, vocab_size=50)
+HIDDEN = LoadSpec("hidden", max_new_tokens=64, vocab_size=50)
 
 
 def play(server, trace=THREE, load=HIDDEN):
@@ -32,7 +34,10 @@ def play(server, trace=THREE, load=HIDDEN):
 def test_every_request_has_the_trace_s_lengths_and_the_scheduler_is_not_told():
     with sse_server() as server:
         result = play(server)
-    assert sorted((len(body["prompt"]), body["llmctl_end_after"], body["max_tokens"]) for body in server.bodies) == [
+    assert sorted(
+        (len(body["prompt"]), body["llmctl_end_after"], body["max_tokens"])
+        for body in server.bodies
+    ) == [
         (5, 3, 64),
         (7, 1, 64),
         (9, 4, 64),
@@ -50,7 +55,7 @@ def test_a_client_s_own_limit_is_what_the_scheduler_is_told():
 
 def test_lengths_that_are_given_away_are_max_tokens():
     with sse_server() as server:
-        result = play(server, load=Load("given", 64, 50))
+        result = play(server, load=LoadSpec("given", 64, 50))
     assert sorted(body["max_tokens"] for body in server.bodies) == [1, 3, 4]
     assert all("llmctl_end_after" not in body for body in server.bodies)
     assert [sample.output_tokens for sample in result.samples] == [3, 1, 4]
@@ -60,7 +65,12 @@ def test_requests_are_greedy_streams_with_usage():
     with sse_server() as server:
         play(server, trace_of((0, 5, 3)))
     [body] = server.bodies
-    assert (body["model"], body["temperature"], body["ignore_eos"], body["stream"]) == ("tiny", 0, True, True)
+    assert (body["model"], body["temperature"], body["ignore_eos"], body["stream"]) == (
+        "tiny",
+        0,
+        True,
+        True,
+    )
     assert body["stream_options"] == {"include_usage": True}
 
 
@@ -69,7 +79,7 @@ def test_prompts_are_random_tokens_of_the_vocabulary_each_its_own_and_the_same_w
     prompts = []
     for seed in (1, 1, 2):
         with sse_server() as server:
-            play(server, trace, Load("hidden", 64, 50, seed=seed))
+            play(server, trace, LoadSpec("hidden", 64, 50, seed=seed))
         prompts.append(sorted(body["prompt"] for body in server.bodies))
     assert prompts[0] == prompts[1] != prompts[2]
     assert prompts[0][0] != prompts[0][1]
@@ -118,12 +128,16 @@ def test_failures_have_reasons_and_do_not_stop_the_others():
     }
     with sse_server(lambda body: answers.get(len(body["prompt"])) or serve_request(body)) as server:
         result = play(server)
-    assert [one.failure for one in result.samples] == ["HTTP 503: busy", "error in the stream: worker died", ""]
+    assert [one.failure for one in result.samples] == [
+        "HTTP 503: busy",
+        "error in the stream: worker died",
+        "",
+    ]
 
 
 def test_a_server_that_never_answers_costs_one_timeout():
     with sse_server(lambda body: None) as server:
-        result = play(server, trace_of((0, 5, 3)), Load("hidden", 64, 50, timeout_s=0.05))
+        result = play(server, trace_of((0, 5, 3)), LoadSpec("hidden", 64, 50, timeout_s=0.05))
     assert result.samples[0].failure == "no end within 0.05 s"
 
 
@@ -165,10 +179,18 @@ def test_a_target_says_what_it_serves_and_whose_it_is():
     with sse_server() as server:
         for url in (server.url, server.url + "/", server.url + "/v1", server.url + "/v1/"):
             target = find_target(url)
-            assert (target.url, target.model, target.max_model_len, target.own) == (server.url, "tiny", 128, True)
+            assert (target.url, target.model, target.max_model_len, target.own) == (
+                server.url,
+                "tiny",
+                128,
+                True,
+            )
     with sse_server(models={"data": [{"id": "a"}, {"id": "b", "owned_by": "vllm"}]}) as server:
         assert find_target(server.url).model == "a"
-        assert (find_target(server.url, "b").own, find_target(server.url, "b").max_model_len) == (False, None)
+        assert (find_target(server.url, "b").own, find_target(server.url, "b").max_model_len) == (
+            False,
+            None,
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""bench/gpu.py where there is no GPU: its stages, what they skip, and the live replay on the fake engine."""
+"""bench/gpu.py where there is no GPU: its stages, what they skip, and the live replay on the fake
+engine.
+"""
 
 import json
 import subprocess
@@ -14,18 +16,31 @@ from gpu_table import tables
 
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
-from toolkit.files.recipes import load_recipe
+from toolkit.files.shipped import load_recipe
 
-NOT_ON_BARE_MACHINES = ("deepspeed", "optuna", "fastapi", "starlette", "uvicorn", "uvloop", "httptools", "httpx")
+NOT_ON_BARE_MACHINES = (
+    "deepspeed",
+    "optuna",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "httpx",
+)
 NOT_ON_BARE_MACHINES += ("typer", "rich", "psutil", "prometheus_client", "matplotlib")
 
 
 @pytest.fixture
 def run(tmp_path):
-    return gpu.Run(gpu.ROOT / "recipes" / "tiny-llama-cpu.yaml", tmp_path / "tiny", "cpu", "cpu", quick=True)
+    return gpu.Run(
+        gpu.ROOT / "recipes" / "tiny-llama-cpu.yaml", tmp_path / "tiny", "cpu", "cpu", quick=True
+    )
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b-h200", "llama-2-13b-a100-80gb-transformers", "tiny-llama-cpu-rebatch"])
+@pytest.mark.parametrize(
+    "name", ["llama-2-7b-h200", "llama-2-13b-a100-80gb-transformers", "tiny-llama-cpu-rebatch"]
+)
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_recipe_is_measured_with_random_weights_and_a_cache_that_an_overload_fills(name, quick):
     recipe = load_recipe(name)
@@ -41,7 +56,9 @@ def test_a_folder_holds_one_recipe(tmp_path):
     recipe = load_recipe("tiny-llama-cpu")
     for _ in range(2):
         write_recipes(recipe, tmp_path, "cpu", "cpu", quick=True)
-    with pytest.raises(InputError, match=r"recipe-transformers.json is of another recipe or device"):
+    with pytest.raises(
+        InputError, match=r"recipe-transformers.json is of another recipe or device"
+    ):
         write_recipes(recipe, tmp_path, "cpu", "cpu", quick=False)
 
 
@@ -63,14 +80,20 @@ def test_quick_limits_come_to_ten_minutes_a_model():
     assert sum(stage.quick_limit_s for stage in gpu.STAGES) <= 600
 
 
+@pytest.mark.slow
 def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     started = tmp_path / "started"
     grandchild = f"import time, pathlib; pathlib.Path({str(started)!r}).touch(); time.sleep(600)"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
     assert "not done within" in gpu._run([sys.executable, "-c", child], 1.0)
-    assert not [one for one in psutil.process_iter(["cmdline"]) if str(started) in " ".join(one.info["cmdline"] or ())]
+    assert not [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if str(started) in " ".join(one.info["cmdline"] or ())
+    ]
 
 
+@pytest.mark.slow
 def test_it_needs_no_more_than_a_bare_gpu_machine_has():
     code = (
         "import sys\n"
@@ -78,20 +101,30 @@ def test_it_needs_no_more_than_a_bare_gpu_machine_has():
         "import gpu, gpu_live, gpu_stages, gpu_table\n"
         "import toolkit.estimators.fitting, toolkit.profiling.run, toolkit.profiling.child, toolkit.workers.child\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=gpu._environment(), cwd=gpu.ROOT / "bench")
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=gpu._environment(), cwd=gpu.ROOT / "bench"
+    )
 
 
 @pytest.fixture
 def fake_folder(tmp_path):
     config = {"model_type": "fake", "decode_s": 0.001, "eos_one_in": 0}
-    model = {"source": "random", "config": config, "dtype": "float32", "max_model_len": 512, "tokenizer": "bytes"}
+    model = {
+        "source": "random",
+        "config": config,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "tokenizer": "bytes",
+    }
     write_file(samples.recipe(model=model), tmp_path / "recipe-fake.json")
     write_file(samples.fit(), tmp_path / "fit-fake.json")
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("contenders", "titles"), [(SLICES, ["SLS", "SCLS"]), (ROUNDS[:2], ["conservative", "aggressive"])]
+    ("contenders", "titles"),
+    [(SLICES, ["SLS", "SCLS"]), (ROUNDS[:2], ["conservative", "aggressive"])],
 )
 def test_contenders_serve_the_same_requests_on_live_workers(fake_folder, contenders, titles):
     gpu_live.replay_all(fake_folder, "fake", contenders, gpu_live.Pace(0.5, 30.0), "live.json")
@@ -104,6 +137,7 @@ def test_contenders_serve_the_same_requests_on_live_workers(fake_folder, contend
     assert found["environment"]["packages"].keys() >= {"torch", "transformers"}
 
 
+@pytest.mark.slow
 def test_rows_that_one_contender_left_behind_are_not_met_by_the_next(fake_folder):
     """No time at all: every request is given up, some of them on their way."""
     gpu_live.replay_all(fake_folder, "fake", ROUNDS, gpu_live.Pace(0.2, 0.0), "live.json")
@@ -115,7 +149,15 @@ def test_rows_that_one_contender_left_behind_are_not_met_by_the_next(fake_folder
 def test_tables_show_what_is_done(tmp_path):
     folder = tmp_path / "cpu" / "tiny"
     assert tables(tmp_path / "cpu") == ""
-    point = {"rows": 2, "length": 64, "size_bytes": 2 << 20, "out_s": [9.0, 0.002, 0.002], "in_s": [9.0, 0.001, 0.001]}
+    point = {
+        "rows": 2,
+        "length": 64,
+        "size_bytes": 2 << 20,
+        "out_s": [9.0, 0.002, 0.002],
+        "in_s": [9.0, 0.001, 0.001],
+    }
     folder.mkdir(parents=True)
-    (folder / "swap.json").write_text(json.dumps({"environment": {"device": "NVIDIA H200"}, "points": [point]}))
+    (folder / "swap.json").write_text(
+        json.dumps({"environment": {"device": "NVIDIA H200"}, "points": [point]})
+    )
     assert "| 2 x 64 | 2.0 | 1.05 | 2.10 |" in tables(tmp_path / "cpu")

@@ -1,16 +1,17 @@
-"""What clients saw of a warm-up stands for a server's own counters: its speed today, and its front's delay."""
+"""What clients saw of a warm-up stands for a server's own counters: its speed today, and its
+front's delay.
+"""
 
 import numpy as np
 import pytest
 import samples
 
-from toolkit.bench.outside import seen_by_clients
-from toolkit.bench.predict import Conditions, predicted
+from toolkit.bench.predict import ServerConditions, predicted, seen_by_clients
 from toolkit.deploy.plan import make_plan
-from toolkit.endpoints.stream import Sample
+from toolkit.endpoints.wire import Sample
 from toolkit.files.plan import Plan
 from toolkit.metrics import Served
-from toolkit.sim.front import FrontDelay
+from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Trace
 
 
@@ -26,7 +27,13 @@ def busy(count: int = 60, output: int = 12) -> Trace:
 
 
 def as_seen(trace: Trace, served: Served) -> list[Sample]:
-    columns = trace.arrival_s, trace.prompt_tokens, served.first_token_s, served.finish_s, served.output_tokens
+    columns = (
+        trace.arrival_s,
+        trace.prompt_tokens,
+        served.first_token_s,
+        served.finish_s,
+        served.output_tokens,
+    )
     return [
         Sample(at_s, int(prompt), int(tokens), at_s, first_s, last_s, 0.0, int(tokens), "")
         for at_s, prompt, first_s, last_s, tokens in zip(*columns, strict=True)
@@ -36,7 +43,7 @@ def as_seen(trace: Trace, served: Served) -> list[Sample]:
 @pytest.mark.parametrize("slowdown", [0.7, 1.0, 1.8])
 def test_the_speed_and_the_delay_of_a_server_are_found_again(slowdown: float):
     trace = busy()
-    served = predicted(plan(), trace, Conditions(slowdown, FrontDelay(0.03, 0.03))).served
+    served = predicted(plan(), trace, ServerConditions(slowdown, FrontDelay(0.03, 0.03))).served
     warm = seen_by_clients(plan(), trace, as_seen(trace, served), ())
     assert warm.slowdown == pytest.approx(slowdown, rel=0.03)  # a simulation moves in steps
     assert warm.front.first_s == warm.front.last_s == pytest.approx(0.03, abs=0.005)
@@ -63,4 +70,6 @@ def test_a_server_that_is_faster_than_fitted_has_no_delay_below_zero():
 
 def test_of_single_tokens_no_speed_can_be_read():
     trace = busy(output=1)
-    assert seen_by_clients(plan(), trace, as_seen(trace, predicted(plan(), trace).served), ()) is None
+    assert (
+        seen_by_clients(plan(), trace, as_seen(trace, predicted(plan(), trace).served), ()) is None
+    )

@@ -5,8 +5,7 @@ import samples
 
 from toolkit.bench.client import Replay
 from toolkit.bench.report import Prediction, compare, report, request_lines
-from toolkit.endpoints.connection import INTERRUPTED
-from toolkit.endpoints.stream import Sample
+from toolkit.endpoints.wire import INTERRUPTED, Sample
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import write_lines
 
@@ -37,7 +36,11 @@ def test_measured_metrics_are_those_of_the_simulator():
     result = report_on(*GOOD, sla={"ttft_p99_s": 0.5})
     assert (result.requests, result.answered, result.failures) == (2, 2, {})
     assert (result.measured["throughput_rps"], result.measured["goodput_rps"]) == (0.5, 0.25)
-    assert (result.measured["ttft_mean_s"], result.measured["tpot_mean_s"], result.measured["e2e_mean_s"]) == (
+    assert (
+        result.measured["ttft_mean_s"],
+        result.measured["tpot_mean_s"],
+        result.measured["e2e_mean_s"],
+    ) == (
         0.75,
         0.5625,
         3.0,
@@ -83,7 +86,10 @@ def test_outputs_of_another_length_are_counted():
 
 
 def test_the_error_is_the_prediction_s():
-    measured, fitted = {"throughput_rps": 2.0, "e2e_mean_s": 4.0}, {"throughput_rps": 3.0, "e2e_mean_s": 4.0}
+    measured, fitted = (
+        {"throughput_rps": 2.0, "e2e_mean_s": 4.0},
+        {"throughput_rps": 3.0, "e2e_mean_s": 4.0},
+    )
     rows = compare(measured, {"throughput_rps": 1.0, "e2e_mean_s": 5.0}, fitted)
     assert [tuple(row.model_dump().values()) for row in rows] == [
         ("throughput_rps", 2.0, 1.0, -50.0, 3.0, 50.0),
@@ -92,7 +98,8 @@ def test_the_error_is_the_prediction_s():
 
 
 @pytest.mark.parametrize(
-    ("measured", "predicted"), [({"goodput_rps": 2.0}, {}), ({}, {"goodput_rps": 2.0}), ({"goodput_rps": 0.0}, {})]
+    ("measured", "predicted"),
+    [({"goodput_rps": 2.0}, {}), ({}, {"goodput_rps": 2.0}), ({"goodput_rps": 0.0}, {})],
 )
 def test_there_is_no_error_where_one_side_is_missing(measured, predicted):
     [row] = compare(measured, predicted, {})

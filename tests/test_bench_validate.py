@@ -1,4 +1,6 @@
-"""Predictions held against a server: errors by metric and request, what is written, when it fails, who shows it."""
+"""Predictions held against a server: errors by metric and request, what is written, when it fails,
+who shows it.
+"""
 
 import json
 from pathlib import Path
@@ -9,13 +11,12 @@ import samples
 from commands import llmctl
 from sse_server import serve_request, sse_server, whole
 
-from toolkit.bench.validate import Pair, hold, metric_errors, request_errors
+from toolkit.bench.session import Pair, hold, metric_errors, request_errors
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import TargetMissedError
-from toolkit.files.io import read_file, write_file
-from toolkit.files.provenance import record_inputs
-from toolkit.files.validation import Validation, WindowResult
+from toolkit.files.bench import Validation, WindowResult
+from toolkit.files.io import read_file, record_inputs, write_file
 from toolkit.metrics import Served
 
 
@@ -35,7 +36,12 @@ def window(measured: dict[str, float], predicted: dict[str, float]) -> WindowRes
 def served(first: list[float], finish: list[float], ok: list[bool] | None = None) -> Served:
     n = len(first)
     return Served(
-        np.zeros(n), np.array(first), np.array(finish), np.ones(n, int), np.zeros(n), np.array(ok or [True] * n)
+        np.zeros(n),
+        np.array(first),
+        np.array(finish),
+        np.ones(n, int),
+        np.zeros(n),
+        np.array(ok or [True] * n),
     )
 
 
@@ -98,7 +104,19 @@ def plan(tmp_path: Path) -> Path:
 
 
 def validate(plan: Path, url: str, *options: str) -> int:
-    words = ["validate", str(plan), "--url", url, "--windows", "2", "--window", "1", "--rate", "20", *options]
+    words = [
+        "validate",
+        str(plan),
+        "--url",
+        url,
+        "--windows",
+        "2",
+        "--window",
+        "1",
+        "--rate",
+        "20",
+        *options,
+    ]
     return llmctl(*words)
 
 
@@ -110,13 +128,17 @@ def test_a_validation_is_written_beside_the_plan_and_shown_by_those_who_predict(
         assert validate(plan, server.url, "--warmup", "0") == 0
     found = read_file(Validation, plan.with_name("validation.json"))
     assert len(found.windows) == 2
-    assert {"throughput_rps", "ttft_mean_s", "e2e_mean_s"} <= {each.metric for each in found.metrics}
+    assert {"throughput_rps", "ttft_mean_s", "e2e_mean_s"} <= {
+        each.metric for each in found.metrics
+    }
     # Timers may fire up to a millisecond early, and a latency of nothing has no error in percent.
     assert 0 < found.requests[0].requests <= sum(each.requests for each in found.windows)
     capsys.readouterr()
     folder = plan.parent
     render(folder)
-    assert "validated on 2 windows, the prediction's errors: throughput_rps" in capsys.readouterr().err
+    assert (
+        "validated on 2 windows, the prediction's errors: throughput_rps" in capsys.readouterr().err
+    )
 
 
 def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
@@ -125,9 +147,14 @@ def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
     rows = [{"timestamp": 50 * k, "input_length": 9, "output_length": 4} for k in range(30)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with sse_server() as server:
-        assert validate(plan, server.url, "--warmup", "0", "--trace", str(tmp_path / "t.jsonl")) == 0
+        assert (
+            validate(plan, server.url, "--warmup", "0", "--trace", str(tmp_path / "t.jsonl")) == 0
+        )
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "trace: prompts unchanged: all within 384 tokens; outputs unchanged: all within 128 tokens"
+    assert (
+        lines[0]
+        == "trace: prompts unchanged: all within 384 tokens; outputs unchanged: all within 128 tokens"
+    )
     note = "windows of 0.58 s instead of 1 s: t.jsonl lasts 1.45 s at 20 requests/s, for 2 windows"
     assert f"trace: {note}" in lines
     found = read_file(Validation, plan.with_name("validation.json"))
@@ -145,7 +172,9 @@ def test_a_validation_of_another_fit_is_not_shown(plan: Path, capsys: pytest.Cap
     assert "it is about another fit" in capsys.readouterr().err
 
 
-def test_errors_beyond_the_limit_are_exit_code_4_and_nothing_is_lost(plan: Path, capsys: pytest.CaptureFixture[str]):
+def test_errors_beyond_the_limit_are_exit_code_4_and_nothing_is_lost(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+):
     with sse_server() as server:  # answers at once: the laws predict far more
         assert validate(plan, server.url, "--warmup", "0", "--max-error", "1") == 4
     assert "beyond 1 %: " in capsys.readouterr().err
@@ -170,7 +199,9 @@ def test_a_plan_of_another_engine_is_refused_before_a_request_is_sent_and_forced
     plan: Path, capsys: pytest.CaptureFixture[str]
 ):
     with sse_server() as server:
-        server.metrics = 'llmctl_engine_info{model_name="tiny",engine="rebatch 5.23.0",dtype="bfloat16"} 1\n'
+        server.metrics = (
+            'llmctl_engine_info{model_name="tiny",engine="rebatch 5.23.0",dtype="bfloat16"} 1\n'
+        )
         assert validate(plan, server.url, "--warmup", "0") == 2
         told = capsys.readouterr().err
         assert "another engine fake" in told

@@ -1,4 +1,6 @@
-"""The warm-up before a replay: which requests it takes, and what it makes of the server's own figures."""
+"""The warm-up before a replay: which requests it takes, and what it makes of the server's own
+figures.
+"""
 
 import json
 from dataclasses import asdict
@@ -8,23 +10,29 @@ import pytest
 import samples
 from sse_server import serve_request, sse_server
 
-from toolkit.bench.client import Load
-from toolkit.bench.costs import counts_or_none
-from toolkit.bench.predict import Conditions, predict
-from toolkit.bench.warmup import ServerTimes, arrival_cost_of, conditions, others, times_between, warm_up
+from toolkit.bench.client import LoadSpec
+from toolkit.bench.predict import ServerConditions, counts_or_none, predict
+from toolkit.bench.warmup import (
+    ServerTimes,
+    arrival_cost_of,
+    conditions,
+    others,
+    times_between,
+    warm_up,
+)
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
-from toolkit.endpoints.stream import Sample
 from toolkit.endpoints.target import find_target
+from toolkit.endpoints.wire import Sample
 from toolkit.errors import InputError
 from toolkit.files.bench import Front
 from toolkit.files.io import write_file
 from toolkit.serve.stats import SliceSums
-from toolkit.sim.front import NO_DELAY, FrontDelay
+from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
-from toolkit.traces.write import Line, write_lines
+from toolkit.traces.write import TraceLine, write_lines
 
-LOAD = Load("hidden", 128, 256)
+LOAD = LoadSpec("hidden", 128, 256)
 
 
 def trace(count: int = 6) -> Trace:
@@ -45,21 +53,31 @@ def test_the_slowdown_is_of_the_batches_that_ran_meanwhile():
 
     with sse_server(answer) as server:
         server.batch_s = (100.0, 1.0)
-        warm, interrupted = warm_up(find_target(server.url), others(trace(), 0.0, 2), LOAD, lambda: None)
+        warm, interrupted = warm_up(
+            find_target(server.url), others(trace(), 0.0, 2), LOAD, lambda: None
+        )
     assert not interrupted
-    assert (warm.requests, warm.batch_s, warm.predicted_batch_s, warm.slowdown) == (2, 6.0, 4.0, 1.5)
+    assert (warm.requests, warm.batch_s, warm.predicted_batch_s, warm.slowdown) == (
+        2,
+        6.0,
+        4.0,
+        1.5,
+    )
 
 
 def test_without_batches_nothing_is_said():
     with sse_server() as server:
-        assert warm_up(find_target(server.url), others(trace(), 0.0, 1), LOAD, lambda: None) == (None, False)
+        assert warm_up(find_target(server.url), others(trace(), 0.0, 1), LOAD, lambda: None) == (
+            None,
+            False,
+        )
 
 
 def test_prompts_are_not_those_of_the_replay():
     with sse_server() as server:
         target, short = find_target(server.url), others(trace(), 0.0, 1)
         warm_up(target, short, LOAD, lambda: None)
-        warm_up(target, short, Load("hidden", 128, 256, seed=1), lambda: None)
+        warm_up(target, short, LoadSpec("hidden", 128, 256, seed=1), lambda: None)
     first, second = server.bodies
     assert first["prompt"] != second["prompt"]
 
@@ -84,15 +102,22 @@ def test_a_server_that_has_gone_after_the_replay_costs_no_report():
 
 def counters(requests: int, ttft_s: float, e2e_s: float) -> dict[str, float]:
     """What a server tells after so many requests, all with the same latencies."""
-    found = {"llmctl_batch_seconds_total": 2.0 * requests, "llmctl_predicted_batch_seconds_total": 1.0 * requests}
+    found = {
+        "llmctl_batch_seconds_total": 2.0 * requests,
+        "llmctl_predicted_batch_seconds_total": 1.0 * requests,
+    }
     for name, each_s in (("ttft", ttft_s), ("e2e", e2e_s)):
-        found |= {f"llmctl_{name}_seconds_count": requests, f"llmctl_{name}_seconds_sum": requests * each_s}
+        found |= {
+            f"llmctl_{name}_seconds_count": requests,
+            f"llmctl_{name}_seconds_sum": requests * each_s,
+        }
     return found
 
 
 def seen_by_clients(count: int, ttft_s: float, e2e_s: float) -> list[Sample]:
     return [
-        Sample(k, 5, 9, sent_s=k, first_token_s=k + ttft_s, last_token_s=k + e2e_s, failure="") for k in range(count)
+        Sample(k, 5, 9, sent_s=k, first_token_s=k + ttft_s, last_token_s=k + e2e_s, failure="")
+        for k in range(count)
     ]
 
 
@@ -104,15 +129,19 @@ def test_what_clients_wait_longer_than_the_driver_says_is_the_fronts():
 
 
 def test_clocks_that_disagree_make_no_token_early():
-    times = times_between(counters(0, 0.0, 0.0), counters(2, 0.5, 2.0), seen_by_clients(2, 0.375, 2.5))
+    times = times_between(
+        counters(0, 0.0, 0.0), counters(2, 0.5, 2.0), seen_by_clients(2, 0.375, 2.5)
+    )
     assert times.front == Front(first_s=0.0, last_s=0.5)
 
 
 @pytest.mark.parametrize("served", [3, 5])
 def test_of_a_server_that_served_others_too_the_fronts_share_is_not_known(served):
-    times = times_between(counters(0, 0.0, 0.0), counters(served, 0.375, 1.75), seen_by_clients(4, 0.5, 2.0))
+    times = times_between(
+        counters(0, 0.0, 0.0), counters(served, 0.375, 1.75), seen_by_clients(4, 0.5, 2.0)
+    )
     assert times.front is None
-    assert conditions(times.slowdown, times.front, [7]) == Conditions(2.0, None, (7,))
+    assert conditions(times.slowdown, times.front, [7]) == ServerConditions(2.0, None, (7,))
 
 
 def test_where_a_request_failed_the_fronts_share_is_not_known():
@@ -129,14 +158,18 @@ def test_refused_requests_never_came_to_the_driver_and_say_nothing_of_the_fronts
 
 
 def slices(times_s: list[tuple[float, float, int]]) -> dict[str, float]:
-    """What a server has counted after slices that took, should have taken, and met so many arrivals."""
+    """What a server has counted after slices that took, should have taken, and met so many
+    arrivals.
+    """
     sums = SliceSums()
     for took_s, expected_s, arrived in times_s:
         sums.add(took_s, expected_s, arrived)
     return asdict(sums)
 
 
-def crowded(slowdown: float, cost_s: float, count: int = 60, noise_s: float = 0.0) -> dict[str, float]:
+def crowded(
+    slowdown: float, cost_s: float, count: int = 60, noise_s: float = 0.0
+) -> dict[str, float]:
     """Requests arrive during the first half of the slices alone."""
     found = []
     for k in range(count):
@@ -177,7 +210,9 @@ def test_what_all_slices_took_is_kept_however_it_is_shared():
     found = arrival_cost_of(sums)
     slowdown = ServerTimes(sums["took"], sums["expected"], None, found).slowdown
     assert slowdown is not None
-    assert slowdown * sums["expected"] + found.cost_s * sums["arrived"] == pytest.approx(sums["took"])
+    assert slowdown * sums["expected"] + found.cost_s * sums["arrived"] == pytest.approx(
+        sums["took"]
+    )
 
 
 def test_the_command_says_and_predicts_what_arrivals_cost(capsys, tmp_path):
@@ -186,14 +221,16 @@ def test_the_command_says_and_predicts_what_arrivals_cost(capsys, tmp_path):
         at = len(ran)
         times_s.append((0.06 if at % 2 else 0.05, 0.05, 5 if at % 2 else 0))
         sums = slices(times_s)
-        server.metrics = "".join(f'llmctl_slice_sums_total{{of="{of}"}} {value}\n' for of, value in sums.items())
+        server.metrics = "".join(
+            f'llmctl_slice_sums_total{{of="{of}"}} {value}\n' for of, value in sums.items()
+        )
         server.batch_s = (sums["took"], sums["expected"])
         return serve_request(body)
 
     ran: list[dict] = []
     times_s: list[tuple[float, float, int]] = []
     lines, plan = tmp_path / "trace.jsonl", tmp_path / "plan.json"
-    write_lines([Line(2 * k, 20 + k, 3 + k % 9) for k in range(80)], lines)
+    write_lines([TraceLine(2 * k, 20 + k, 3 + k % 9) for k in range(80)], lines)
     write_file(make_plan(samples.recipe(), samples.fit(), None, {}), plan)
     options = ["--trace", lines, "--plan", plan, "--warmup", 0.5, "--json"]
     with sse_server(answer) as server, pytest.raises(SystemExit) as ended:
@@ -211,7 +248,9 @@ def test_a_slow_machine_makes_batches_longer_and_decides_nothing_else():
     """With everything slow, the backlog of one worker takes so many times as long."""
     plan = make_plan(samples.recipe(), samples.fit(), None, {})
     backlog = Trace(np.zeros(40), np.full(40, 20), np.full(40, 9), np.zeros(40, dtype=np.int64))
-    fitted, slow = (predict(plan, backlog, {}, Conditions(slowdown)) for slowdown in (1.0, 2.0))
+    fitted, slow = (
+        predict(plan, backlog, {}, ServerConditions(slowdown)) for slowdown in (1.0, 2.0)
+    )
     assert slow["batches"] == fitted["batches"]
     assert slow["tpot_mean_s"] == pytest.approx(2 * fitted["tpot_mean_s"])
 
@@ -219,7 +258,10 @@ def test_a_slow_machine_makes_batches_longer_and_decides_nothing_else():
 def test_the_fronts_delay_is_in_every_predicted_latency():
     plan = make_plan(samples.recipe(), samples.fit(), None, {})
     few = Trace(np.arange(4.0), np.full(4, 20), np.full(4, 9), np.zeros(4, dtype=np.int64))
-    bare, behind = (predict(plan, few, {}, Conditions(front=delay)) for delay in (NO_DELAY, FrontDelay(0.25, 0.5)))
+    bare, behind = (
+        predict(plan, few, {}, ServerConditions(front=delay))
+        for delay in (NO_DELAY, FrontDelay(0.25, 0.5))
+    )
     assert behind["ttft_mean_s"] == pytest.approx(bare["ttft_mean_s"] + 0.25)
     assert behind["e2e_p99_s"] == pytest.approx(bare["e2e_p99_s"] + 0.5)
 
@@ -229,7 +271,9 @@ def test_the_prediction_knows_the_output_lengths_that_the_server_has_seen():
     recipe = samples.recipe(policy={"name": "past-future"}, engine={"name": "fake"})
     plan = make_plan(recipe, samples.fit(capacity_tokens=1024), None, {})
     backlog = Trace(np.zeros(40), np.full(40, 20), np.full(40, 9), np.zeros(40, dtype=np.int64))
-    first, later = (predict(plan, backlog, {}, Conditions(finished=seen)) for seen in ((), (9,) * 100))
+    first, later = (
+        predict(plan, backlog, {}, ServerConditions(finished=seen)) for seen in ((), (9,) * 100)
+    )
     assert later["batch_size_mean"] > first["batch_size_mean"]
     assert later["ttft_mean_s"] < first["ttft_mean_s"]
 
@@ -240,7 +284,7 @@ def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_
         return serve_request(body)
 
     lines, plan = tmp_path / "trace.jsonl", tmp_path / "plan.json"
-    write_lines([Line(10 * k, 20 + k, 3 + k) for k in range(5)], lines)
+    write_lines([TraceLine(10 * k, 20 + k, 3 + k) for k in range(5)], lines)
     write_file(make_plan(samples.recipe(), samples.fit(), None, {}), plan)
     options = ["--trace", lines, "--plan", plan, "--duration", 0.025, "--warmup", 0.2, "--json"]
     with sse_server(answer) as server, pytest.raises(SystemExit) as ended:
@@ -253,6 +297,8 @@ def test_the_command_warms_up_and_predicts_at_the_speed_that_it_saw(capsys, tmp_
     assert len(server.bodies) == 1 + report["warmup"]["requests"] + 3
     assert report["replay_slowdown"] == pytest.approx(1.25)
     assert report["predicted"]["e2e_mean_s"] > report["predicted_as_fitted"]["e2e_mean_s"]
-    assert report["predicted_in_hindsight"]["e2e_mean_s"] == pytest.approx(report["predicted"]["e2e_mean_s"])
+    assert report["predicted_in_hindsight"]["e2e_mean_s"] == pytest.approx(
+        report["predicted"]["e2e_mean_s"]
+    )
     assert "had it known that speed, the prediction's errors were: throughput_rps" in err
     assert "batches take 1.25 times as long as fitted" in err

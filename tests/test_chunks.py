@@ -1,4 +1,6 @@
-"""Prefills in chunks: the simulated worker, the engine and the scheduler agree on who joined after which step."""
+"""Prefills in chunks: the simulated worker, the engine and the scheduler agree on who joined after
+which step.
+"""
 
 from functools import partial
 
@@ -6,21 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.engines.fake import FakeConfig
-from toolkit.engines.fake_rounds import FakeRoundEngine
+from toolkit.engines.fake import FakeConfig, FakeRoundEngine
 from toolkit.engines.protocol import SamplingParams
-from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.files.fit import Segment
 from toolkit.files.profile import EngineFacts
-from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
-from toolkit.sched.passes import Passes
+from toolkit.sched.eventlog import RecordingScheduler, from_lines, replay, to_line
 from toolkit.sched.policies import make_policy
+from toolkit.sched.rounds import PrefillPasses
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Request, RoundResult, Worker
-from toolkit.serve.live import Ask, Live
-from toolkit.serve.rounds import KeptRows
+from toolkit.serve.driver import ResidentRows
+from toolkit.serve.live import ActiveRequest, GenerationRequest
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
@@ -28,7 +28,8 @@ from toolkit.sim.slab import SlabWorker
 
 CAPACITY = 400
 LIMIT = 30
-# Coefficients that are multiples of powers of two: no sum is rounded, so the same time is the same number.
+# Coefficients that are multiples of powers of two: no sum is rounded, so the same time is the same
+# number.
 PREFILL = Segment(batch_size_min=1, nl=2**-14, n=2**-10, l=2**-13, const=2**-6)
 DECODE = Segment(batch_size_min=1, nl=2**-16, n=2**-12, l=2**-14, const=2**-7)
 LAW = SegmentedLaw((PREFILL,), (DECODE,), prefill_emits_token=True)
@@ -37,9 +38,15 @@ SWAP = LinearSwap(2**-7, 2**12, 2**12)
 CASES = {
     "past-future": ("past-future", {}),
     "aggressive": ("aggressive", {"watermark": 1.0, "interval_steps": 3}),
-    "conservative": ("conservative", {"overcommit": 3.0, "interval_steps": 1, "max_prefill_tokens": 100}),
+    "conservative": (
+        "conservative",
+        {"overcommit": 3.0, "interval_steps": 1, "max_prefill_tokens": 100},
+    ),
     "fcfs": ("fcfs", {"max_batch_size": 3}),
-    "mlfq": ("mlfq", {"quantum_s": 2**-4, "starvation_s": 1.0, "max_batch_size": 3, "interval_steps": 5}),
+    "mlfq": (
+        "mlfq",
+        {"quantum_s": 2**-4, "starvation_s": 1.0, "max_batch_size": 3, "interval_steps": 5},
+    ),
     "mlfq, reactive": ("mlfq", {"quantum_s": 2**-5, "swap": "reactive"}),
     "baton": ("baton", {"max_batch_size": 4}),
     "baton, scaling": ("baton", {"memory_threshold": 0.6, "headroom_steps": 1}),
@@ -67,15 +74,25 @@ def engine(clock: Clock) -> FakeRoundEngine:
 
 
 class Both:
-    """The simulated worker, and the fake engine that runs the same rounds as a server would have it."""
+    """The simulated worker, and the fake engine that runs the same rounds as a server would have
+    it.
+    """
 
-    def __init__(self, simulated: RoundWorker, prompts: dict[str, int], outputs: dict[str, int]) -> None:
+    def __init__(
+        self, simulated: RoundWorker, prompts: dict[str, int], outputs: dict[str, int]
+    ) -> None:
         self.simulated = simulated
         self.clock = Clock()
         self.engine = engine(self.clock)
-        self.kept = KeptRows()
+        self.kept = ResidentRows()
         self.lives = {
-            name: Live(Ask(name, (7,) * prompt, outputs[name], SamplingParams()), None, None, 0, 0.0)  # type: ignore[arg-type]
+            name: ActiveRequest(
+                GenerationRequest(name, (7,) * prompt, outputs[name], SamplingParams()),
+                None,
+                None,
+                0,
+                0.0,
+            )  # type: ignore[arg-type]
             for name, prompt in prompts.items()
         }
         self.scheduler: Scheduler
@@ -116,7 +133,11 @@ class Both:
     def joined(self, result: RoundResult) -> set[tuple[str, int]]:
         """Who joined when; where nobody is named, all who waited, at once."""
         prefilling = self.scheduler.workers[0].residents.prefilling
-        return set(result.joined if result.joined is not None else [(job.request_id, 0) for job in prefilling])
+        return set(
+            result.joined
+            if result.joined is not None
+            else [(job.request_id, 0) for job in prefilling]
+        )
 
     def check_counts(self) -> None:
         """What the scheduler takes residents to have is what they have."""
@@ -127,7 +148,7 @@ class Both:
         assert residents.used == sum(residents.holds(job) for job in residents.jobs)
 
 
-class Checked(Recorder):
+class Checked(RecordingScheduler):
     both: Both
 
     def complete(self, result, now_s):
@@ -140,12 +161,20 @@ def worker(slab: bool = False) -> Worker:
     return Worker(0, LAW, ZetaMemory(CAPACITY), swap=SWAP, host_tokens=1000, joining=joining)
 
 
-def serve(case: str, chunk_tokens: int, lengths: list[tuple[float, int, int]], cancels: dict[int, str], slab: bool):
+def serve(
+    case: str,
+    chunk_tokens: int,
+    lengths: list[tuple[float, int, int]],
+    cancels: dict[int, str],
+    slab: bool,
+):
     """All requests under a policy; the ledger, both workers and the log."""
     name, parameters = CASES[case]
     policy = make_policy(name, parameters | {"chunk_tokens": chunk_tokens})
     requests = [Request(str(k), at_s, prompt, LIMIT) for k, (at_s, prompt, _) in enumerate(lengths)]
-    ledger = Ledger([request.arrival_s for request in requests], [output for _, _, output in lengths], 1)
+    ledger = Ledger(
+        [request.arrival_s for request in requests], [output for _, _, output in lengths], 1
+    )
     numbers = {request.request_id: k for k, request in enumerate(requests)}
     kind = partial(SlabWorker, joining="embed", capacity_tokens=CAPACITY) if slab else RoundWorker
     both = Both(
@@ -162,9 +191,12 @@ def serve(case: str, chunk_tokens: int, lengths: list[tuple[float, int, int]], c
 
 
 arrivals = st.integers(0, 64).map(lambda k: k / 64)
-workloads = st.lists(st.tuples(arrivals, st.integers(1, 150), st.integers(1, LIMIT)), min_size=1, max_size=14)
+workloads = st.lists(
+    st.tuples(arrivals, st.integers(1, 150), st.integers(1, LIMIT)), min_size=1, max_size=14
+)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     lengths=workloads,
@@ -173,7 +205,9 @@ workloads = st.lists(st.tuples(arrivals, st.integers(1, 150), st.integers(1, LIM
     slab=st.booleans(),
     cancels=st.dictionaries(st.integers(0, 12), st.integers(0, 13).map(str), max_size=3),
 )
-def test_engine_simulator_and_scheduler_agree_on_every_round(lengths, case, chunk_tokens, slab, cancels):
+def test_engine_simulator_and_scheduler_agree_on_every_round(
+    lengths, case, chunk_tokens, slab, cancels
+):
     lengths = sorted(lengths)
     ledger, both = serve(case, chunk_tokens, lengths, cancels, slab)
     for k, (_, _, output) in enumerate(lengths):
@@ -186,14 +220,20 @@ def test_engine_simulator_and_scheduler_agree_on_every_round(lengths, case, chun
 @given(lengths=workloads, chunk_tokens=st.integers(8, 200), slab=st.booleans())
 def test_nobody_who_runs_waits_for_more_than_a_pass_and_a_step(lengths, chunk_tokens, slab):
     ledger, _ = serve("fcfs", chunk_tokens, sorted(lengths), {}, slab)
-    passes = [LAW.pass_s(rows, 150 - chunk_tokens // rows, 150) for rows in range(1, 4) if chunk_tokens // rows < 150]
+    passes = [
+        LAW.pass_s(rows, 150 - chunk_tokens // rows, 150)
+        for rows in range(1, 4)
+        if chunk_tokens // rows < 150
+    ]
     whole = [LAW.prefill_s(rows, min(chunk_tokens // rows, 150)) for rows in range(1, 4)]
     assert max(ledger.max_gap_s) <= max(passes + whole) + LAW.decode_s(3, 150 + LIMIT, 1)
 
 
 def test_chunks_shorten_the_largest_gap_and_cost_the_newcomer_time():
     lengths = [(0.0, 4, 30), (2 / 64, 120, 5)]
-    (whole, _), (chunked, _) = (serve("fcfs", chunk_tokens, lengths, {}, True) for chunk_tokens in (0, 15))
+    (whole, _), (chunked, _) = (
+        serve("fcfs", chunk_tokens, lengths, {}, True) for chunk_tokens in (0, 15)
+    )
     step_s = LAW.decode_s(2, 120 + LIMIT, 1)
     assert chunked.max_gap_s[0] <= LAW.pass_s(1, 105, 120) + step_s
     assert whole.max_gap_s[0] > LAW.prefill_s(1, 120) + LAW.decode_s(1, 4, 1) > chunked.max_gap_s[0]
@@ -212,14 +252,20 @@ class CrashError(Exception):
     first_steps=st.integers(1, 6),
     reports=st.integers(0, 12),
 )
-def test_a_worker_that_dies_amid_chunks_costs_no_token(prompts, later, chunk_tokens, first_steps, reports):
-    scheduler = Scheduler(make_policy("aggressive", {"chunk_tokens": chunk_tokens, "interval_steps": 1}), [worker()])
+def test_a_worker_that_dies_amid_chunks_costs_no_token(
+    prompts, later, chunk_tokens, first_steps, reports
+):
+    scheduler = Scheduler(
+        make_policy("aggressive", {"chunk_tokens": chunk_tokens, "interval_steps": 1}), [worker()]
+    )
     names = [str(k) for k in range(len(prompts) + len(later))]
     lives = {
-        name: Live(Ask(name, (7,) * prompt, LIMIT, SamplingParams()), None, None, 0, 0.0)  # type: ignore[arg-type]
+        name: ActiveRequest(
+            GenerationRequest(name, (7,) * prompt, LIMIT, SamplingParams()), None, None, 0, 0.0
+        )  # type: ignore[arg-type]
         for name, prompt in zip(names, prompts + later, strict=True)
     }
-    kept, running = KeptRows(), engine(Clock())
+    kept, running = ResidentRows(), engine(Clock())
     jobs = scheduler._jobs
 
     def submit(some):
@@ -241,7 +287,9 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(prompts, later, chunk_tok
     submit(names[: len(prompts)])
     (batch,) = scheduler.tick(0.0)
     batch.steps = min(batch.steps, first_steps)
-    output = running.run_round(kept.begin(batch, lives.__getitem__), lambda step: receive(step) or True)
+    output = running.run_round(
+        kept.begin(batch, lives.__getitem__), lambda step: receive(step) or True
+    )
     scheduler.complete(kept.result(batch, output), 1.0)
     submit(names[len(prompts) :])
     (batch,) = scheduler.tick(1.0)
@@ -253,11 +301,13 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(prompts, later, chunk_tok
         result = kept.crashed(batch)
     scheduler.complete(result, 2.0)
     if result.failure:
-        assert {name: jobs[name].generated for name in names} == {name: len(lives[name].tokens) for name in names}
+        assert {name: jobs[name].generated for name in names} == {
+            name: len(lives[name].tokens) for name in names
+        }
 
 
 def test_the_half_done_group_begins_anew_without_the_one_who_left():
-    passes: Passes[str] = Passes()
+    passes: PrefillPasses[str] = PrefillPasses()
     for name, length in (("a", 10), ("b", 20), ("c", 15), ("far", 500)):
         passes.add(name, length)
     first = passes.next(60)
@@ -268,7 +318,7 @@ def test_the_half_done_group_begins_anew_without_the_one_who_left():
 
 
 def test_a_copy_is_advanced_alone():
-    passes: Passes[str] = Passes()
+    passes: PrefillPasses[str] = PrefillPasses()
     passes.add("a", 50)
     passes.made(passes.next(20))
     other = passes.copy()
@@ -276,14 +326,18 @@ def test_a_copy_is_advanced_alone():
     assert (passes.next(20).start, other.next(20).start) == (20, 40)
 
 
-@pytest.mark.parametrize(("policy", "others"), [("fcfs", {"interval_steps": 1}), ("baton", {}), ("mlfq", {})])
+@pytest.mark.parametrize(
+    ("policy", "others"), [("fcfs", {"interval_steps": 1}), ("baton", {}), ("mlfq", {})]
+)
 def test_who_is_prefilled_is_counted_with_the_token_that_he_is_owed(policy, others):
     scheduler = Scheduler(make_policy(policy, {"chunk_tokens": 10, **others}), [worker()])
     residents = scheduler.workers[0].residents
     for name, prompt in (("a", 3), ("b", 100)):
         scheduler.submit(Request(name, 0.0, prompt, LIMIT), 0.0)
         (batch,) = scheduler.tick(0.0)
-        scheduler.complete(RoundResult(batch.batch_id, 0, 2, (), (("a", 0),) if name == "a" else ()), 1.0)
+        scheduler.complete(
+            RoundResult(batch.batch_id, 0, 2, (), (("a", 0),) if name == "a" else ()), 1.0
+        )
     job = next(iter(residents.prefilling))
     assert (job.request_id, job.length, job.generated, job.joined) == ("b", 100, 0, residents.steps)
     assert residents.used == (3 + 1 + 4) + (100 + 1)

@@ -9,15 +9,15 @@ import pytest
 import samples
 from commands import llmctl
 
-from toolkit.cli.figure import Panel, draw
+from toolkit.cli.figure import FigurePanel, draw
 from toolkit.cli.plots import COLUMNS, ROWS, bars, chart
 from toolkit.files.io import write_file
 from toolkit.sched.policies import ORACLES, POLICIES
 from toolkit.sched.policies.servable import footnote
-from toolkit.sim import comparison
+from toolkit.sim import api as comparison
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
-from toolkit.sim.settings import make_world, policy_for
+from toolkit.sim.world import make_world, policy_for
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 from toolkit.traces.write import write_trace
@@ -35,15 +35,26 @@ def stage(tmp_path: Path) -> list[object]:
     return ["compare", *files, "--max-new-tokens", "256"]
 
 
+@pytest.mark.slow
 def test_a_run_is_what_simulate_gives(stage, capsys):
-    words = ["--policies", "slice,past-future", "--sla", "ttft_p99_s=1", "--set", "past-future.reserve=0.2", "--json"]
+    words = [
+        "--policies",
+        "slice,past-future",
+        "--sla",
+        "ttft_p99_s=1",
+        "--set",
+        "past-future.reserve=0.2",
+        "--json",
+    ]
     assert llmctl(*stage, *words) == 0
     found = {run["policy"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
     assert found["past-future"]["parameters"]["reserve"] == 0.2
     fit, trace = samples.fit(), read_trace(stage[2])[0]
     for name, run in found.items():
         policy = policy_for(fit, name, {"reserve": 0.2} if name == "past-future" else {})
-        assert run["metrics"] == simulate(trace, policy, make_world(fit, {})).metrics({"ttft_p99_s": 1.0})
+        assert run["metrics"] == simulate(trace, policy, make_world(fit, {})).metrics(
+            {"ttft_p99_s": 1.0}
+        )
 
 
 def test_by_default_all_but_the_oracles_run(stage, capsys):
@@ -59,13 +70,25 @@ def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
     assert max(map(len, out.splitlines())) <= 80
     assert "past-future-oracle *" in out
     said = " ".join(out.split())
-    assert "* engine 'fake' cannot run it; simulated by its laws all the same. It takes the future" in said
+    assert (
+        "* engine 'fake' cannot run it; simulated by its laws all the same. It takes the future"
+        in said
+    )
     assert "no --sla was given" in err
     assert out.isascii() or "─" in out
 
 
 def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
-    words = ["--policies", "sequence,past-future,slice", "--rate", "40,10", "--rate", "160", "--sla", "e2e_p99_s=1"]
+    words = [
+        "--policies",
+        "sequence,past-future,slice",
+        "--rate",
+        "40,10",
+        "--rate",
+        "160",
+        "--sla",
+        "e2e_p99_s=1",
+    ]
     assert llmctl(*stage, *words, "--json") == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [round(run["rate_rps"]) for run in runs] == [10] * 3 + [40] * 3 + [160] * 3
@@ -86,23 +109,47 @@ def test_every_plot_fits_the_terminal(words, stage, capsys):
     ("words", "error", "hint"),
     [
         (["--policies", "slic"], "there is no policy 'slic'", "did you mean 'slice'?"),
-        (["--policies", "slice", "--set", "fcfs.x=1"], "--set fcfs.x: policy 'fcfs' is not among", "valid: slice"),
-        (["--policies", "slice", "--set", "slice.x=1"], "policy 'slice' has no parameter 'x'", "valid: "),
+        (
+            ["--policies", "slice", "--set", "fcfs.x=1"],
+            "--set fcfs.x: policy 'fcfs' is not among",
+            "valid: slice",
+        ),
+        (
+            ["--policies", "slice", "--set", "slice.x=1"],
+            "policy 'slice' has no parameter 'x'",
+            "valid: ",
+        ),
         (["--policies", "slice", "--rate", "fast"], "--rate fast: not a number", "for example"),
-        (["--policies", "slice", "--rate", "-1"], "a rate of -1 requests/s is not possible", "give a positive"),
-        (["--policies", "slice", "--columns", "goodput"], "there is no metric 'goodput'", "did you mean 'goodput_rps'"),
+        (
+            ["--policies", "slice", "--rate", "-1"],
+            "a rate of -1 requests/s is not possible",
+            "give a positive",
+        ),
+        (
+            ["--policies", "slice", "--columns", "goodput"],
+            "there is no metric 'goodput'",
+            "did you mean 'goodput_rps'",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_a_hint(words, error, hint, stage, capsys):
     assert llmctl(*stage, *words) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "hint"))]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "hint"))
+    ]
     assert error in lines[0]
     assert lines[1].startswith(f"hint: {hint}")
 
 
 def test_chosen_columns_are_shown(stage, capsys):
-    assert llmctl(*stage, "--policies", "slice", "--columns", "pad_tokens_per_request,rounds,batches") == 2
-    assert llmctl(*stage, "--policies", "slice,fcfs", "--columns", "pad_tokens_per_request,rounds") == 0
+    assert (
+        llmctl(*stage, "--policies", "slice", "--columns", "pad_tokens_per_request,rounds,batches")
+        == 2
+    )
+    assert (
+        llmctl(*stage, "--policies", "slice,fcfs", "--columns", "pad_tokens_per_request,rounds")
+        == 0
+    )
     out = capsys.readouterr().out
     assert "tokens per request" in out
     (row,) = [line for line in out.splitlines() if line.startswith(" slice") and "#" not in line]
@@ -140,7 +187,9 @@ def test_one_who_stalls_does_not_stop_the_others(stage, capsys, monkeypatch):
     assert " slice " in out
 
 
-def test_without_matplotlib_a_picture_is_refused_before_anything_runs(stage, capsys, monkeypatch, tmp_path):
+def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
+    stage, capsys, monkeypatch, tmp_path
+):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(comparison, "compare", lambda *args: pytest.fail("it ran"))
     assert llmctl(*stage, "--png", tmp_path / "x.png") == 2
@@ -150,9 +199,13 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(stage, cap
     ]
 
 
+@pytest.mark.slow
 def test_a_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
-    panels = [Panel("bars", bars={"a": 1.0}), Panel("curves", curves={"a": ([1, 2], [3, 4])}, x_name="x", log_x=True)]
+    panels = [
+        FigurePanel("bars", bars={"a": 1.0}),
+        FigurePanel("curves", curves={"a": ([1, 2], [3, 4])}, x_name="x", log_x=True),
+    ]
     draw(panels, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
@@ -177,12 +230,32 @@ def test_a_curve_runs_from_corner_to_corner():
 
 def test_a_log_axis_leaves_out_what_has_no_logarithm():
     assert chart({"a": ([0.0], [1.0])}, x_name="x", log_x=True) == []
-    assert chart({"a": ([0.0, 1.0, 100.0], [0.0, 1.0, 2.0])}, x_name="x", log_x=True)[ROWS + 1].split()[0] == "1"
+    assert (
+        chart({"a": ([0.0, 1.0, 100.0], [0.0, 1.0, 2.0])}, x_name="x", log_x=True)[
+            ROWS + 1
+        ].split()[0]
+        == "1"
+    )
 
 
 @pytest.mark.parametrize("option", ["--policies", "--rate", "--columns"])
-def test_a_list_that_names_nothing_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl("compare", "--fit", "unit-step", "--policies", "fcfs", "--trace", "bursty-small", option, ",") == 2
+def test_a_list_that_names_nothing_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        llmctl(
+            "compare",
+            "--fit",
+            "unit-step",
+            "--policies",
+            "fcfs",
+            "--trace",
+            "bursty-small",
+            option,
+            ",",
+        )
+        == 2
+    )
     assert f"{option} ',': it names nothing" in capsys.readouterr().err
 
 
@@ -196,12 +269,25 @@ def test_extrapolation_is_said_once_with_the_share_of_each_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_file(samples.fit(), tmp_path / "fit.json")
-    many = Trace(np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, dtype=np.int64), "burst")
+    many = Trace(
+        np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, dtype=np.int64), "burst"
+    )
     write_trace(many, tmp_path / "burst.jsonl")
-    words = ["--fit", tmp_path / "fit.json", "--trace", tmp_path / "burst.jsonl", "--policies", "aggressive,slice"]
+    words = [
+        "--fit",
+        tmp_path / "fit.json",
+        "--trace",
+        tmp_path / "burst.jsonl",
+        "--policies",
+        "aggressive,slice",
+    ]
     words += ["--max-new-tokens", "256"]
     assert llmctl("compare", *words) == 0
-    [line] = [line for line in capsys.readouterr().err.splitlines() if "outside what the fit measured" in line]
+    [line] = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "outside what the fit measured" in line
+    ]
     assert "aggressive" in line
     assert "slice" in line
 
@@ -220,7 +306,9 @@ def test_what_the_engine_cannot_run_is_marked_as_tune_marks_it(stage, capsys):
     runs = {run["policy"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
     assert runs["slice"]["refusal"] is None
     assert (runs["past-future"]["servable"], runs["slice"]["servable"]) == (False, True)
-    assert runs["past-future"]["refusal"].startswith("policy 'past-future' needs an engine that re-batches")
+    assert runs["past-future"]["refusal"].startswith(
+        "policy 'past-future' needs an engine that re-batches"
+    )
 
 
 def test_simulate_marks_it_too(stage, capsys):

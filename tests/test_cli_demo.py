@@ -1,4 +1,6 @@
-"""The demo, whole, with a model that computes nothing and short replays: what it runs, holds, and says at its end."""
+"""The demo, whole, with a model that computes nothing and short replays: what it runs, holds, and
+says at its end.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,7 @@ from commands import llmctl
 from toolkit.cli import demo
 from toolkit.cli.demo import Achieved, Held
 from toolkit.errors import LimitsBrokenError
-from toolkit.traces.write import Line, write_lines
+from toolkit.traces.write import TraceLine, write_lines
 
 RECIPE = """
 name: small
@@ -36,6 +38,7 @@ serve: {max_new_tokens: 64}
 """
 
 
+@pytest.mark.slow
 def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achieved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
@@ -43,11 +46,13 @@ def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achiev
     monkeypatch.setattr(demo, "WARMUP_S", 0.2)
     recipe, trace, out = tmp_path / "small.yaml", tmp_path / "trace.jsonl", tmp_path / "out"
     recipe.write_text(RECIPE, encoding="utf-8")
-    write_lines([Line(50 * k, 20 + k % 90, 3 + k % 20) for k in range(200)], trace)
+    write_lines([TraceLine(50 * k, 20 + k % 90, 3 + k % 20) for k in range(200)], trace)
     assert llmctl("demo", recipe, "--trace", trace, "--out", out, "--json") == 0
     printed, _ = capfd.readouterr()
     found = json.loads(printed)
-    tuning, bench = (json.loads((out / f"{name}.json").read_text()) for name in ("tuning", "bench-tuned"))
+    tuning, bench = (
+        json.loads((out / f"{name}.json").read_text()) for name in ("tuning", "bench-tuned")
+    )
     assert found["request_rate_rps"] == tuning["request_rate_rps"] == 20
     window = tuning["held_out_windows"][0]
     assert bench["requests"] == window["requests"]  # the window that tune held out, at its rate
@@ -56,7 +61,11 @@ def test_the_demo_holds_the_tuned_server_to_the_promise_and_says_what_was_achiev
     assert {"ttft_p99_s", "e2e_p95_s", "goodput_rps", "throughput_rps"} <= held.keys()
     for row in bench["targets"]:
         one = held[row["target"]]
-        assert (one["limit"], one["measured"], one["kept"]) == (row["limit_s"], row["measured_s"], row["kept"])
+        assert (one["limit"], one["measured"], one["kept"]) == (
+            row["limit_s"],
+            row["measured_s"],
+            row["kept"],
+        )
         assert one["promised"] == pytest.approx(tuning["usage"][row["target"]] * row["limit_s"])
     goodput = held["goodput_rps"]
     assert goodput["promised"] == tuning["best_held_out"]["metrics"]["goodput_rps"]
@@ -74,7 +83,9 @@ def achieved(kept: bool) -> Achieved:
         Held("e2e_p95_s", 10.0, 6.1, 6.0, 6.2, True),
         Held("goodput_rps", None, 25.1, 24.9, 24.0, None),
     ]
-    return Achieved(30.0, promise, {"throughput_rps": {"sls": 10.0, "scls": 22.4}}, "out/report.html", 290.0)
+    return Achieved(
+        30.0, promise, {"throughput_rps": {"sls": 10.0, "scls": 22.4}}, "out/report.html", 290.0
+    )
 
 
 def test_one_sentence_says_what_was_achieved():
@@ -104,7 +115,10 @@ def test_where_no_setting_keeps_the_limits_the_demo_goes_on_and_says_so(
     monkeypatch.setattr(demo.subprocess, "Popen", start)
     with (tmp_path / "out").open("w") as out:
         stage = demo.Stages(out)
-        assert stage.llmctl("tune", "recipe", survives=LimitsBrokenError.exit_code) == LimitsBrokenError.exit_code
+        assert (
+            stage.llmctl("tune", "recipe", survives=LimitsBrokenError.exit_code)
+            == LimitsBrokenError.exit_code
+        )
         with pytest.raises(demo.typer.Exit) as ended:
             stage.llmctl("render", "recipe")
     assert ended.value.exit_code == LimitsBrokenError.exit_code

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from commands import llmctl
 
-from toolkit.deploy.checks import Check
-from toolkit.deploy.machine import check_machine
-from toolkit.deploy.readiness import check_engine, check_recipe
+from toolkit.deploy.doctor import Check, check_engine, check_machine, check_recipe
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
 from toolkit.files.io import load_recipe
@@ -32,7 +30,9 @@ def doctor(*words: str) -> int:
     return llmctl("doctor", *words)
 
 
-def checked(folder: Path, old: str = "", new: str = "", devices: Devices = CPU_ONLY) -> dict[str, Check]:
+def checked(
+    folder: Path, old: str = "", new: str = "", devices: Devices = CPU_ONLY
+) -> dict[str, Check]:
     """The checks of RECIPE with `old` replaced."""
     assert old in RECIPE
     (folder / "test.yaml").write_text(RECIPE.replace(old, new))
@@ -43,11 +43,20 @@ def test_this_machine_can_run_the_demo(capsys: pytest.CaptureFixture[str]) -> No
     assert doctor("tiny-llama-cpu", "--strict", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["recipe"], result["usable"]) == ("tiny-llama-cpu", True)
-    assert {"python", "packages", "device", "cpu", "numba", "disk", "hardware", "model", "memory"} <= {
-        check["name"] for check in result["checks"]
-    }
+    assert {
+        "python",
+        "packages",
+        "device",
+        "cpu",
+        "numba",
+        "disk",
+        "hardware",
+        "model",
+        "memory",
+    } <= {check["name"] for check in result["checks"]}
 
 
+@pytest.mark.slow
 def test_a_recipe_for_another_machine_is_fine_and_strict_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,21 +73,32 @@ def test_a_recipe_for_another_machine_is_fine_and_strict_is_not(
 def test_a_wrong_recipe_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE.replace("engine:", "engin:"))
     assert doctor(str(tmp_path / "r.yaml")) == 2
-    assert capsys.readouterr().err.startswith("error: r.yaml: engin: unknown key; did you mean 'engine'?")
+    assert capsys.readouterr().err.startswith(
+        "error: r.yaml: engin: unknown key; did you mean 'engine'?"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "memory_gib", "status"),
-    [("A100-80GB", 79.1, "ok"), ("a100", 40, "ok"), ("H200", 79.1, "missing"), ("A100-80GB", 139.8, "missing")],
+    [
+        ("A100-80GB", 79.1, "ok"),
+        ("a100", 40, "ok"),
+        ("H200", 79.1, "missing"),
+        ("A100-80GB", 139.8, "missing"),
+    ],
 )
-def test_a_gpu_is_known_by_name_and_memory(tmp_path: Path, name: str, memory_gib: float, status: str) -> None:
+def test_a_gpu_is_known_by_name_and_memory(
+    tmp_path: Path, name: str, memory_gib: float, status: str
+) -> None:
     hardware = f"{{device: cuda, name: {name}, memory_gib: {memory_gib}}}"
     checks = checked(tmp_path, "{device: cpu, name: any}", hardware, ONE_A100)
     assert checks["hardware"].status == status
 
 
 def test_each_worker_needs_a_gpu(tmp_path: Path) -> None:
-    checks = checked(tmp_path, "{device: cpu, name: any}", "{device: cuda, name: A100}\nworkers: 2", ONE_A100)
+    checks = checked(
+        tmp_path, "{device: cpu, name: any}", "{device: cuda, name: A100}\nworkers: 2", ONE_A100
+    )
     assert checks["hardware"].found == "2 x A100: this machine has NVIDIA A100-SXM4-80GB"
 
 
@@ -93,7 +113,10 @@ def test_the_capacity_is_computed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("kv_cache_memory_mib: 1", "kv_cache_memory_mib: 0.4"), ("max_model_len: 512", "max_model_len: 2048")],
+    [
+        ("kv_cache_memory_mib: 1", "kv_cache_memory_mib: 0.4"),
+        ("max_model_len: 512", "max_model_len: 2048"),
+    ],
 )
 def test_a_budget_below_one_row_is_missing_memory(tmp_path: Path, old: str, new: str) -> None:
     check = checked(tmp_path, old, new)["memory"]
@@ -142,11 +165,16 @@ def test_a_source_that_is_neither_folder_nor_hub_id(tmp_path: Path) -> None:
     assert check.found == "no/such/folder: no such folder"
 
 
-def test_a_folder_that_cannot_be_written_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.access
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path and real(path, mode))
     checks = {check.name: check for check in check_machine(CPU_ONLY, tmp_path / "out")}
-    assert (checks["disk"].status, checks["disk"].found) == ("missing", f"{tmp_path} cannot be written")
+    assert (checks["disk"].status, checks["disk"].found) == (
+        "missing",
+        f"{tmp_path} cannot be written",
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +192,9 @@ def test_the_device_is_described(tmp_path: Path, devices: Devices, status: str, 
     assert part in check.found
 
 
-ONE_H200 = Devices("2.13.0", "12.8", "570.1", (CudaDevice(0, "NVIDIA H200", int(139.8 * GIB), 139 * GIB),))
+ONE_H200 = Devices(
+    "2.13.0", "12.8", "570.1", (CudaDevice(0, "NVIDIA H200", int(139.8 * GIB), 139 * GIB),)
+)
 
 
 def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(
@@ -172,7 +202,9 @@ def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(
 ) -> None:
     monkeypatch.setattr("toolkit.engines.devices.find_devices", lambda: ONE_H200)
     assert doctor("--json") == 0
-    notes = {check["name"]: check["found"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    notes = {
+        check["name"]: check["found"] for check in json.loads(capsys.readouterr().out)["checks"]
+    }
     assert notes["engine"].startswith("vLLM serves the most from this GPU; its recipes: ")
     assert "llama-3.1-8b-h200" in notes["engine"].split(": ")[1].split(", ")
     assert "transformers" not in notes["engine"]
@@ -182,7 +214,10 @@ def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(
 def test_a_recipe_whose_sibling_is_vllms_names_it() -> None:
     (note,) = check_engine(load_recipe("llama-3.1-8b-a100-80gb-transformers"), CPU_ONLY)
     assert note.status == "note"
-    assert note.found == "'transformers'; vLLM serves more from a GPU, by recipe llama-3.1-8b-a100-80gb"
+    assert (
+        note.found
+        == "'transformers'; vLLM serves more from a GPU, by recipe llama-3.1-8b-a100-80gb"
+    )
     assert check_engine(load_recipe("llama-3.1-8b-a100-80gb"), ONE_H200) == []
     assert check_engine(load_recipe("tiny-llama-cpu"), CPU_ONLY) == []
     assert check_engine(None, CPU_ONLY) == []

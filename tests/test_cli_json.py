@@ -29,7 +29,11 @@ def keys_under(head: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("head", "model"),
-    [("`simulate --json`", Simulation), ("`compare --json`", Comparison), ("a run of `runs`", ComparedRun)],
+    [
+        ("`simulate --json`", Simulation),
+        ("`compare --json`", Comparison),
+        ("a run of `runs`", ComparedRun),
+    ],
 )
 def test_the_documented_keys_are_the_models(head: str, model: type[BaseModel]) -> None:
     assert keys_under(head) == set(model.model_fields)
@@ -39,7 +43,9 @@ WORDS = ["--trace", "bursty-small", "--sla", "ttft_p99_s=2", "--json"]
 
 
 @pytest.mark.parametrize("policy", ["slice", "past-future", "mlfq"])
-def test_every_metric_that_is_printed_is_documented(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_metric_that_is_printed_is_documented(
+    policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert llmctl("simulate", "--fit", "tiny-llama-cpu", "--policy", policy, *WORDS) == 0
     text = capsys.readouterr().out
     found = Simulation.model_validate_json(text)
@@ -56,7 +62,9 @@ def test_every_documented_metric_is_printed(capsys: pytest.CaptureFixture[str]) 
     assert llmctl("simulate", "--fit", "unit-step", "--policy", "past-future", *WORDS) == 0
     names = json.loads(capsys.readouterr().out)
     documented = {key.replace("worker_K", "worker_0") for key in keys_under("metric")}
-    expected = {key.replace("*", one) for key in documented for one in (STATISTICS if "*" in key else [""])}
+    expected = {
+        key.replace("*", one) for key in documented for one in (STATISTICS if "*" in key else [""])
+    }
     assert expected - names.keys() == set()
 
 
@@ -66,5 +74,8 @@ def test_compare_prints_its_model(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     found = Comparison.model_validate_json(text)
     assert found.model_dump(mode="json") == json.loads(text)
-    assert {run.policy: run.servable for run in found.runs} == {"slice": True, "past-future-oracle": False}
+    assert {run.policy: run.servable for run in found.runs} == {
+        "slice": True,
+        "past-future-oracle": False,
+    }
     assert found.schema_version == 1

@@ -11,22 +11,26 @@ from commands import llmctl
 from test_cli_main import HEAVY
 
 from toolkit.cli import completion
-from toolkit.cli.serve_target import HERE, MANAGED
+from toolkit.cli.serve_start import HERE, MANAGED
 from toolkit.cli.stage import open_stage
 from toolkit.deploy.render import TARGETS
-from toolkit.files.fits import shipped_fits
-from toolkit.files.recipes import load_recipe, shipped_names
+from toolkit.files.io import shipped_fits
+from toolkit.files.shipped import load_recipe, shipped_names
 from toolkit.sched.catalogue import ABOUT
 from toolkit.sched.policies import KNOWN, ORACLES
-from toolkit.sim.settings import UNIT_STEP
-from toolkit.traces.shipped import shipped_traces
+from toolkit.sim.world import UNIT_STEP
+from toolkit.traces.types import shipped_traces
 
 
 def test_every_recipe_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert llmctl("recipes") == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ") and line.strip()}
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in lines
+        if line.startswith("  ") and line.strip()
+    }
     assert sorted(rows) == shipped_names()
     for name, (engine, policy, basis) in rows.items():
         recipe = load_recipe(name)
@@ -43,7 +47,9 @@ def test_recipes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(one.keys() == keys for one in found)
 
 
-def test_every_policy_says_what_it_does_and_which_engines_run_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_policy_says_what_it_does_and_which_engines_run_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert llmctl("policies", "--json") == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["policies"]}
     assert found.keys() == KNOWN.keys() == ABOUT.keys()
@@ -65,19 +71,26 @@ def completed(*words: str, cwd: Path | None = None) -> list[str]:
         "print('loaded', *{name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, cwd=cwd
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=cwd,
     )
     *found, loaded = done.stdout.splitlines()
     assert set(loaded.split()) & HEAVY == set()
     return [word for word in found if word]
 
 
+@pytest.mark.slow
 def test_the_shell_is_offered_commands_and_options_at_no_cost() -> None:
     assert completed("tu") == ["tune"]
     assert "--trace" in completed("tune", "tiny-llama-cpu", "--t")
     assert completed("trace", "insp") == ["inspect"]
 
 
+@pytest.mark.slow
 def test_the_shell_is_offered_what_ships_and_files_here(tmp_path: Path) -> None:
     (tmp_path / "tiny-mine.yaml").touch()
     here = [name for name in shipped_names() if name.startswith("tiny-")]
@@ -97,7 +110,9 @@ def test_the_shell_is_offered_what_ships_and_files_here(tmp_path: Path) -> None:
         (completion.served_targets, HERE + MANAGED),
     ],
 )
-def test_what_is_offered_is_what_there_is(complete, known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_offered_is_what_there_is(
+    complete, known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert complete("") == sorted(known)
     assert complete("no-such") == []

@@ -14,7 +14,19 @@ import toolkit
 from toolkit.cli import main
 from toolkit.errors import EngineError, InputError, LlmctlError, TargetMissedError
 
-HEAVY = {"torch", "transformers", "ray", "scipy", "optuna", "fastapi", "starlette", "numpy", "numba", "httpx", "jinja2"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "ray",
+    "scipy",
+    "optuna",
+    "fastapi",
+    "starlette",
+    "numpy",
+    "numba",
+    "httpx",
+    "jinja2",
+}
 HEAVY |= {"matplotlib"}
 
 NAMES = list(main.COMMANDS)
@@ -39,10 +51,13 @@ def modules_of(*words: str) -> set[str]:
         f"try:\n    run({words!r})\nexcept SystemExit:\n    pass\n"
         "print('\\nloaded', *{name.partition('.')[0] for name in sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command_name", ["", *NAMES])
 def test_help_loads_nothing_heavy(command_name: str) -> None:
     loaded = modules_of(*command_name.split(), "--help")
@@ -58,7 +73,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_command_explains_itself_and_offers_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_explains_itself_and_offers_json(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [name, "inspect"] if name == "trace" else [name]
     assert llmctl(*words, "--help") == 0
     assert "--json" in capsys.readouterr().out
@@ -97,9 +114,15 @@ def test_a_wrong_word_is_one_line_a_hint_and_exit_2(
 
 @pytest.mark.parametrize(
     ("word", "hint"),
-    [("tuen", "did you mean 'tune'?"), ("simulat", "did you mean 'simulate'?"), ("xyz", "valid: bench, ")],
+    [
+        ("tuen", "did you mean 'tune'?"),
+        ("simulat", "did you mean 'simulate'?"),
+        ("xyz", "valid: bench, "),
+    ],
 )
-def test_a_misspelt_command_is_told_the_nearest_one(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_command_is_told_the_nearest_one(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert llmctl(word) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"error: there is no command '{word}'"
@@ -127,7 +150,9 @@ def test_each_error_has_its_exit_code(
     assert capsys.readouterr() == ("", "error: it failed\nhint: do this\n")
 
 
-def test_several_problems_are_several_lines(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_problems_are_several_lines(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> None:
         raise InputError("a: wrong\nb: wrong")
 
@@ -145,7 +170,9 @@ def test_a_bug_stays_loud(command: Callable[..., None]) -> None:
         main.run(["schema"])
 
 
-def test_an_interrupt_says_what_is_kept(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_says_what_is_kept(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -162,6 +189,7 @@ def test_a_command_may_choose_its_exit_code(command: Callable[..., None]) -> Non
     assert llmctl("schema") == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("printed", "words"),
     [
@@ -197,7 +225,15 @@ run({words})
         ["--help"],
         ["tune", "--help"],
         ["trace", "inspect", "chat-small"],
-        ["compare", "--fit", "unit-step", "--trace", "bursty-small", "--policies", "fcfs,conservative"],
+        [
+            "compare",
+            "--fit",
+            "unit-step",
+            "--trace",
+            "bursty-small",
+            "--policies",
+            "fcfs,conservative",
+        ],
         ["simulate", "--fit", "unit-step", "--trace", "bursty-small", "--policy", "fcfs"],
     ],
 )
@@ -212,7 +248,9 @@ def test_every_text_is_printed_where_stdout_is_no_utf_8(
     assert "?" not in text
 
 
-def test_another_pipe_that_breaks_is_a_bug(command: Callable[..., None], capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_pipe_that_breaks_is_a_bug(
+    command: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> None:
         raise BrokenPipeError
 
@@ -221,6 +259,7 @@ def test_another_pipe_that_breaks_is_a_bug(command: Callable[..., None], capfd: 
         main.run(["schema"])
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_stdout_is_one_line() -> None:
     """As in `llmctl schema > file`; what is not printed must not be complained of again at exit."""
     with open("/dev/full", "w") as full:

@@ -36,7 +36,9 @@ def test_durations_have_the_unit_that_suits_them(value: float, text: str) -> Non
     assert seconds(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(512, "512 B"), (1536, "1.5 KiB"), (85 * 2**30, "85.0 GiB"), (0, "0 B")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(512, "512 B"), (1536, "1.5 KiB"), (85 * 2**30, "85.0 GiB"), (0, "0 B")]
+)
 def test_sizes_are_binary(value: float, text: str) -> None:
     assert size(value) == text
 
@@ -70,7 +72,11 @@ def test_a_table_fits_80_columns_and_is_plain_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    table(["name", "value", ">text"], [("[red]a", 12345, "long " * 40), ("b", 0.12345, None)], title="a title")
+    table(
+        ["name", "value", ">text"],
+        [("[red]a", 12345, "long " * 40), ("b", 0.12345, None)],
+        title="a title",
+    )
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "[red]a" in lines[5]
@@ -98,11 +104,16 @@ MANY = [f">column\nnumber {k}" for k in range(12)]
 
 
 def test_numbers_never_wrap_and_the_table_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [[name, *(round(1234.5 * (k + 1)) for k in range(12))] for name in ("first-policy", "second")]
+    rows = [
+        [name, *(round(1234.5 * (k + 1)) for k in range(12))] for name in ("first-policy", "second")
+    ]
     table(["policy", *MANY], rows)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines if line.strip() and "," in line] == ["first-policy", "second"] * 2
+    assert [line.split()[0] for line in lines if line.strip() and "," in line] == [
+        "first-policy",
+        "second",
+    ] * 2
     shown = {word for line in lines for word in line.split() if "," in word}
     assert shown == {f"{round(1234.5 * (k + 1)):,}" for k in range(12)}
 
@@ -123,9 +134,12 @@ def test_text_gives_way_before_a_column_goes_below(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [("█▌ é – … µ 中", "#? e - ... ? ?"), ("plain", "plain"), ("\udcff.json", "?.json")]
+    ("text", "shown"),
+    [("█▌ é – … µ 中", "#? e - ... ? ?"), ("plain", "plain"), ("\udcff.json", "?.json")],
 )
-def test_what_stdout_cannot_encode_is_replaced(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stdout_cannot_encode_is_replaced(
+    text: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
     show_any_text()
     print(text, flush=True)

@@ -10,9 +10,8 @@ from commands import llmctl
 from toolkit.cli import main
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
-from toolkit.files.limits import Limit
 from toolkit.files.plan import Plan
-from toolkit.files.tuning import Outcome, PolicyResult, Trial, Tuning, Window
+from toolkit.files.tuning import Limit, Outcome, PolicyResult, Trial, Tuning, TuningWindow
 
 RECIPE = """\
 name: test
@@ -33,13 +32,19 @@ def outcome(slice_tokens: int) -> Outcome:
 def limits(ttft_p99_s: float) -> list[Limit]:
     """The limits of a recipe that wants `ttft_p99_s` of 2 s, with what is predicted."""
     return [
-        Limit(name="ttft_p99_s", bound="at most", limit=2.0, predicted=ttft_p99_s, kept=ttft_p99_s <= 2.0),
+        Limit(
+            name="ttft_p99_s",
+            bound="at most",
+            limit=2.0,
+            predicted=ttft_p99_s,
+            kept=ttft_p99_s <= 2.0,
+        ),
         Limit(name="oom_percent", bound="at most", limit=1.0, predicted=0.0, kept=True),
     ]
 
 
 def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
-    window = Window(start_s=0, end_s=30, requests=90)
+    window = TuningWindow(start_s=0, end_s=30, requests=90)
     fields = dict(
         **head(inputs),
         recipe_name="test",
@@ -66,7 +71,9 @@ def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with recipe.yaml, profile.json, fit.json and tuning.json, made from each other."""
+    """The working directory, with recipe.yaml, profile.json, fit.json and tuning.json, made from
+    each other.
+    """
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))
@@ -75,7 +82,14 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def render(*words: str, tuned: bool = True) -> int:
-    given = ["render", "recipe.yaml", "--fit", "fit.json", *(["--tuning", "tuning.json"] if tuned else []), *words]
+    given = [
+        "render",
+        "recipe.yaml",
+        "--fit",
+        "fit.json",
+        *(["--tuning", "tuning.json"] if tuned else []),
+        *words,
+    ]
     return llmctl(*given)
 
 
@@ -85,14 +99,21 @@ def sources(plan: Plan) -> dict[str, str]:
 
 def test_the_best_of_the_tuning_is_planned_and_explained(files: Path) -> None:
     assert render() == 0
-    plan = read_file(Plan, "plan.json", inputs={"recipe": "recipe.yaml", "fit": "fit.json", "tuning": "tuning.json"})
+    plan = read_file(
+        Plan,
+        "plan.json",
+        inputs={"recipe": "recipe.yaml", "fit": "fit.json", "tuning": "tuning.json"},
+    )
     assert plan.policy.parameters["slice_tokens"] == 66
     assert plan.predicted == {"goodput_rps": 3.25}
     explained = sources(plan)
     assert explained["slice_tokens"] == "trial 2 of 3: +12.5 % goodput, held out"
     assert explained["min_interval_s"] == "recipe"
     assert explained["eager"] == "default of policy 'slice'"
-    assert explained["predicted goodput_rps"] == "simulated with the fit on 2 held-out windows of the trace"
+    assert (
+        explained["predicted goodput_rps"]
+        == "simulated with the fit on 2 held-out windows of the trace"
+    )
     assert plan.explained["capacity_tokens"].value == "8192"
 
 
@@ -108,12 +129,21 @@ def test_no_gain_is_not_praised(files: Path, gain_percent: float) -> None:
 def test_every_planned_value_is_explained(files: Path) -> None:
     render()
     plan = read_file(Plan, "plan.json")
-    wanted = {"policy", "workers", *plan.policy.parameters, *(f"predicted {name}" for name in plan.predicted)}
+    wanted = {
+        "policy",
+        "workers",
+        *plan.policy.parameters,
+        *(f"predicted {name}" for name in plan.predicted),
+    }
     assert wanted <= plan.explained.keys()
 
 
 def test_a_tuning_that_found_nothing_keeps_the_recipes_policy(files: Path) -> None:
-    found = tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, keep_defaults=True, gain_percent=-3.0)
+    found = tuning(
+        {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")},
+        keep_defaults=True,
+        gain_percent=-3.0,
+    )
     write_file(found, "tuning.json")
     assert render() == 0
     plan = read_file(Plan, "plan.json")
@@ -148,24 +178,33 @@ def test_check_is_the_same_on_another_machine(files: Path) -> None:
     assert render("--check") == 0
 
 
-def test_check_names_what_differs_and_writes_nothing(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_what_differs_and_writes_nothing(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     render(tuned=False)
     before = Path("plan.json").read_bytes()
     capsys.readouterr()
     assert render("--check", "--json") == 4
     out, err = capsys.readouterr()
-    differences = {each["key"]: (each["old"], each["new"]) for each in json.loads(out)["differences"]}
+    differences = {
+        each["key"]: (each["old"], each["new"]) for each in json.loads(out)["differences"]
+    }
     assert differences["policy.parameters.slice_tokens"] == ("64", "66")
     assert differences["predicted.goodput_rps"] == ("", "3.25")
     assert err.startswith("error: plan.json is out of date: ")
     assert Path("plan.json").read_bytes() == before
 
 
-def test_a_changed_latency_target_makes_the_tuning_stale(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_latency_target_makes_the_tuning_stale(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 1"))
     assert render() == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "error: tuning.json is stale: 'sla' of recipe.yaml changed since it was made from recipe.yaml"
+    assert (
+        lines[0]
+        == "error: tuning.json is stale: 'sla' of recipe.yaml changed since it was made from recipe.yaml"
+    )
     assert lines[1] == "hint: make it again: llmctl tune RECIPE --fit FIT --trace TRACE"
 
 
@@ -173,7 +212,10 @@ def test_a_changed_latency_target_makes_the_tuning_stale(files: Path, capsys: py
     ("change", "message"),
     [
         ({"workers": 3}, "the fit is not of this recipe: workers is 3, the recipe has 2"),
-        ({"recipe_name": "other"}, "the fit is not of this recipe: recipe_name is other, the recipe has test"),
+        (
+            {"recipe_name": "other"},
+            "the fit is not of this recipe: recipe_name is other, the recipe has test",
+        ),
     ],
 )
 def test_a_fit_of_something_else_is_refused(
@@ -184,16 +226,25 @@ def test_a_fit_of_something_else_is_refused(
     assert capsys.readouterr().err == f"error: {message}\nhint: profile and fit it again\n"
 
 
-def test_a_policy_that_the_engine_cannot_run_is_not_planned(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_that_the_engine_cannot_run_is_not_planned(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
-    write_file(tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, best_held_out=best), "tuning.json")
+    write_file(
+        tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, best_held_out=best),
+        "tuning.json",
+    )
     assert render() == 2
-    message = "policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches"
+    message = (
+        "policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches"
+    )
     assert capsys.readouterr().err.startswith(f"error: {message}\n")
     assert not Path("plan.json").exists()
 
 
-def test_the_refusal_names_the_best_that_the_engine_runs(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_refusal_names_the_best_that_the_engine_runs(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
     policies = [
         PolicyResult(
@@ -207,11 +258,18 @@ def test_the_refusal_names_the_best_that_the_engine_runs(files: Path, capsys: py
         )
         for one, refusal in ((outcome(66), None), (best, "not here"))
     ]
-    found = tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, best_held_out=best, policies=policies)
+    found = tuning(
+        {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")},
+        best_held_out=best,
+        policies=policies,
+    )
     write_file(found, "tuning.json")
     assert render() == 2
     hint = "--policy slice --set slice_tokens=66 --set min_interval_s=0.5"
-    assert capsys.readouterr().err.splitlines()[1] == f"hint: the best of the tuning that it runs: {hint}"
+    assert (
+        capsys.readouterr().err.splitlines()[1]
+        == f"hint: the best of the tuning that it runs: {hint}"
+    )
     assert render(*hint.split(), tuned=False) == 0
 
 

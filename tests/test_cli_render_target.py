@@ -1,4 +1,6 @@
-"""`llmctl render --target`: folders that are written whole, compared, and never over what somebody edited."""
+"""`llmctl render --target`: folders that are written whole, compared, and never over what somebody
+edited.
+"""
 
 import json
 from pathlib import Path
@@ -10,13 +12,21 @@ from commands import llmctl
 from toolkit.deploy.folder import read_manifest
 from toolkit.errors import InputError
 from toolkit.files import io
+from toolkit.files.bench import MetricError, Validation
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.validation import MetricError, Validation
 
 CANARY = "sk-canary-7f3a9c51"
-LOCAL = {"EXPLAIN.md", "alerts.yaml", "bench.sh", "dashboard.json", "plan.json", "rendered.json", "serve.sh"}
+LOCAL = {
+    "EXPLAIN.md",
+    "alerts.yaml",
+    "bench.sh",
+    "dashboard.json",
+    "plan.json",
+    "rendered.json",
+    "serve.sh",
+}
 
 
 @pytest.fixture
@@ -33,7 +43,9 @@ def render(*words: str, source: str = "plan.json") -> int:
 
 
 def contents(folder: str) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+    return {
+        str(path): path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()
+    }
 
 
 @pytest.mark.usefixtures("plan")
@@ -49,7 +61,9 @@ def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it() -> None:
 
 
 @pytest.mark.usefixtures("plan")
-def test_rendering_again_changes_nothing_and_check_agrees(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rendering_again_changes_nothing_and_check_agrees(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     render("--target", "kubernetes")
     before = contents("kubernetes")
     assert render("--target", "kubernetes") == 0
@@ -68,7 +82,9 @@ def test_check_shows_a_diff_and_writes_nothing(capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert "--- core/deployment.yaml (there)\n+++ core/deployment.yaml (rendered)\n" in out
     assert "-  replicas: 1\n+  replicas: 3\n" in out
-    assert err.startswith("error: kubernetes differs from what would be rendered: EXPLAIN.md, core/deployment.yaml")
+    assert err.startswith(
+        "error: kubernetes differs from what would be rendered: EXPLAIN.md, core/deployment.yaml"
+    )
     assert contents("kubernetes") == before
 
 
@@ -105,7 +121,9 @@ def test_what_is_rendered_no_more_is_removed() -> None:
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_out_of_the_folder_is_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kubernetes").mkdir()
     (tmp_path / "kubernetes" / "core").symlink_to(tmp_path / "elsewhere")
@@ -114,9 +132,11 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path, capsys: pytest
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b/c", "a b", ".hidden", "x" * 65, "a\nb", ""])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/x", "a/b/c", "a b", ".hidden", "x" * 65, "a\nb", ""]
+)
 def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> None:
-    from toolkit.deploy.names import inside
+    from toolkit.deploy.order import inside
 
     with pytest.raises(InputError, match="not the name of a rendered file"):
         inside(tmp_path, name)
@@ -124,7 +144,7 @@ def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "serve.sh.j2", "Serve", ""])
 def test_templates_have_plain_names(name: str) -> None:
-    from toolkit.deploy.templating import fill
+    from toolkit.deploy.order import fill
 
     with pytest.raises(InputError, match="not the name of a template"):
         fill(name)
@@ -132,15 +152,29 @@ def test_templates_have_plain_names(name: str) -> None:
 
 def test_a_plan_that_is_given_is_taken_as_it_is(plan: Plan) -> None:
     render("--target", "local")
-    other = plan.model_copy(update={"environment": plan.environment.model_copy(update={"processor": "another"})})
+    other = plan.model_copy(
+        update={"environment": plan.environment.model_copy(update={"processor": "another"})}
+    )
     write_file(other, "plan.json")
     assert render("--target", "local", "--check") == 4
 
 
 def test_the_validation_beside_the_plan_is_in_the_explanation(plan: Plan) -> None:
-    error = MetricError(metric="throughput_rps", measured=3.0, predicted=3.3, error_percent=10.0, worst_percent=-31.5)
+    error = MetricError(
+        metric="throughput_rps",
+        measured=3.0,
+        predicted=3.3,
+        error_percent=10.0,
+        worst_percent=-31.5,
+    )
     found = Validation(
-        **head({"plan": "plan.json"}), model="m", policy="slice", notes=[], windows=[], metrics=[error], requests=[]
+        **head({"plan": "plan.json"}),
+        model="m",
+        policy="slice",
+        notes=[],
+        windows=[],
+        metrics=[error],
+        requests=[],
     )
     write_file(found, "validation.json")
     assert render("--target", "local") == 0
@@ -202,7 +236,10 @@ def test_from_a_recipe_the_plan_is_made_too_and_on_another_machine_is_the_same(
     monkeypatch.chdir(tmp_path)
     orders.plan(tmp_path)
     Path("recipe.yaml").write_text((tmp_path / "recipe.json").read_text())
-    write_file(read_file(Fit, "fit.json").model_copy(update=dict(head({"recipe": "recipe.yaml"}))), "fit.json")
+    write_file(
+        read_file(Fit, "fit.json").model_copy(update=dict(head({"recipe": "recipe.yaml"}))),
+        "fit.json",
+    )
     assert render("--fit", "fit.json", "--target", "local", source="recipe.yaml") == 0
     assert read_file(Plan, "local/plan.json").recipe.name == "test"
     monkeypatch.setattr(io, "processor", lambda: "another machine's")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import os
 from pathlib import Path
-from toolkit.cli.secrets import forget_variable
+from toolkit.cli.serve_start import forget_variable
 forget_variable("LLMCTL_API_KEY")
 forget_variable("NOT_THERE")
 print("LLMCTL_API_KEY" in os.environ, b"canary-7" in Path("/proc/self/environ").read_bytes(), os.environ["OTHER"])
@@ -18,6 +20,12 @@ print("LLMCTL_API_KEY" in os.environ, b"canary-7" in Path("/proc/self/environ").
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc here")
 def test_a_variable_is_forgotten_in_the_memory_of_the_process_too() -> None:
-    around = {"LLMCTL_API_KEY": "canary-7", "OTHER": "stays", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=around, capture_output=True, text=True, check=True)
+    around = {
+        "LLMCTL_API_KEY": "canary-7",
+        "OTHER": "stays",
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=around, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "False False stays\n"

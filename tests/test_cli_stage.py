@@ -21,12 +21,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))
-    rows = [{"timestamp": 25 * k, "input_length": 40 + k % 90, "output_length": 8 + k % 400} for k in range(900)]
+    rows = [
+        {"timestamp": 25 * k, "input_length": 40 + k % 90, "output_length": 8 + k % 400}
+        for k in range(900)
+    ]
     Path("trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
 
-def scaling(command: list[str], capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+def scaling(
+    command: list[str], capsys: pytest.CaptureFixture[str], *words: str
+) -> dict[str, object]:
     capsys.readouterr()
     assert llmctl(*command, "--json", *words) == 0
     found: dict[str, object] = json.loads(capsys.readouterr().out)["trace"]["scaling"]
@@ -34,7 +39,9 @@ def scaling(command: list[str], capsys: pytest.CaptureFixture[str], *words: str)
 
 
 def test_all_commands_scale_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl("tune", "recipe.yaml", "--trace", "trace.jsonl", "--jobs", "1", "--draws", "0") == 0
+    assert (
+        llmctl("tune", "recipe.yaml", "--trace", "trace.jsonl", "--jobs", "1", "--draws", "0") == 0
+    )
     tuned = read_file(Tuning, "tuning.json").scaling
     assert tuned is not None
     assert tuned.max_new_tokens == 128
@@ -47,7 +54,9 @@ def test_what_was_scaled_is_the_first_line(
 ) -> None:
     assert llmctl(*command) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("warning: trace: prompts unchanged: all within 384 tokens; outputs divided by 3.1")
+    assert lines[0].startswith(
+        "warning: trace: prompts unchanged: all within 384 tokens; outputs divided by 3.1"
+    )
     assert sum("divided" in line for line in lines) == 1
 
 
@@ -57,14 +66,18 @@ def test_the_recipe_is_found_beside_the_fit_here_and_by_option(
     own = scaling(SIMULATE, capsys)
     (folder / "elsewhere").mkdir()
     Path("fit.json").rename("elsewhere/fit.json")
-    assert scaling(SIMULATE, capsys, "--fit", "elsewhere/fit.json") == own, "the recipe is in the working folder"
+    assert scaling(SIMULATE, capsys, "--fit", "elsewhere/fit.json") == own, (
+        "the recipe is in the working folder"
+    )
     Path("recipe.yaml").rename("elsewhere/recipe.yaml")
     assert scaling(SIMULATE, capsys, "--fit", "elsewhere/fit.json") == own, "it is beside the fit"
     Path("elsewhere/recipe.yaml").rename("elsewhere/mine.yaml")
     words = ["--fit", "elsewhere/fit.json"]
     assert scaling(SIMULATE, capsys, *words, "--recipe", "elsewhere/mine.yaml") == own
     text = Path("elsewhere/mine.yaml").read_text()
-    Path("elsewhere/mine.yaml").write_text(text.replace("max_new_tokens: 128", "max_new_tokens: 100"))
+    Path("elsewhere/mine.yaml").write_text(
+        text.replace("max_new_tokens: 128", "max_new_tokens: 100")
+    )
     changed = scaling(SIMULATE, capsys, *words, "--recipe", "elsewhere/mine.yaml")
     assert changed["max_new_tokens"] == 100, "the recipe counts as it is now, as in `tune`"
 
@@ -76,7 +89,9 @@ def test_without_its_recipe_a_limit_is_asked_for(
     Path("recipe.yaml").unlink()
     assert llmctl(*command) == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: fit.json: its recipe 'test', which says how long outputs may be")
+    assert error.startswith(
+        "error: fit.json: its recipe 'test', which says how long outputs may be"
+    )
     assert hint == "hint: name the recipe with --recipe, or give the limit with --max-new-tokens"
     assert scaling(command, capsys, "--max-new-tokens", "200")["max_new_tokens"] == 200
 
@@ -98,6 +113,10 @@ def test_a_limit_that_is_given_takes_the_place_of_the_recipe_s(
     assert scaling(SIMULATE, capsys, "--no-fit-lengths") is None
 
 
-def test_a_recipe_that_changes_nothing_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_changes_nothing_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert llmctl(*SIMULATE, "--fit", "unit-step", "--recipe", "recipe.yaml") == 2
-    assert "--recipe recipe.yaml changes nothing: --fit unit-step has none" in capsys.readouterr().err
+    assert (
+        "--recipe recipe.yaml changes nothing: --fit unit-step has none" in capsys.readouterr().err
+    )

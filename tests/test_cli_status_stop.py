@@ -1,4 +1,6 @@
-"""Servers that run here: remembered, looked at, stopped in order; and what is said of managers that are not there."""
+"""Servers that run here: remembered, looked at, stopped in order; and what is said of managers that
+are not there.
+"""
 
 import json
 import os
@@ -17,10 +19,16 @@ import pytest
 from commands import llmctl
 from serving import Server, fake_plan
 
-from toolkit.deploy import managers
-from toolkit.deploy.running import Running, folder_of_states, name_of, recall, remember, this_process
-from toolkit.endpoints.look import RUNNING, WAITING, Look
-from toolkit.endpoints.scrape import Metric
+from toolkit.deploy import running as managers
+from toolkit.deploy.running import (
+    Running,
+    folder_of_states,
+    name_of,
+    recall,
+    remember,
+    this_process,
+)
+from toolkit.endpoints.target import RUNNING, WAITING, Look, Metric
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
 
@@ -52,7 +60,9 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(around["NOTIFY_SOCKET"])
         manager.settimeout(60)
-        with Server(folder / "plan.json", "--api-key-file", str(folder / "key"), **around) as running:
+        with Server(
+            folder / "plan.json", "--api-key-file", str(folder / "key"), **around
+        ) as running:
             yield Keyed(running, manager.recv(64), around["XDG_STATE_HOME"])
 
 
@@ -64,6 +74,7 @@ def gone(pid: int = 1) -> Running:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_status_shows_what_runs(
     keyed: Keyed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +90,7 @@ def test_status_shows_what_runs(
     assert "asks for the key" in err
 
 
+@pytest.mark.slow
 def test_the_key_is_asked_for_and_remembered_nowhere(keyed: Keyed) -> None:
     url = f"{keyed.server.url}/v1/models"
     assert httpx.get(url).status_code == 401
@@ -88,23 +100,32 @@ def test_the_key_is_asked_for_and_remembered_nowhere(keyed: Keyed) -> None:
     assert CANARY not in written[0] + json.dumps(keyed.server.ready)
 
 
+@pytest.mark.slow
 def test_a_service_manager_is_told_when_it_is_ready(keyed: Keyed) -> None:
     assert keyed.told == b"READY=1"
     assert all("NOTIFY_SOCKET" not in worker.environ() for worker in keyed.server.workers())
 
 
+@pytest.mark.slow
 def test_stop_waits_for_the_drain_and_counts_it(
     states: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ask() -> None:
-        httpx.post(f"{server.url}/v1/completions", json={"model": "toy", "prompt": "a", "max_tokens": 100}, timeout=60)
+        httpx.post(
+            f"{server.url}/v1/completions",
+            json={"model": "toy", "prompt": "a", "max_tokens": 100},
+            timeout=60,
+        )
 
     fake_plan(tmp_path, eos_one_in=0, decode_s=0.004)
     with Server(tmp_path / "plan.json", "--served-model-name", "toy") as server:
         ask()
         asking = threading.Thread(target=ask)
         asking.start()
-        while 'llmctl_requests_running{model_name="toy"} 1.0' not in httpx.get(f"{server.url}/metrics").text:
+        while (
+            'llmctl_requests_running{model_name="toy"} 1.0'
+            not in httpx.get(f"{server.url}/metrics").text
+        ):
             pass
         assert llmctl("stop") == 0
         asking.join()
@@ -115,6 +136,7 @@ def test_stop_waits_for_the_drain_and_counts_it(
     assert llmctl("status") == 1
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_noticed(states: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started_s = psutil.Process(process.pid).create_time()
@@ -149,7 +171,11 @@ def test_a_process_number_of_another_is_not_stopped(capsys: pytest.CaptureFixtur
 @pytest.mark.usefixtures("states")
 def test_several_are_not_stopped_at_once_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a-1", "b-2"):
-        remember(gone().model_copy(update={"name": name, "pid": None, "target": "systemd", "folder": "/nowhere"}))
+        remember(
+            gone().model_copy(
+                update={"name": name, "pid": None, "target": "systemd", "folder": "/nowhere"}
+            )
+        )
     assert llmctl("stop") == 2
     assert capsys.readouterr().err.splitlines()[0] == "error: 2 servers run here: a-1, b-2"
     assert llmctl("stop", "c-3") == 2
@@ -170,11 +196,15 @@ def test_names_of_servers_stay_in_their_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "two words\n", "a\nb\n", "\x00\xff"])
-def test_a_file_without_one_key_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_one_key_is_refused(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     orders.plan(tmp_path)
     write_file(orders.plan(tmp_path), tmp_path / "plan.json")
     (tmp_path / "key").write_text(content, encoding="latin-1")
-    assert llmctl("serve", str(tmp_path / "plan.json"), "--api-key-file", str(tmp_path / "key")) == 2
+    assert (
+        llmctl("serve", str(tmp_path / "plan.json"), "--api-key-file", str(tmp_path / "key")) == 2
+    )
     assert "key" in capsys.readouterr().err
 
 
@@ -217,7 +247,10 @@ def test_what_serve_cannot_start_is_said_with_what_can(capsys: pytest.CaptureFix
         assert said in capsys.readouterr().err
 
 
-def test_managers_are_asked_in_this_order(rendered: Path, states: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_managers_are_asked_in_this_order(
+    rendered: Path, states: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fake docker writes down what it is asked."""
     fake = rendered / "bin" / "docker"
     fake.parent.mkdir()
@@ -225,7 +258,9 @@ def test_managers_are_asked_in_this_order(rendered: Path, states: Path, monkeypa
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
     assert llmctl("serve", "compose") == 0
-    assert [server.name for server in map(recall, [path.stem for path in states.glob("*.json")])] == ["test-8000"]
+    assert [
+        server.name for server in map(recall, [path.stem for path in states.glob("*.json")])
+    ] == ["test-8000"]
     assert llmctl("stop") == 0
     asked = (rendered / "asked").read_text().splitlines()
     assert asked[-4:] == [
@@ -243,22 +278,36 @@ def test_status_wants_the_url_of_a_server(url: str, capsys: pytest.CaptureFixtur
     assert f"error: '{url}' is not " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("log", "said"),
     [
-        ("loading\\nerror: plan.json: no\\nhint: a\\nerror: later", "error: {unit} did not start: plan.json: no"),
-        ("{unit}: Failed to set up credentials: No such file", "did not start: Failed to set up credentials: No such"),
+        (
+            "loading\\nerror: plan.json: no\\nhint: a\\nerror: later",
+            "error: {unit} did not start: plan.json: no",
+        ),
+        (
+            "{unit}: Failed to set up credentials: No such file",
+            "did not start: Failed to set up credentials: No such",
+        ),
         ("", "did not start: Job failed."),
     ],
 )
 def test_a_unit_that_does_not_start_is_given_up_with_its_own_words(
-    rendered: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log: str, said: str
+    rendered: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    log: str,
+    said: str,
 ) -> None:
     """A fake systemctl that cannot start, and a fake journalctl."""
     unit, programs = "llmctl-test.service", rendered / "bin"
     programs.mkdir()
     for name, script in (
-        ("systemctl", f'echo "$@" >> {rendered}/asked\n[ $1 != start ] || {{ echo Job failed. >&2; exit 1; }}'),
+        (
+            "systemctl",
+            f'echo "$@" >> {rendered}/asked\n[ $1 != start ] || {{ echo Job failed. >&2; exit 1; }}',
+        ),
         ("journalctl", f"printf '{log.format(unit=unit)}\\n'"),
     ):
         (programs / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -272,22 +321,36 @@ def test_a_unit_that_does_not_start_is_given_up_with_its_own_words(
     assert (rendered / "asked").read_text().splitlines() == [link, f"start {unit}", f"stop {unit}"]
 
 
+@pytest.mark.slow
 def test_what_a_rendered_script_starts_is_a_server(states: Path, tmp_path: Path) -> None:
     """serve.sh, with a `llmctl` on the path that is this one; then bench.sh against it."""
     fake_plan(tmp_path)
-    assert llmctl("render", str(tmp_path / "plan.json"), "--target", "local", "--out", str(tmp_path / "out")) == 0
+    assert (
+        llmctl(
+            "render",
+            str(tmp_path / "plan.json"),
+            "--target",
+            "local",
+            "--out",
+            str(tmp_path / "out"),
+        )
+        == 0
+    )
     program = tmp_path / "bin" / "llmctl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m toolkit "$@"\n')
     program.chmod(0o755)
     environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
     serve = [str(tmp_path / "out" / "serve.sh"), "--port", "0", "--json", "--allow-end-after"]
-    with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(
+        serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["url"]
         checked = subprocess.run(
             [tmp_path / "out" / "bench.sh", "chat-small"],
-            env=environment | {"LLMCTL_URL": url, "DURATION": "1", "RATE": "8", "MAX_ERROR": "1e9", "WARMUP": "0"},
+            env=environment
+            | {"LLMCTL_URL": url, "DURATION": "1", "RATE": "8", "MAX_ERROR": "1e9", "WARMUP": "0"},
             capture_output=True,
             text=True,
         )

@@ -36,18 +36,27 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))
     Path("profile.json").unlink()  # so that the laws are scaled, not resampled
-    rows = [{"timestamp": 25 * k, "input_length": 40 + 7 * k % 90, "output_length": 8 + 5 * k % 60} for k in range(900)]
+    rows = [
+        {"timestamp": 25 * k, "input_length": 40 + 7 * k % 90, "output_length": 8 + 5 * k % 60}
+        for k in range(900)
+    ]
     Path("trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
 
 def tune(*words: str) -> int:
     return llmctl(
-        "tune", "recipe.yaml", "--trace", "trace.jsonl", *(words if "--jobs" in words else ("--jobs", "1", *words))
+        "tune",
+        "recipe.yaml",
+        "--trace",
+        "trace.jsonl",
+        *(words if "--jobs" in words else ("--jobs", "1", *words)),
     )
 
 
-def test_what_is_printed_fits_80_columns_and_says_what_matters(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_fits_80_columns_and_says_what_matters(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune("--policies", "slice,past-future") == 0
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
@@ -66,6 +75,7 @@ def test_what_is_printed_fits_80_columns_and_says_what_matters(files: Path, caps
     assert not Path("tuning.json.partial").exists()
 
 
+@pytest.mark.slow
 def test_processes_change_no_byte_of_the_file(files: Path) -> None:
     assert tune("--out", "one.json") == tune("--jobs", "2", "--out", "two.json") == 0
     assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
@@ -90,15 +100,21 @@ def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(
     assert result.alternatives is not None
     assert result.alternatives.best_of_all == "past-future"
     said = " ".join(capsys.readouterr().out.split())
-    assert "best of all policies: past-future, which needs engine vllm or rebatch; by this engine's laws it" in said
+    assert (
+        "best of all policies: past-future, which needs engine vllm or rebatch; by this engine's laws it"
+        in said
+    )
     assert llmctl("render", "recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json") == 0
     assert read_file(Plan, "plan.json").policy.name == "slice"
 
 
+@pytest.mark.slow
 def test_by_default_every_policy_is_searched_and_the_price_is_said(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("recipe.yaml").write_text(RECIPE.replace("trials: 6", "trials: 10").replace(", policies: [own]", ""))
+    Path("recipe.yaml").write_text(
+        RECIPE.replace("trials: 6", "trials: 10").replace(", policies: [own]", "")
+    )
     assert tune("--draws", "0") == 0
     result = read_file(Tuning, "tuning.json")
     assert {one.policy for one in result.policies} == POLICIES.keys() - ORACLES
@@ -117,7 +133,11 @@ def test_nothing_within_the_limits_is_said_with_what_binds_and_a_remedy(
     assert tune("--draws", "0") == 5
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    at = next(k for k, line in enumerate(lines) if line.startswith("no trial keeps all limits; ttft_p99_s binds"))
+    at = next(
+        k
+        for k, line in enumerate(lines)
+        if line.startswith("no trial keeps all limits; ttft_p99_s binds")
+    )
     said = " ".join(lines[at:])
     assert "what keeps all limits at 40 requests/s, simulated:" in said
     assert "not fewer requests: the best settings break a limit even at a 64th of the rate" in said
@@ -125,7 +145,9 @@ def test_nothing_within_the_limits_is_said_with_what_binds_and_a_remedy(
     assert "gain over the defaults" not in out
     assert "the recipe's settings beside the limits" in out
     error = next(line for line in err.splitlines() if line.startswith("error: "))
-    assert re.fullmatch(r"error: held out, .* break 1 of 3 limits: ttft_p99_s is \S+ s \(at most 0.001 s\)", error)
+    assert re.fullmatch(
+        r"error: held out, .* break 1 of 3 limits: ttft_p99_s is \S+ s \(at most 0.001 s\)", error
+    )
 
 
 def test_a_tuning_that_breaks_limits_says_so_and_is_written_and_printed_all_the_same(
@@ -146,6 +168,7 @@ def test_a_tuning_that_breaks_limits_says_so_and_is_written_and_printed_all_the_
     assert all(one["kept"] == (one["predicted"] <= one["limit"]) for one in printed["limits"])
 
 
+@pytest.mark.slow
 def test_every_kind_of_limit_is_judged_by_what_is_recommended(files: Path) -> None:
     extra = "tune: {max_evicted_percent: 5, min_attainment_percent: 99.9,"
     Path("recipe.yaml").write_text(RECIPE.replace("tune: {", extra))
@@ -155,12 +178,20 @@ def test_every_kind_of_limit_is_judged_by_what_is_recommended(files: Path) -> No
     attained = told["sla_attainment_lower_percent"]
     assert (attained.bound, attained.limit, attained.kept) == ("at least", 99.9, False)
     assert attained.predicted == result.recommended.metrics["sla_attainment_lower_percent"]
-    assert list(told) == ["ttft_p99_s", "e2e_p95_s", "oom_percent", "evicted_percent", attained.name]
+    assert list(told) == [
+        "ttft_p99_s",
+        "e2e_p95_s",
+        "oom_percent",
+        "evicted_percent",
+        attained.name,
+    ]
     shares = [result.usage[key] for key in (*list(told)[:4], "sla_attainment_percent")]
     assert [one.kept for one in result.limits] == [share <= 1 for share in shares]
 
 
-def test_a_tuning_that_keeps_its_limits_says_so(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tuning_that_keeps_its_limits_says_so(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune("--draws", "0", "--policies", "slice") == 0
     result = read_file(Tuning, "tuning.json")
     assert result.keeps_limits
@@ -183,7 +214,9 @@ def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
     assert "fewer requests: at most " in said
 
 
-def test_the_fewest_workers_are_said_and_written(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fewest_workers_are_said_and_written(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune("--workers", "auto", "--policies", "slice", "--draws", "0") == 0
     result = read_file(Tuning, "tuning.json")
     assert result.sizing is not None
@@ -201,7 +234,11 @@ def test_json_is_the_file(files: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        (("--policies", "slic"), "tune.policies: there is no policy 'slic'", "did you mean 'slice'?"),
+        (
+            ("--policies", "slic"),
+            "tune.policies: there is no policy 'slic'",
+            "did you mean 'slice'?",
+        ),
         (
             ("--policies", "past-future-oracle"),
             "policy 'past-future-oracle' knows the true output lengths, so it exists in simulations only",
@@ -252,24 +289,32 @@ def test_windows_fit_themselves_to_the_trace_and_say_so(
     )
 
 
-def test_few_requests_are_counted_and_longer_windows_proposed(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_requests_are_counted_and_longer_windows_proposed(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune("--draws", "0", "--trials", "1", "--window", "0.5") in WRITTEN
     said = " ".join(capsys.readouterr().out.split())
     count = sum(window.requests for window in read_file(Tuning, "tuning.json").held_out_windows)
     assert 30 < count < 50
     assert (
-        f"warning: only {count} requests in 2 held-out windows stand behind this; a 99th percentile needs 100" in said
+        f"warning: only {count} requests in 2 held-out windows stand behind this; a 99th percentile needs 100"
+        in said
     )
     assert "or more: --window 2 would hold as many" in said
     assert tune("--draws", "0", "--trials", "1", "--window", "2") in WRITTEN
     assert "stand behind this" not in capsys.readouterr().out
 
 
-def test_nothing_to_gain_is_said_in_place_of_a_gain_of_nothing(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_gain_is_said_in_place_of_a_gain_of_nothing(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))
     assert tune("--rate", "0.5", "--window", "400") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "nothing to gain: at 0.5 requests/s the defaults, too, serve every request within all targets" in said
+    assert (
+        "nothing to gain: at 0.5 requests/s the defaults, too, serve every request within all targets"
+        in said
+    )
     assert "the difference is less than 0.1 %: no gain in goodput" in said
     assert "beats the defaults" not in said
     assert "gain over the defaults" not in said

@@ -1,4 +1,6 @@
-"""What a person may give a command that it cannot use: one clear line with the value, the limit and the remedy."""
+"""What a person may give a command that it cannot use: one clear line with the value, the limit and
+the remedy.
+"""
 
 import json
 from pathlib import Path
@@ -7,9 +9,9 @@ import pytest
 from commands import llmctl
 from test_fleet_files import write_fleet, write_kind
 
-from toolkit.files.fits import shipped_fits
+from toolkit.files.io import shipped_fits
 from toolkit.files.recipe import MAX_WORKERS
-from toolkit.files.recipes import shipped_names
+from toolkit.files.shipped import shipped_names
 
 MANY = MAX_WORKERS + 1
 LIMIT = "the limit is 1,024, since one scheduler plans for all of them"
@@ -41,12 +43,51 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=lambda words: words[0],
 )
-def test_the_number_of_workers_has_a_limit(words: list[str], stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_number_of_workers_has_a_limit(
+    words: list[str], stage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert llmctl(*words, "--workers", 1_000_000) == 2
     assert lines_of(capsys) == [
         f"error: --workers 1000000: {LIMIT}",
         "hint: for more, put several servers behind a router",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (
+            ["--trials", 10**9],
+            "--trials 1000000000: the limit is 100,000",
+            "the default is the recipe's",
+        ),
+        (
+            ["--draws", 10**9],
+            "--draws 1000000000: the limit is 10,000",
+            "the default is the recipe's",
+        ),
+        (
+            ["--rate", "1e-300"],
+            "a rate of 1e-300 requests/s is not possible",
+            "give a rate from 1e-06 to 1,000,000",
+        ),
+        (
+            ["--rate", "1e12"],
+            "a rate of 1e+12 requests/s is not possible",
+            "give a rate from 1e-06 to 1,000,000",
+        ),
+        (
+            ["--rate", "nan"],
+            "a rate of nan requests/s is not possible",
+            "give a rate from 1e-06 to 1,000,000",
+        ),
+    ],
+)
+def test_a_search_has_bounds(
+    words: list[str], error: str, hint: str, stage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert llmctl("tune", "recipe.yaml", *words) == 2
+    assert lines_of(capsys) == [f"error: {error}", f"hint: {hint}"]
 
 
 def test_so_has_that_of_a_recipe(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +97,9 @@ def test_so_has_that_of_a_recipe(stage: Path, capsys: pytest.CaptureFixture[str]
     assert lines_of(capsys)[0] == f"error: recipe.yaml: workers: 1,000,000: {LIMIT}"
 
 
-def test_and_that_of_a_fleet_and_of_all_its_kinds_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_and_that_of_a_fleet_and_of_all_its_kinds_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_kind(tmp_path, "large")
     write_kind(tmp_path, "small")
     assert llmctl("tune", write_fleet(tmp_path, ("large", 1), ("small", MANY))) == 2
@@ -66,12 +109,16 @@ def test_and_that_of_a_fleet_and_of_all_its_kinds_together(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "many", "9" * 5000])
-def test_a_count_of_workers_is_a_whole_number(count: str, stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_count_of_workers_is_a_whole_number(
+    count: str, stage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert llmctl("tune", "recipe.yaml", "--workers", count) == 2
     assert "it is a whole number from 1, or 'auto'" in lines_of(capsys)[0]
 
 
-def test_the_fit_of_another_recipe_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fit_of_another_recipe_is_called_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_kind(tmp_path, "large")
     write_kind(tmp_path, "small", model={"max_model_len": 1024})
     assert llmctl("tune", tmp_path / "large.yaml", "--fit", tmp_path / "small.fit.json") == 2
@@ -80,7 +127,9 @@ def test_the_fit_of_another_recipe_is_called_that(tmp_path: Path, capsys: pytest
     assert hint == "hint: make one of 'large': llmctl profile RECIPE; llmctl fit PROFILE"
 
 
-def test_the_fit_that_ships_is_offered_in_the_place_of_anothers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fit_that_ships_is_offered_in_the_place_of_anothers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     one, other = shipped_fits()[0], shipped_fits()[-1]
     assert llmctl("tune", one, "--fit", other) == 2
     error, hint = lines_of(capsys)
@@ -90,18 +139,25 @@ def test_the_fit_that_ships_is_offered_in_the_place_of_anothers(capsys: pytest.C
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])
 def test_without_a_fit_those_that_ship_are_named(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert llmctl(command) == 2
     error, hint = lines_of(capsys)
     assert error == "error: fit.json: no such file"
-    assert hint.startswith("hint: make it with: llmctl fit PROFILE; or name one that ships with --fit: unit-step, ")
+    assert hint.startswith(
+        "hint: make it with: llmctl fit PROFILE; or name one that ships with --fit: unit-step, "
+    )
     assert [name for name in shipped_fits() if name not in hint] == []
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_a_report_needs_its_folder(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_needs_its_folder(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, page = tmp_path / "there", tmp_path / "report.html"
     if kind == "file":
         folder.write_text("")
@@ -111,7 +167,9 @@ def test_a_report_needs_its_folder(kind: str, tmp_path: Path, capsys: pytest.Cap
     assert not page.exists()
 
 
-def test_processes_that_simulate_have_a_limit(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_that_simulate_have_a_limit(
+    stage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert llmctl("tune", "recipe.yaml", "--jobs", 1_000_000) == 2
     assert lines_of(capsys) == [
         "error: --jobs 1000000: the limit is 1,024, since each is a process",
@@ -120,7 +178,8 @@ def test_processes_that_simulate_have_a_limit(stage: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("policy", "setting"), [("sequence", "batch_size"), ("slice", "slice_tokens"), ("fcfs", "capacity_tokens")]
+    ("policy", "setting"),
+    [("sequence", "batch_size"), ("slice", "slice_tokens"), ("fcfs", "capacity_tokens")],
 )
 def test_a_whole_number_that_no_machine_counts_to_is_refused(
     policy: str, setting: str, capsys: pytest.CaptureFixture[str]
@@ -131,7 +190,8 @@ def test_a_whole_number_that_no_machine_counts_to_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(b"", "empty"), (b" \n", "empty"), (b'{"a": \xff', "not text: byte 7 is not UTF-8")]
+    ("content", "why"),
+    [(b"", "empty"), (b" \n", "empty"), (b'{"a": \xff', "not text: byte 7 is not UTF-8")],
 )
 def test_a_file_that_is_no_json_says_why(
     content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

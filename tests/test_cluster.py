@@ -12,32 +12,38 @@ import tiny
 from serving import client
 from test_tuning import trace
 
-from toolkit.cluster.actor import WorkerActor
 from toolkit.cluster.connect import check_address, joined
-from toolkit.cluster.places import KIND, Place, accelerator_type
-from toolkit.cluster.workers import RayWorkers
+from toolkit.cluster.workers import KIND, RayWorkers, WorkerActor, WorkerPlacement, accelerator_type
 from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
-from toolkit.tuning.crew import Alone, Spread, collect
-from toolkit.tuning.evaluate import Bench, Task
-from toolkit.tuning.workload import make_world
+from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
+from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
 from toolkit.workers.frames import (
     Done,
     FromWorker,
     Interrupt,
     Ready,
     Refused,
-    Run,
+    RunSlice,
     Start,
     Stop,
     ToWorker,
     front_side,
     pack,
 )
-from toolkit.workers.processes import Outfit
-from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, WorkerEvent, WorkerLost, WorkerReady
+from toolkit.workers.pool import WorkerSpec
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    OnEvent,
+    WorkerEvent,
+    WorkerLost,
+    WorkerReady,
+)
+
+pytestmark = pytest.mark.slow
 
 CRASH = 200
 CANARY = "canary-7f3a"
@@ -47,17 +53,27 @@ ROWS = [Row("a", (1, 2, 3), 0, 40), Row("b", (4, 5), 0, 40, end_after=7)]
 
 
 def fake(**config: object) -> ModelSpec:
-    return tiny.model_spec("fake", config={"model_type": "fake", "eos_one_in": 0, "crash_token": CRASH, **config})
+    return tiny.model_spec(
+        "fake", config={"model_type": "fake", "eos_one_in": 0, "crash_token": CRASH, **config}
+    )
 
 
 class Watched(RayWorkers):
     """Workers whose events a test can wait for."""
 
     def __init__(
-        self, size: int = 1, kinds: Sequence[str] = (), room_timeout_s: float = 30.0, **config: object
+        self,
+        size: int = 1,
+        kinds: Sequence[str] = (),
+        room_timeout_s: float = 30.0,
+        **config: object,
     ) -> None:
-        outfit = Outfit(fake(**config), tiny.engine_spec("fake", budget_mib=64), tiny.CPU, flush_s=0.01)
-        places = [Place(outfit, {KIND: kind}) for kind in kinds] or [Place(outfit)] * size
+        outfit = WorkerSpec(
+            fake(**config), tiny.engine_spec("fake", budget_mib=64), tiny.CPU, flush_s=0.01
+        )
+        places = [WorkerPlacement(outfit, {KIND: kind}) for kind in kinds] or [
+            WorkerPlacement(outfit)
+        ] * size
         super().__init__(places, room_timeout_s=room_timeout_s, backoff_s=0.1)
         self.seen: list[WorkerEvent] = []
         self._news = asyncio.Event()
@@ -82,7 +98,9 @@ class Watched(RayWorkers):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[object]:
-    """A head and a second node, of one CPU each, with a token. Ray reads the environment when it is loaded."""
+    """A head and a second node, of one CPU each, with a token. Ray reads the environment when it is
+    loaded.
+    """
     if "ray" in sys.modules:
         pytest.fail("Ray was loaded before its token was set")
     with pytest.MonkeyPatch.context() as patch:
@@ -108,7 +126,10 @@ async def complete(http, prompt: str) -> str:
 def undisturbed(prompts: Sequence[str] = PROMPTS) -> list[str]:
     """What an engine without a server says to the prompts."""
     engine = make_engine(fake(), tiny.engine_spec("fake", budget_mib=64), tiny.CPU)
-    rows = [Row(prompt, tuple(prompt.encode()), 0, 200, SamplingParams(ignore_eos=True)) for prompt in prompts]
+    rows = [
+        Row(prompt, tuple(prompt.encode()), 0, 200, SamplingParams(ignore_eos=True))
+        for prompt in prompts
+    ]
     return [bytes(tokens).decode() for tokens in engine.run_slice(rows, 200, lambda _: True).tokens]
 
 
@@ -126,7 +147,9 @@ def test_a_node_killed_under_load_costs_no_request_and_no_token(cluster) -> None
             assert http.driver.stats.worker_restarts == 1
             (lost,) = await workers.until(WorkerLost)
             assert lost.reason.startswith("The actor")
-            assert "crashed" in {event.failure for event in workers.seen if isinstance(event, BatchDone)}
+            assert "crashed" in {
+                event.failure for event in workers.seen if isinstance(event, BatchDone)
+            }
             cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
             (back,) = await workers.until(WorkerReady)
             assert back.worker == lost.worker
@@ -182,7 +205,9 @@ def test_a_kind_that_the_cluster_has_no_node_of_is_named_with_what_there_is(clus
         asyncio.run(Watched(kinds=["large", "huge"], room_timeout_s=0.5).start(lambda _: None))
 
 
-def test_a_fleets_workers_are_on_nodes_of_their_kind_and_requests_go_on_where_they_fit(cluster, kinds) -> None:
+def test_a_fleets_workers_are_on_nodes_of_their_kind_and_requests_go_on_where_they_fit(
+    cluster, kinds
+) -> None:
     async def main() -> None:
         workers = Watched(kinds=["large", "small"], decode_s=0.01)
         async with client(workers, capacity=(4096, 480)) as http:
@@ -191,10 +216,14 @@ def test_a_fleets_workers_are_on_nodes_of_their_kind_and_requests_go_on_where_th
             load = [asyncio.create_task(complete(http, prompt)) for prompt in [*PROMPTS[:6], LONG]]
             await workers.until(BatchProgress, 2)
             cluster.remove_node(kinds.pop("large"), allow_graceful=False)
-            assert await asyncio.gather(*load[:-1]) == undisturbed(PROMPTS[:6]), "on the small worker alone"
+            assert await asyncio.gather(*load[:-1]) == undisturbed(PROMPTS[:6]), (
+                "on the small worker alone"
+            )
             assert not load[-1].done(), "only the large one holds it"
             workers.seen.clear()
-            kinds["large"] = cluster.add_node(labels={KIND: "large"}, num_cpus=1, object_store_memory=80 << 20)
+            kinds["large"] = cluster.add_node(
+                labels={KIND: "large"}, num_cpus=1, object_store_memory=80 << 20
+            )
             assert [await load[-1]] == undisturbed([LONG])
             assert kinds_of_places(workers) == ["large", "small"]
 
@@ -222,13 +251,15 @@ def test_workers_come_back_after_a_bug_and_refuse_what_they_cannot_load(cluster)
 
 
 def test_trials_on_the_cluster_give_what_they_give_here(cluster) -> None:
-    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(40, seed) for seed in range(2)], {})
+    bench = EvaluationSetup(
+        make_world(samples.recipe(), samples.fit()), [trace(40, seed) for seed in range(2)], {}
+    )
     tasks = [Task(bench, "slice", {"slice_tokens": tokens}) for tokens in (8, 32)]
-    assert collect(Spread(2), tasks) == collect(Alone(), tasks)
+    assert collect(ClusterRunner(2), tasks) == collect(InProcessRunner(), tasks)
     with pytest.raises(InputError) as caught:
-        collect(Spread(2), [Task(bench, "slice", {"slice_tokens": 0})])
+        collect(ClusterRunner(2), [Task(bench, "slice", {"slice_tokens": 0})])
     with pytest.raises(InputError) as here:
-        collect(Alone(), [Task(bench, "slice", {"slice_tokens": 0})])
+        collect(InProcessRunner(), [Task(bench, "slice", {"slice_tokens": 0})])
     assert (caught.value.message, caught.value.hint) == (here.value.message, here.value.hint)
 
 
@@ -237,7 +268,9 @@ def answers(actor: WorkerActor, number: int, frame: ToWorker) -> list[FromWorker
 
 
 def test_an_actor_takes_frames_in_the_order_in_which_they_were_sent() -> None:
-    """Ray may start a call before one that was made earlier: an end that comes first still comes last."""
+    """Ray may start a call before one that was made earlier: an end that comes first still comes
+    last.
+    """
     actor = WorkerActor()
     start = Start.of(fake(), tiny.engine_spec("fake"), tiny.CPU, 0.05)
     actor.tell(3, pack(Stop()))
@@ -246,7 +279,7 @@ def test_an_actor_takes_frames_in_the_order_in_which_they_were_sent() -> None:
         life = threads.submit(actor.live)
         *_, ready = answers(actor, 0, start)
         assert isinstance(ready, Ready)
-        *_, done = answers(actor, 2, Run(7, tuple(ROWS), 20))
+        *_, done = answers(actor, 2, RunSlice(7, tuple(ROWS), 20))
         assert isinstance(done, Done)
         assert life.result() == 0
 
@@ -255,7 +288,9 @@ def test_an_actor_that_cannot_load_says_why() -> None:
     actor = WorkerActor()
     with ThreadPoolExecutor() as threads:
         life = threads.submit(actor.live)
-        *_, refused = answers(actor, 0, Start.of(fake(no_such_key=1), tiny.engine_spec("fake"), tiny.CPU, 0.05))
+        *_, refused = answers(
+            actor, 0, Start.of(fake(no_such_key=1), tiny.engine_spec("fake"), tiny.CPU, 0.05)
+        )
         assert isinstance(refused, Refused)
         assert life.result() == 2
 

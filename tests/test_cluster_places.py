@@ -1,13 +1,23 @@
-"""Which machines of a Ray cluster a plan's workers belong on, and what is said where there is no room. No cluster."""
+"""Which machines of a Ray cluster a plan's workers belong on, and what is said where there is no
+room. No cluster.
+"""
 
 import pytest
 import samples
 import tiny
 
-from toolkit.cluster.places import Machine, Place, Share, accelerator_type, no_room, node_labels, places
+from toolkit.cluster.workers import (
+    Machine,
+    MachineShare,
+    WorkerPlacement,
+    accelerator_type,
+    no_room,
+    node_labels,
+    places,
+)
 from toolkit.errors import InputError
 from toolkit.files.plan import Kind
-from toolkit.workers.processes import Outfit
+from toolkit.workers.pool import WorkerSpec
 
 H200 = {"ray.io/accelerator-type": "H200"}
 
@@ -16,26 +26,32 @@ def kind(name: str, device: str = "cpu", workers: int = 1, **nodes: str) -> Kind
     fit = samples.fit()
     fit = fit.model_copy(update={"engine": fit.engine.model_copy(update={"device": device})})
     hardware = {"device": "cpu" if device == "cpu" else "cuda", "name": device}
-    return Kind(recipe=samples.recipe(name=name, hardware=hardware), fit=fit, workers=workers, nodes=nodes)
+    return Kind(
+        recipe=samples.recipe(name=name, hardware=hardware), fit=fit, workers=workers, nodes=nodes
+    )
 
 
-def place(gpus: int = 0, **labels: str) -> Place:
+def place(gpus: int = 0, **labels: str) -> WorkerPlacement:
     hardware = tiny.CPU.model_copy(update={"device": "cuda"}) if gpus else tiny.CPU
-    engine = tiny.engine_spec("llama").model_copy(update={"tensor_parallel_size": max(gpus, 1), "threads": 1})
-    return Place(Outfit(tiny.model_spec(), engine, hardware), labels)
+    engine = tiny.engine_spec("llama").model_copy(
+        update={"tensor_parallel_size": max(gpus, 1), "threads": 1}
+    )
+    return WorkerPlacement(WorkerSpec(tiny.model_spec(), engine, hardware), labels)
 
 
 def test_a_worker_takes_its_threads_and_the_gpus_of_its_machine() -> None:
     engine = tiny.engine_spec("fake").model_copy(update={"threads": 3})
-    assert Share.of(engine, tiny.CPU).bundle == {"CPU": 3.0}
+    assert MachineShare.of(engine, tiny.CPU).bundle == {"CPU": 3.0}
     pair = engine.model_copy(update={"tensor_parallel_size": 2})
-    share = Share.of(pair, tiny.CPU.model_copy(update={"device": "cuda"}))
+    share = MachineShare.of(pair, tiny.CPU.model_copy(update={"device": "cuda"}))
     assert share.bundle == {"CPU": 6.0, "GPU": 2.0}
     assert share.times({"CPU": 20.0, "GPU": 4.0, "memory": 1.0}) == 2
     assert share.times({"CPU": 20.0}) == 0
 
 
-@pytest.mark.parametrize(("name", "said"), [("H200", "H200"), ("A100-80GB", "A100"), ("NVIDIA A100-SXM4-40GB", "A100")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("H200", "H200"), ("A100-80GB", "A100"), ("NVIDIA A100-SXM4-40GB", "A100")]
+)
 def test_gpus_have_rays_names_also_from_data_sheets(name: str, said: str) -> None:
     assert accelerator_type(name) == said
 
@@ -95,7 +111,10 @@ MACHINES = [
             "3 workers of 5 CPU and 5 GPU each on machines with ray.io/accelerator-type=A100: 64 CPU and 16 GPU in all "
             "on 2 of them, of which some may be in use",
         ),
-        ([place()] * 99, "99 workers of 1 CPU each: 68 CPU in all on 3 machines, of which some may be in use"),
+        (
+            [place()] * 99,
+            "99 workers of 1 CPU each: 68 CPU in all on 3 machines, of which some may be in use",
+        ),
         (
             [place(), place(1, **{"ray.io/accelerator-type": "A100"})],
             "1 worker of 1 CPU each: 68 CPU in all on 3 machines, of which some may be in use; and none for "
@@ -104,5 +123,7 @@ MACHINES = [
         ),
     ],
 )
-def test_where_there_is_no_room_it_is_said_for_whom_and_what_there_is(wanted: list[Place], said: str) -> None:
+def test_where_there_is_no_room_it_is_said_for_whom_and_what_there_is(
+    wanted: list[WorkerPlacement], said: str
+) -> None:
     assert no_room(wanted, MACHINES) == f"the cluster has no room for {said}"

@@ -3,7 +3,7 @@
 from demo_ray import SMALL
 
 from toolkit.estimators.fitting import POINTS_MIN
-from toolkit.estimators.overhead import SLICES_MIN
+from toolkit.estimators.forms import SLICES_MIN
 
 
 def test_the_quick_profile_has_the_points_that_a_fit_asks_for():

@@ -1,4 +1,6 @@
-"""Alert rules: each deployment's read its own series alone, and every target of a recipe has one that is exact."""
+"""Alert rules: each deployment's read its own series alone, and every target of a recipe has one
+that is exact.
+"""
 
 import re
 import shutil
@@ -12,14 +14,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import HandWorkers, make_driver
 
-from toolkit.deploy.alerts import rules, series
-from toolkit.deploy.kinds.operators import Rule
+from toolkit.deploy.kinds.operators import AlertRule
+from toolkit.deploy.monitoring import rules, series
 from toolkit.deploy.order import Order, Reckoned
 from toolkit.deploy.render import render_target
-from toolkit.files.sla import SLA_KEYS
-from toolkit.serve.health import gauges
+from toolkit.files.recipe import SLA_KEYS
 from toolkit.serve.metrics import Exposition
 from toolkit.serve.stats import Stats
+from toolkit.serve.status import gauges
 
 OWN = {
     "kubernetes": {"namespace": "default", "job": "default/llmctl-test"},
@@ -36,25 +38,31 @@ def order_of(folder: Path, **changes: object) -> Order:
     return orders.order(orders.plan(folder, **changes))
 
 
-def rendered(target: str, order: Order) -> list[Rule]:
+def rendered(target: str, order: Order) -> list[AlertRule]:
     """As they stand in the target's file."""
     files = render_target(target, order)
     if "prometheusrule.yaml" in files:
         found = yaml.safe_load(files["prometheusrule.yaml"])["spec"]
     else:
         found = yaml.safe_load(files["alerts.yaml"])
-    return [Rule.model_validate(one) for group in found["groups"] for one in group["rules"]]
+    return [AlertRule.model_validate(one) for group in found["groups"] for one in group["rules"]]
 
 
 @pytest.mark.parametrize("target", OWN)
-def test_every_rule_reads_the_series_of_its_own_deployment_alone(target: str, tmp_path: Path) -> None:
-    """Two deployments in a namespace, one's name the beginning of the other's, would else trip each other's."""
+def test_every_rule_reads_the_series_of_its_own_deployment_alone(
+    target: str, tmp_path: Path
+) -> None:
+    """Two deployments in a namespace, one's name the beginning of the other's, would else trip each
+    other's.
+    """
     for rule in rendered(target, order_of(tmp_path)):
         read = READ.findall(rule.expr)
         assert read, rule.expr
         for name, matchers in read:
             labels = dict(MATCHER.findall(matchers))
-            assert {key: labels.get(key) for key in OWN[target]} == OWN[target], f"{rule.alert}: {name}"
+            assert {key: labels.get(key) for key in OWN[target]} == OWN[target], (
+                f"{rule.alert}: {name}"
+            )
         assert rule.labels["deployment"] == "llmctl-test"
 
 
@@ -70,7 +78,10 @@ def test_the_label_is_that_of_the_pod_monitor(tmp_path: Path) -> None:
     """Prometheus' operator takes its namespace and name where it names no jobLabel."""
     monitor = yaml.safe_load(render_target("kubernetes", order_of(tmp_path))["podmonitor.yaml"])
     assert "jobLabel" not in monitor["spec"]
-    assert OWN["kubernetes"]["job"] == f"{monitor['metadata']['namespace']}/{monitor['metadata']['name']}"
+    assert (
+        OWN["kubernetes"]["job"]
+        == f"{monitor['metadata']['namespace']}/{monitor['metadata']['name']}"
+    )
 
 
 def test_expressions_are_whole(tmp_path: Path) -> None:
@@ -86,7 +97,9 @@ def test_expressions_are_whole(tmp_path: Path) -> None:
 
 
 def limits() -> dict[str, float]:
-    """Every target that a recipe may have, each with a limit that is the bound of no bucket by itself."""
+    """Every target that a recipe may have, each with a limit that is the bound of no bucket by
+    itself.
+    """
     return {key: 1.23 + 0.01 * number for number, key in enumerate(SLA_KEYS)}
 
 
@@ -97,17 +110,32 @@ def test_every_target_has_its_rule_and_the_server_the_series_that_it_reads(tmp_p
     registry = CollectorRegistry()
     registry.register(Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=False))
     families = text_string_to_metric_families(generate_latest(registry).decode())
-    exposed = {(sample.name, sample.labels.get("le")) for family in families for sample in family.samples}
+    exposed = {
+        (sample.name, sample.labels.get("le")) for family in families for sample in family.samples
+    }
     order = order_of(tmp_path, sla=sla)
-    found = {rule.alert: rule for rule in rules(order, series(order, monitored=True), QUEUE).groups[0].rules}
+    found = {
+        rule.alert: rule
+        for rule in rules(order, series(order, monitored=True), QUEUE).groups[0].rules
+    }
     for key, limit in sla.items():
         rule = found[f"LlmctlTarget{key.title().replace('_', '')}"]
         metric, statistic, _ = key.split("_")
-        read = {(name, dict(MATCHER.findall(matchers)).get("le")) for name, matchers in READ.findall(rule.expr)}
+        read = {
+            (name, dict(MATCHER.findall(matchers)).get("le"))
+            for name, matchers in READ.findall(rule.expr)
+        }
         assert read <= exposed, rule.expr
         assert {name.rpartition("_")[0] for name, _ in read} == {f"llmctl_{metric}_seconds"}
         assert str(limit) in rule.expr
-        allowed = {"p50": "0.5", "p90": "0.1", "p95": "0.05", "p99": "0.01", "max": "0", "mean": str(limit)}
+        allowed = {
+            "p50": "0.5",
+            "p90": "0.1",
+            "p95": "0.05",
+            "p99": "0.01",
+            "max": "0",
+            "mean": str(limit),
+        }
         assert rule.expr.endswith(f" > {allowed[statistic]}")
 
 
@@ -127,13 +155,17 @@ def fired(folder: Path, order: Order, series_: dict[str, str]) -> set[str]:
     test = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series_.items()],
-        "alert_rule_test": [{"eval_time": "20m", "alertname": name, "exp_alerts": []} for name in names],
+        "alert_rule_test": [
+            {"eval_time": "20m", "alertname": name, "exp_alerts": []} for name in names
+        ],
     }
     (folder / "rules.yaml").write_text(yaml.safe_dump(found.model_dump(by_alias=True)))
     (folder / "test.yaml").write_text(
         yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]})
     )
-    subprocess.run(["promtool", "check", "rules", "rules.yaml"], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        ["promtool", "check", "rules", "rules.yaml"], cwd=folder, check=True, capture_output=True
+    )
     command = ["promtool", "test", "rules", "test.yaml"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     wrong = set(re.findall(r"alertname: *(\w+)", done.stdout + done.stderr))
@@ -176,13 +208,18 @@ BAD = {
 }
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool: Debian's package prometheus has it")
+@pytest.mark.skipif(
+    not shutil.which("promtool"), reason="needs promtool: Debian's package prometheus has it"
+)
 def test_a_deployment_in_trouble_trips_its_own_alerts_and_no_other(tmp_path: Path) -> None:
     order = order_of(tmp_path, sla={"ttft_p99_s": 2.0})
     ours, other = "default/llmctl-test", "default/llmctl-test-b"
     assert fired(tmp_path, order, one_server(ours) | one_server(other, **BAD)) == set()
     every = {rule.alert for rule in rendered("kubernetes", order)}
-    assert fired(tmp_path, order, one_server(ours, **BAD)) == every - {"LlmctlDown", "LlmctlWorkerMissing"}
+    assert fired(tmp_path, order, one_server(ours, **BAD)) == every - {
+        "LlmctlDown",
+        "LlmctlWorkerMissing",
+    }
     one_lost = {"llmctl_workers_alive": "1x30"}
     assert fired(tmp_path, order, one_server(ours, **one_lost)) == {"LlmctlWorkerMissing"}
     assert fired(tmp_path, order, one_server(other)) == {"LlmctlDown"}

@@ -1,4 +1,6 @@
-"""What a rendered pod says of the cluster: GPU labels as nodes have them, the hub's token, where models are kept."""
+"""What a rendered pod says of the cluster: GPU labels as nodes have them, the hub's token, where
+models are kept.
+"""
 
 import re
 import subprocess
@@ -9,7 +11,7 @@ import orders
 import pytest
 import yaml
 
-from toolkit.deploy.products import PRODUCTS
+from toolkit.deploy.order import PRODUCTS
 from toolkit.deploy.render import render_target
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan
@@ -50,6 +52,7 @@ def preferred(pod: dict[str, Any]) -> list[str]:
     return wanted["values"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_nodes_are_asked_for_by_what_they_call_their_gpus(measured: Plan, target: str) -> None:
     assert preferred(rendered(target, measured)[1]) == ["NVIDIA-H200"]
@@ -80,11 +83,16 @@ def test_what_is_no_label_is_refused_and_a_fleet_names_its_nodes_itself(tmp_path
     with pytest.raises(InputError, match="--gpu-product 'NVIDIA H200': not the value of a label"):
         orders.Options(gpu_products=("NVIDIA H200",))
     with pytest.raises(InputError, match="--gpu-product names the GPU of one kind"):
-        render_target("kuberay", orders.order(orders.fleet(tmp_path), gpu_products=("NVIDIA-H200",)))
+        render_target(
+            "kuberay", orders.order(orders.fleet(tmp_path), gpu_products=("NVIDIA-H200",))
+        )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_hubs_token_is_in_the_secrets_command_and_in_no_file(measured: Plan, target: str) -> None:
+def test_the_hubs_token_is_in_the_secrets_command_and_in_no_file(
+    measured: Plan, target: str
+) -> None:
     files, pod = rendered(target, measured)
     (container,) = pod["containers"]
     token = next(one for one in container["env"] if one["name"] == "HF_TOKEN")
@@ -117,7 +125,11 @@ def test_without_a_claim_the_models_volume_has_a_limit(measured: Plan, target: s
 @pytest.mark.parametrize(
     ("target", "options", "mode"),
     [
-        ("kubernetes", {}, "ReadWriteMany"),  # the autoscaler may start a second pod, on another node
+        (
+            "kubernetes",
+            {},
+            "ReadWriteMany",
+        ),  # the autoscaler may start a second pod, on another node
         ("kubernetes", {"max_replicas": 1}, "ReadWriteOnce"),
         ("kuberay", {}, "ReadWriteMany"),
     ],
@@ -132,14 +144,18 @@ def test_a_claim_holds_the_model_for_all_pods_that_mount_it(
     assert claim["metadata"]["name"] == "models"
     assert claim["spec"] == {"accessModes": [mode], "resources": {"requests": {"storage": "34Gi"}}}
     kustomizations = [text for name, text in files.items() if name.endswith("kustomization.yaml")]
-    assert not any("models-claim" in text for text in kustomizations), "deleting the deployment leaves the models"
+    assert not any("models-claim" in text for text in kustomizations), (
+        "deleting the deployment leaves the models"
+    )
     assert "kubectl apply -f models-claim.yaml" in files["EXPLAIN.md"]
 
 
 def test_a_large_model_may_take_longer_to_load(measured: Plan) -> None:
     def bound_s(gib: int) -> int:
         model = measured.recipe.model.model_copy(update={"weight_bytes": gib << 30})
-        plan = measured.model_copy(update={"recipe": measured.recipe.model_copy(update={"model": model})})
+        plan = measured.model_copy(
+            update={"recipe": measured.recipe.model_copy(update={"model": model})}
+        )
         probe = rendered("kubernetes", plan)[1]["containers"][0]["startupProbe"]
         return probe["periodSeconds"] * probe["failureThreshold"]
 

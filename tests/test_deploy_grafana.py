@@ -1,4 +1,6 @@
-"""The Grafana dashboard: every query names a metric that a live registry exposes, under our names and under vLLM's."""
+"""The Grafana dashboard: every query names a metric that a live registry exposes, under our names
+and under vLLM's.
+"""
 
 import json
 import re
@@ -11,13 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import HandWorkers, make_driver
 
 import toolkit
-from toolkit.deploy.alerts import rules
-from toolkit.deploy.grafana import COLUMNS, dashboard, expressions
+from toolkit.deploy.monitoring import COLUMNS, dashboard, expressions, rules
 from toolkit.deploy.order import Reckoned
 from toolkit.deploy.render import TARGETS, render_target
-from toolkit.serve.health import gauges
-from toolkit.serve.keys import Account
+from toolkit.serve.access import Account
 from toolkit.serve.metrics import Exposition
+from toolkit.serve.status import gauges
 
 SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
 NAMES = ("llmctl", "vllm")
@@ -33,12 +34,16 @@ LABELS = re.compile(r"by \((\w+)\)|\{(\w+)=|, (\w+)\)$")
 
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
-    """Each sample's name on /metrics, and its labels. A failed request too, for the ends to have a label."""
+    """Each sample's name on /metrics, and its labels. A failed request too, for the ends to have a
+    label.
+    """
     driver = make_driver(HandWorkers())
     driver.stats.ended["failed"] += 1
     registry = CollectorRegistry()
     accounts = [Account("team")]
-    exposition = Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=True, accounts=lambda: accounts)
+    exposition = Exposition(
+        driver.stats, lambda: gauges(driver), "toy", vllm_names=True, accounts=lambda: accounts
+    )
     registry.register(exposition)
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
@@ -54,7 +59,11 @@ def test_every_query_reads_a_metric_that_is_there(names, exposed):
 
 def test_every_metric_is_on_the_board_or_has_a_reason_not_to_be(exposed):
     on_board = {name for expr in expressions(dashboard()) for name in METRIC.findall(expr)}
-    families = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in exposed if name.startswith("llmctl_")}
+    families = {
+        re.sub(r"_(bucket|sum|count|created)$", "", name)
+        for name in exposed
+        if name.startswith("llmctl_")
+    }
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in on_board}
     assert families - shown == NOT_SHOWN.keys()
 
@@ -63,11 +72,15 @@ def test_every_alert_reads_a_metric_that_is_there(exposed, tmp_path):
     found = rules(orders.order(orders.plan(tmp_path)), 'namespace="x"', Reckoned(7, "test"))
     read = {rule.alert: {*METRIC.findall(rule.expr)} for rule in found.groups[0].rules}
     assert set().union(*read.values()) <= exposed.keys()
-    assert [alert for alert, metrics in read.items() if not metrics] == ["LlmctlDown"], "which reads Prometheus' own"
+    assert [alert for alert, metrics in read.items() if not metrics] == ["LlmctlDown"], (
+        "which reads Prometheus' own"
+    )
 
 
 def test_a_deployments_board_is_its_own(tmp_path):
-    board = json.loads(render_target("kubernetes", orders.order(orders.plan(tmp_path)))["dashboard.json"])
+    board = json.loads(
+        render_target("kubernetes", orders.order(orders.plan(tmp_path)))["dashboard.json"]
+    )
     assert (board["uid"], board["title"]) == ("llmctl-test", "llmctl-test")
     assert "fit.json sha256" in board["description"]
     (job,) = [one for one in board["templating"]["list"] if one["name"] == "job"]
@@ -77,15 +90,22 @@ def test_a_deployments_board_is_its_own(tmp_path):
 @pytest.mark.parametrize("names", NAMES)
 def test_every_panel_shows_the_chosen_deployment_alone(names):
     board = dashboard(SLA, names)
-    for expr in [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]:
+    for expr in [
+        target["expr"] for panel in board["panels"] for target in panel.get("targets", ())
+    ]:
         assert expr.count("{") == expr.count('job=~"$job"') >= 1, expr
 
 
+@pytest.mark.slow
 def test_every_target_whose_metrics_are_known_has_a_board(tmp_path):
     order = orders.order(orders.plan(tmp_path, **orders.GPU))
     boards = {target: "dashboard.json" in render_target(target, order) for target in TARGETS}
     assert [target for target, there in boards.items() if not there] == ["sglang"]
-    alerts = {target for target in TARGETS if {"alerts.yaml", "prometheusrule.yaml"} & {*render_target(target, order)}}
+    alerts = {
+        target
+        for target in TARGETS
+        if {"alerts.yaml", "prometheusrule.yaml"} & {*render_target(target, order)}
+    }
     assert TARGETS.keys() - alerts == {"vllm", "sglang"}, "whose metrics the rules do not know"
     assert "vllm:" in render_target("vllm", order)["dashboard.json"]
 
@@ -105,7 +125,11 @@ def test_panels_do_not_overlap_and_stay_on_the_grid(names):
     cells = set()
     for panel in panels:
         place = panel["gridPos"]
-        own = {(place["x"] + dx, place["y"] + dy) for dx in range(place["w"]) for dy in range(place["h"])}
+        own = {
+            (place["x"] + dx, place["y"] + dy)
+            for dx in range(place["w"])
+            for dy in range(place["h"])
+        }
         assert not own & cells
         assert max(x for x, _ in own) < COLUMNS
         cells |= own
@@ -114,7 +138,9 @@ def test_panels_do_not_overlap_and_stay_on_the_grid(names):
 def test_targets_of_the_recipe_are_lines():
     def limits(board):
         return {
-            panel["title"]: [step["value"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]][1:]
+            panel["title"]: [
+                step["value"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+            ][1:]
             for panel in board["panels"]
             if panel["type"] == "timeseries"
         }
@@ -128,4 +154,6 @@ def test_targets_of_the_recipe_are_lines():
 @pytest.mark.parametrize("names", NAMES)
 def test_the_shipped_file_is_the_dashboard(names):
     shipped = Path(toolkit.__file__).parent.parent / "templates" / "grafana" / f"{names}.json"
-    assert shipped.read_text(encoding="utf-8") == json.dumps(dashboard(names=names), indent=1) + "\n"
+    assert (
+        shipped.read_text(encoding="utf-8") == json.dumps(dashboard(names=names), indent=1) + "\n"
+    )

@@ -8,10 +8,11 @@ import orders
 import pytest
 
 import toolkit
-from toolkit.deploy.images import IN_EXTRAS, llmctl_image
 from toolkit.deploy.kinds.compose import ComposeService
-from toolkit.deploy.kinds.pods import PodSecurity
-from toolkit.deploy.targets.raycluster import EXTRA
+from toolkit.deploy.kinds.kubernetes import PodSecurity
+from toolkit.deploy.order import llmctl_image
+from toolkit.deploy.targets.kuberay import EXTRA
+from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -19,10 +20,14 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 def test_it_starts_from_a_version_and_ends_as_the_user_of_the_deployments() -> None:
     (base,) = re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE)
-    assert re.fullmatch(r"python:3\.11\.[0-9]+-slim-[a-z]+", base)
+    assert re.fullmatch(r"python:3\.11\.[0-9]+-slim-[a-z]+@sha256:[0-9a-f]{64}", base)
     (user,) = re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)
     pod = PodSecurity()
-    assert user == f"{pod.run_as_user}:{pod.run_as_group}" == ComposeService.model_fields["user"].default
+    assert (
+        user
+        == f"{pod.run_as_user}:{pod.run_as_group}"
+        == ComposeService.model_fields["user"].default
+    )
 
 
 def test_it_runs_where_its_user_may_write_and_no_source_is_found_first() -> None:
@@ -32,18 +37,27 @@ def test_it_runs_where_its_user_may_write_and_no_source_is_found_first() -> None
 
 def test_all_that_it_copies_is_there_and_not_ignored() -> None:
     ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    copied = [word for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()]
+    copied = [
+        word
+        for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE)
+        for word in line.split()
+    ]
     assert copied
     for name in copied:
         assert (ROOT / name).exists()
         assert f"!{name}" in ignore
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]) <= set(copied)
+    assert set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]) <= set(
+        copied
+    )
 
 
 def test_every_extra_of_an_image_is_one_of_the_package() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert {*IN_EXTRAS, EXTRA} <= extras.keys()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    needed = {traits.extra for traits in ENGINES.values()} - {""}
+    assert {*needed, EXTRA} <= extras.keys()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +65,12 @@ def test_every_extra_of_an_image_is_one_of_the_package() -> None:
     [
         ("transformers", (), "llmctl:{}", ""),
         ("deepspeed", (), "llmctl:{}-deepspeed", " --build-arg 'EXTRAS=[deepspeed]'"),
-        ("deepspeed", (EXTRA,), "llmctl:{}-deepspeed-kuberay", " --build-arg 'EXTRAS=[deepspeed,kuberay]'"),
+        (
+            "deepspeed",
+            (EXTRA,),
+            "llmctl:{}-deepspeed-kuberay",
+            " --build-arg 'EXTRAS=[deepspeed,kuberay]'",
+        ),
     ],
 )
 def test_an_image_has_what_the_engine_needs(

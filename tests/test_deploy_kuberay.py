@@ -1,4 +1,6 @@
-"""The target kuberay: its RayCluster held against our models and, where one is at hand, against KubeRay's own CRD."""
+"""The target kuberay: its RayCluster held against our models and, where one is at hand, against
+KubeRay's own CRD.
+"""
 
 import os
 import re
@@ -15,10 +17,10 @@ import yaml
 
 import toolkit
 from toolkit.cluster.linger import actors, main, peers, wait
-from toolkit.cluster.places import Share, node_labels
-from toolkit.deploy.kinds.raycluster import RayCluster
+from toolkit.cluster.workers import MachineShare, node_labels
+from toolkit.deploy.kinds.operators import RayCluster
 from toolkit.deploy.render import render_target
-from toolkit.deploy.targets.raycluster import RAY
+from toolkit.deploy.targets.kuberay import RAY
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan, PlannedWorkload
 
@@ -81,10 +83,16 @@ def test_our_model_reads_what_it_wrote_and_nothing_else(any_plan: Plan) -> None:
 
 def test_kubernetes_takes_the_pods_of_the_cluster(any_plan: Plan) -> None:
     for group in groups(cluster(any_plan)):
-        pods = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": group["template"]}
+        pods = {
+            "apiVersion": "v1",
+            "kind": "PodTemplate",
+            "metadata": {"name": "x"},
+            "template": group["template"],
+        }
         kubernetes_validate.validate(pods, "1.37", strict=True)
 
 
+@pytest.mark.slow
 def test_kubernetes_takes_everything_that_is_its_own(any_plan: Plan) -> None:
     checked = set()
     for data in objects(any_plan).values():
@@ -95,7 +103,9 @@ def test_kubernetes_takes_everything_that_is_its_own(any_plan: Plan) -> None:
 
 
 def strict(schema: Any) -> Any:
-    """An OpenAPI schema as the API server reads it, but for keys that it would drop: here they are errors."""
+    """An OpenAPI schema as the API server reads it, but for keys that it would drop: here they are
+    errors.
+    """
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -125,9 +135,16 @@ def test_kuberay_takes_the_cluster(crd: Any, any_plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("surprise", 1), ("authOptions", {"mode": "none"}), ("authOptions", {"mode": "token", "x": 1})]
+    ("key", "value"),
+    [
+        ("surprise", 1),
+        ("authOptions", {"mode": "none"}),
+        ("authOptions", {"mode": "token", "x": 1}),
+    ],
 )
-def test_the_check_against_the_crd_refuses_what_is_wrong(crd: Any, cpu: Plan, key: str, value: object) -> None:
+def test_the_check_against_the_crd_refuses_what_is_wrong(
+    crd: Any, cpu: Plan, key: str, value: object
+) -> None:
     data = cluster(cpu)
     data["spec"][key] = value
     assert list(crd.iter_errors(data))
@@ -135,11 +152,11 @@ def test_the_check_against_the_crd_refuses_what_is_wrong(crd: Any, cpu: Plan, ke
 
 def test_a_worker_has_room_for_its_actor_and_the_head_for_none(plan: Plan) -> None:
     head, workers = groups(cluster(plan))
-    share = Share.of(plan.recipe.engine, plan.recipe.hardware)
+    share = MachineShare.of(plan.recipe.engine, plan.recipe.hardware)
     params = workers["rayStartParams"]
     assert (int(params["num-cpus"]), int(params["num-gpus"])) == (share.cpus, share.gpus)
     limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert limits == ({"nvidia.com/gpu": str(share.gpus)} if share.gpus else {})
+    assert limits.get("nvidia.com/gpu") == (str(share.gpus) if share.gpus else None)
     assert {workers[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {plan.workers}
     assert head["rayStartParams"] == {
         "num-cpus": "0",
@@ -155,9 +172,11 @@ def test_a_fleet_has_a_group_for_each_kind_and_a_pod_for_each_worker(fleet: Plan
         ("llmctl-small", 2),
         ("llmctl-cpus", 2),
     ]
-    shares = [Share.of(kind.recipe.engine, kind.recipe.hardware) for kind in fleet.kinds]
+    shares = [MachineShare.of(kind.recipe.engine, kind.recipe.hardware) for kind in fleet.kinds]
     params = [one["rayStartParams"] for one in found]
-    assert [(int(one["num-cpus"]), int(one["num-gpus"])) for one in params] == [(one.cpus, one.gpus) for one in shares]
+    assert [(int(one["num-cpus"]), int(one["num-gpus"])) for one in params] == [
+        (one.cpus, one.gpus) for one in shares
+    ]
     budget = objects(fleet)["core/poddisruptionbudget.yaml"]["spec"]
     assert budget["minAvailable"] == 4
 
@@ -168,7 +187,10 @@ def test_each_kind_is_on_machines_of_its_own(fleet: Plan) -> None:
     pods = [one["template"]["spec"] for one in found]
     key = "requiredDuringSchedulingIgnoredDuringExecution"
     terms = [one["affinity"]["nodeAffinity"][key]["nodeSelectorTerms"] for one in pods[:2]]
-    assert [one[0]["matchExpressions"][0]["values"] for one in terms] == [["NVIDIA-H200"], ["NVIDIA-A100-SXM4-80GB"]]
+    assert [one[0]["matchExpressions"][0]["values"] for one in terms] == [
+        ["NVIDIA-H200"],
+        ["NVIDIA-A100-SXM4-80GB"],
+    ]
     assert (pods[2]["nodeSelector"], "affinity" in pods[2]) == ({"pool": "cpus"}, False)
     labels = node_labels(fleet.kinds)
     assert [one["ray.io/accelerator-type"] for one in labels[:2]] == ["H200", "A100"]
@@ -176,12 +198,20 @@ def test_each_kind_is_on_machines_of_its_own(fleet: Plan) -> None:
 
 
 def test_a_fleet_that_was_not_measured_says_that_machines_are_not_known(fleet: Plan) -> None:
-    fit = fleet.fit.model_copy(update={"engine": fleet.fit.engine.model_copy(update={"analytic": "data sheet"})})
+    fit = fleet.fit.model_copy(
+        update={"engine": fleet.fit.engine.model_copy(update={"analytic": "data sheet"})}
+    )
     guessed = fleet.model_copy(update={"fit": fit})
     _, first, *_ = groups(cluster(guessed))
-    assert "preferredDuringSchedulingIgnoredDuringExecution" in first["template"]["spec"]["affinity"]["nodeAffinity"]
+    assert (
+        "preferredDuringSchedulingIgnoredDuringExecution"
+        in first["template"]["spec"]["affinity"]["nodeAffinity"]
+    )
     told = render_target("kuberay", orders.order(guessed))["EXPLAIN.md"]
-    assert "the fit is no measurement, so the GPU's product is not known; name nodes in the fleet" in told
+    assert (
+        "the fit is no measurement, so the GPU's product is not known; name nodes in the fleet"
+        in told
+    )
 
 
 def test_the_front_of_a_fleet_asks_for_its_workers_by_kind(fleet: Plan) -> None:
@@ -197,9 +227,15 @@ def test_who_is_needed_ends_later(plan: Plan) -> None:
     found = objects(plan)
     head, workers = groups(found["core/raycluster.yaml"])
     front = found["core/deployment.yaml"]["spec"]["template"]
-    graces = [each["spec"]["terminationGracePeriodSeconds"] for each in (front, workers["template"], head["template"])]
+    graces = [
+        each["spec"]["terminationGracePeriodSeconds"]
+        for each in (front, workers["template"], head["template"])
+    ]
     assert graces == sorted(set(graces))
-    hooks = [each["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"] for each in (workers, head)]
+    hooks = [
+        each["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]
+        for each in (workers, head)
+    ]
     assert [" ".join(each["command"]) for each in hooks] == [
         "python -m toolkit.cluster.linger worker",
         "python -m toolkit.cluster.linger head 6379",
@@ -208,10 +244,16 @@ def test_who_is_needed_ends_later(plan: Plan) -> None:
 
 def test_the_token_is_the_same_for_all_and_in_no_file(plan: Plan) -> None:
     found = objects(plan)
-    assert found["core/raycluster.yaml"]["spec"]["authOptions"] == {"mode": "token", "secretName": "llmctl-test"}
+    assert found["core/raycluster.yaml"]["spec"]["authOptions"] == {
+        "mode": "token",
+        "secretName": "llmctl-test",
+    }
     (container,) = found["core/deployment.yaml"]["spec"]["template"]["spec"]["containers"]
     variables = {one["name"]: one for one in container["env"]}
-    assert variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "llmctl-test", "key": "auth_token"}
+    assert variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {
+        "name": "llmctl-test",
+        "key": "auth_token",
+    }
     assert variables["RAY_AUTH_MODE"]["value"] == "token"
     for group in groups(found["core/raycluster.yaml"]):
         env = group["template"]["spec"]["containers"][0]["env"]
@@ -219,8 +261,12 @@ def test_the_token_is_the_same_for_all_and_in_no_file(plan: Plan) -> None:
 
 
 def test_a_new_plan_leaves_the_cluster_as_it_is(cpu: Plan) -> None:
-    """Its digests stand in the cluster's metadata; pod templates with them would have it built anew."""
-    other = cpu.model_copy(update={"policy": cpu.policy.model_copy(update={"parameters": {"slice_tokens": 32}})})
+    """Its digests stand in the cluster's metadata; pod templates with them would have it built
+    anew.
+    """
+    other = cpu.model_copy(
+        update={"policy": cpu.policy.model_copy(update={"parameters": {"slice_tokens": 32}})}
+    )
     old, new = (cluster(each) for each in (cpu, other))
     assert old["spec"] == new["spec"]
     assert old["metadata"] != new["metadata"]
@@ -247,16 +293,21 @@ def test_only_pods_of_the_deployment_come_to_ray(plan: Plan) -> None:
     pods = [group["template"] for group in groups(found["core/raycluster.yaml"])]
     for template in [*pods, found["core/deployment.yaml"]["spec"]["template"]]:
         assert template["metadata"]["labels"]["app.kubernetes.io/part-of"] == "llmctl-test"
-    assert all("app.kubernetes.io/name" not in each["metadata"]["labels"] for each in pods), "the Service's selector"
+    assert all("app.kubernetes.io/name" not in each["metadata"]["labels"] for each in pods), (
+        "the Service's selector"
+    )
 
 
 def test_a_budget_is_a_number_since_a_raycluster_has_no_scale(cpu: Plan) -> None:
     budget = objects(cpu)["core/poddisruptionbudget.yaml"]["spec"]
     assert (budget["minAvailable"], "maxUnavailable" in budget) == (1, False)
     one = cpu.model_copy(update={"workers": 1})
-    assert "core/poddisruptionbudget.yaml" not in objects(one), "with one worker it would forbid every eviction"
+    assert "core/poddisruptionbudget.yaml" not in objects(one), (
+        "with one worker it would forbid every eviction"
+    )
 
 
+@pytest.mark.slow
 def test_tuned_for_more_workers_they_are_under_one_scheduler(cpu: Plan) -> None:
     workload = PlannedWorkload(trace="chat-small.jsonl", request_rate_rps=3.5, workers_needed=5)
     more = cpu.model_copy(update={"workload": workload})
@@ -267,7 +318,9 @@ def test_tuned_for_more_workers_they_are_under_one_scheduler(cpu: Plan) -> None:
 
 
 def test_the_front_asks_where_kuberay_puts_the_head(cpu: Plan) -> None:
-    (container,) = objects(cpu, namespace="llm")["core/deployment.yaml"]["spec"]["template"]["spec"]["containers"]
+    (container,) = objects(cpu, namespace="llm")["core/deployment.yaml"]["spec"]["template"][
+        "spec"
+    ]["containers"]
     variables = {one["name"]: one.get("value") for one in container["env"]}
     assert variables["RAY_ADDRESS"] == "llmctl-test-head-svc.llm.svc:6379"
     assert container["command"] == ["bash", "/etc/llmctl/front.sh"]
@@ -283,15 +336,25 @@ def test_ray_is_the_version_that_the_image_installs() -> None:
     assert re.findall(r"^ray==(.+)$", pins, re.MULTILINE) == [RAY]
 
 
+@pytest.mark.slow
 def test_the_fronts_script_waits_joins_and_becomes_the_server(cpu: Plan, tmp_path: Path) -> None:
     """With stand-ins for `ray` and `llmctl`: the head answers the second time."""
     script = tmp_path / "front.sh"
     script.write_text(render_target("kuberay", orders.order(cpu))["core/front.sh"])
-    stand_in(tmp_path / "ray", 'if [ "$1" = health-check ] && ! [ -e asked ]; then touch asked; echo no; exit 1; fi')
+    stand_in(
+        tmp_path / "ray",
+        'if [ "$1" = health-check ] && ! [ -e asked ]; then touch asked; echo no; exit 1; fi',
+    )
     stand_in(tmp_path / "llmctl", "")
     stand_in(tmp_path / "sleep", "")
-    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_ADDRESS": "head:6379", "LLMCTL_API_KEY": "callers"}
-    done = subprocess.run(["bash", script], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True)
+    variables = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "RAY_ADDRESS": "head:6379",
+        "LLMCTL_API_KEY": "callers",
+    }
+    done = subprocess.run(
+        ["bash", script], env=variables, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     said = (tmp_path / "said").read_text().splitlines()
     assert [line.split()[:2] for line in said] == [
         ["ray", "health-check"],
@@ -300,7 +363,10 @@ def test_the_fronts_script_waits_joins_and_becomes_the_server(cpu: Plan, tmp_pat
         ["ray", "start"],
         ["llmctl", "serve"],
     ]
-    assert [line.rsplit(" ", 1)[1] for line in said if "start" in line or "serve" in line] == ["key=", "key=callers"]
+    assert [line.rsplit(" ", 1)[1] for line in said if "start" in line or "serve" in line] == [
+        "key=",
+        "key=callers",
+    ]
     assert done.stderr == "waiting for the cluster's head at head:6379: no\n"
 
 

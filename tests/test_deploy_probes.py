@@ -1,4 +1,6 @@
-"""The rendered probes, played as a kubelet plays them, against a live server whose one worker is killed."""
+"""The rendered probes, played as a kubelet plays them, against a live server whose one worker is
+killed.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,9 @@ GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 200}
 
 @dataclass
 class Probe:
-    """A probe as a kubelet counts it. Each `ask` is one period: asked faster than that, it is only stricter."""
+    """A probe as a kubelet counts it. Each `ask` is one period: asked faster than that, it is only
+    stricter.
+    """
 
     data: dict[str, Any]
     failures: int = 0  # in a row
@@ -40,14 +44,28 @@ def probes(target: str, folder: Path) -> dict[str, Probe]:
     return {name: Probe(data) for name, data in container.items() if name.endswith("Probe")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
-def test_a_killed_worker_costs_the_pod_its_traffic_and_not_its_life(target: str, tmp_path: Path) -> None:
-    """While its one worker is loaded again no new requests come, and those that it has are answered."""
+def test_a_killed_worker_costs_the_pod_its_traffic_and_not_its_life(
+    target: str, tmp_path: Path
+) -> None:
+    """While its one worker is loaded again no new requests come, and those that it has are
+    answered.
+    """
     found = probes(target, tmp_path)
     assert found.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
     ready, alive = found["readinessProbe"], found["livenessProbe"]
     fake_plan(tmp_path, eos_one_in=0, decode_s=0.004)
-    options = ("--served-model-name", "toy", "--workers", "1", "--policy", "slice", "--set", "slice_tokens=16")
+    options = (
+        "--served-model-name",
+        "toy",
+        "--workers",
+        "1",
+        "--policy",
+        "slice",
+        "--set",
+        "slice_tokens=16",
+    )
     with Server(tmp_path / "plan.json", *options) as server:
         assert found["startupProbe"].ask(server.url)
         assert found["startupProbe"].failures == 0
@@ -57,7 +75,9 @@ def test_a_killed_worker_costs_the_pod_its_traffic_and_not_its_life(target: str,
             text = next(iter(stream)).choices[0].text
             (victim,) = server.workers()
             victim.kill()
-            while ready.ask(server.url) or not ready.failures:  # until the Service would leave it out
+            while (
+                ready.ask(server.url) or not ready.failures
+            ):  # until the Service would leave it out
                 assert alive.ask(server.url)
             while ready.failures:
                 ready.ask(server.url)

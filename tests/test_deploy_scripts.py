@@ -21,27 +21,47 @@ def order(request: pytest.FixtureRequest, tmp_path: Path) -> Order:
     if request.param == "cpu":
         return orders.order(orders.plan(tmp_path))
     if request.param == "gpu":
-        alone = orders.GPU | {"workers": 1, "engine": {"name": "openai", "url": "http://127.0.0.1:8000"}}
+        alone = orders.GPU | {
+            "workers": 1,
+            "engine": {"name": "openai", "url": "http://127.0.0.1:8000"},
+        }
         return orders.order(orders.plan(tmp_path, MINE, samples.fit(workers=1), **alone))
-    return orders.order(orders.plan(tmp_path, **orders.GPU).model_copy(update={"workload": None, "predicted": {}}))
+    return orders.order(
+        orders.plan(tmp_path, **orders.GPU).model_copy(update={"workload": None, "predicted": {}})
+    )
 
 
 def scripts(order: Order) -> dict[str, str]:
     """All scripts of all targets that take the plan, by target and name."""
-    random, server = order.plan.recipe.model.source == "random", order.plan.recipe.engine.name == "openai"
-    left_out = {"vllm", "sglang"} if random else TARGETS.keys() - {"vllm", "sglang"} if server else set()
+    random, server = (
+        order.plan.recipe.model.source == "random",
+        order.plan.recipe.engine.name == "openai",
+    )
+    left_out = (
+        {"vllm", "sglang"} if random else TARGETS.keys() - {"vllm", "sglang"} if server else set()
+    )
     found = {}
     for target in TARGETS.keys() - left_out:
         files = render_target(target, order)
-        found |= {f"{target}-{name.replace('/', '-')}": text for name, text in files.items() if name.endswith(".sh")}
+        found |= {
+            f"{target}-{name.replace('/', '-')}": text
+            for name, text in files.items()
+            if name.endswith(".sh")
+        }
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason=NEEDS)
 def test_shellcheck_has_nothing_to_say_about_any_script(order: Order, tmp_path: Path) -> None:
     for name, text in scripts(order).items():
         (tmp_path / name).write_text(text)
-    check = ["shellcheck", "--severity=style", "--enable=quote-safe-variables,deprecate-which", "--shell=bash"]
+    check = [
+        "shellcheck",
+        "--severity=style",
+        "--enable=quote-safe-variables,deprecate-which",
+        "--shell=bash",
+    ]
     done = subprocess.run([*check, *sorted(tmp_path.glob("*.sh"))], capture_output=True, text=True)
     assert done.stdout == ""
     assert done.returncode == 0, done.stderr
@@ -49,4 +69,6 @@ def test_shellcheck_has_nothing_to_say_about_any_script(order: Order, tmp_path: 
 
 def test_every_target_has_a_script_that_checks_its_claim(order: Order) -> None:
     found = scripts(order)
-    assert {name for name in found if name.endswith("bench.sh")} == {f"{name.split('-')[0]}-bench.sh" for name in found}
+    assert {name for name in found if name.endswith("bench.sh")} == {
+        f"{name.split('-')[0]}-bench.sh" for name in found
+    }

@@ -1,4 +1,6 @@
-"""Rendered files: held against the validators of those who read them, and against names that try to break out."""
+"""Rendered files: held against the validators of those who read them, and against names that try to
+break out.
+"""
 
 import shutil
 import subprocess
@@ -20,15 +22,17 @@ from toolkit.cli.basis import plan_of_recipe
 from toolkit.deploy.kinds.kubernetes import Deployment, Kustomization
 from toolkit.deploy.kinds.operators import PodMonitor, PrometheusRule, RulesFile, ScaledObject
 from toolkit.deploy.order import Order
+from toolkit.deploy.reckon import default_trace, waiting_threshold
 from toolkit.deploy.render import TARGETS, render_target
-from toolkit.deploy.threshold import DEFAULT_TRACE, waiting_threshold
 from toolkit.errors import InputError
-from toolkit.files.fits import shipped_fit
+from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.traces.read import read_trace
-from toolkit.traces.shipped import trace_path
+from toolkit.traces.types import trace_path
 
-OWN_MODELS: dict[str, type[BaseModel]] = {  # kinds of operators: Kubernetes ships no schema of these
+OWN_MODELS: dict[
+    str, type[BaseModel]
+] = {  # kinds of operators: Kubernetes ships no schema of these
     "Kustomization": Kustomization,
     "PodMonitor": PodMonitor,
     "PrometheusRule": PrometheusRule,
@@ -51,7 +55,9 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 @pytest.fixture(params=["cpu", "gpu"])
 def order(request: pytest.FixtureRequest) -> Order:
-    return orders.order(request.getfixturevalue(request.param), folder="/srv/llmctl", program=sys.executable)
+    return orders.order(
+        request.getfixturevalue(request.param), folder="/srv/llmctl", program=sys.executable
+    )
 
 
 def yaml_files(files: dict[str, str]) -> dict[str, Any]:
@@ -87,42 +93,59 @@ def test_our_models_read_what_they_wrote(order: Order) -> None:
     assert Deployment.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data
 
 
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl: https://kubernetes.io/docs/tasks/tools")
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not shutil.which("kubectl"), reason="needs kubectl: https://kubernetes.io/docs/tasks/tools"
+)
 def test_kustomize_builds_both_and_hashes_the_plan(order: Order, tmp_path: Path) -> None:
     for name, text in render_target("kubernetes", order).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     for folder, replicas in ((tmp_path / "core", 1), (tmp_path, None)):
-        built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True)
+        built = subprocess.run(
+            ["kubectl", "kustomize", folder], capture_output=True, text=True, check=True
+        )
         found = list(yaml.safe_load_all(built.stdout))
         objects = {one["kind"]: one for one in found if "dashboard.json" not in one.get("data", {})}
         plan = objects["ConfigMap"]["metadata"]["name"]
         assert objects["ConfigMap"]["data"]["plan.json"] == order.text
         volumes = objects["Deployment"]["spec"]["template"]["spec"]["volumes"]
         assert volumes[0]["configMap"]["name"] == plan != f"{order.name}-plan"
-        assert objects["Deployment"]["spec"].get("replicas") == replicas, "under an autoscaler it says no number"
+        assert objects["Deployment"]["spec"].get("replicas") == replicas, (
+            "under an autoscaler it says no number"
+        )
 
 
 def test_a_pod_has_what_it_needs_and_no_more(gpu: Plan) -> None:
-    spec = yaml_files(render_target("kubernetes", orders.order(gpu)))["core/deployment.yaml"]["spec"]
+    spec = yaml_files(render_target("kubernetes", orders.order(gpu)))["core/deployment.yaml"][
+        "spec"
+    ]
     pod, container = spec["template"]["spec"], spec["template"]["spec"]["containers"][0]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    assert container["resources"]["limits"].items() >= {"nvidia.com/gpu": "2"}.items()
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    assert (pod["securityContext"]["runAsNonRoot"], pod["automountServiceAccountToken"]) == (True, False)
+    assert (pod["securityContext"]["runAsNonRoot"], pod["automountServiceAccountToken"]) == (
+        True,
+        False,
+    )
     timeout = int(container["args"][container["args"].index("--shutdown-timeout") + 1])
     assert timeout == 90, "the target on end-to-end latency"
     assert pod["terminationGracePeriodSeconds"] > timeout + 5
-    keys = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one}
+    keys = {
+        one["name"]: one["valueFrom"]["secretKeyRef"]
+        for one in container["env"]
+        if "valueFrom" in one
+    }
     assert keys["LLMCTL_API_KEY"] == {"name": "llmctl-test", "key": "api-key"}
     assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     (wanted,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert wanted["preference"]["matchExpressions"][0]["values"] == ["NVIDIA-H200"]
 
 
+@pytest.mark.slow
 def test_compose_is_as_its_specification_says(order: Order, tmp_path: Path) -> None:
     (tmp_path / "compose.yaml").write_text(render_target("compose", order)["compose.yaml"])
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
@@ -131,38 +154,54 @@ def test_compose_is_as_its_specification_says(order: Order, tmp_path: Path) -> N
 
 
 def test_compose_reserves_gpus_and_stays_on_loopback(gpu: Plan) -> None:
-    service = yaml_files(render_target("compose", orders.order(gpu)))["compose.yaml"]["services"]["llmctl"]
+    service = yaml_files(render_target("compose", orders.order(gpu)))["compose.yaml"]["services"][
+        "llmctl"
+    ]
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 2, "capabilities": ["gpu"]}
     assert service["ports"] == ["127.0.0.1:8000:8000"]
     assert service["stop_grace_period"] == "110s"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
 def test_systemd_has_nothing_to_say_about_the_unit(order: Order, tmp_path: Path) -> None:
     name = f"{order.name}.service"
     (tmp_path / name).write_text(render_target("systemd", order)[name])
-    done = subprocess.run(["systemd-analyze", "verify", tmp_path / name], capture_output=True, text=True)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", tmp_path / name], capture_output=True, text=True
+    )
     assert done.stderr == "", "its exit code says nothing"
 
 
 def targets_of(order: Order) -> list[str]:
-    return [name for name in TARGETS if name not in HUB_ONLY or order.plan.recipe.model.source != "random"]
+    return [
+        name
+        for name in TARGETS
+        if name not in HUB_ONLY or order.plan.recipe.model.source != "random"
+    ]
 
 
+@pytest.mark.slow
 def test_bash_reads_every_script(order: Order) -> None:
     for target in targets_of(order):
-        scripts = {name: text for name, text in render_target(target, order).items() if name.endswith(".sh")}
+        scripts = {
+            name: text
+            for name, text in render_target(target, order).items()
+            if name.endswith(".sh")
+        }
         assert "bench.sh" in scripts
         for text in scripts.values():
             subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+@pytest.mark.slow
 def test_the_same_order_gives_the_same_files(order: Order) -> None:
     for target in targets_of(order):
         assert render_target(target, order) == render_target(target, order)
 
 
+@pytest.mark.slow
 def test_every_file_carries_the_digests_and_no_tag_moves(order: Order) -> None:
     for target in targets_of(order):
         for name, text in render_target(target, order).items():
@@ -193,9 +232,14 @@ def test_ray_gets_its_workers_from_the_machines_cluster(order: Order) -> None:
 def test_the_claim_is_checked_where_the_server_is(tmp_path: Path) -> None:
     order = orders.order(orders.plan(tmp_path, serve={"port": 9000, "max_new_tokens": 128}))
     scripts = {target: render_target(target, order)["bench.sh"] for target in targets_of(order)}
-    forwarded = {target for target, text in scripts.items() if "default_url=http://127.0.0.1:8000" in text}
+    forwarded = {
+        target for target, text in scripts.items() if "default_url=http://127.0.0.1:8000" in text
+    }
     assert forwarded == {"kubernetes", "kuberay"}
-    assert all("default_url=http://127.0.0.1:9000" in scripts[target] for target in scripts.keys() - forwarded)
+    assert all(
+        "default_url=http://127.0.0.1:9000" in scripts[target]
+        for target in scripts.keys() - forwarded
+    )
 
 
 def test_without_a_ttft_target_nothing_scales(tmp_path: Path) -> None:
@@ -223,20 +267,30 @@ NASTY = [
     "no",
     "\u2028line\x85separators",
 ]
-names = st.one_of(st.sampled_from(NASTY), st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60))
-many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+names = st.one_of(
+    st.sampled_from(NASTY),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60),
+)
+many = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def of_a_folder(source: str) -> bool:
     return source.startswith(("/", ".", "~"))
 
 
+@pytest.mark.slow
 @many
 @given(source=names.filter(lambda name: not of_a_folder(name)))
 @example("random")
 def test_a_models_name_stays_data(gpu: Plan, source: str) -> None:
-    """In YAML it is exactly the string, wherever it stands; nothing else in the file changes with it."""
-    calm, wild = (yaml_files(render_target("kubernetes", with_model(gpu, one))) for one in ("a/b", source))
+    """In YAML it is exactly the string, wherever it stands; nothing else in the file changes with
+    it.
+    """
+    calm, wild = (
+        yaml_files(render_target("kubernetes", with_model(gpu, one))) for one in ("a/b", source)
+    )
     found = wild["core/deployment.yaml"]["spec"]["template"]["metadata"]["annotations"]
     assert found["llmctl.io/model"] == source
     assert without(wild, {"annotations"}) == without(calm, {"annotations"}) or source == "random"
@@ -258,6 +312,7 @@ def without(data: Any, keys: set[str]) -> Any:
     return [without(value, keys) for value in data] if isinstance(data, list) else data
 
 
+@pytest.mark.slow
 @many
 @given(source=names)
 def test_a_models_name_stays_one_word_of_a_command(gpu: Plan, source: str) -> None:
@@ -265,13 +320,17 @@ def test_a_models_name_stays_one_word_of_a_command(gpu: Plan, source: str) -> No
     source = source.replace("\x00", "")  # no command has one
     if source in ("", "random") or source.startswith("-"):  # the latter is refused
         return
-    script = render_target("vllm", with_model(gpu, source))["serve.sh"].replace("exec vllm", 'printf "%s\\0"')
+    script = render_target("vllm", with_model(gpu, source))["serve.sh"].replace(
+        "exec vllm", 'printf "%s\\0"'
+    )
     done = subprocess.run(["bash", "-s"], input=script.encode(), capture_output=True, check=True)
     assert done.stdout.split(b"\0")[1].decode() == source
 
 
 def test_compose_interpolates_nothing(gpu: Plan) -> None:
-    service = yaml_files(render_target("compose", with_model(gpu, "/models/${PATH}")))["compose.yaml"]["services"]
+    service = yaml_files(render_target("compose", with_model(gpu, "/models/${PATH}")))[
+        "compose.yaml"
+    ]["services"]
     assert service["llmctl"]["labels"]["llmctl.model"] == "/models/$${PATH}"
     assert service["llmctl"]["volumes"][-1]["source"] == "/models/$${PATH}"
 
@@ -286,13 +345,17 @@ def test_a_models_name_is_no_option(gpu: Plan) -> None:
         render_target("vllm", with_model(gpu, "--help"))
 
 
-@pytest.mark.parametrize("image", ["llmctl", "llmctl:latest", "x y:1", "x:1\n privileged: true", "../x:1"])
+@pytest.mark.parametrize(
+    "image", ["llmctl", "llmctl:latest", "x y:1", "x:1\n privileged: true", "../x:1"]
+)
 def test_images_are_pinned(cpu: Plan, image: str) -> None:
     with pytest.raises(InputError, match="is not"):
         render_target("kubernetes", orders.order(cpu, image=image))
 
 
-@pytest.mark.parametrize("option", [{"namespace": 'x"\n'}, {"prometheus": 'http://x"\n'}, {"model_claim": "A b"}])
+@pytest.mark.parametrize(
+    "option", [{"namespace": 'x"\n'}, {"prometheus": 'http://x"\n'}, {"model_claim": "A b"}]
+)
 def test_options_that_are_no_names_are_refused(option: dict[str, str]) -> None:
     with pytest.raises(InputError, match="not a"):
         orders.Options(**option)  # type: ignore[arg-type]
@@ -306,7 +369,9 @@ def test_an_unknown_target_is_named_with_the_nearest(cpu: Plan) -> None:
 
 def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
     policy = PlannedPolicy(name="past-future", parameters={"chunk_tokens": 2048})
-    script = render_target("vllm", orders.order(gpu.model_copy(update={"policy": policy})))["serve.sh"]
+    script = render_target("vllm", orders.order(gpu.model_copy(update={"policy": policy})))[
+        "serve.sh"
+    ]
     for line in (
         "--max-model-len 512",
         "--gpu-memory-utilization 0.85",
@@ -327,34 +392,54 @@ def test_our_scheduler_goes_into_vllm_where_it_can(tmp_path: Path) -> None:
     server = {"engine": {"name": "openai", "url": "http://127.0.0.1:8000"}, "workers": 1}
     plan = orders.plan(tmp_path, policy, fit, **(orders.GPU | server))
     files = render_target("vllm", orders.order(plan))
-    assert "--scheduler-cls toolkit.inside.vllm_scheduler.LlmctlScheduler" in files["serve.sh"]
+    assert "--scheduler-cls toolkit.backends.vllm.scheduler.LlmctlScheduler" in files["serve.sh"]
     assert 'export LLMCTL_VLLM_PLAN="$here"/plan.json' in files["serve.sh"]
     assert "a place to start from" not in files["serve.sh"]
 
 
 def test_sglang_gets_the_fitted_values(gpu: Plan) -> None:
     script = render_target("sglang", orders.order(gpu))["serve.sh"]
-    for flag in ("--mem-fraction-static", "--max-running-requests 32", "--chunked-prefill-size", "--dp-size 2"):
+    for flag in (
+        "--mem-fraction-static",
+        "--max-running-requests 32",
+        "--chunked-prefill-size",
+        "--dp-size 2",
+    ):
         assert f"  {flag}" in script
     assert "--schedule-conservativeness 1.0" in script
 
 
 def test_a_threshold_is_where_first_tokens_come_too_late() -> None:
-    from toolkit.deploy.threshold import most
+    from toolkit.deploy.reckon import most
 
     assert [most(bound(n)) for n in (0, 1, 7, 8, 100)] == [0, 1, 7, 8, 100]
 
 
-@pytest.mark.parametrize("recipe", ["llama-3.1-8b-h200", "llama-3.1-8b-a100-80gb-transformers", "tiny-llama-cpu"])
-def test_without_a_trace_the_threshold_is_that_of_the_shipped_one(recipe: str) -> None:
+@pytest.mark.parametrize(
+    "recipe", ["llama-3.1-8b-h200", "llama-3.1-8b-a100-80gb-transformers", "tiny-llama-cpu"]
+)
+def test_without_a_trace_the_threshold_is_that_of_the_recipe_s(recipe: str) -> None:
     """One that is 1 would have an alert fire for ever, and SGLang refuse what it can serve."""
     plan = plan_of_recipe(recipe, shipped_fit(recipe), None)
-    shipped = read_trace(trace_path(DEFAULT_TRACE))[0]
+    shipped = read_trace(trace_path(plan.recipe.tune.trace))[0]
     found = waiting_threshold(plan, None)
     assert found.value == waiting_threshold(plan, shipped).value
     assert found.value is not None
     assert found.value > 10
-    assert "no trace was given, so with the lengths of chat-small" in found.source
+    assert f"no trace was given, so with the lengths of {plan.recipe.tune.trace}" in found.source
+
+
+def test_the_recipe_s_own_trace_is_the_default_and_one_that_is_not_here_is_replaced(
+    gpu: Plan,
+) -> None:
+    def with_trace(name: str) -> Plan:
+        tune = gpu.recipe.tune.model_copy(update={"trace": name})
+        return gpu.model_copy(update={"recipe": gpu.recipe.model_copy(update={"tune": tune})})
+
+    found = waiting_threshold(with_trace("bursty-small"), None)
+    assert found.value == waiting_threshold(gpu, read_trace(trace_path("bursty-small"))[0]).value
+    assert "so with the lengths of bursty-small" in found.source
+    assert default_trace(with_trace("elsewhere/traffic.jsonl").recipe) == "chat-small"
 
 
 def test_a_target_that_no_request_keeps_has_no_threshold_and_says_why(gpu: Plan) -> None:
@@ -364,7 +449,9 @@ def test_a_target_that_no_request_keeps_has_no_threshold_and_says_why(gpu: Plan)
     assert "scaledobject.yaml" not in files
     assert "LlmctlQueue" not in files["prometheusrule.yaml"]
     assert "not even one request alone keeps ttft_p99_s 1e-06" in files["EXPLAIN.md"]
-    assert "--max-queued-requests" not in render_target("sglang", orders.order(hopeless))["serve.sh"]
+    assert (
+        "--max-queued-requests" not in render_target("sglang", orders.order(hopeless))["serve.sh"]
+    )
 
 
 def test_where_all_that_keep_the_target_start_at_once_there_is_no_threshold(gpu: Plan) -> None:
@@ -381,20 +468,34 @@ def bound(limit: int) -> Callable[[int], bool]:
 
 
 def test_vllms_own_policy_becomes_its_own_flags(tmp_path: Path) -> None:
-    parameters = {"max_num_seqs": 48, "max_num_batched_tokens": 1024, "prefix_caching": False, "watermark": 0.1}
+    parameters = {
+        "max_num_seqs": 48,
+        "max_num_batched_tokens": 1024,
+        "prefix_caching": False,
+        "watermark": 0.1,
+    }
     changes = orders.GPU | {"workers": 1, "sla": {}, "engine": {"name": "vllm"}}
     policy = PlannedPolicy(name="vllm", parameters=parameters)
     plan = orders.plan(tmp_path, policy, samples.fit(workers=1), **changes)
     script = render_target("vllm", orders.order(plan))["serve.sh"]
-    for flag in ("--max-num-seqs 48", "--max-num-batched-tokens 1024", "--no-enable-prefix-caching", "--watermark 0.1"):
+    for flag in (
+        "--max-num-seqs 48",
+        "--max-num-batched-tokens 1024",
+        "--no-enable-prefix-caching",
+        "--watermark 0.1",
+    ):
         assert f"  {flag} \\\n" in script
     assert "--scheduler-cls" not in script
 
 
 @pytest.mark.parametrize("target", ["systemd", "compose", "kubernetes", "kuberay", "ray"])
-def test_vllms_own_server_is_not_rendered_where_ours_is_expected(tmp_path: Path, target: str) -> None:
+def test_vllms_own_server_is_not_rendered_where_ours_is_expected(
+    tmp_path: Path, target: str
+) -> None:
     changes = orders.GPU | {"workers": 1, "sla": {}, "engine": {"name": "vllm"}}
-    plan = orders.plan(tmp_path, PlannedPolicy(name="vllm", parameters={}), samples.fit(workers=1), **changes)
+    plan = orders.plan(
+        tmp_path, PlannedPolicy(name="vllm", parameters={}), samples.fit(workers=1), **changes
+    )
     with pytest.raises(InputError, match=f"engine 'vllm' cannot be rendered for '{target}': it "):
         render_target(target, orders.order(plan))
 
@@ -402,20 +503,24 @@ def test_vllms_own_server_is_not_rendered_where_ours_is_expected(tmp_path: Path,
 def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
     engine = {"name": "transformers", "tensor_parallel_size": 4}
     plan = orders.plan(tmp_path, **(orders.GPU | {"engine": engine}))
-    pod = yaml_files(render_target("kubernetes", orders.order(plan)))["core/deployment.yaml"]["spec"]["template"][
+    pod = yaml_files(render_target("kubernetes", orders.order(plan)))["core/deployment.yaml"][
         "spec"
-    ]
-    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    ]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
     assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
-    assert "  --tensor-parallel-size 4 \\\n" in render_target("vllm", orders.order(plan))["serve.sh"]
+    assert (
+        "  --tensor-parallel-size 4 \\\n" in render_target("vllm", orders.order(plan))["serve.sh"]
+    )
 
 
 @pytest.mark.parametrize("target", ["kubernetes", "kuberay"])
 def test_a_pod_does_not_have_this_machines_folders(cpu: Plan, target: str) -> None:
     def order_of(source: str) -> Order:
         model = cpu.recipe.model.model_copy(update={"source": source})
-        return orders.order(cpu.model_copy(update={"recipe": cpu.recipe.model_copy(update={"model": model})}))
+        return orders.order(
+            cpu.model_copy(update={"recipe": cpu.recipe.model_copy(update={"model": model})})
+        )
 
     with pytest.raises(InputError, match=r"model\.source /srv/llama is a folder of this machine"):
         render_target(target, order_of("/srv/llama"))
@@ -426,5 +531,7 @@ def test_a_pod_does_not_have_this_machines_folders(cpu: Plan, target: str) -> No
 def test_a_server_that_runs_already_is_not_started(cpu: Plan, target: str) -> None:
     engine = cpu.recipe.engine.model_copy(update={"name": "openai", "url": "http://127.0.0.1:9"})
     plan = cpu.model_copy(update={"recipe": cpu.recipe.model_copy(update={"engine": engine})})
-    with pytest.raises(InputError, match=f"is a server already, at http://127.0.0.1:9: '{target}' has nothing"):
+    with pytest.raises(
+        InputError, match=f"is a server already, at http://127.0.0.1:9: '{target}' has nothing"
+    ):
         render_target(target, orders.order(plan))

@@ -1,4 +1,6 @@
-"""The flags that are rendered for vLLM, held against its own parser: VLLM_PYTHON=VENV/bin/python pytest this file."""
+"""The flags that are rendered for vLLM, held against its own parser: VLLM_PYTHON=VENV/bin/python
+pytest this file.
+"""
 
 import json
 import os
@@ -22,20 +24,32 @@ print(json.dumps({key: value for key, value in parsed.items() if isinstance(valu
 """
 
 
-@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="needs VLLM_PYTHON, a Python that has vLLM 0.32")
+@pytest.mark.skipif(
+    "VLLM_PYTHON" not in os.environ, reason="needs VLLM_PYTHON, a Python that has vLLM 0.32"
+)
 def test_vllm_reads_every_flag(tmp_path: Path) -> None:
     fit = samples.fit(workers=1)
     server = {"engine": {"name": "openai", "url": "http://127.0.0.1:8000"}, "workers": 1}
-    plan = orders.plan(tmp_path, PlannedPolicy(name="mlfq", parameters={}), fit, **(orders.GPU | server))
+    plan = orders.plan(
+        tmp_path, PlannedPolicy(name="mlfq", parameters={}), fit, **(orders.GPU | server)
+    )
     script = render_target("vllm", orders.order(plan))["serve.sh"]
     words = shlex.split(script.partition("exec vllm serve ")[2].replace("\\\n", " "))[:-1]
     done = subprocess.run(
-        [os.environ["VLLM_PYTHON"], "-c", PARSE, *words], capture_output=True, text=True, timeout=300, cwd=tmp_path
+        [os.environ["VLLM_PYTHON"], "-c", PARSE, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     parsed = json.loads(done.stdout.splitlines()[-1])
     assert parsed["model_tag"] == "org/model"
-    assert (parsed["max_model_len"], parsed["max_num_seqs"], parsed["shutdown_timeout"]) == (512, 32, 90)
+    assert (parsed["max_model_len"], parsed["max_num_seqs"], parsed["shutdown_timeout"]) == (
+        512,
+        32,
+        90,
+    )
     assert parsed["max_num_queued_tokens"] > 0
-    assert parsed["scheduler_cls"] == "toolkit.inside.vllm_scheduler.LlmctlScheduler"
+    assert parsed["scheduler_cls"] == "toolkit.backends.vllm.scheduler.LlmctlScheduler"
     assert parsed["async_scheduling"] is False

@@ -1,4 +1,6 @@
-"""The documentation names commands, options and parameters that exist, with their defaults and search ranges."""
+"""The documentation names commands, options and parameters that exist, with their defaults and
+search ranges.
+"""
 
 import re
 from collections.abc import Iterator
@@ -28,7 +30,9 @@ def options() -> dict[str, set[str]]:
     for name in main.COMMANDS:
         command = main._load(name)
         for inner, one in getattr(command, "commands", {"": command}).items():
-            found[f"{name} {inner}".strip()] = {word for item in one.params for word in item.opts + item.secondary_opts}
+            found[f"{name} {inner}".strip()] = {
+                word for item in one.params for word in item.opts + item.secondary_opts
+            }
     return found
 
 
@@ -37,7 +41,9 @@ def named(page: Path, known: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
     longest_first = sorted(known, key=len, reverse=True)
     for words in re.findall(r"llmctl ([^`#|\n]+)", page.read_text(encoding="utf-8")):
         command = next((name for name in longest_first if f"{words} ".startswith(f"{name} ")), "")
-        yield from ((command, option) for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", words) if command)
+        yield from (
+            (command, option) for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", words) if command
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -60,7 +66,9 @@ def test_documented_defaults_and_search_ranges_are_those_of_the_code(policy: str
     for name, default, searched in ROW.findall(SECTIONS[policy]):
         value, search = of_code[name], limits[name].search
         if default.strip():
-            assert default.strip() == (f"{value:g}" if type(value) in (int, float) else str(value).lower()), name
+            assert default.strip() == (
+                f"{value:g}" if type(value) in (int, float) else str(value).lower()
+            ), name
         assert bool(searched.strip()) == bool(search), name
         if search:
             assert searched.startswith(f"{search[0]:g} .. {search[1]:g}"), name

@@ -25,8 +25,11 @@ from typing import TypeVar
 import certificates
 import fake_vllm_server
 import pytest
+from filelock import FileLock
 
 from toolkit.files.io import processor
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,8 +43,10 @@ SHORTER = {
     "--duration 30": "--duration 2 --warmup 1",
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --warmup 1 --max-error 1000",
     "--check 8 --strict": "--check 2",
+    # so many that one of the only policy that the engine runs is within the limits
     "llmctl tune fleet.yaml --trace chat-small": "llmctl tune fleet.yaml --trace chat-small --trials 40 --draws 0",
 }
+FEW_TRIALS = " --trials 8 --draws 2"  # for other searches that do not say how many
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
 T = TypeVar("T")
 
@@ -65,7 +70,9 @@ def commands(page: Path) -> list[str]:
 
 def named_files(page: Path) -> dict[str, str]:
     """The YAML files that the page shows, by the name in their first line."""
-    blocks = re.findall(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(
+        r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S
+    )
     return dict(blocks)
 
 
@@ -90,7 +97,12 @@ class Folder:
     def run(self, command: str, code: int = 0) -> None:
         """One command, to its end."""
         done = subprocess.run(
-            self._words(command), cwd=self.path, env=self._env(), capture_output=True, text=True, timeout=TIMEOUT_S
+            self._words(command),
+            cwd=self.path,
+            env=self._env(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
         )
         assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"
 
@@ -100,7 +112,12 @@ class Folder:
         output = self.path / f"server-{len(self.servers)}.log"
         with output.open("w") as log:
             server = subprocess.Popen(
-                self._words(command), cwd=self.path, env=self._env(), stdout=subprocess.PIPE, stderr=log, text=True
+                self._words(command),
+                cwd=self.path,
+                env=self._env(),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
         self.servers.append(server)
         assert server.stdout is not None
@@ -117,13 +134,16 @@ class Folder:
     def _words(self, command: str) -> list[str]:
         for long, short in SHORTER.items():
             command = command.replace(long, short)
+        if command.startswith("llmctl tune ") and "--trials" not in command:
+            command += FEW_TRIALS
         for named, port in self.installed.ports.items():
             command = command.replace(f":{named}", f":{port}")
         words = [self.words.get(word, word) for word in shlex.split(command)]
         return [sys.executable, "-P", "-m", "toolkit", *words[1:]]
 
     def _env(self) -> dict[str, str]:
-        # These files come before those of this checkout, which an editable install puts on the path.
+        # These files come before those of this checkout, which an editable install puts on the
+        # path.
         return os.environ | {"PYTHONPATH": str(self.installed.site)} | self.environment
 
 
@@ -150,25 +170,55 @@ def free_port() -> str:
         return str(one.getsockname()[1])
 
 
+def install(folder: Path) -> Path:
+    """The wheel, built and unpacked in `folder`, by the first process of a parallel run that asks."""
+    with FileLock(folder / "wheel.lock"):
+        site = folder / "site"
+        if not site.exists():
+            pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+            build = [
+                *pip,
+                "wheel",
+                "--no-deps",
+                "--no-build-isolation",
+                "--no-index",
+                "--wheel-dir",
+                folder,
+                ROOT,
+            ]
+            subprocess.run(build, check=True, capture_output=True)
+            [wheel] = folder.glob("*.whl")
+            unpack = [
+                *pip,
+                "install",
+                "--no-deps",
+                "--no-index",
+                "--target",
+                folder / "unpacked",
+                wheel,
+            ]
+            subprocess.run(unpack, check=True, capture_output=True)
+            (folder / "unpacked").rename(site)
+    return site
+
+
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel, built and unpacked; its recipes name a free port, so that no other server is met."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, ROOT]
-    subprocess.run(build, check=True, capture_output=True)
-    [wheel] = folder.glob("*.whl")
-    install = [*pip, "install", "--no-deps", "--no-index", "--target", folder / "site", wheel]
-    subprocess.run(install, check=True, capture_output=True)
+    """The wheel's files; its recipes name a free port, so that no other server is met."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    site = shutil.copytree(install(shared), tmp_path_factory.mktemp("installed") / "site")
     ports = {"8000": free_port(), "8100": free_port()}
-    for recipe in (folder / "site" / "toolkit" / "_data" / "recipes").glob("*.yaml"):
+    for recipe in (site / "toolkit" / "_data" / "recipes").glob("*.yaml"):
         recipe.write_text(recipe.read_text().replace("port: 8000", f"port: {ports['8000']}"))
-    return Installed(folder / "site", ports)
+    return Installed(site, ports)
 
 
 @pytest.fixture(scope="session")
 def tuned(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has when the first steps are done: traces, and the tiny model from profile to plan.
+    """What a reader has when the first steps are done: traces, and the tiny model from profile to
+    plan.
 
     The shipped profile stands for one that was measured here, which takes a minute.
     """
@@ -176,7 +226,7 @@ def tuned(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Pat
     write_traffic(folder)
     measured_here(folder)
     folder.run("llmctl fit profile.json")
-    folder.run("llmctl tune tiny-llama-cpu --trace traffic.jsonl --trials 8 --draws 2")
+    folder.run("llmctl tune tiny-llama-cpu --trace traffic.jsonl")
     folder.run("llmctl render tiny-llama-cpu --fit fit.json --tuning tuning.json --force")
     return folder.path
 
@@ -199,7 +249,9 @@ def clock(row: Mapping[str, float]) -> str:
 
 
 def shipped(folder: Folder, recipe: str, name: str) -> str:
-    return (folder.installed.site / "toolkit" / "_data" / "profiles" / recipe / name).read_text(encoding="utf-8")
+    return (folder.installed.site / "toolkit" / "_data" / "profiles" / recipe / name).read_text(
+        encoding="utf-8"
+    )
 
 
 def measured_here(folder: Folder) -> None:
@@ -228,7 +280,12 @@ def planned_for_this_machine(folder: Folder) -> None:
     """The plan of a GPU as if it had been profiled on this CPU, for the stand-in to serve."""
     plan = json.loads((folder.path / "plan.json").read_text())
     plan["recipe"]["hardware"]["device"] = "cpu"
-    plan["fit"]["engine"] |= {"device": "cpu", "processor": processor(), "engine_version": "0.32.0", "analytic": ""}
+    plan["fit"]["engine"] |= {
+        "device": "cpu",
+        "processor": processor(),
+        "engine_version": "0.32.0",
+        "analytic": "",
+    }
     (folder.path / "plan.json").write_text(json.dumps(plan))
 
 
@@ -284,9 +341,14 @@ SCRIPTS = {
     "bench.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
     "cluster.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
     "demo.md": Script(elsewhere={"llmctl": "what `make demo` printed, which takes five minutes"}),
-    "deploying.md": Script(before={"llmctl serve FOLDER": rendered_to_run_here, "llmctl stop": serving}),
+    "deploying.md": Script(
+        before={"llmctl serve FOLDER": rendered_to_run_here, "llmctl stop": serving}
+    ),
     "fleets.md": Script(
-        elsewhere={"llmctl serve plan.json --ray": CLUSTER, "llmctl serve plan.json": "needs three GPUs"},
+        elsewhere={
+            "llmctl serve plan.json --ray": CLUSTER,
+            "llmctl serve plan.json": "needs three GPUs",
+        },
     ),
     "profiling.md": Script(prepare=quick_recipe),
     "results.md": Script(elsewhere={"llmctl": "how results were made; each takes minutes"}),
@@ -305,7 +367,9 @@ def folder(installed: Installed, tuned: Path, tmp_path: Path) -> Iterator[Folder
     one.stop()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if commands(page)], ids=lambda page: page.name
+)
 def test_every_command_of_a_page_runs_as_it_is_written(page: Path, folder: Folder) -> None:
     script = SCRIPTS.get(page.name, Script())
     for name, text in named_files(page).items():
@@ -335,7 +399,9 @@ class AcceptedError(Exception):
 def benchmarks(page: Path) -> set[str]:
     """The benchmark commands of a page, those in its text and its tables too."""
     text = page.read_text(encoding="utf-8")
-    return {command.strip() for command in re.findall(r"python (bench/[a-z_0-9]+\.py[^`|\n#]*)", text)}
+    return {
+        command.strip() for command in re.findall(r"python (bench/[a-z_0-9]+\.py[^`|\n#]*)", text)
+    }
 
 
 @pytest.mark.parametrize("command", sorted(set().union(*map(benchmarks, PAGES))), ids=str)

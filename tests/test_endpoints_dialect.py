@@ -1,12 +1,13 @@
-"""How servers want to be asked: each takes other fields, and the fullest set that it takes is found."""
+"""How servers want to be asked: each takes other fields, and the fullest set that it takes is
+found.
+"""
 
 import json
 
 import pytest
 from sse_server import chunked, event, sse_server, tokens_event, usage_event, whole
 
-from toolkit.endpoints.dialect import FULL, learn
-from toolkit.endpoints.target import find_target
+from toolkit.endpoints.target import FULL, find_target, learn
 from toolkit.errors import InputError
 
 
@@ -18,7 +19,9 @@ def strict_server(*refused: str, token_ids: bool = True, tokens_per_word: int = 
         if unknown or (isinstance(body["prompt"], list) and not token_ids):
             return whole({"detail": f"unexpected: {unknown or 'prompt'}"}, 422)
         prompt = body["prompt"]
-        tokens = len(prompt) if isinstance(prompt, list) else 3 + tokens_per_word * len(prompt.split())
+        tokens = (
+            len(prompt) if isinstance(prompt, list) else 3 + tokens_per_word * len(prompt.split())
+        )
         usage = {"prompt_tokens": tokens, "completion_tokens": body["max_tokens"]}
         if body["stream"]:
             return chunked(*[tokens_event()] * body["max_tokens"], usage_event(body["max_tokens"]))
@@ -70,7 +73,11 @@ def test_a_server_that_counts_no_tokens_is_refused():
     def answer(body: dict) -> bytes:
         if isinstance(body["prompt"], list):
             return whole({}, 400)
-        return chunked(event({"choices": [{}]})) if body["stream"] else whole({"choices": [{"text": "x"}]})
+        return (
+            chunked(event({"choices": [{}]}))
+            if body["stream"]
+            else whole({"choices": [{"text": "x"}]})
+        )
 
     with pytest.raises(InputError, match="without usage"):
         learned(answer)

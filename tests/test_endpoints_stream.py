@@ -1,4 +1,6 @@
-"""One streaming request, fed with bytes at exact times: what it notes, and how it ends whatever arrives."""
+"""One streaming request, fed with bytes at exact times: what it notes, and how it ends whatever
+arrives.
+"""
 
 import asyncio
 import itertools
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sse_server import DONE, chunked, event, head, tokens_event, usage_event, whole
 
-from toolkit.endpoints.stream import Sample, StreamCall
+from toolkit.endpoints.wire import Sample, StreamCall
 
 
 class Transport(asyncio.Transport):
@@ -27,7 +29,9 @@ class Transport(asyncio.Transport):
         self.aborted = True
 
 
-def call_with(*pieces: tuple[float, bytes], lost: bool = True) -> tuple[Sample, StreamCall, Transport]:
+def call_with(
+    *pieces: tuple[float, bytes], lost: bool = True
+) -> tuple[Sample, StreamCall, Transport]:
     """A call that is connected at 0.5 s and gets each piece at its time."""
     times = iter([0.5, *(at for at, _ in pieces)])
 
@@ -51,10 +55,20 @@ def answer(data: bytes) -> Sample:
 def test_the_times_of_tokens_are_noted_as_they_come():
     start = head(extra="transfer-encoding: chunked\r\n")
     piece = b"%x\r\n%s\r\n" % (len(tokens_event()), tokens_event())
-    tail = b"".join(b"%x\r\n%s\r\n" % (len(data), data) for data in (usage_event(3), DONE)) + b"0\r\n\r\n"
-    sample, call, transport = call_with((1.0, start), (1.5, piece), (3.5, piece), (4.0, piece), (4.5, tail))
+    tail = (
+        b"".join(b"%x\r\n%s\r\n" % (len(data), data) for data in (usage_event(3), DONE))
+        + b"0\r\n\r\n"
+    )
+    sample, call, transport = call_with(
+        (1.0, start), (1.5, piece), (3.5, piece), (4.0, piece), (4.5, tail)
+    )
     assert transport.written == b"POST ..."
-    assert (sample.sent_s, sample.first_token_s, sample.last_token_s, sample.max_gap_s) == (0.5, 1.5, 4.0, 2.0)
+    assert (sample.sent_s, sample.first_token_s, sample.last_token_s, sample.max_gap_s) == (
+        0.5,
+        1.5,
+        4.0,
+        2.0,
+    )
     assert (sample.output_tokens, sample.failure) == (3, "")
     assert (call.closed.is_set(), transport.aborted) == (True, True)
 
@@ -67,13 +81,19 @@ def test_tokens_are_counted_by_usage_not_by_events():
 def test_comments_and_lines_of_other_kinds_are_no_tokens():
     waiting = b": waiting\n\n" + b"event: ping\nid: 3\n\n"
     sample, *_ = call_with(
-        (1.0, head() + waiting), (2.0, tokens_event()), (3.0, tokens_event() + usage_event(2) + DONE)
+        (1.0, head() + waiting),
+        (2.0, tokens_event()),
+        (3.0, tokens_event() + usage_event(2) + DONE),
     )
     assert (sample.first_token_s, sample.failure) == (2.0, "")
 
 
 def test_carriage_returns_and_a_missing_space_are_fine():
-    stream = (tokens_event() + usage_event(1) + DONE).replace(b"\n", b"\r\n").replace(b"data: ", b"data:")
+    stream = (
+        (tokens_event() + usage_event(1) + DONE)
+        .replace(b"\n", b"\r\n")
+        .replace(b"data: ", b"data:")
+    )
     assert answer(head() + stream).failure == ""
 
 
@@ -98,7 +118,10 @@ def test_any_cut_of_the_bytes_gives_the_same_result(cuts):
         (whole({"message": "no such route"}, 404), "HTTP 404: no such route"),
         (head(500, "text/plain") + b"oops\nagain", "HTTP 500: oops again"),
         (head(502, "text/plain") + b"x" * 100_000, "HTTP 502: " + "x" * 200),
-        (chunked(tokens_event(), event({"error": {"message": "a worker died"}})), "error in the stream: a worker died"),
+        (
+            chunked(tokens_event(), event({"error": {"message": "a worker died"}})),
+            "error in the stream: a worker died",
+        ),
         (chunked(event({"error": "worker died"}), DONE), "error in the stream: worker died"),
         (chunked(tokens_event(), DONE), "the stream ended without tokens or their usage"),
         (chunked(usage_event(0), DONE), "the stream ended without tokens or their usage"),

@@ -1,4 +1,6 @@
-"""What stands behind the recorder: one connection's requests and answers, kept connections, and how they end."""
+"""What stands behind the recorder: one connection's requests and answers, kept connections, and how
+they end.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,7 +15,9 @@ WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Behind:
-    """A server that answers each request with the next of `answers`; at an empty one it closes the connection."""
+    """A server that answers each request with the next of `answers`; at an empty one it closes the
+    connection.
+    """
 
     def __init__(self, *answers: bytes) -> None:
         self.answers = list(answers)
@@ -33,7 +37,9 @@ class Behind:
                     break
                 self.heads.append(head)
                 _, _, length = head.lower().partition(b"content-length: ")
-                self.bodies.append(await reader.readexactly(int(length.split(b"\r\n")[0] or 0)) if length else b"")
+                self.bodies.append(
+                    await reader.readexactly(int(length.split(b"\r\n")[0] or 0)) if length else b""
+                )
                 writer.write(answer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -43,7 +49,9 @@ class Behind:
             await writer.wait_closed()
 
 
-def behind(server: Behind, use: Callable[[Upstream], Awaitable[None]], silence_s: float = 30.0) -> None:
+def behind(
+    server: Behind, use: Callable[[Upstream], Awaitable[None]], silence_s: float = 30.0
+) -> None:
     async def run() -> None:
         listening = await asyncio.start_server(server, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
@@ -90,8 +98,16 @@ def test_the_length_said_is_the_bodys():
         ("HEAD", b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", b""),
         ("GET", b"HTTP/1.1 204 No Content\r\n\r\n", b""),
         ("GET", b"HTTP/1.1 200 OK\r\n\r\nuntil the end", b"until the end"),
-        ("GET", b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + WHOLE, b"ok"),
-        ("GET", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n", b"ok"),
+        (
+            "GET",
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + WHOLE,
+            b"ok",
+        ),
+        (
+            "GET",
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n",
+            b"ok",
+        ),
     ],
 )
 def test_an_answer_ends_where_http_says(method, sent, content):

@@ -9,8 +9,7 @@ import psutil
 import pytest
 import samples
 
-from toolkit.endpoints.vllm_command import VllmCommand, vllm_version
-from toolkit.endpoints.vllm_server import vllm_server
+from toolkit.backends.vllm.command import VllmCommand, vllm_server, vllm_version
 from toolkit.errors import EngineError, InputError
 
 
@@ -24,6 +23,7 @@ def python(tmp_path: Path) -> str:
     return fake_vllm_server.install(tmp_path)
 
 
+@pytest.mark.slow
 def test_flags_are_the_recipe_s(python: str):
     recipe = recipe_for(python, kv_cache_memory_mib=16, threads=1)
     command = VllmCommand(recipe, "folder", "toy", ["--max-num-seqs", "8"])
@@ -31,21 +31,31 @@ def test_flags_are_the_recipe_s(python: str):
         words = httpx.get(f"{server.url}/flags").json()[1:]
     assert words[:2] == ["serve", "folder"]
     joined = " ".join(words)
-    assert "--max-model-len 512 --kv-cache-memory-bytes 16777216 --block-size 16 --max-num-seqs 8" in joined
+    assert (
+        "--max-model-len 512 --kv-cache-memory-bytes 16777216 --block-size 16 --max-num-seqs 8"
+        in joined
+    )
     assert f"--dtype {recipe.model.dtype}" in joined
     assert not server.running
 
 
-def test_threads_are_bound_and_what_else_lies_beside_llmctl_is_not_shown(python: str, tmp_path: Path):
+def test_threads_are_bound_and_what_else_lies_beside_llmctl_is_not_shown(
+    python: str, tmp_path: Path
+):
     environment = VllmCommand(recipe_for(python, threads=1), "folder", "toy").environment(tmp_path)
     assert environment["VLLM_CPU_OMP_THREADS_BIND"].isdecimal()
     assert environment["PYTHONPATH"] == str(tmp_path)
 
 
-def test_one_that_does_not_end_is_killed_with_its_engine(python: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("toolkit.endpoints.vllm_server.END_S", 0.1)
+@pytest.mark.slow
+def test_one_that_does_not_end_is_killed_with_its_engine(
+    python: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("toolkit.backends.vllm.command.END_S", 0.1)
     command = VllmCommand(recipe_for(python), "engine-stubborn", "toy")
-    others = set(psutil.Process().children(recursive=True))  # of tests before this one: multiprocessing's tracker
+    others = set(
+        psutil.Process().children(recursive=True)
+    )  # of tests before this one: multiprocessing's tracker
     with vllm_server(command, quiet=True) as server:
         processes = set(psutil.Process().children(recursive=True)) - others
     assert len(processes) == 2
@@ -53,21 +63,28 @@ def test_one_that_does_not_end_is_killed_with_its_engine(python: str, monkeypatc
     assert not server.running
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_says_why(python: str):
     with (
-        pytest.raises(EngineError, match=r"ended while it loaded \(exit code 1\): ValueError: the fake dies"),
+        pytest.raises(
+            EngineError, match=r"ended while it loaded \(exit code 1\): ValueError: the fake dies"
+        ),
         vllm_server(VllmCommand(recipe_for(python), "dies", "toy"), quiet=True),
     ):
         pass
 
 
+@pytest.mark.slow
 def test_a_version_that_was_not_tried_is_refused_before_anything_starts(tmp_path: Path):
     python = fake_vllm_server.install(tmp_path, "0.31.0")
-    with pytest.raises(InputError, match=r"vLLM is 0.31.0; llmctl was tried with vLLM ==0.32") as refusal:
+    with pytest.raises(
+        InputError, match=r"vLLM is 0.31.0; llmctl was tried with vLLM ==0.32"
+    ) as refusal:
         vllm_version(recipe_for(python))
     assert "pip install 'vllm==0.32.*'" in refusal.value.hint
 
 
+@pytest.mark.slow
 def test_a_python_without_vllm_says_where_to_name_another(tmp_path: Path):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexit 1\n")
@@ -87,10 +104,19 @@ def test_vllm_s_flags_are_for_vllm_alone():
 
 
 def test_the_iteration_log_s_lines_are_read_as_they_were_written():
-    from toolkit.sched.iterations import Pass, Row, passes_of, to_line
+    from toolkit.sched.iterations import LoggedPass, LoggedRow, passes_of, to_line
 
-    rows = [Row("a", 12, 1, 12), Row("b", 0, 8, 30), Row("c", 12, 1, 13)]
-    one = Pass(step=3, start_s=1.0, end_s=1.5, rows=rows, preempted=["x"], ended=["a"], waiting=2, free_blocks=7)
+    rows = [LoggedRow("a", 12, 1, 12), LoggedRow("b", 0, 8, 30), LoggedRow("c", 12, 1, 13)]
+    one = LoggedPass(
+        step=3,
+        start_s=1.0,
+        end_s=1.5,
+        rows=rows,
+        preempted=["x"],
+        ended=["a"],
+        waiting=2,
+        free_blocks=7,
+    )
     line = to_line(one)
     assert json.loads(line)["rows"][0] == ["a", 12, 1, 12]
     (read,) = passes_of([line])

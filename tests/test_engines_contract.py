@@ -10,7 +10,14 @@ import torch
 
 from toolkit.engines.factory import make_engine
 from toolkit.engines.loading import load_model
-from toolkit.engines.protocol import Engine, OutOfMemory, Row, SamplingParams, SliceOutput, StepOutput
+from toolkit.engines.protocol import (
+    Engine,
+    OutOfMemory,
+    Row,
+    SamplingParams,
+    SliceOutput,
+    StepOutput,
+)
 from toolkit.engines.round_parts import STEPS
 
 KINDS = ["llama", "qwen3", "gpt2", "opt", "rebatch", "deepspeed", "fake"]
@@ -44,7 +51,9 @@ def reference(kind: str, engine: Engine) -> Callable[[Row], tuple[int, ...]]:
         mask = torch.ones_like(prompt)
         new = row.max_new_tokens
         with torch.inference_mode():
-            tokens = model.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=258)
+            tokens = model.generate(
+                prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=258
+            )
         return tuple(tokens[0, len(row.tokens) :].tolist())
 
     return generate
@@ -62,14 +71,25 @@ def rows_of(seed: int, count: int, sampling: SamplingParams = GREEDY) -> list[Ro
     rng = random.Random(seed)
     lengths = [rng.randint(1, 60) for _ in range(count)]
     return [
-        Row(f"r{index}", tuple(rng.randrange(256) for _ in range(length)), 0, rng.randint(1, 30), sampling)
+        Row(
+            f"r{index}",
+            tuple(rng.randrange(256) for _ in range(length)),
+            0,
+            rng.randint(1, 30),
+            sampling,
+        )
         for index, length in enumerate(lengths)
     ]
 
 
 def extended(row: Row, new: Sequence[int]) -> Row:
     return Row(
-        row.request_id, (*row.tokens, *new), row.generated + len(new), row.max_new_tokens, row.sampling, row.end_after
+        row.request_id,
+        (*row.tokens, *new),
+        row.generated + len(new),
+        row.max_new_tokens,
+        row.sampling,
+        row.end_after,
     )
 
 
@@ -94,7 +114,9 @@ def serve_in_slices(engine: Engine, rows: Sequence[Row], seed: int) -> dict[str,
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_in_slices_equal_those_of_each_request_alone(case: Case, seed: int) -> None:
     rows = rows_of(seed, 8)
-    assert serve_in_slices(case.engine, rows, seed) == {row.request_id: case.generate(row) for row in rows}
+    assert serve_in_slices(case.engine, rows, seed) == {
+        row.request_id: case.generate(row) for row in rows
+    }
 
 
 def test_the_rows_of_these_tests_end_both_ways(case: Case) -> None:
@@ -113,7 +135,9 @@ def test_sampled_tokens_in_slices_equal_those_in_one_piece(case: Case) -> None:
 def test_another_seed_gives_another_text(case: Case) -> None:
     prompt = tuple(range(20))
     texts = {
-        case.engine.run_slice([Row("r", prompt, 0, 20, SamplingParams(1.0, seed=seed))], 20, go_on).tokens[0]
+        case.engine.run_slice(
+            [Row("r", prompt, 0, 20, SamplingParams(1.0, seed=seed))], 20, go_on
+        ).tokens[0]
         for seed in range(4)
     }
     assert len(texts) == 4
@@ -145,7 +169,10 @@ def assembled(steps: Sequence[StepOutput], count: int) -> SliceOutput:
 
 def test_no_row_passes_its_limit(case: Case) -> None:
     rows = [Row("a", (1, 2, 3), 0, 4), Row("b", (5,) * 30, 10, 13), Row("c", (9,), 0, 1)]
-    free = [Row(r.request_id, r.tokens, r.generated, r.max_new_tokens, SamplingParams(ignore_eos=True)) for r in rows]
+    free = [
+        Row(r.request_id, r.tokens, r.generated, r.max_new_tokens, SamplingParams(ignore_eos=True))
+        for r in rows
+    ]
     output = case.engine.run_slice(free, 50, go_on)
     assert [len(tokens) for tokens in output.tokens] == [4, 3, 1]
     assert output.finish == ("length",) * 3
@@ -192,13 +219,16 @@ def test_a_stop_token_ends_a_row(case: Case) -> None:
 def test_nothing_ends_before_min_tokens(case: Case) -> None:
     rows = rows_of(0, 8, SamplingParams(min_tokens=9))
     output = case.engine.run_slice(rows, ALONE, go_on)
-    assert [len(tokens) >= min(row.max_new_tokens, 9) for row, tokens in zip(rows, output.tokens, strict=True)] == [
-        True
-    ] * 8
+    assert [
+        len(tokens) >= min(row.max_new_tokens, 9)
+        for row, tokens in zip(rows, output.tokens, strict=True)
+    ] == [True] * 8
 
 
 def test_running_out_of_memory_leaves_the_engine_usable(case: Case) -> None:
-    engine = make_engine(tiny.model_spec(case.kind), tiny.engine_spec(case.kind, budget_mib=0.25), tiny.CPU)
+    engine = make_engine(
+        tiny.model_spec(case.kind), tiny.engine_spec(case.kind, budget_mib=0.25), tiny.CPU
+    )
     capacity = engine.facts.capacity_tokens
     small = Row("small", (1, 2, 3), 0, 5)
     before = engine.run_slice([small], 5, go_on)
@@ -223,7 +253,9 @@ class Ticks:
 
 
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 1), (1, 40), (3, 2), (4, 40)])
-def test_timing_is_read_from_the_clock_that_was_given(case: Case, batch_size: int, length: int) -> None:
+def test_timing_is_read_from_the_clock_that_was_given(
+    case: Case, batch_size: int, length: int
+) -> None:
     steps = STEPS if case.kind == "rebatch" else 1  # that are timed between two readings
     assert case.engine.time_prefill(batch_size, length, Ticks()) == 1.0
     assert case.engine.time_decode(batch_size, length, Ticks()) == 1.0 / steps

@@ -1,4 +1,6 @@
-"""What is the deepspeed engine's own: what it says it got, what it refuses, and that it keeps quiet."""
+"""What is the deepspeed engine's own: what it says it got, what it refuses, and that it keeps
+quiet.
+"""
 
 import subprocess
 import sys
@@ -11,10 +13,10 @@ from test_workers_pool import Events, with_workers
 from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.errors import EngineError
-from toolkit.estimators.memory_fit import fit_memory
+from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.profile import EngineFacts, MemoryPoint
 from toolkit.files.recipe import EngineSpec
-from toolkit.workers.processes import ProcessWorkers
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import BatchDone, WorkerReady
 
 FREE = SamplingParams(ignore_eos=True)
@@ -39,7 +41,9 @@ def test_on_a_cpu_it_passes_through_and_says_so(capfd: pytest.CaptureFixture[str
 
 @pytest.mark.usefixtures("_installed")
 def test_kernels_that_the_recipe_needs_are_not_replaced_in_silence() -> None:
-    with pytest.raises(EngineError, match="kernel_injection is true: DeepSpeed has no inference kernels for cpu"):
+    with pytest.raises(
+        EngineError, match="kernel_injection is true: DeepSpeed has no inference kernels for cpu"
+    ):
         make_engine(tiny.model_spec(), spec_of(kernel_injection=True), tiny.CPU)
 
 
@@ -51,6 +55,7 @@ def test_inputs_longer_than_deepspeeds_own_limit_run() -> None:
     assert len(engine.run_slice([row], 3, lambda step: True).tokens[0]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_installed")
 def test_what_kernel_injection_does_to_a_model_is_found_out_in_another_process() -> None:
     from toolkit.engines.deepspeed_engine import probe_injection
@@ -58,6 +63,7 @@ def test_what_kernel_injection_does_to_a_model_is_found_out_in_another_process()
     assert probe_injection(tiny.model_spec(), tiny.CPU).startswith("kernel injection ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_installed")
 def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() -> None:
     rows = [Row("a", (1, 2, 3, 4, 5), 0, 24), Row("b", (6, 7), 0, 24)]
@@ -76,7 +82,9 @@ def test_a_worker_process_serves_slices_of_it_with_the_tokens_of_transformers() 
             workers.run(0, number, left, 8)
             output = (await events.until(BatchDone, number + 1))[-1].output
             so_far = [done + new for done, new in zip(so_far, output.tokens, strict=True)]
-        assert [done[: len(tokens)] for done, tokens in zip(so_far, whole, strict=True)] == list(whole)
+        assert [done[: len(tokens)] for done, tokens in zip(so_far, whole, strict=True)] == list(
+            whole
+        )
 
     with_workers(scenario, ProcessWorkers(tiny.model_spec("deepspeed"), spec_of(), tiny.CPU, 1))
 
@@ -88,6 +96,7 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.M
     assert "pip install" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_nobody_else_imports_it() -> None:
     code = "import sys, toolkit.engines.transformers_engine; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -122,4 +131,8 @@ def test_algorithm_2_is_what_probes_like_the_papers_give() -> None:
     ]
     memory = fit_memory(probes, facts)
     assert memory.form == "rules"
-    assert [(rule.length_above, rule.max_batch_size) for rule in memory.rules] == [(1024, 12), (512, 22), (0, 28)]
+    assert [(rule.length_above, rule.max_batch_size) for rule in memory.rules] == [
+        (1024, 12),
+        (512, 22),
+        (0, 28),
+    ]

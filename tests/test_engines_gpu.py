@@ -1,6 +1,8 @@
-"""What only a GPU can show: copies on a stream of their own, a real end of memory, timings. Skipped without one.
+"""What only a GPU can show: copies on a stream of their own, a real end of memory, timings. Skipped
+without one.
 
-Weights drawn on a GPU are others than those drawn on a CPU, so the engines that are compared share the CPU's.
+Weights drawn on a GPU are others than those drawn on a CPU, so the engines that are compared share
+the CPU's.
 """
 
 import random
@@ -15,17 +17,20 @@ from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
-from toolkit.profiling.bench import LocalBench
-from toolkit.profiling.grid import GridPoint, Shape
+from toolkit.profiling.bench import LocalTimedEngine
+from toolkit.profiling.grid import GridPoint, SliceShape
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"
+    ),
 ]
 
 GPU = HardwareSpec(device="cuda", name="any GPU")
 ROWS = random_rows(0, 24)
-LARGE = {  # 64 KiB of KV cache per token, 32 MiB per row: some dozens of rows fill a small share of a GPU
+# 64 KiB of KV cache per token, 32 MiB per row: some dozens of rows fill a small share of a GPU
+LARGE = {
     "model_type": "llama",
     "hidden_size": 1024,
     "intermediate_size": 1024,
@@ -51,7 +56,9 @@ def on_gpu(cpu: RebatchEngine, **changes: object) -> RebatchEngine:
 
 @pytest.fixture
 def small_gpu() -> Iterator[EngineSpec]:
-    """An engine that may take `SHARE` of the memory; the allocator's limit is lifted again afterwards."""
+    """An engine that may take `SHARE` of the memory; the allocator's limit is lifted again
+    afterwards.
+    """
     torch.cuda.empty_cache()
     yield EngineSpec(name="rebatch", gpu_memory_utilization=SHARE)
     torch.cuda.set_per_process_memory_fraction(1.0)
@@ -59,13 +66,19 @@ def small_gpu() -> Iterator[EngineSpec]:
 
 
 def large_spec() -> ModelSpec:
-    return ModelSpec(source="random", config=LARGE, dtype="float32", tokenizer="bytes", max_model_len=512)
+    return ModelSpec(
+        source="random", config=LARGE, dtype="float32", tokenizer="bytes", max_model_len=512
+    )
 
 
 @pytest.mark.parametrize(
-    ("chunk_tokens", "changes"), [(0, {}), (0, {"joining": "shape"}), (9, {})], ids=["embed", "shape", "chunks"]
+    ("chunk_tokens", "changes"),
+    [(0, {}), (0, {"joining": "shape"}), (9, {})],
+    ids=["embed", "shape", "chunks"],
 )
-def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(chunk_tokens: int, changes: dict[str, object]) -> None:
+def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
+    chunk_tokens: int, changes: dict[str, object]
+) -> None:
     cpu = rebatch_engine(**changes)
     desk = Desk(on_gpu(cpu, **changes), ROWS, chunk_tokens=chunk_tokens)
     rng = random.Random(5)
@@ -77,7 +90,9 @@ def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(chunk_tokens: in
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_transfers_beside_compute_move_every_value(overlap: bool) -> None:
-    """Each swap out is followed at once by steps that reuse the device's memory, and each swap in by a step."""
+    """Each swap out is followed at once by steps that reuse the device's memory, and each swap in
+    by a step.
+    """
     cpu = rebatch_engine()
     desk = Desk(on_gpu(cpu), ROWS)
     while desk.having(WAITS):
@@ -99,7 +114,9 @@ def test_swapped_rows_lie_in_pinned_memory() -> None:
 
 
 def test_the_device_s_end_of_memory_is_survived_by_slices(small_gpu: EngineSpec) -> None:
-    engine = TransformersEngine(large_spec(), small_gpu.model_copy(update={"name": "transformers"}), GPU)
+    engine = TransformersEngine(
+        large_spec(), small_gpu.model_copy(update={"name": "transformers"}), GPU
+    )
     row = free_row(300, 8)
     before = engine.run_slice([row], 8, go_on)
     too_many = 2 * engine.facts.capacity_tokens // 512 + 1
@@ -108,14 +125,18 @@ def test_the_device_s_end_of_memory_is_survived_by_slices(small_gpu: EngineSpec)
     assert engine.run_slice([row], 8, go_on) == before
 
 
-def test_the_device_s_end_of_memory_drops_some_rows_and_no_swapped_one(small_gpu: EngineSpec) -> None:
+def test_the_device_s_end_of_memory_drops_some_rows_and_no_swapped_one(
+    small_gpu: EngineSpec,
+) -> None:
     engine = RebatchEngine(large_spec(), small_gpu, GPU)
     row = free_row(300, 40)
     alone = engine.run_slice([row], 40, go_on).tokens[0]
     got: list[int] = []
 
     def keep(step: StepOutput) -> bool:
-        got.extend(token for number, token in zip(step.rows, step.tokens, strict=True) if number == 0)
+        got.extend(
+            token for number, token in zip(step.rows, step.tokens, strict=True) if number == 0
+        )
         return True
 
     engine.run_round(Round(steps=4, enter=(row,), numbers=(0,)), keep)
@@ -132,10 +153,10 @@ def test_the_device_s_end_of_memory_drops_some_rows_and_no_swapped_one(small_gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_points_of_a_profile_are_timed_on_the_device(dtype: str) -> None:
     spec = tiny.model_spec(dtype=dtype)
-    bench = LocalBench(TransformersEngine(spec, tiny.engine_spec(), GPU), "wall")
+    bench = LocalTimedEngine(TransformersEngine(spec, tiny.engine_spec(), GPU), "wall")
     for kind in ("prefill", "decode"):
         assert min(bench.time(GridPoint(kind, 4, 64), 1)) > 0
     assert bench.facts.device == torch.cuda.get_device_name()
     rows = bench.facts.capacity_tokens // 96
-    assert bench.fits(Shape(1, 64, 8))
-    assert not bench.fits(Shape(2 * rows, 64, 32))
+    assert bench.fits(SliceShape(1, 64, 8))
+    assert not bench.fits(SliceShape(2 * rows, 64, 32))

@@ -1,4 +1,6 @@
-"""A model that several processes share: the same tokens as from one, and a group that lives and dies as one worker."""
+"""A model that several processes share: the same tokens as from one, and a group that lives and
+dies as one worker.
+"""
 
 import asyncio
 import os
@@ -15,10 +17,10 @@ from torch import nn
 from toolkit.engines.factory import make_engine
 from toolkit.engines.loading import load_model
 from toolkit.engines.protocol import Round, Row, SamplingParams
-from toolkit.engines.shards import Share, cut
+from toolkit.engines.tensor_parallel import RankShare, cut
 from toolkit.errors import EngineError
 from toolkit.files.recipe import EngineSpec, Recipe
-from toolkit.workers.processes import ProcessWorkers
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, WorkerLost, WorkerReady
 
 ROWS = [Row("a", (1, 2, 3, 4, 5), 0, 24), Row("b", (6, 7), 0, 24), Row("c", tuple(range(40)), 0, 9)]
@@ -31,6 +33,7 @@ def pair(kind: str) -> ProcessWorkers:
     return ProcessWorkers(tiny.model_spec(kind), engine, tiny.CPU, 1, backoff_s=0.0)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_worker() -> None:
     alone = make_engine(tiny.model_spec(), tiny.engine_spec(budget_mib=0.5), tiny.CPU)
 
@@ -38,8 +41,12 @@ def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_w
         (ready,) = await events.until(WorkerReady)
         facts = ready.facts
         assert (facts.tensor_parallel_size, facts.parameters) == (2, alone.facts.parameters)
-        assert 2 * facts.kv_bytes_per_token == alone.facts.kv_bytes_per_token, "each rank caches half of the KV heads"
-        assert facts.capacity_tokens == 2 * alone.facts.capacity_tokens, "the budget is of each process"
+        assert 2 * facts.kv_bytes_per_token == alone.facts.kv_bytes_per_token, (
+            "each rank caches half of the KV heads"
+        )
+        assert facts.capacity_tokens == 2 * alone.facts.capacity_tokens, (
+            "the budget is of each process"
+        )
         for batch_id, rows in enumerate((ROWS, DRAWN, BIG, ROWS)):
             workers.run(0, batch_id, rows, 24)
             done = (await events.until(BatchDone, batch_id + 1))[-1]
@@ -57,15 +64,20 @@ def test_two_processes_give_the_tokens_of_one_and_are_lost_and_replaced_as_one_w
         assert "rank 1 of the worker's group ended with -9" in lost.reason
         await events.until(WorkerReady, 2)
         workers.run(0, 10, ROWS, 24)
-        assert (await events.until(BatchDone, 6))[-1].output == alone.run_slice(ROWS, 24, lambda _: True)
+        assert (await events.until(BatchDone, 6))[-1].output == alone.run_slice(
+            ROWS, 24, lambda _: True
+        )
         (heir,) = psutil.Process(workers.pid(0)).children()
         workers.kill(0)
         await events.until(WorkerLost, 2)
-        assert await asyncio.to_thread(heir.wait, 60) is not False, "without rank 0 the others end by themselves"
+        assert await asyncio.to_thread(heir.wait, 60) is not False, (
+            "without rank 0 the others end by themselves"
+        )
 
     with_workers(scenario, pair("llama"))
 
 
+@pytest.mark.slow
 def test_rounds_are_shared_too() -> None:
     alone = make_engine(tiny.model_spec("rebatch"), tiny.engine_spec("rebatch"), tiny.CPU)
     plans = [
@@ -88,32 +100,37 @@ def test_shares_add_up_to_the_model(kind: str) -> None:
     shares = []
     for rank in range(2):
         model = load_model(tiny.model_spec(kind), tiny.CPU)
-        share = Share(rank, 2, "")
+        share = RankShare(rank, 2, "")
         cut(model, share)
-        assert share.parameters == sum(w.numel() for w in load_model(tiny.model_spec(kind), tiny.CPU).parameters())
+        assert share.parameters == sum(
+            w.numel() for w in load_model(tiny.model_spec(kind), tiny.CPU).parameters()
+        )
         shares.append(dict(model.named_parameters()))
     for name, whole in load_model(tiny.model_spec(kind), tiny.CPU).named_parameters():
         parts = [share[name] for share in shares if name in share]
         same = all(torch.equal(part, whole) for part in parts)
-        assert same or any(torch.equal(torch.cat(parts, dim), whole) for dim in range(whole.dim())), name
+        assert same or any(
+            torch.equal(torch.cat(parts, dim), whole) for dim in range(whole.dim())
+        ), name
 
 
 def test_a_model_without_a_plan_is_refused_by_name() -> None:
     with pytest.raises(EngineError, match="model_type 'gpt2' has no tp_plan in transformers"):
-        cut(load_model(tiny.model_spec("gpt2"), tiny.CPU), Share(0, 2, ""))
+        cut(load_model(tiny.model_spec("gpt2"), tiny.CPU), RankShare(0, 2, ""))
 
 
 def test_heads_that_cannot_be_dealt_evenly_and_unknown_cuts_are_refused() -> None:
     model = load_model(tiny.model_spec(), tiny.CPU)
     with pytest.raises(
-        EngineError, match=r"tensor_parallel_size is 3, which does not divide .* num_attention_heads, 4"
+        EngineError,
+        match=r"tensor_parallel_size is 3, which does not divide .* num_attention_heads, 4",
     ):
-        cut(model, Share(0, 3, ""))
+        cut(model, RankShare(0, 3, ""))
     fused = SimpleNamespace(config=model.config, tp_plan={"o": "rowwise", "qkv": "packed_colwise"})
     fused.named_modules = lambda: [("qkv", nn.Linear(2, 2))]
     fused.parameters = list
     with pytest.raises(EngineError, match="its plan for qkv is 'packed_colwise' of a Linear"):
-        cut(fused, Share(0, 2, ""))
+        cut(fused, RankShare(0, 2, ""))
 
 
 def test_recipes_are_checked_before_anything_is_loaded() -> None:
@@ -121,12 +138,22 @@ def test_recipes_are_checked_before_anything_is_loaded() -> None:
         EngineSpec(name="deepspeed", tensor_parallel_size=2)
     fields = {
         "name": "x",
-        "model": {"source": "random", "config": {"model_type": "llama", "num_key_value_heads": 2}, "max_model_len": 64},
+        "model": {
+            "source": "random",
+            "config": {"model_type": "llama", "num_key_value_heads": 2},
+            "max_model_len": 64,
+        },
         "hardware": {"device": "cpu", "name": "any"},
         "engine": {"tensor_parallel_size": 4},
-        "profile": {"batch_sizes": [1], "input_lengths": [8], "cached_lengths": [8], "memory_lengths": [8]},
+        "profile": {
+            "batch_sizes": [1],
+            "input_lengths": [8],
+            "cached_lengths": [8],
+            "memory_lengths": [8],
+        },
     }
     with pytest.raises(
-        ValueError, match=r"tensor_parallel_size: 4: does not divide model.config.num_key_value_heads, 2"
+        ValueError,
+        match=r"tensor_parallel_size: 4: does not divide model.config.num_key_value_heads, 2",
     ):
         Recipe.model_validate(fields)

@@ -34,7 +34,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_seed_decides_the_weights() -> None:
-    first, same, other = (load_model(tiny.model_spec(seed=seed), tiny.CPU).state_dict() for seed in (1, 1, 2))
+    first, same, other = (
+        load_model(tiny.model_spec(seed=seed), tiny.CPU).state_dict() for seed in (1, 1, 2)
+    )
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
@@ -55,7 +57,9 @@ def test_a_saved_model_serves_the_same_tokens(folder: Path) -> None:
     rows = [Row("a", (1, 2, 3), 0, 20), Row("b", tuple(range(40)), 0, 20)]
     stored = tiny.model_spec(source=str(folder), config={})
     outputs = [
-        TransformersEngine(spec, tiny.engine_spec(), tiny.CPU).run_slice(rows, 20, lambda step: True)
+        TransformersEngine(spec, tiny.engine_spec(), tiny.CPU).run_slice(
+            rows, 20, lambda step: True
+        )
         for spec in (tiny.model_spec(), stored)
     ]
     assert outputs[0] == outputs[1]
@@ -65,7 +69,9 @@ def test_a_dummy_load_keeps_the_shape_and_not_the_weights(folder: Path) -> None:
     spec = tiny.model_spec(source=str(folder), config={}, load_format="dummy", seed=5)
     dummy = load_model(spec, tiny.CPU).state_dict()
     stored = load_model(tiny.model_spec(source=str(folder), config={}), tiny.CPU).state_dict()
-    assert {key: value.shape for key, value in dummy.items()} == {key: value.shape for key, value in stored.items()}
+    assert {key: value.shape for key, value in dummy.items()} == {
+        key: value.shape for key, value in stored.items()
+    }
     assert not torch.equal(dummy["lm_head.weight"], stored["lm_head.weight"])
 
 
@@ -82,13 +88,25 @@ def test_a_stated_config_must_agree_with_the_stored_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line", "hint"),
     [
-        ({"model_type": "lama"}, "model_type 'lama' is not a causal language model", "did you mean 'llama'?"),
+        (
+            {"model_type": "lama"},
+            "model_type 'lama' is not a causal language model",
+            "did you mean 'llama'?",
+        ),
         ({"model_type": "vit"}, "model_type 'vit' is not a causal language model", ""),
-        ({"hidden_sise": 8}, "model.config.hidden_sise: a llama has no such key", "did you mean 'hidden_size'?"),
+        (
+            {"hidden_sise": 8},
+            "model.config.hidden_sise: a llama has no such key",
+            "did you mean 'hidden_size'?",
+        ),
         ({"hidden_size": "x"}, "Field 'hidden_size' expected int", "config"),
         ({"hidden_size": 33}, "not a multiple of the number of attention heads", "config"),
         ({"vocab_size": 200}, "vocab_size is 200; the byte tokenizer has 259 tokens", "259"),
-        ({"max_position_embeddings": 50}, "model.max_model_len is 96; the model has 50 positions", "50"),
+        (
+            {"max_position_embeddings": 50},
+            "model.max_model_len is 96; the model has 50 positions",
+            "50",
+        ),
     ],
 )
 def test_a_wrong_config_is_refused(changes: dict[str, object], line: str, hint: str) -> None:
@@ -105,33 +123,62 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
     ("changes", "line"),
     [
         ({"model_type": "mamba", **SMALL}, "'mamba' has a LinearAttentionLayer"),
-        ({"model_type": "bloom", "n_head": 4, **SMALL}, "'bloom' cannot be served in padded batches"),
-        ({"model_type": "falcon", "num_attention_heads": 4, "alibi": True, **SMALL}, "it uses ALiBi"),
         (
-            {"model_type": "mistral", "num_attention_heads": 4, "sliding_window": 50, "head_dim": 8, **SMALL},
+            {"model_type": "bloom", "n_head": 4, **SMALL},
+            "'bloom' cannot be served in padded batches",
+        ),
+        (
+            {"model_type": "falcon", "num_attention_heads": 4, "alibi": True, **SMALL},
+            "it uses ALiBi",
+        ),
+        (
+            {
+                "model_type": "mistral",
+                "num_attention_heads": 4,
+                "sliding_window": 50,
+                "head_dim": 8,
+                **SMALL,
+            },
             "'mistral' slides a window of 50 tokens, below model.max_model_len 96",
         ),
     ],
 )
-def test_models_whose_caches_do_not_fit_are_refused_by_name(changes: dict[str, object], line: str) -> None:
+def test_models_whose_caches_do_not_fit_are_refused_by_name(
+    changes: dict[str, object], line: str
+) -> None:
     assert line in refusal(config=changes).message
 
 
 def test_quantized_caches_are_refused_by_name(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"cache_implementation": "quantized"}')
     error = refusal(source=str(folder), config={})
-    assert error.message == "model_type 'llama' is stored with cache_implementation 'quantized', which is not served"
+    assert (
+        error.message
+        == "model_type 'llama' is stored with cache_implementation 'quantized', which is not served"
+    )
 
 
 def test_a_window_that_never_slides_is_served() -> None:
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 96, **SMALL}
+    sizes = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "sliding_window": 96,
+        **SMALL,
+    }
     spec = tiny.model_spec(config={"model_type": "mistral", **sizes})
-    assert TransformersEngine(spec, tiny.engine_spec(), tiny.CPU).facts.kv_bytes_per_token == 2 * 2 * 4 * 8 * 4
+    assert (
+        TransformersEngine(spec, tiny.engine_spec(), tiny.CPU).facts.kv_bytes_per_token
+        == 2 * 2 * 4 * 8 * 4
+    )
 
 
 def test_stated_kv_bytes_must_be_the_measured_ones() -> None:
     error = refusal(InputError, kv_bytes_per_token=1000)
-    assert error.message == "model.kv_bytes_per_token is 1000; the loaded model caches 256 bytes per token"
+    assert (
+        error.message
+        == "model.kv_bytes_per_token is 1000; the loaded model caches 256 bytes per token"
+    )
 
 
 def test_a_cpu_needs_a_budget() -> None:
@@ -164,7 +211,10 @@ def test_missing_weights_are_not_made_up(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "1 weights are missing or of another shape" in refusal(source=str(folder), config={}).message
+    assert (
+        "1 weights are missing or of another shape"
+        in refusal(source=str(folder), config={}).message
+    )
 
 
 def test_weights_of_another_shape_are_refused(folder: Path) -> None:

@@ -1,17 +1,32 @@
-"""A hypothesis machine over the engine `rebatch`: any moves, in any order, with memory that fails at any point.
+"""A hypothesis machine over the engine `rebatch`: any moves, in any order, with memory that fails
+at any point.
 
-Everybody gets the tokens that transformers' own generate() gives him alone; nothing is counted that is not there.
-`LLMCTL_EXAMPLES` says how many runs of up to 50 rounds; 12 by default.
+Everybody gets the tokens that transformers' own generate() gives him alone; nothing is counted that
+is not there. `LLMCTL_EXAMPLES` says how many runs of up to 50 rounds; 12 by default.
 """
 
 import functools
 import os
 import random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from rounds import DONE, PAUSED, RUNS, SWAPPED, WAITS, Desk, Scarce, generated_alone, random_rows, rebatch_engine
+from rounds import (
+    DONE,
+    PAUSED,
+    RUNS,
+    SWAPPED,
+    WAITS,
+    Desk,
+    Scarce,
+    generated_alone,
+    random_rows,
+    rebatch_engine,
+)
+
+pytestmark = pytest.mark.slow
 
 ROWS = random_rows(1, 16)
 KINDS = [
@@ -35,7 +50,9 @@ def alone() -> list[tuple[int, ...]]:
 
 
 class Rounds(RuleBasedStateMachine):
-    """Joins, ends, evictions, pauses, resumes, swaps, interruptions, slices beside, and memory that runs out."""
+    """Joins, ends, evictions, pauses, resumes, swaps, interruptions, slices beside, and memory that
+    runs out.
+    """
 
     @initialize(kind=st.sampled_from(range(len(KINDS))))
     def begin(self, kind: int) -> None:
@@ -60,9 +77,14 @@ class Rounds(RuleBasedStateMachine):
                 self.run(rng)
                 scarce.relent()
 
-    @rule(numbers=st.sets(st.sampled_from(range(len(ROWS))), min_size=1, max_size=3), steps=st.integers(1, 9))
+    @rule(
+        numbers=st.sets(st.sampled_from(range(len(ROWS))), min_size=1, max_size=3),
+        steps=st.integers(1, 9),
+    )
     def a_slice_runs_beside(self, numbers: set[int], steps: int) -> None:
-        output = self.engine.run_slice([ROWS[number] for number in numbers], steps, lambda step: True)
+        output = self.engine.run_slice(
+            [ROWS[number] for number in numbers], steps, lambda step: True
+        )
         assert list(output.tokens) == [alone()[number][:steps] for number in numbers]
 
     @precondition(lambda self: self.desk.having(RUNS, PAUSED, SWAPPED))
@@ -74,7 +96,10 @@ class Rounds(RuleBasedStateMachine):
 
     def run(self, rng: random.Random) -> None:
         """A round of any moves."""
-        desk, moves = self.desk, {move: [] for move in ("evict", "pause", "swap_out", "swap_in", "resume")}
+        desk, moves = (
+            self.desk,
+            {move: [] for move in ("evict", "pause", "swap_out", "swap_in", "resume")},
+        )
         for state, ways in WAYS.items():
             for number in desk.having(state):
                 for move in rng.choice(ways):
@@ -84,7 +109,11 @@ class Rounds(RuleBasedStateMachine):
         desk.stop_after = rng.choice([None, None, 1, 3])
         named = {move: tuple(numbers) for move, numbers in moves.items()}
         desk.run(
-            rng.choice([0, 1, 2, 4, 8]), enter=enter, overlap=rng.random() < 0.5, stop_every=rng.randint(1, 3), **named
+            rng.choice([0, 1, 2, 4, 8]),
+            enter=enter,
+            overlap=rng.random() < 0.5,
+            stop_every=rng.randint(1, 3),
+            **named,
         )
         self.check()
 
@@ -106,11 +135,16 @@ class Rounds(RuleBasedStateMachine):
         for number in set(range(len(ROWS))) - self.entered:
             desk.state[number] = DONE
         got = desk.finish()
-        assert [got[number] for number in self.entered] == [alone()[number] for number in self.entered]
+        assert [got[number] for number in self.entered] == [
+            alone()[number] for number in self.entered
+        ]
         assert self.engine.ledger.used_bytes == self.engine.host_ledger.used_bytes == 0
 
 
 TestRounds = Rounds.TestCase
 TestRounds.settings = settings(
-    max_examples=EXAMPLES, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=EXAMPLES,
+    stateful_step_count=12,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )

@@ -6,7 +6,17 @@ import random
 import msgspec
 import pytest
 import tiny
-from rounds import PAUSED, RUNS, SWAPPED, WAITS, Desk, free_row, generated_alone, random_rows, rebatch_engine
+from rounds import (
+    PAUSED,
+    RUNS,
+    SWAPPED,
+    WAITS,
+    Desk,
+    free_row,
+    generated_alone,
+    random_rows,
+    rebatch_engine,
+)
 
 from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.engines.rebatch_engine import RebatchEngine
@@ -26,13 +36,22 @@ def alone(kind: str) -> list[tuple[int, ...]]:
     return generated_alone(kind, ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("chunk_tokens", "changes"),
-    [(0, {}), (9, {}), (0, {"joining": "shape"}), (0, {"kv_layout": "rows"}), (9, {"kv_layout": "rows"})],
+    [
+        (0, {}),
+        (9, {}),
+        (0, {"joining": "shape"}),
+        (0, {"kv_layout": "rows"}),
+        (9, {"kv_layout": "rows"}),
+    ],
     ids=["whole", "chunks", "shaped", "rows", "rows in chunks"],
 )
-def test_tokens_equal_those_of_each_request_alone(kind: str, chunk_tokens: int, changes: dict[str, object]) -> None:
+def test_tokens_equal_those_of_each_request_alone(
+    kind: str, chunk_tokens: int, changes: dict[str, object]
+) -> None:
     desk = Desk(rebatch_engine(kind, **changes), ROWS, chunk_tokens=chunk_tokens)
     rng = random.Random(len(kind))
     for _ in range(25):
@@ -50,13 +69,17 @@ SAMPLINGS = {
     "stop_token_ids": SamplingParams(temperature=1.0, stop_token_ids=tuple(range(60))),
     "min_tokens": SamplingParams(temperature=1.0, min_tokens=12),
     "ignore_eos": SamplingParams(temperature=1.0, ignore_eos=True),
-    "all": SamplingParams(1.1, 0.95, 50, 0.01, 1.2, ignore_eos=True, min_tokens=5, stop_token_ids=tuple(range(30))),
+    "all": SamplingParams(
+        1.1, 0.95, 50, 0.01, 1.2, ignore_eos=True, min_tokens=5, stop_token_ids=tuple(range(30))
+    ),
 }
 
 
 @pytest.mark.parametrize("changes", [{}, {"joining": "shape"}], ids=["embedded", "shaped"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_sampled_tokens_equal_those_of_static_batches(sampling: str, changes: dict[str, object]) -> None:
+def test_sampled_tokens_equal_those_of_static_batches(
+    sampling: str, changes: dict[str, object]
+) -> None:
     engine = rebatch_engine(**changes)
     rows = random_rows(3, 12, SAMPLINGS[sampling])
     rows[::4] = random_rows(4, 12)[::4]  # greedy ones among them
@@ -70,15 +93,23 @@ def test_sampled_tokens_equal_those_of_static_batches(sampling: str, changes: di
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_each_way_of_sampling_gives_another_text(sampling: str) -> None:
-    plain, told = (random_rows(5, 12, how) for how in (SamplingParams(temperature=1.0), SAMPLINGS[sampling]))
+    plain, told = (
+        random_rows(5, 12, how) for how in (SamplingParams(temperature=1.0), SAMPLINGS[sampling])
+    )
     plain = random_rows(5, 12) if sampling == "temperature" else plain
     engine = rebatch_engine()
-    texts = [[engine.run_slice([row], 1000, lambda step: True).tokens[0] for row in rows] for rows in (plain, told)]
+    texts = [
+        [engine.run_slice([row], 1000, lambda step: True).tokens[0] for row in rows]
+        for rows in (plain, told)
+    ]
     assert texts[0] != texts[1]
 
 
 def test_a_seed_gives_one_text_and_another_seed_another() -> None:
-    desk = Desk(rebatch_engine(), [replace(random_rows(6, 1)[0], SamplingParams(1.0, seed=seed)) for seed in (1, 2, 1)])
+    desk = Desk(
+        rebatch_engine(),
+        [replace(random_rows(6, 1)[0], SamplingParams(1.0, seed=seed)) for seed in (1, 2, 1)],
+    )
     first, second, third = desk.finish()
     assert first == third != second
 
@@ -102,7 +133,9 @@ def test_a_round_stops_where_it_may_when_it_is_told_to() -> None:
     desk = Desk(rebatch_engine(), [free_row(5, 40)])
     assert desk.run(2, enter=(0,)).steps == 2
     desk.stop_after = 1
-    assert desk.run(30, stop_every=8, steps_before=3).steps == 5  # as the caller counts, whatever the engine made
+    assert (
+        desk.run(30, stop_every=8, steps_before=3).steps == 5
+    )  # as the caller counts, whatever the engine made
     assert desk.run(30).steps == 1
 
 
@@ -130,18 +163,24 @@ def test_with_chunks_those_who_run_get_tokens_while_a_long_prompt_is_prefilled()
 
 
 def test_a_round_ends_though_a_prefill_is_not_done_and_the_next_goes_on_with_it() -> None:
-    desk = Desk(rebatch_engine(), [free_row(4, 6), free_row(60, 20), free_row(3, 50)], chunk_tokens=10)
+    desk = Desk(
+        rebatch_engine(), [free_row(4, 6), free_row(60, 20), free_row(3, 50)], chunk_tokens=10
+    )
     desk.run(3, enter=(0, 2))
     output = desk.run(30, enter=(1,))
     assert (output.ended, output.joined, output.steps) == ((0,), (), 2)
     assert desk.run(30).joined == ((1, 3),)
 
 
-def test_a_pass_is_no_larger_than_a_chunk_where_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_is_no_larger_than_a_chunk_where_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     passes: list[int] = []
     forward = RebatchEngine._forward
     monkeypatch.setattr(
-        RebatchEngine, "_forward", lambda self, ids, *rest: passes.append(ids.numel()) or forward(self, ids, *rest)
+        RebatchEngine,
+        "_forward",
+        lambda self, ids, *rest: passes.append(ids.numel()) or forward(self, ids, *rest),
     )
     engine = rebatch_engine()
     passes.clear()
@@ -194,7 +233,9 @@ def test_what_is_swapped_is_charged_to_the_host_and_not_to_the_device() -> None:
     assert desk.run(4, resume=(0,)).steps == 4
 
 
-def test_a_row_comes_back_from_host_memory_without_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_comes_back_from_host_memory_without_a_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     desk = Desk(rebatch_engine(), [free_row(50, 30), free_row(5, 30)])
     desk.run(4, enter=(0, 1))
     desk.run(4, swap_out=(0,))
@@ -229,7 +270,9 @@ def test_the_ledger_stays_within_its_budget() -> None:
         if desk.having(WAITS) and len(desk.having(RUNS, PAUSED)) < 8:
             desk.run(3, enter=desk.having(WAITS)[:3])
         running = desk.having(RUNS)
-        desk.run(3, pause=tuple(running[:1])) if rng.random() < 0.3 else desk.run(3, resume=tuple(desk.having(PAUSED)))
+        desk.run(3, pause=tuple(running[:1])) if rng.random() < 0.3 else desk.run(
+            3, resume=tuple(desk.having(PAUSED))
+        )
     assert desk.finish() == alone("llama")
     assert 0 < engine.ledger.peak_bytes <= engine.facts.kv_budget_bytes
 
@@ -258,7 +301,9 @@ def test_rounds_run_in_half_precision(dtype: str) -> None:
         ({"numbers": (0,)}, "row 0 is here"),
     ],
 )
-def test_moves_that_cannot_be_are_bugs_and_not_guesses(moves: dict[str, tuple[int, ...]], line: str) -> None:
+def test_moves_that_cannot_be_are_bugs_and_not_guesses(
+    moves: dict[str, tuple[int, ...]], line: str
+) -> None:
     desk = Desk(rebatch_engine(), [free_row(5, 30)] * 8)
     desk.run(2, enter=(0, 1))
     desk.run(2, swap_out=(1,))
@@ -272,14 +317,22 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "v
 @pytest.mark.parametrize(
     ("config", "line"),
     [
-        ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}, "'mamba'"),
-        ({"model_type": "mistral", "sliding_window": 50, "head_dim": 8, **SMALL}, "'mistral' slides a window of 50"),
+        (
+            {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300},
+            "'mamba'",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 50, "head_dim": 8, **SMALL},
+            "'mistral' slides a window of 50",
+        ),
         ({"model_type": "jamba", **SMALL}, "'jamba'"),
         ({"model_type": "qwen3_next", "num_key_value_heads": 2, **SMALL}, "'qwen3_next'"),
         ({"model_type": "t5", "vocab_size": 300}, "'t5' is not a causal language model"),
     ],
 )
-def test_models_whose_caches_do_not_fit_are_refused_by_name(config: dict[str, object], line: str) -> None:
+def test_models_whose_caches_do_not_fit_are_refused_by_name(
+    config: dict[str, object], line: str
+) -> None:
     with pytest.raises(EngineError) as raised:
         RebatchEngine(tiny.model_spec(config=config), tiny.engine_spec("rebatch"), tiny.CPU)
     assert line in raised.value.message

@@ -1,4 +1,6 @@
-"""The cache of a running batch by itself: rows keep their values, nothing else is in the window, memory is charged."""
+"""The cache of a running batch by itself: rows keep their values, nothing else is in the window,
+memory is charged.
+"""
 
 import random
 
@@ -10,7 +12,10 @@ from hypothesis import strategies as st
 from toolkit.engines.memory import ByteLedger
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 
-SHAPES = [(torch.Size((1, 2, 1, 3)), torch.Size((1, 2, 1, 4))), (torch.Size((1, 1, 1, 2)), torch.Size((1, 1, 1, 2)))]
+SHAPES = [
+    (torch.Size((1, 2, 1, 3)), torch.Size((1, 2, 1, 4))),
+    (torch.Size((1, 1, 1, 2)), torch.Size((1, 1, 1, 2))),
+]
 BYTES = 4 * (2 * 3 + 2 * 4 + 2 + 2)
 
 
@@ -40,7 +45,10 @@ def step(cache: RebatchCache) -> list[RowKV]:
 
 
 def joined(row: RowKV, more: RowKV) -> RowKV:
-    return [(torch.cat([a, c], dim=1), torch.cat([b, d], dim=1)) for (a, b), (c, d) in zip(row, more, strict=True)]
+    return [
+        (torch.cat([a, c], dim=1), torch.cat([b, d], dim=1))
+        for (a, b), (c, d) in zip(row, more, strict=True)
+    ]
 
 
 def check(cache: RebatchCache, expected: list[RowKV], ledger_bytes: int) -> None:
@@ -88,7 +96,8 @@ def test_a_join_and_a_step_leave_the_others_where_they_are() -> None:
     put(cache, [random_row(20), random_row(12)])
     cache.make_room(6, 30, ahead=10)
     before = [
-        (layer.key_slab.data_ptr(), layer.key_slab[0, 0, cache._window.end - 1].clone()) for layer in cache.layers
+        (layer.key_slab.data_ptr(), layer.key_slab[0, 0, cache._window.end - 1].clone())
+        for layer in cache.layers
     ]
     end = cache._window.end
     put(cache, [random_row(30)])  # longer: the window grows to the left
@@ -110,7 +119,8 @@ def test_columns_that_no_row_needs_are_released() -> None:
 def test_what_overflowed_stays_with_its_row() -> None:
     cache = make_cache()
     poisoned = [
-        (torch.full_like(keys, torch.nan), torch.full_like(values, torch.inf)) for keys, values in random_row(30)
+        (torch.full_like(keys, torch.nan), torch.full_like(values, torch.inf))
+        for keys, values in random_row(30)
     ]
     put(cache, [random_row(3), poisoned])
     cache.leave([1])
@@ -118,7 +128,11 @@ def test_what_overflowed_stays_with_its_row() -> None:
     put(cache, [short])
     put(cache, [long])
     kept = cache.read(0)
-    check(cache, [[(keys.clone(), values.clone()) for keys, values in kept], short, long], cache._ledger.used_bytes)
+    check(
+        cache,
+        [[(keys.clone(), values.clone()) for keys, values in kept], short, long],
+        cache._ledger.used_bytes,
+    )
 
 
 def test_at_the_edge_of_memory_a_slab_has_nothing_to_spare() -> None:
@@ -137,4 +151,6 @@ def test_growth_is_what_make_room_takes_at_least() -> None:
     put(cache, [random_row(10), random_row(10)])
     assert cache.growth_bytes(0, 10) == 0
     held = cache.slab_tokens * BYTES
-    assert cache.growth_bytes(100, 10) == 102 * 11 * BYTES - held + held // 2  # one of two layers is there twice
+    assert (
+        cache.growth_bytes(100, 10) == 102 * 11 * BYTES - held + held // 2
+    )  # one of two layers is there twice

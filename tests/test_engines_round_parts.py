@@ -6,7 +6,7 @@ import pytest
 import rounds
 
 from toolkit.engines.protocol import OutOfMemory, Round
-from toolkit.estimators.rounds_fit import fit_swap
+from toolkit.estimators.part_fits import fit_swap
 from toolkit.files.profile import PartPoint, RoundsProfile
 
 PARTS = ["join", "leave", "grow", "swap_out", "swap_in"]
@@ -43,7 +43,9 @@ def test_a_requests_row_is_the_same_after_parts_were_timed():
         engine, tokens = rounds.rebatch_engine(), []
         if timed:
             engine.time_part("swap_in", 2, 20, 3, time.perf_counter)
-        engine.run_round(Round(9, (row,), (0,)), lambda step, got=tokens: got.append(step.tokens) or True)
+        engine.run_round(
+            Round(9, (row,), (0,)), lambda step, got=tokens: got.append(step.tokens) or True
+        )
         texts.append(tokens)
     assert texts[0] == texts[1]
 
@@ -61,7 +63,9 @@ def test_the_link_to_host_memory_is_that_of_this_machine():
         for part in ("swap_out", "swap_in")
         for length in (4, 16, 48)
     ]
-    found = fit_swap(RoundsProfile(parts=points, sequences=[], memory=[], host_bytes=1 << 20), 512, 0)
+    found = fit_swap(
+        RoundsProfile(parts=points, sequences=[], memory=[], host_bytes=1 << 20), 512, 0
+    )
     assert found is not None
     assert found.error.points == 6
     assert found.out_bytes_per_s > 1e5

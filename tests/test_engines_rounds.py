@@ -1,4 +1,6 @@
-"""A round means the same to the engine as to the simulated worker: one scheduler drives both, round by round."""
+"""A round means the same to the engine as to the simulated worker: one scheduler drives both, round
+by round.
+"""
 
 import random
 from collections import Counter
@@ -7,9 +9,8 @@ import pytest
 from rounds import FREE, Desk, rebatch_engine
 
 from toolkit.engines.protocol import Row
-from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Joining, Moves, Request, RoundResult, Worker
@@ -26,7 +27,9 @@ MOVES = {"pause", "resume", "swap_out", "swap_in"}
 
 
 class Both:
-    """The simulated worker, and an engine that runs the same rounds; they have to say the same of each."""
+    """The simulated worker, and an engine that runs the same rounds; they have to say the same of
+    each.
+    """
 
     def __init__(self, simulated: SlabWorker, desk: Desk) -> None:
         self.simulated = simulated
@@ -44,7 +47,9 @@ class Both:
 
     def finish(self) -> RoundResult:
         batch, result = self.batch, self.simulated.finish()
-        steps = result.steps if self.interrupted else batch.steps  # when it is interrupted is a matter of time
+        steps = (
+            result.steps if self.interrupted else batch.steps
+        )  # when it is interrupted is a matter of time
         moves = batch.moves or Moves()
         plan = {"evict": batch.evict, "pause": moves.pause, "resume": moves.resume}
         plan |= {"swap_out": moves.swap_out, "swap_in": moves.swap_in}
@@ -52,7 +57,11 @@ class Both:
         enter = tuple(int(job.request_id) for job in batch.jobs)
         output = self.desk.run(steps, enter=enter, overlap=moves.overlap, **named)
         assert (output.steps, set(output.ended)) == (result.steps, set(map(int, result.ended)))
-        joined = dict(result.joined or ()) if result.joined is not None else dict.fromkeys(map(str, enter), 0)
+        joined = (
+            dict(result.joined or ())
+            if result.joined is not None
+            else dict.fromkeys(map(str, enter), 0)
+        )
         assert {(str(number), steps) for number, steps in output.joined} == set(joined.items())
         assert output.padded_tokens <= CAPACITY
         self.moved.update({name: len(numbers) for name, numbers in named.items()})
@@ -60,9 +69,12 @@ class Both:
 
 
 @pytest.mark.parametrize(
-    ("changes", "joining"), [({}, "embed"), ({"joining": "shape"}, "shape"), ({"kv_layout": "rows"}, None)]
+    ("changes", "joining"),
+    [({}, "embed"), ({"joining": "shape"}, "shape"), ({"kv_layout": "rows"}, None)],
 )
-def test_the_engine_says_whether_memory_is_a_slab(changes: dict[str, str], joining: Joining | None) -> None:
+def test_the_engine_says_whether_memory_is_a_slab(
+    changes: dict[str, str], joining: Joining | None
+) -> None:
     assert rebatch_engine(**changes).facts.joining == joining
 
 
@@ -79,7 +91,12 @@ def test_the_engine_says_whether_memory_is_a_slab(changes: dict[str, str], joini
         ("mlfq", {"quantum_s": 2.0}, "embed", MOVES),
         ("mlfq", {"quantum_s": 2.0}, "shape", MOVES),
         ("baton", {"max_batch_size": 4}, "embed", set()),
-        ("baton", {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 40}, "embed", MOVES - {"pause"}),
+        (
+            "baton",
+            {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 40},
+            "embed",
+            MOVES - {"pause"},
+        ),
         ("baton", {"headroom_steps": 1, "memory_threshold": 0.6}, "shape", MOVES - {"pause"}),
     ],
 )
@@ -89,11 +106,17 @@ def test_the_engine_does_what_the_simulated_worker_does(
     rng = random.Random(0)
     lengths = [(rng.randint(1, 60), rng.randint(1, 30)) for _ in range(30)]
     requests = [Request(str(k), 4.0 * k, prompt, 30) for k, (prompt, _) in enumerate(lengths)]
-    rows = [Row(str(k), (k,) * prompt, 0, output, FREE) for k, (prompt, output) in enumerate(lengths)]
+    rows = [
+        Row(str(k), (k,) * prompt, 0, output, FREE) for k, (prompt, output) in enumerate(lengths)
+    ]
     worker = Worker(0, LAW, ZetaMemory(CAPACITY), swap=SWAP, host_tokens=5000, joining=joining)
-    ledger = Ledger([request.arrival_s for request in requests], [output for _, output in lengths], 1)
+    ledger = Ledger(
+        [request.arrival_s for request in requests], [output for _, output in lengths], 1
+    )
     numbers = {request.request_id: k for k, request in enumerate(requests)}
-    simulated = SlabWorker(0, LAW, ledger, numbers, swap=SWAP, joining=joining, capacity_tokens=CAPACITY)
+    simulated = SlabWorker(
+        0, LAW, ledger, numbers, swap=SWAP, joining=joining, capacity_tokens=CAPACITY
+    )
     both = Both(simulated, Desk(rebatch_engine(joining=joining), rows))
     assert run(Scheduler(make_policy(policy, parameters), [worker]), requests, [both]) == []
     assert [len(tokens) for tokens in both.desk.got] == [output for _, output in lengths]

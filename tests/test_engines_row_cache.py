@@ -59,7 +59,9 @@ def test_rows_that_do_not_fit_are_dropped_and_the_others_go_on() -> None:
         output = engine.run_round(Round(steps=30), lambda _: True)
         assert output.ended or output.dropped
         ended.update(output.ended, output.dropped)
-        assert len(output.dropped) < len(left), "blocks grow, and not all of them may have room for it"
+        assert len(output.dropped) < len(left), (
+            "blocks grow, and not all of them may have room for it"
+        )
     assert engine.ledger.used_bytes == 0
 
 

@@ -18,7 +18,10 @@ def row(generated: int = 0, tokens: tuple[int, ...] = (1,), **sampling: object) 
 
 
 def draw(
-    rows: list[Row], logits: torch.Tensor | None = None, step: int = 0, eos_ids: tuple[int, ...] = ()
+    rows: list[Row],
+    logits: torch.Tensor | None = None,
+    step: int = 0,
+    eos_ids: tuple[int, ...] = (),
 ) -> list[int]:
     if logits is None:
         logits = LOGITS.repeat(len(rows), 1)
@@ -44,14 +47,19 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_draws_along_a_text_follow_it_too() -> None:
     count = 20_000
-    drawn = torch.tensor(draw([row(generated=position, temperature=1.0, seed=3) for position in range(count)]))
+    drawn = torch.tensor(
+        draw([row(generated=position, temperature=1.0, seed=3) for position in range(count)])
+    )
     expected = LOGITS.softmax(dim=0)
     sigma = (expected * (1 - expected) / count).sqrt()
     assert ((torch.bincount(drawn, minlength=VOCAB) / count - expected).abs() < 4 * sigma).all()
 
 
 def test_a_draw_does_not_depend_on_the_batch() -> None:
-    rows = [row(generated=index, temperature=1.0, seed=index % 3, top_p=0.9, top_k=index % 5) for index in range(20)]
+    rows = [
+        row(generated=index, temperature=1.0, seed=index % 3, top_p=0.9, top_k=index % 5)
+        for index in range(20)
+    ]
     assert draw(rows) == [draw([one])[0] for one in rows] == draw(rows[::-1])[::-1]
 
 
@@ -100,7 +108,11 @@ def test_the_repetition_penalty_is_transformers_own() -> None:
 
 def test_the_penalty_counts_what_was_drawn_in_this_slice() -> None:
     sampler = Sampler([row(tokens=(3,), repetition_penalty=1.5)], (), VOCAB, CPU)
-    assert [sampler.draw(LOGITS[None].clone(), step).item() for step in range(3)] == [0, 7, 0]  # 2/1.5 < 1.9, 1.9/1.5
+    assert [sampler.draw(LOGITS[None].clone(), step).item() for step in range(3)] == [
+        0,
+        7,
+        0,
+    ]  # 2/1.5 < 1.9, 1.9/1.5
 
 
 def test_ends_are_not_drawn_before_min_tokens() -> None:
@@ -115,17 +127,30 @@ def test_hashes_are_stable() -> None:
 
 
 def test_a_sampler_goes_on_where_rows_come_and_go() -> None:
-    rows = [row(tokens=(index,), temperature=1.0, seed=index, repetition_penalty=1.4) for index in range(4)]
+    rows = [
+        row(tokens=(index,), temperature=1.0, seed=index, repetition_penalty=1.4)
+        for index in range(4)
+    ]
     apart = [Sampler([one], (), VOCAB, CPU) for one in rows]
-    whole = [[sampler.draw(LOGITS[None].clone(), step).item() for step in range(6)] for sampler in apart]
+    whole = [
+        [sampler.draw(LOGITS[None].clone(), step).item() for step in range(6)] for sampler in apart
+    ]
     first = Sampler(rows[:3], (), VOCAB, CPU)
     begin = [first.draw(LOGITS.repeat(3, 1), step).tolist() for step in range(3)]
     later = first.regrouped([2, 0], [rows[3]], 3)
     rest = [later.draw(LOGITS.repeat(3, 1), step).tolist() for step in range(3)]
-    assert [[step[index] for step in begin] for index in range(3)] == [text[:3] for text in whole[:3]]
-    assert [[step[index] for step in rest] for index in range(3)] == [whole[2][3:], whole[0][3:], whole[3][:3]]
+    assert [[step[index] for step in begin] for index in range(3)] == [
+        text[:3] for text in whole[:3]
+    ]
+    assert [[step[index] for step in rest] for index in range(3)] == [
+        whole[2][3:],
+        whole[0][3:],
+        whole[3][:3],
+    ]
 
 
 def test_a_penalty_joins_rows_that_have_none() -> None:
-    sampler = Sampler([row(tokens=(0,))], (), VOCAB, CPU).regrouped([0], [row(tokens=(0,), repetition_penalty=2.0)], 0)
+    sampler = Sampler([row(tokens=(0,))], (), VOCAB, CPU).regrouped(
+        [0], [row(tokens=(0,), repetition_penalty=2.0)], 0
+    )
     assert sampler.draw(LOGITS.repeat(2, 1), 0).tolist() == [0, 7]

@@ -7,18 +7,28 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM
 
-from toolkit.engines.bytes_tokenizer import ByteTokenizer
-from toolkit.engines.loading import load_model
-from toolkit.engines.saved_model import saved_model
+from toolkit.engines.loading import load_model, saved_model
+from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.files.recipe import HardwareSpec, ModelSpec
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 CPU = HardwareSpec(device="cpu", name="any")
 
 
 def spec(**changes: object) -> ModelSpec:
     config = {"model_type": "llama", "vocab_size": 512, "max_position_embeddings": 64} | SIZES
-    found = {"source": "random", "config": config, "tokenizer": "bytes", "dtype": "float32", "max_model_len": 64}
+    found = {
+        "source": "random",
+        "config": config,
+        "tokenizer": "bytes",
+        "dtype": "float32",
+        "max_model_len": 64,
+    }
     return ModelSpec.model_validate(found | changes)
 
 
@@ -30,7 +40,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_the_recipe_s_and_is_made_once():
     folder = saved_model(spec(), CPU)
     stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-    assert all(torch.equal(value, stored[name]) for name, value in load_model(spec(), CPU).state_dict().items())
+    assert all(
+        torch.equal(value, stored[name])
+        for name, value in load_model(spec(), CPU).state_dict().items()
+    )
     made = (Path(folder) / "config.json").stat().st_mtime_ns
     assert saved_model(spec(), CPU) == folder
     assert (Path(folder) / "config.json").stat().st_mtime_ns == made

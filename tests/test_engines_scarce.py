@@ -1,10 +1,11 @@
-"""Memory that runs out at any allocation of a round: rows that had room keep their caches, and nobody's tokens change.
+"""Memory that runs out at any allocation of a round: rows that had room keep their caches, and
+nobody's tokens change.
 
-An allocation is what a ledger is asked for and every tensor that torch makes, in the model's passes too. It fails once,
-so that a second try helps, or with all that follow in its round, so that rows have to go. After each round `Desk` holds
-the engine's rows against what the round wanted and what it says was dropped. Passes that fail once they have been made
-are made again, whole and then in parts.
-`test_engines_machine.py` has any rounds in any order.
+An allocation is what a ledger is asked for and every tensor that torch makes, in the model's passes
+too. It fails once, so that a second try helps, or with all that follow in its round, so that rows
+have to go. After each round `Desk` holds the engine's rows against what the round wanted and what
+it says was dropped. Passes that fail once they have been made are made again, whole and then in
+parts. `test_engines_machine.py` has any rounds in any order.
 """
 
 import functools
@@ -19,13 +20,22 @@ from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.engines.rebatch_engine import RebatchEngine
 
 STRIDE = int(os.environ.get("LLMCTL_TEST_STRIDE", "61"))  # 1: every allocation, which takes minutes
-SAMPLINGS = (SamplingParams(), SamplingParams(repetition_penalty=1.4), SamplingParams(temperature=1.0, seed=5), FREE)
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.4),
+    SamplingParams(temperature=1.0, seed=5),
+    FREE,
+)
 ROWS = [
     Row(f"r{k}", tuple((7 * k + j) % 256 for j in range(length)), 0, new, SAMPLINGS[k % 4])
     for k, (length, new) in enumerate([(5, 14), (30, 9), (8, 12), (40, 6), (3, 30)])
 ]
 CROWD = [free_row(length, 12, first=length) for length in (5, 30, 8, 40)]
-LAYOUTS: dict[str, dict[str, str]] = {"slab": {}, "rows": {"kv_layout": "rows"}, "shape": {"joining": "shape"}}
+LAYOUTS: dict[str, dict[str, str]] = {
+    "slab": {},
+    "rows": {"kv_layout": "rows"},
+    "shape": {"joining": "shape"},
+}
 CASES = [("slab", 0), ("slab", 9), ("rows", 0), ("rows", 9), ("shape", 0)]
 
 
@@ -44,7 +54,9 @@ def cached(desk: Desk) -> list[int]:
 
 
 class FailingPasses:
-    """Within it, the first passes have been computed when memory runs out, or all of more than so many rows."""
+    """Within it, the first passes have been computed when memory runs out, or all of more than so
+    many rows.
+    """
 
     def __init__(self, engine: RebatchEngine, failures: int = 0, *, most_rows: int = 0) -> None:
         self.engine, self.failures, self.most_rows = engine, failures, most_rows
@@ -75,17 +87,26 @@ def play(desk: Desk, scarce: Scarce) -> None:
         for round_ in (
             lambda: desk.run(3, enter=desk.having(WAITS)[:2]),
             lambda: desk.run(2, enter=desk.having(WAITS)[:2], pause=tuple(cached(desk)[:1])),
-            lambda: desk.run(2, swap_out=tuple(cached(desk)[:1]), resume=tuple(desk.having(PAUSED))),
-            lambda: desk.run(2, enter=desk.having(WAITS)[:1], swap_in=tuple(desk.having(SWAPPED)), overlap=True),
-            lambda: desk.run(2, resume=tuple(desk.having(PAUSED)), evict=tuple(desk.having(RUNS)[-1:])),
+            lambda: desk.run(
+                2, swap_out=tuple(cached(desk)[:1]), resume=tuple(desk.having(PAUSED))
+            ),
+            lambda: desk.run(
+                2, enter=desk.having(WAITS)[:1], swap_in=tuple(desk.having(SWAPPED)), overlap=True
+            ),
+            lambda: desk.run(
+                2, resume=tuple(desk.having(PAUSED)), evict=tuple(desk.having(RUNS)[-1:])
+            ),
         ):
             round_()
             scarce.relent()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "for the rest of the round"])
 @pytest.mark.parametrize(("layout", "chunk_tokens"), CASES)
-def test_no_allocation_that_fails_costs_a_token(layout: str, chunk_tokens: int, lasting: bool) -> None:
+def test_no_allocation_that_fails_costs_a_token(
+    layout: str, chunk_tokens: int, lasting: bool
+) -> None:
     desk = make_desk(layout, chunk_tokens)
     calm = Scarce(desk.engine)
     play(desk, calm)
@@ -100,6 +121,7 @@ def test_no_allocation_that_fails_costs_a_token(layout: str, chunk_tokens: int, 
         assert desk.engine.ledger.used_bytes == desk.engine.host_ledger.used_bytes == 0, fails_at
 
 
+@pytest.mark.slow
 def test_an_allocation_that_fails_once_in_a_step_costs_no_row() -> None:
     """Whatever it is: the step is made again."""
     desk = make_desk("slab", 0)
@@ -135,13 +157,18 @@ def test_a_step_that_has_no_room_costs_the_last_row_that_came() -> None:
 
 @pytest.mark.parametrize("layout", ["slab", "rows"])
 @pytest.mark.parametrize("failures", [1, 2, 3])
-def test_a_step_whose_passes_fail_is_made_in_parts_and_the_round_goes_on(layout: str, failures: int) -> None:
+def test_a_step_whose_passes_fail_is_made_in_parts_and_the_round_goes_on(
+    layout: str, failures: int
+) -> None:
     desk = Desk(rebatch_engine(**LAYOUTS[layout]), CROWD)
     desk.run(2, enter=range(4))
     with FailingPasses(desk.engine, failures) as passes:
         output = desk.run(3)
     assert (output.steps, output.dropped, output.ran_out) == (3, (), failures - 1)
-    assert passes.rows == {1: [4, 4, 4, 4], 2: [4, 4, 2, 2, 4, 4], 3: [4, 4, 2, 1, 1, 1, 1, 2, 2, 4]}[failures]
+    assert (
+        passes.rows
+        == {1: [4, 4, 4, 4], 2: [4, 4, 2, 2, 4, 4], 3: [4, 4, 2, 1, 1, 1, 1, 2, 2, 4]}[failures]
+    )
     assert desk.finish() == Desk(rebatch_engine(), CROWD).finish()
 
 

@@ -1,4 +1,6 @@
-"""Text to tokens and back: bytes, a tokenizer.json, chat templates; and that none of it needs torch."""
+"""Text to tokens and back: bytes, a tokenizer.json, chat templates; and that none of it needs
+torch.
+"""
 
 import json
 import subprocess
@@ -11,9 +13,14 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.engines.bytes_tokenizer import ByteTokenizer
-from toolkit.engines.chat import MAX_RENDER_S, MAX_TEMPLATE_CHARS, ChatTemplate
-from toolkit.engines.tokenizer import FileTokenizer, load_tokenizer
+from toolkit.engines.tokenizer import (
+    MAX_RENDER_S,
+    MAX_TEMPLATE_CHARS,
+    ByteTokenizer,
+    ChatTemplate,
+    FileTokenizer,
+    load_tokenizer,
+)
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
 
@@ -36,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         show_progress=False,
     )
     bpe.train_from_iterator(["the cat sat on the mat, and the rat sat on that cat " * 20], trainer)
-    bpe.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     bpe.save(str(path / "tokenizer.json"))
     settings = {
         "bos_token": {"content": "<s>"},
@@ -120,7 +129,9 @@ def test_a_template_file_wins(folder: Path, tmp_path: Path) -> None:
 
 def test_a_model_without_a_template_gets_a_plain_one() -> None:
     tokenizer = ByteTokenizer()
-    assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "system: Be brief.\nuser: Hi\nassistant:"
+    assert (
+        tokenizer.decode(tokenizer.encode_chat(HELLO)) == "system: Be brief.\nuser: Hi\nassistant:"
+    )
 
 
 def test_a_recipe_finds_its_tokenizer(folder: Path) -> None:
@@ -175,7 +186,9 @@ def test_what_a_template_may_not_do_is_refused(source: str) -> None:
 def test_a_template_is_bounded_in_time() -> None:
     ticks = count(0.0, MAX_RENDER_S / 3)
     with pytest.raises(InputError, match="takes too long"):
-        ChatTemplate("{% for i in range(9) %}x{% endfor %}", clock=lambda: next(ticks)).render(HELLO)
+        ChatTemplate("{% for i in range(9) %}x{% endfor %}", clock=lambda: next(ticks)).render(
+            HELLO
+        )
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "x" * (MAX_TEMPLATE_CHARS + 1)])
@@ -184,6 +197,7 @@ def test_a_template_that_cannot_be_used(source: str) -> None:
         ChatTemplate(source)
 
 
+@pytest.mark.slow
 def test_the_front_needs_no_torch() -> None:
     code = (
         "import sys, toolkit.engines.tokenizer, toolkit.engines.fake, toolkit.engines.factory;"

@@ -1,15 +1,16 @@
-"""What is the transformers engine's own: the slab beside transformers' cache, rows past the positions, the ledger."""
+"""What is the transformers engine's own: the slab beside transformers' cache, rows past the
+positions, the ledger.
+"""
 
 import pytest
 import tiny
 import torch
 from transformers.cache_utils import DynamicCache
 
-from toolkit.engines.batch import PaddedBatch
 from toolkit.engines.loading import load_model
 from toolkit.engines.memory import ByteLedger, at_the_seam
 from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams
-from toolkit.engines.slab import SlabCache
+from toolkit.engines.slab import PaddedBatch, SlabCache
 from toolkit.engines.transformers_engine import TransformersEngine
 
 ARCHITECTURES = ["llama", "qwen3", "gpt2", "opt"]
@@ -17,7 +18,9 @@ FREE = SamplingParams(ignore_eos=True)
 
 
 def engine_of(kind: str, budget_mib: float = 16.0) -> TransformersEngine:
-    return TransformersEngine(tiny.model_spec(kind), tiny.engine_spec(kind, budget_mib=budget_mib), tiny.CPU)
+    return TransformersEngine(
+        tiny.model_spec(kind), tiny.engine_spec(kind, budget_mib=budget_mib), tiny.CPU
+    )
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -48,7 +51,9 @@ def test_a_batch_may_grow_wider_than_the_model_has_positions(kind: str) -> None:
     engine = engine_of(kind)
     long = Row("long", tuple(range(90)), 0, 6, FREE)
     short = Row("short", (1, 2, 3), 0, 90, FREE)
-    together = engine.run_slice([long, short], 90, lambda step: True)  # 90 + 90 columns, and 96 positions
+    together = engine.run_slice(
+        [long, short], 90, lambda step: True
+    )  # 90 + 90 columns, and 96 positions
     alone = [engine.run_slice([row], 90, lambda step: True).tokens[0] for row in (long, short)]
     assert list(together.tokens) == alone
 
@@ -63,9 +68,15 @@ def test_the_ledger_is_charged_before_memory_is_taken_and_its_peak_stays_below_t
     engine = engine_of("llama", budget_mib=1.0)
     facts = engine.facts
     ok = largest_batch(engine, 64, 16)
-    engine.run_slice([Row(str(index), (1,) * 64, 0, 16, FREE) for index in range(ok)], 16, lambda step: True)
+    engine.run_slice(
+        [Row(str(index), (1,) * 64, 0, 16, FREE) for index in range(ok)], 16, lambda step: True
+    )
     with pytest.raises(OutOfMemory, match=r"do not fit"):
-        engine.run_slice([Row(str(index), (1,) * 64, 0, 16, FREE) for index in range(ok + 1)], 16, lambda step: True)
+        engine.run_slice(
+            [Row(str(index), (1,) * 64, 0, 16, FREE) for index in range(ok + 1)],
+            16,
+            lambda step: True,
+        )
     assert engine.ledger.used_bytes == 0
     assert engine.ledger.peak_bytes == engine.slice_bytes(ok, 64, 16) <= facts.kv_budget_bytes
     assert (
@@ -78,7 +89,9 @@ def largest_batch(engine: TransformersEngine, length: int, steps: int) -> int:
     return max(size for size in range(1, 200) if engine.slice_bytes(size, length, steps) <= budget)
 
 
-@pytest.mark.parametrize("row", [Row("empty", (), 0, 5), Row("long", (1,) * 90, 0, 7), Row("later", (1,) * 90, 3, 10)])
+@pytest.mark.parametrize(
+    "row", [Row("empty", (), 0, 5), Row("long", (1,) * 90, 0, 7), Row("later", (1,) * 90, 3, 10)]
+)
 def test_a_row_that_cannot_be_is_a_bug_and_not_a_guess(row: Row) -> None:
     with pytest.raises(ValueError, match=f"row {row.request_id}: .* at most 96"):
         engine_of("llama").run_slice([row], 5, lambda step: True)

@@ -26,7 +26,9 @@ def folder(tmp_path, monkeypatch):
 def test_fit_writes_the_laws_of_its_profile(folder, capsys):
     assert run("fit", "profile.json") == 0
     fit = read_file(Fit, "fit.json", inputs={"profile": "profile.json"})
-    assert laws_from_fit(fit).latency.prefill_s(4, 64) > laws_from_fit(fit).engine.prefill_s(4, 64) > 0
+    assert (
+        laws_from_fit(fit).latency.prefill_s(4, 64) > laws_from_fit(fit).engine.prefill_s(4, 64) > 0
+    )
     assert "wrote fit.json" in capsys.readouterr().err
 
 
@@ -63,7 +65,15 @@ def test_fit_writes_and_prints_the_laws_of_rounds_and_swaps(folder, capsys):
     assert laws.round_memory.usable_tokens == min(110 * 65, 28 * 257)
     assert laws.swap is not None
     captured = capsys.readouterr()
-    for word in ("round", "join", "leave", "grow", "swap", "GB/s", "in rounds: rows x longest <= 7,150 tokens"):
+    for word in (
+        "round",
+        "join",
+        "leave",
+        "grow",
+        "swap",
+        "GB/s",
+        "in rounds: rows x longest <= 7,150 tokens",
+    ):
         assert word in captured.out
     assert max(map(len, captured.out.splitlines())) <= 80
     assert "rounds: the held-out" not in captured.err
@@ -115,6 +125,7 @@ profile:
 """
 
 
+@pytest.mark.slow
 def test_profile_writes_a_profile_and_leaves_no_journal(folder, capsys):
     (folder / "fake.yaml").write_text(RECIPE)
     assert run("profile", "fake.yaml", "--out", "new.json") == 0
@@ -127,6 +138,7 @@ def test_profile_writes_a_profile_and_leaves_no_journal(folder, capsys):
     assert max(map(len, shown.out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_profile_prints_one_json_object(folder, capsys):
     (folder / "fake.yaml").write_text(RECIPE)
     run("profile", "fake.yaml", "--json")

@@ -1,11 +1,19 @@
-"""The memory edge of simulated workers: sure far from it, drawn near it, and the same whenever it is drawn again."""
+"""The memory edge of simulated workers: sure far from it, drawn near it, and the same whenever it
+is drawn again.
+"""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.estimators.edge import RuleEdge, ZetaEdge, uniform_draw
-from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
+from toolkit.estimators.memory import (
+    PAPER_DEEPSPEED_RULES,
+    RuleEdge,
+    RuleMemory,
+    ZetaEdge,
+    ZetaMemory,
+    uniform_draw,
+)
 
 draws = st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)
 

@@ -7,11 +7,10 @@ from synthetic_profiles import FACTS, LAW, SIZES, make_profile, probe_all
 
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.forms import Form, Points, candidates, typical
-from toolkit.estimators.held_out import choose
+from toolkit.estimators.forms import LawForm, Points, candidates, choose, typical
 from toolkit.estimators.load import memory_from_fit
 from toolkit.estimators.memory import RuleMemory
-from toolkit.estimators.memory_fit import fit_memory
+from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.fit import Segment
 from toolkit.files.profile import MemoryPoint
 
@@ -26,13 +25,17 @@ def test_coefficients_come_back_from_exact_times():
     assert fit.form == "bilinear"
     assert fit.error.worst_percent < 1e-6
     [found], [true] = fit.segments, LAW.prefill
-    assert [found.nl, found.n, found.l, found.const] == pytest.approx([true.nl, true.n, true.l, true.const])
+    assert [found.nl, found.n, found.l, found.const] == pytest.approx(
+        [true.nl, true.n, true.l, true.const]
+    )
 
 
 def test_times_come_back_from_noisy_ones():
     fit = fit_profile(make_profile(noise=0.1))
     for size, length in ((1, 16), (3, 100), (16, 64), (32, 256)):
-        assert predicted(fit.prefill.fit.segments, size, length) == pytest.approx(LAW.prefill_s(size, length), rel=0.1)
+        assert predicted(fit.prefill.fit.segments, size, length) == pytest.approx(
+            LAW.prefill_s(size, length), rel=0.1
+        )
         assert predicted(fit.decode.fit.segments, size, length) == pytest.approx(
             LAW.decode_s(size, length - 1, 1), rel=0.1
         )
@@ -40,7 +43,9 @@ def test_times_come_back_from_noisy_ones():
 
 def test_held_out_error_is_the_noise_that_was_put_in():
     error = fit_profile(make_profile(noise=0.2)).decode.fit.error
-    assert 2.0 < error.median_percent < 12.0  # means of 5 samples of sigma 0.2 scatter by 0.09, their median |x| is 6 %
+    assert (
+        2.0 < error.median_percent < 12.0
+    )  # means of 5 samples of sigma 0.2 scatter by 0.09, their median |x| is 6 %
 
 
 def test_every_point_is_held_out_once():
@@ -51,7 +56,10 @@ def test_every_point_is_held_out_once():
 
 def test_the_square_is_chosen_when_prefill_is_quadratic():
     fit = fit_profile(
-        make_profile(prefill=lambda size, length: LAW.prefill_s(size, length) + 1e-6 * size * length**2, noise=0.02)
+        make_profile(
+            prefill=lambda size, length: LAW.prefill_s(size, length) + 1e-6 * size * length**2,
+            noise=0.02,
+        )
     ).prefill.fit
     assert fit.form == "bilinear + N*L^2"
     assert fit.segments[0].nll == pytest.approx(1e-6, rel=0.1)
@@ -72,7 +80,10 @@ def test_bends_are_chosen_when_small_batches_have_kernels_of_their_own():
 
 
 def test_the_simplest_form_is_chosen_when_bends_gain_nothing():
-    assert fit_profile(make_profile(noise=0.05, sizes=(1, 2, 3, 4, 8, 16, 32))).decode.fit.form == "bilinear"
+    assert (
+        fit_profile(make_profile(noise=0.05, sizes=(1, 2, 3, 4, 8, 16, 32))).decode.fit.form
+        == "bilinear"
+    )
 
 
 def test_a_better_form_must_be_better_by_more_than_luck():
@@ -89,16 +100,24 @@ def test_no_law_falls_beyond_its_data():
     points = Points(size, length, rng.lognormal(-5, 1.0, 30))  # no order in it at all
     for form in candidates(points, square=True):
         segments = form.segments(form.solve(points))
-        far = [predicted(segments, rows, length) for rows in (32, 64, 128) for length in (256, 512, 2048)]
+        far = [
+            predicted(segments, rows, length)
+            for rows in (32, 64, 128)
+            for length in (256, 512, 2048)
+        ]
         assert min(far) >= 0.0
-        assert predicted(segments, 128, 2048) >= predicted(segments, 64, 2048) >= predicted(segments, 32, 512)
+        assert (
+            predicted(segments, 128, 2048)
+            >= predicted(segments, 64, 2048)
+            >= predicted(segments, 32, 512)
+        )
 
 
 def test_segments_say_the_same_as_the_form():
     size = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
     length = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
     points = Points(size, length, 1e-3 + 1e-5 * size**0.7 * length + 1e-7 * length**2)
-    form = Form(knots=(1, 2, 4, 8), square=True)
+    form = LawForm(knots=(1, 2, 4, 8), square=True)
     coefficients = form.solve(points)
     segments = form.segments(coefficients)
     expected = form.predict(coefficients, points)
@@ -106,19 +125,27 @@ def test_segments_say_the_same_as_the_form():
     assert found == pytest.approx(expected.tolist())
 
 
-@pytest.mark.parametrize("form", [Form(), Form(square=True), Form(knots=(1, 2, 4), square=True)])
+@pytest.mark.parametrize(
+    "form", [LawForm(), LawForm(square=True), LawForm(knots=(1, 2, 4), square=True)]
+)
 def test_the_fit_is_where_curve_fit_ends(form):
     rng = np.random.default_rng(2)
     size = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
     length = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
-    points = Points(size, length, (3e-3 + 1e-4 * size * length + 1e-7 * size * length**2) * rng.lognormal(0, 0.1, 30))
+    points = Points(
+        size,
+        length,
+        (3e-3 + 1e-4 * size * length + 1e-7 * size * length**2) * rng.lognormal(0, 0.1, 30),
+    )
 
     def law(_: object, *coefficients: float) -> np.ndarray:
         return form.predict(np.array(coefficients), points)
 
     found = form.solve(points)
     start = np.ones(len(found))
-    other, _ = curve_fit(law, size, points.seconds, p0=start, sigma=points.seconds, bounds=(0.0, np.inf))
+    other, _ = curve_fit(
+        law, size, points.seconds, p0=start, sigma=points.seconds, bounds=(0.0, np.inf)
+    )
     np.testing.assert_allclose(form.predict(found, points), form.predict(other, points), rtol=1e-3)
 
 
@@ -158,7 +185,9 @@ def test_zeta_comes_back_from_probes():
 
 def test_zeta_with_an_edge_that_differs_from_length_to_length():
     probes = [
-        MemoryPoint(input_length=length, steps=0, largest_ok=int(share * 8192 / length), smallest_oom=None)
+        MemoryPoint(
+            input_length=length, steps=0, largest_ok=int(share * 8192 / length), smallest_oom=None
+        )
         for length, share in ((32, 0.92), (64, 0.90), (128, 0.91), (256, 0.89))
     ]
     probes = [probe.model_copy(update={"smallest_oom": probe.largest_ok + 1}) for probe in probes]
@@ -190,7 +219,9 @@ def test_rules_where_no_zeta_explains_the_probes():
         MemoryPoint(input_length=total - 16, steps=16, largest_ok=rows, smallest_oom=rows + 1)
         for total, rows in table.items()
     ]
-    fit = fit_memory(probes, FACTS.model_copy(update={"capacity_tokens": 20_000, "max_model_len": 2048}))
+    fit = fit_memory(
+        probes, FACTS.model_copy(update={"capacity_tokens": 20_000, "max_model_len": 2048})
+    )
     assert fit.form == "rules"
     assert [(rule.length_above, rule.max_batch_size) for rule in fit.rules] == [
         (1500, 8),
@@ -226,7 +257,10 @@ def test_an_edge_that_was_never_reached_is_the_largest_batch_that_ran():
             {"memory": [MemoryPoint(input_length=9, steps=1, largest_ok=5, smallest_oom=5)]},
             "memory at L=9: 5 rows ran and 5 ran out",
         ),
-        ({"memory": [MemoryPoint(input_length=9, steps=1, largest_ok=0, smallest_oom=1)]}, "not even one row of 9"),
+        (
+            {"memory": [MemoryPoint(input_length=9, steps=1, largest_ok=0, smallest_oom=1)]},
+            "not even one row of 9",
+        ),
     ],
 )
 def test_a_profile_that_cannot_be_fitted_says_what_it_lacks(change, message):

@@ -1,4 +1,6 @@
-"""Laws of time and memory: closed forms equal what they stand for, and the papers' figures come out."""
+"""Laws of time and memory: closed forms equal what they stand for, and the papers' figures come
+out.
+"""
 
 import math
 
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from toolkit.errors import InputError
 from toolkit.estimators.laws import SegmentedLaw, WithOverhead, bilinear_law, unit_step
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
-from toolkit.files.fit import Rule, Segment
+from toolkit.files.fit import BatchRule, Segment
 
 PAPER = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
 
@@ -41,6 +43,7 @@ def at(law_segments: tuple[Segment, ...], size: int) -> Segment:
     return [segment for segment in law_segments if segment.batch_size_min <= size][-1]
 
 
+@pytest.mark.slow
 @given(laws, batches)
 def test_prefill_is_equation_3_with_the_square_of_its_segment(law, batch):
     size, length, _ = batch
@@ -54,7 +57,8 @@ def test_decode_in_closed_form_equals_the_sum_over_steps(law, batch):
     size, length, steps = batch
     s = at(law.decode, size)
     expected = math.fsum(
-        s.nl * size * (length + i) + s.n * size + s.l * (length + i) + s.const for i in range(1, steps + 1)
+        s.nl * size * (length + i) + s.n * size + s.l * (length + i) + s.const
+        for i in range(1, steps + 1)
     )
     assert law.decode_s(size, length, steps) == pytest.approx(expected)
 
@@ -74,10 +78,12 @@ def test_overhead_adds_once_per_batch_and_stretches_the_rest(law, batch, batch_s
     size, length, tokens = batch
     slower = WithOverhead(law, batch_s, stretch)
     expected = batch_s + stretch * law.serve_s(size, length, tokens)
-    assert slower.prefill_s(size, length) + slower.decode_s(size, length, law.iterations(tokens)) == pytest.approx(
+    assert slower.prefill_s(size, length) + slower.decode_s(
+        size, length, law.iterations(tokens)
+    ) == pytest.approx(expected)
+    assert slower.serve_table(40, tokens)[:, size] @ [1, length, length**2] == pytest.approx(
         expected
     )
-    assert slower.serve_table(40, tokens)[:, size] @ [1, length, length**2] == pytest.approx(expected)
     assert slower.prefill_emits_token == law.prefill_emits_token
 
 
@@ -125,16 +131,30 @@ def test_zeta_memory_is_equation_9():
     assert ZetaMemory(10_000, 0.9).max_batch(lengths, 128, 0.5).tolist() == [19, 3, 3, 0]
 
 
-@given(st.integers(1, 500), st.integers(1, 300), st.integers(1, 200), st.sampled_from([0.0, 0.05, 0.1, 0.3]))
+@given(
+    st.integers(1, 500),
+    st.integers(1, 300),
+    st.integers(1, 200),
+    st.sampled_from([0.0, 0.05, 0.1, 0.3]),
+)
 def test_a_row_is_not_lost_to_rounding(rows, length, steps, reserve):
     capacity = rows * (length + steps)
     zeta = 1.0 / (1.0 - reserve)
-    assert ZetaMemory(capacity, zeta).max_batch(np.array([length]), steps, reserve).tolist() == [rows]
+    assert ZetaMemory(capacity, zeta).max_batch(np.array([length]), steps, reserve).tolist() == [
+        rows
+    ]
 
 
 def test_algorithm_2_as_the_paper_prints_it():
     totals = np.array([1, 512, 513, 1024, 1025, 2048])
-    assert RuleMemory(PAPER_DEEPSPEED_RULES).max_batch(totals - 1, 1, 0.0).tolist() == [28, 28, 22, 22, 12, 12]
+    assert RuleMemory(PAPER_DEEPSPEED_RULES).max_batch(totals - 1, 1, 0.0).tolist() == [
+        28,
+        28,
+        22,
+        22,
+        12,
+        12,
+    ]
 
 
 def test_a_reserve_takes_its_share_off_a_rule():
@@ -143,7 +163,12 @@ def test_a_reserve_takes_its_share_off_a_rule():
 
 def test_rules_must_descend():
     with pytest.raises(InputError, match="must descend"):
-        RuleMemory((Rule(length_above=0, max_batch_size=2), Rule(length_above=10, max_batch_size=1)))
+        RuleMemory(
+            (
+                BatchRule(length_above=0, max_batch_size=2),
+                BatchRule(length_above=10, max_batch_size=1),
+            )
+        )
 
 
 def test_a_capacity_that_cannot_be_is_named():

@@ -1,4 +1,6 @@
-"""Laws as they might have been fitted: around the fitted ones, in the same forms, and the same for a seed."""
+"""Laws as they might have been fitted: around the fitted ones, in the same forms, and the same for
+a seed.
+"""
 
 import numpy as np
 import pytest
@@ -6,16 +8,19 @@ import samples
 from synthetic_profiles import make_profile
 
 from toolkit.errors import InputError
-from toolkit.estimators.fitting import fit_profile
+from toolkit.estimators.fitting import fit_profile, resampled_fits, scaled_fits
 from toolkit.estimators.load import laws_from_fit
-from toolkit.estimators.resample import resampled_fits, scaled_fits
 from toolkit.files.fit import Fit
 from toolkit.files.profile import Profile
 
 
 def fit_of(profile: Profile) -> Fit:
     fitted = fit_profile(profile)
-    changed = {"prefill": fitted.prefill.fit, "decode": fitted.decode.fit, "overhead": fitted.overhead}
+    changed = {
+        "prefill": fitted.prefill.fit,
+        "decode": fitted.decode.fit,
+        "overhead": fitted.overhead,
+    }
     return samples.fit().model_copy(update=changed | {"memory": fitted.memory})
 
 
@@ -36,6 +41,7 @@ def test_resampled_laws_lie_around_the_fitted_one_and_closer_with_less_noise():
     assert 0 < 5 * spread[0] < spread[1]
 
 
+@pytest.mark.slow
 def test_the_truth_is_within_what_resampling_spans():
     covered = []
     for seed in range(12):
@@ -56,7 +62,10 @@ def test_a_seed_gives_the_same_draws_and_more_draws_begin_alike():
 
 def test_scaled_laws_err_as_the_held_out_points_did():
     fit = samples.fit()  # whose laws are off by 1 % in the median
-    errors = [abs(one.decode.segments[0].const / fit.decode.segments[0].const - 1) for one in scaled_fits(fit, 2000, 0)]
+    errors = [
+        abs(one.decode.segments[0].const / fit.decode.segments[0].const - 1)
+        for one in scaled_fits(fit, 2000, 0)
+    ]
     assert np.median(errors) == pytest.approx(0.01, rel=0.1)
 
 
@@ -69,6 +78,8 @@ def test_a_law_is_scaled_as_a_whole():
 def test_a_form_that_the_profile_does_not_show_is_an_error():
     profile = make_profile()
     fit = fit_of(profile)
-    other = fit.model_copy(update={"prefill": fit.prefill.model_copy(update={"form": "bends at 7"})})
+    other = fit.model_copy(
+        update={"prefill": fit.prefill.model_copy(update={"form": "bends at 7"})}
+    )
     with pytest.raises(InputError, match="bends at 7"):
         resampled_fits(profile, other, 1, 0)

@@ -1,4 +1,6 @@
-"""The law of rounds from a profile: known coefficients are found again, and terms that are not there are not fitted."""
+"""The law of rounds from a profile: known coefficients are found again, and terms that are not
+there are not fitted.
+"""
 
 from dataclasses import replace
 
@@ -7,10 +9,8 @@ import pytest
 from synthetic_profiles import FACTS, LAW, make_profile, make_rounds
 
 from toolkit.errors import InputError
-from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.laws import SegmentedLaw
-from toolkit.estimators.resample import resampled_fits, scaled_fits
-from toolkit.estimators.rounds import law_of_rounds
+from toolkit.estimators.fitting import fit_profile, resampled_fits, scaled_fits
+from toolkit.estimators.laws import SegmentedLaw, law_of_rounds
 from toolkit.files.fit import Fit
 from toolkit.files.profile import Profile
 
@@ -51,7 +51,11 @@ def test_noise_shows_in_the_held_out_error_and_hardly_in_the_law():
 
 def test_the_link_to_host_memory_is_found_again():
     swap = fitted().swap
-    assert (swap.latency_s, swap.out_bytes_per_s, swap.in_bytes_per_s) == (close(1e-4), close(2e9), close(4e9))
+    assert (swap.latency_s, swap.out_bytes_per_s, swap.in_bytes_per_s) == (
+        close(1e-4),
+        close(2e9),
+        close(4e9),
+    )
     assert swap.host_bytes == 1 << 30
 
 
@@ -67,7 +71,9 @@ def test_usable_is_what_ran_at_every_length():
 
 
 def test_parts_that_take_no_time_are_nothing():
-    rounds = fitted(join=lambda rows, length: 0.0, leave_s=lambda length: 0.0, grow=lambda rows, length: 0.0).rounds
+    rounds = fitted(
+        join=lambda rows, length: 0.0, leave_s=lambda length: 0.0, grow=lambda rows, length: 0.0
+    ).rounds
     assert (rounds.join.row_s, rounds.leave.row_s, rounds.grow.token_s) == (0.0, 0.0, 0.0)
     assert (rounds.overhead.batch_s, rounds.overhead.stretch) == (close(1.5e-3), close(1.3))
 
@@ -100,7 +106,9 @@ def test_what_is_missing_is_named(change, said):
 def fit_of(found: Profile) -> Fit:
     laws = fit_profile(found)
     return Fit(
-        **found.model_dump(include={"tool_version", "environment", "inputs", "recipe_name", "workers", "engine"}),
+        **found.model_dump(
+            include={"tool_version", "environment", "inputs", "recipe_name", "workers", "engine"}
+        ),
         prefill=laws.prefill.fit,
         decode=laws.decode.fit,
         overhead=laws.overhead,

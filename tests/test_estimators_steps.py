@@ -24,16 +24,23 @@ coefficients = st.lists(st.floats(0, 1e-2), min_size=7, max_size=7)
 
 
 def test_decodes_pay_base_rows_tokens_and_what_they_read():
-    assert LAW.forward_s(StepShape(decodes=8, decode_cached=100)) == 4.0 + 8 * 0.5 + 8 * 1.0 + 100 * 0.25
+    assert (
+        LAW.forward_s(StepShape(decodes=8, decode_cached=100))
+        == 4.0 + 8 * 0.5 + 8 * 1.0 + 100 * 0.25
+    )
 
 
 def test_a_chunk_pays_for_its_tokens_by_the_slopes_between_knots_and_for_what_it_attends_to():
-    shape = StepShape(0, 0, prefills=1, prefill_tokens=20, prefill_attended=chunk_attended(cached=30, new=20))
+    shape = StepShape(
+        0, 0, prefills=1, prefill_tokens=20, prefill_attended=chunk_attended(cached=30, new=20)
+    )
     assert LAW.forward_s(shape) == 4.0 + 0.5 + 2.0 + (16 * 1.0 + 4 * 0.5) + 0.125 * 20 * (30 + 10)
 
 
 def test_chunks_attend_to_as_much_as_the_whole_prompt():
-    assert chunk_attended(0, 5) + chunk_attended(5, 7) + chunk_attended(12, 8) == chunk_attended(0, 20)
+    assert chunk_attended(0, 5) + chunk_attended(5, 7) + chunk_attended(12, 8) == chunk_attended(
+        0, 20
+    )
 
 
 def test_tokens_of_both_kinds_share_the_knots():
@@ -69,7 +76,10 @@ def test_a_stretch_is_the_sum_of_its_steps(shape, values, steps):
 
 
 @given(
-    shape=shapes, values=coefficients, seconds=st.floats(-1, 1e4) | st.just(float("inf")), limit=st.integers(0, 10_000)
+    shape=shapes,
+    values=coefficients,
+    seconds=st.floats(-1, 1e4) | st.just(float("inf")),
+    limit=st.integers(0, 10_000),
 )
 def test_steps_before_is_the_first_count_that_lasts_so_long(shape, values, seconds, limit):
     law = StepLaw.of(values, (0, 128))
@@ -86,7 +96,12 @@ def test_a_law_without_cost_never_gets_there():
 @given(shape=shapes, values=coefficients, more=st.integers(1, 100))
 def test_more_of_anything_never_takes_less(shape, values, more):
     law = StepLaw.of(values, (0, 128))
-    longer = StepShape(shape.decodes + more, shape.decode_cached + more, shape.prefills, shape.prefill_tokens + more)
+    longer = StepShape(
+        shape.decodes + more,
+        shape.decode_cached + more,
+        shape.prefills,
+        shape.prefill_tokens + more,
+    )
     less = StepShape(shape.decodes, shape.decode_cached, shape.prefills, shape.prefill_tokens)
     assert law.step_s(longer) >= law.step_s(less)
 
@@ -94,7 +109,15 @@ def test_more_of_anything_never_takes_less(shape, values, more):
 @pytest.mark.parametrize("knots", [(), (1,), (0, 0), (0, 8, 4), (0, 8)])
 def test_knots_that_do_not_begin_at_0_and_ascend_are_refused(knots):
     with pytest.raises(InputError, match="must begin at 0 and ascend"):
-        StepLaw(0.0, 0.0, 0.0, 0.0, 0.0, token_s=(1.0,) * (3 if len(knots) == 2 else len(knots)), knots=knots)
+        StepLaw(
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            token_s=(1.0,) * (3 if len(knots) == 2 else len(knots)),
+            knots=knots,
+        )
 
 
 @pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])

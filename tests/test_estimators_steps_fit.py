@@ -1,11 +1,13 @@
-"""The law of passes from measured ones: its coefficients come back, outliers count little, errors are held out."""
+"""The law of passes from measured ones: its coefficients come back, outliers count little, errors
+are held out.
+"""
 
 import numpy as np
 import pytest
 
 from toolkit.errors import InputError
+from toolkit.estimators.part_fits import fit_steps, shape_of
 from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
-from toolkit.estimators.steps_fit import fit_steps, shape_of
 from toolkit.files.profile import FrontPoint, StepPoint, StepsProfile
 
 LAW = StepLaw(5e-3, 1e-4, 2e-4, 3e-7, 4e-8, (2e-5, 1e-4), (0, 128), host_s=2e-4, host_row_s=1e-5)
@@ -39,9 +41,17 @@ def measured(count: int = 300, noise: float = 0.0, outliers: float = 0.0) -> Ste
                 host_s=[LAW.after_s(shape.rows)],
             )
         )
-    front = [FrontPoint(rows=rows, prompt_tokens=8, seconds=0.002 * (rows == 1) + 1e-4 * rows) for rows in (1, 4, 16)]
+    front = [
+        FrontPoint(rows=rows, prompt_tokens=8, seconds=0.002 * (rows == 1) + 1e-4 * rows)
+        for rows in (1, 4, 16)
+    ]
     return StepsProfile(
-        block_tokens=32, blocks=127, max_num_batched_tokens=2048, async_scheduling=False, points=points, front=front
+        block_tokens=32,
+        blocks=127,
+        max_num_batched_tokens=2048,
+        async_scheduling=False,
+        points=points,
+        front=front,
     )
 
 
@@ -61,8 +71,12 @@ def test_disturbed_passes_count_little():
     fit = fit_steps(measured(noise=0.05, outliers=0.05), 0)
     assert fit is not None
     found = law_of_steps(fit)
-    errors = [found.forward_s(s) / LAW.forward_s(s) - 1 for s in shapes(60, np.random.default_rng(2))]
-    assert abs(float(np.mean(errors))) < 0.06  # 5 % of the passes count half as much again: the mean is 2.5 % more
+    errors = [
+        found.forward_s(s) / LAW.forward_s(s) - 1 for s in shapes(60, np.random.default_rng(2))
+    ]
+    assert (
+        abs(float(np.mean(errors))) < 0.06
+    )  # 5 % of the passes count half as much again: the mean is 2.5 % more
     assert max(map(abs, errors)) < 0.15
 
 
@@ -79,7 +93,10 @@ def test_engines_whose_passes_nobody_saw_have_none():
     [
         (lambda points: points[:5], "5 passes were measured, at least 40 are needed"),
         (lambda points: [one for one in points if not one.prefills], "are both needed"),
-        (lambda points: [*points, points[0].model_copy(update={"seconds": [0.0]})], "a pass took no time"),
+        (
+            lambda points: [*points, points[0].model_copy(update={"seconds": [0.0]})],
+            "a pass took no time",
+        ),
     ],
 )
 def test_what_is_lacking_is_named(change, message):

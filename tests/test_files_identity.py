@@ -1,11 +1,12 @@
-"""Measurements of another device, engine, version or model: both sides named, refused or, when forced, said."""
+"""Measurements of another device, engine, version or model: both sides named, refused or, when
+forced, said.
+"""
 
 import pytest
 import samples
 
 from toolkit.errors import ForeignError
-from toolkit.files.identity import differences, identity, refuse_foreign
-from toolkit.files.profile import EngineFacts
+from toolkit.files.profile import EngineFacts, differences, identity, refuse_foreign
 
 HERE = samples.fit().engine.model_copy(
     update={
@@ -67,11 +68,15 @@ def test_what_one_side_does_not_know_is_not_compared():
 def test_of_an_analytic_profile_the_model_is_compared_and_not_the_data_sheet():
     analytic = changed(analytic="assumed", device="A100-80GB", engine_version="")
     assert found(analytic) == []
-    assert found(analytic.model_copy(update={"dtype": "float16"})) == ["dtype float16 (here float32)"]
+    assert found(analytic.model_copy(update={"dtype": "float16"})) == [
+        "dtype float16 (here float32)"
+    ]
 
 
 def test_a_foreign_fit_is_refused_in_one_line_with_all_that_differs():
-    with pytest.raises(ForeignError, match=r"another device A \(.*\), another dtype float16 \(") as refused:
+    with pytest.raises(
+        ForeignError, match=r"another device A \(.*\), another dtype float16 \("
+    ) as refused:
         refuse_foreign(changed(device="A", dtype="float16"), [identity(HERE)])
     assert "\n" not in refused.value.message
     assert "--force" in refused.value.hint

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from toolkit.errors import InputError, StaleError
 from toolkit.files.fit import Fit
-from toolkit.files.io import check_writable, digest, environment, head, read_file, write_file, write_text
+from toolkit.files.io import (
+    check_writable,
+    digest,
+    environment,
+    head,
+    read_file,
+    write_file,
+    write_text,
+)
 from toolkit.files.profile import PrefillPoint, Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Tuning
@@ -45,14 +53,21 @@ def chain(tmp_path: Path) -> dict[str, Path]:
     """recipe.yaml -> profile.json -> fit.json."""
     paths = {
         role: tmp_path / name
-        for role, name in (("recipe", "recipe.yaml"), ("profile", "profile.json"), ("fit", "fit.json"))
+        for role, name in (
+            ("recipe", "recipe.yaml"),
+            ("profile", "profile.json"),
+            ("fit", "fit.json"),
+        )
     }
     paths["recipe"].write_text(RECIPE)
     write_file(profile(paths["recipe"]), paths["profile"])
-    write_file(samples.fit().model_copy(update=dict(head({"profile": paths["profile"]}))), paths["fit"])
+    write_file(
+        samples.fit().model_copy(update=dict(head({"profile": paths["profile"]}))), paths["fit"]
+    )
     return paths
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20))
 def test_every_float_survives_the_file(tmp_path: Path, seconds: list[float]) -> None:
@@ -116,7 +131,9 @@ def test_a_file_of_another_kind_is_named(chain: dict[str, Path]) -> None:
         ({"workers": float("nan")}, "fit.json: workers: nan: should be a valid integer"),
     ],
 )
-def test_a_damaged_file_names_the_key(chain: dict[str, Path], change: dict[str, object], message: str) -> None:
+def test_a_damaged_file_names_the_key(
+    chain: dict[str, Path], change: dict[str, object], message: str
+) -> None:
     chain["fit"].write_text(json.dumps(json.loads(chain["fit"].read_text()) | change))
     with pytest.raises(InputError) as caught:
         read_file(Fit, chain["fit"])
@@ -130,26 +147,36 @@ def test_half_a_file_is_not_json(chain: dict[str, Path]) -> None:
 
 
 def test_unchanged_inputs_are_accepted(chain: dict[str, Path]) -> None:
-    fit = read_file(Fit, chain["fit"], inputs={"recipe": chain["recipe"], "profile": chain["profile"]})
+    fit = read_file(
+        Fit, chain["fit"], inputs={"recipe": chain["recipe"], "profile": chain["profile"]}
+    )
     assert fit.inputs["profile"] == digest(chain["profile"])
 
 
 def test_a_changed_profile_makes_its_fit_stale(chain: dict[str, Path]) -> None:
-    write_file(read_file(Profile, chain["profile"]).model_copy(update={"workers": 7}), chain["profile"])
+    write_file(
+        read_file(Profile, chain["profile"]).model_copy(update={"workers": 7}), chain["profile"]
+    )
     with pytest.raises(StaleError) as caught:
         read_file(Fit, chain["fit"], inputs={"profile": chain["profile"]})
-    assert caught.value.message.startswith("fit.json is stale: its profile profile.json has changed since")
+    assert caught.value.message.startswith(
+        "fit.json is stale: its profile profile.json has changed since"
+    )
     assert caught.value.hint == "make it again: llmctl fit PROFILE"
 
 
 def test_another_profile_is_named(chain: dict[str, Path], tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("{}")
-    with pytest.raises(StaleError, match=r"its profile other\.json is not profile\.json, which it was made from"):
+    with pytest.raises(
+        StaleError, match=r"its profile other\.json is not profile\.json, which it was made from"
+    ):
         read_file(Fit, chain["fit"], inputs={"profile": other})
 
 
-def test_a_fit_knows_the_recipe_of_its_profile_and_which_section_changed(chain: dict[str, Path]) -> None:
+def test_a_fit_knows_the_recipe_of_its_profile_and_which_section_changed(
+    chain: dict[str, Path],
+) -> None:
     chain["recipe"].write_text(RECIPE.replace("max_model_len: 64", "max_model_len: 63"))
     with pytest.raises(StaleError) as caught:
         read_file(Fit, chain["fit"], inputs={"recipe": chain["recipe"]})
@@ -158,9 +185,12 @@ def test_a_fit_knows_the_recipe_of_its_profile_and_which_section_changed(chain: 
 
 
 @pytest.mark.parametrize(
-    "old_new", [("ttft_p99_s: 2", "ttft_p99_s: 3"), ("  # a comment", ""), ("sla:", "workers: 1\nsla:")]
+    "old_new",
+    [("ttft_p99_s: 2", "ttft_p99_s: 3"), ("  # a comment", ""), ("sla:", "workers: 1\nsla:")],
 )
-def test_what_was_not_measured_makes_no_fit_stale(chain: dict[str, Path], old_new: tuple[str, str]) -> None:
+def test_what_was_not_measured_makes_no_fit_stale(
+    chain: dict[str, Path], old_new: tuple[str, str]
+) -> None:
     chain["recipe"].write_text(RECIPE.replace(*old_new))
     assert read_file(Fit, chain["fit"], inputs={"recipe": chain["recipe"]}).recipe_name == "test"
 
@@ -173,7 +203,9 @@ def test_a_file_without_the_role_says_so(chain: dict[str, Path], tmp_path: Path)
 
 
 @pytest.mark.parametrize("model", [Profile, Fit, Tuning])
-def test_sections_that_a_file_depends_on_are_sections_of_a_recipe(model: type[Profile | Fit | Tuning]) -> None:
+def test_sections_that_a_file_depends_on_are_sections_of_a_recipe(
+    model: type[Profile | Fit | Tuning],
+) -> None:
     assert set(model.recipe_sections) <= Recipe.model_fields.keys()
     assert model.recipe_sections != ()
 

@@ -13,14 +13,21 @@ from serving import LAW
 from toolkit.errors import InputError
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.lines import MARK_BYTES, LineLog
-from toolkit.sched.eventlog import Header, Lost, Recorder, Submit, from_lines, lost_line, replay
+from toolkit.sched.eventlog import (
+    EventLogHeader,
+    Lost,
+    RecordingScheduler,
+    Submit,
+    from_lines,
+    lost_line,
+    replay,
+)
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, Worker
-from toolkit.serve.logs import EventLog
-from toolkit.traces.log import TraceLog
+from toolkit.serve.launch import EventLog
 from toolkit.traces.read import read_trace
-from toolkit.traces.write import Line
+from toolkit.traces.write import TraceLine, TraceLog
 
 
 @contextmanager
@@ -49,7 +56,9 @@ def lines(first: int, last: int) -> bytes:
     return b"".join(f"line {number:04d}\n".encode() for number in range(first, last + 1))
 
 
-def test_a_full_disk_costs_lines_and_the_log_says_how_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_lines_and_the_log_says_how_many(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log = LineLog(tmp_path / "log", 1 << 20, mark)
     caplog.set_level(logging.WARNING)
     with room_for(1005):
@@ -131,13 +140,13 @@ def test_a_log_that_cannot_be_opened_is_the_users_to_mend(tmp_path: Path) -> Non
 def scheduler(sink=None) -> Scheduler:
     policy = make_policy("slice", {"slice_tokens": 8})
     workers = [Worker(0, LAW, ZetaMemory(4096))]
-    return Recorder(policy, workers, sink) if sink else Scheduler(policy, workers)
+    return RecordingScheduler(policy, workers, sink) if sink else Scheduler(policy, workers)
 
 
 def test_an_event_log_that_lost_events_says_so_when_it_is_replayed(tmp_path: Path) -> None:
     with EventLog(tmp_path / "log") as log:
         recorded = scheduler(log.add)
-        log.add(Header("slice", {"slice_tokens": 8}, 1))
+        log.add(EventLogHeader("slice", {"slice_tokens": 8}, 1))
         for number in range(100):
             recorded.submit(Request(f"r{number}", number, 5, 8), float(number))
         with room_for(4000):
@@ -150,7 +159,9 @@ def test_an_event_log_that_lost_events_says_so_when_it_is_replayed(tmp_path: Pat
     assert gap.events == log.lost == 102 - len(submitted)
     said = list(replay(events, scheduler()))
     at = events.index(gap) + 1
-    assert said == [f"event {at}: {gap.events} events are missing here (File too large); replayed up to here"]
+    assert said == [
+        f"event {at}: {gap.events} events are missing here (File too large); replayed up to here"
+    ]
 
 
 def test_a_mark_fits_whatever_the_reason_is() -> None:
@@ -161,8 +172,8 @@ def test_a_trace_on_a_full_disk_keeps_whole_lines(tmp_path: Path) -> None:
     with TraceLog(tmp_path / "trace") as log:
         with room_for(1000):
             for number in range(1, 101):
-                log.add(Line(float(number), number, 1))
-        log.add(Line(101.0, 101, 1))
+                log.add(TraceLine(float(number), number, 1))
+        log.add(TraceLine(101.0, 101, 1))
         assert (log.lines, log.lost) == (101 - log.lost, log.lost)
     trace, report = read_trace(tmp_path / "trace")
     assert report.dropped == {}

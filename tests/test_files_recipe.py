@@ -32,7 +32,11 @@ def test_a_recipe_is_loaded_with_its_defaults(tmp_path: Path) -> None:
     file = tmp_path / "small.yaml"
     file.write_text(GOOD)
     recipe = load_recipe(file)
-    assert (recipe.profile.batch_sizes, recipe.sla, recipe.workers) == ([1, 2], {"ttft_p99_s": 2.0}, 1)
+    assert (recipe.profile.batch_sizes, recipe.sla, recipe.workers) == (
+        [1, 2],
+        {"ttft_p99_s": 2.0},
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,9 @@ def test_a_recipe_is_loaded_with_its_defaults(tmp_path: Path) -> None:
         ("name: small", "name: small\nschema_version: 2", "schema_version: 2: should be 1"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_with_the_remedy(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_mistake_is_one_line_with_the_remedy(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     error = problem(tmp_path, GOOD.replace(old, new))
     assert error.message.startswith(f"small.yaml: {message}")
     assert "\n" not in error.message
@@ -72,7 +78,8 @@ def test_many_mistakes_are_three_lines_and_a_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [("", "empty, not"), ("[1]", "a list, not a mapping"), ("3", "one value, not a mapping")]
+    ("text", "shown"),
+    [("", "empty, not"), ("[1]", "a list, not a mapping"), ("3", "one value, not a mapping")],
 )
 def test_a_recipe_is_a_mapping(tmp_path: Path, text: str, shown: str) -> None:
     assert shown in problem(tmp_path, text).message

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.files.safe_yaml import MAX_BYTES, load_yaml
+from toolkit.files.strict import MAX_BYTES, load_yaml
 
 
 def load(folder: Path, text: str | bytes) -> object:
@@ -30,6 +30,7 @@ def test_scalars_are_read_as_yaml_1_2_does(tmp_path: Path, text: str, expected: 
     assert type(actual["key"]) is type(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -51,7 +52,9 @@ def test_scalars_are_read_as_yaml_1_2_does(tmp_path: Path, text: str, expected: 
         (b"#" * (MAX_BYTES + 1), "larger than 1 MiB"),
     ],
 )
-def test_what_is_not_allowed_is_named_with_its_place(tmp_path: Path, text: str | bytes, problem: str) -> None:
+def test_what_is_not_allowed_is_named_with_its_place(
+    tmp_path: Path, text: str | bytes, problem: str
+) -> None:
     with pytest.raises(InputError) as caught:
         load(tmp_path, text)
     assert problem in caught.value.message

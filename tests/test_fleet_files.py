@@ -7,7 +7,7 @@ import pytest
 import samples
 from commands import llmctl
 
-from toolkit.cli.fleet import open_fleet, plan_of_fleet
+from toolkit.cli.basis import open_fleet, plan_of_fleet
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.fleet import is_fleet
@@ -20,7 +20,9 @@ MODEL = {"source": "random", "config": {"model_type": "fake"}, "dtype": "float32
          "tokenizer": "bytes"}  # fmt: skip
 
 
-def write_kind(folder: Path, name: str, capacity: int = 8192, speed: float = 1.0, **changes: object) -> None:
+def write_kind(
+    folder: Path, name: str, capacity: int = 8192, speed: float = 1.0, **changes: object
+) -> None:
     """A recipe, and the fit of a machine that is so many times as fast."""
     recipe = samples.recipe(name=name, model=MODEL | changes.pop("model", {}), **changes)
     write_file(recipe, folder / f"{name}.yaml")  # JSON is YAML
@@ -28,12 +30,16 @@ def write_kind(folder: Path, name: str, capacity: int = 8192, speed: float = 1.0
     overhead = facts.overhead.model_copy(update={"stretch": 1.1 / speed})
     made = head({"recipe": folder / f"{name}.yaml"})
     write_file(
-        facts.model_copy(update={"recipe_name": name, "overhead": overhead, **made}), folder / f"{name}.fit.json"
+        facts.model_copy(update={"recipe_name": name, "overhead": overhead, **made}),
+        folder / f"{name}.fit.json",
     )
 
 
 def write_fleet(folder: Path, *members: tuple[str, int]) -> Path:
-    lines = [f"  - {{recipe: {name}.yaml, fit: {name}.fit.json, workers: {count}}}" for name, count in members]
+    lines = [
+        f"  - {{recipe: {name}.yaml, fit: {name}.fit.json, workers: {count}}}"
+        for name, count in members
+    ]
     path = folder / "fleet.yaml"
     path.write_text("\n".join(["fleet:", *lines, ""]))
     return path
@@ -51,12 +57,18 @@ def test_a_plan_has_all_kinds_and_both_clocks_the_same_workers(unequal):
     write_file(plan, unequal.with_name("plan.json"))
     again = read_file(Plan, unequal.with_name("plan.json"))
     assert again == plan
-    assert [(kind.recipe.name, kind.workers) for kind in again.kinds] == [("large", 1), ("small", 2)]
+    assert [(kind.recipe.name, kind.workers) for kind in again.kinds] == [
+        ("large", 1),
+        ("small", 2),
+    ]
     live = make_scheduler(again).workers
     simulated = world_of(again.kinds, max_new_tokens=128).scheduled()
     assert all(one.is_like(other) for one, other in zip(live, simulated, strict=True))
     assert [worker.capacity_tokens for worker in live] == [7372, 921, 921]
-    assert plan.explained["workers"].source == "fleet: 1 of large, 2 of small; measured at once: large with 2"
+    assert (
+        plan.explained["workers"].source
+        == "fleet: 1 of large, 2 of small; measured at once: large with 2"
+    )
     assert plan.explained["small: capacity_tokens"].value == "1024"
 
 
@@ -72,7 +84,9 @@ def test_a_fleet_of_one_kind_is_the_plain_plan(tmp_path):
 
 
 def test_a_fleet_says_on_which_machines_each_kind_runs(unequal):
-    text = unequal.read_text().replace("workers: 1}", "workers: 1, nodes: {pool: new, example.com/rack: r7}}")
+    text = unequal.read_text().replace(
+        "workers: 1}", "workers: 1, nodes: {pool: new, example.com/rack: r7}}"
+    )
     unequal.write_text(text)
     plan, _ = plan_of_fleet(unequal, None)
     write_file(plan, unequal.with_name("plan.json"))
@@ -88,7 +102,10 @@ def test_the_first_difference_between_models_is_named(tmp_path):
     write_kind(tmp_path, "small", model={"seed": 7})
     with pytest.raises(InputError) as caught:
         open_fleet(write_fleet(tmp_path, ("large", 1), ("small", 1)))
-    assert caught.value.message == "a fleet serves one model: model.seed is 0 in 'large' and 7 in 'small'"
+    assert (
+        caught.value.message
+        == "a fleet serves one model: model.seed is 0 in 'large' and 7 in 'small'"
+    )
 
 
 def test_servers_are_no_kind_of_workers(tmp_path):
@@ -109,13 +126,25 @@ def run(*words: str) -> int:
     return llmctl(*words)
 
 
+@pytest.mark.slow
 def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, capsys):
     monkeypatch.chdir(unequal.parent)
     assert run("simulate", "--fleet", "fleet.yaml", "--trace", "chat-small", "--json") == 0
     metrics = json.loads(capsys.readouterr().out)
     assert sum(key.startswith("utilisation_worker_") for key in metrics) == 3
     scaling = metrics["trace"]["scaling"]
-    options = ["--trials", "1", "--draws", "1", "--jobs", "1", "--trace", "chat-small", "--rate", "10"]
+    options = [
+        "--trials",
+        "1",
+        "--draws",
+        "1",
+        "--jobs",
+        "1",
+        "--trace",
+        "chat-small",
+        "--rate",
+        "10",
+    ]
     assert run("tune", "fleet.yaml", *options) == 0
     assert json.loads(Path("tuning.json").read_text())["scaling"] == scaling
     assert run("render", "fleet.yaml", "--tuning", "tuning.json") == 0
@@ -123,9 +152,15 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
     assert run("render", "fleet.yaml", "--tuning", "tuning.json", "--check") == 0
     assert run("render", "plan.json", "--target", "local") == 0
     assert run("render", "plan.json", "--target", "kubernetes") != 0
-    assert "a fleet cannot be rendered for 'kubernetes': pods of one Deployment" in capsys.readouterr().err
+    assert (
+        "a fleet cannot be rendered for 'kubernetes': pods of one Deployment"
+        in capsys.readouterr().err
+    )
     assert run("serve", "plan.json", "--ray", "local", "--port", "0") != 0
-    assert "--ray local: a cluster of this machine alone is one node of one kind; the" in capsys.readouterr().err
+    assert (
+        "--ray local: a cluster of this machine alone is one node of one kind; the"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("words", ["tune fleet.yaml --workers auto", "simulate --fleet fleet.yaml --workers 2",
@@ -133,4 +168,6 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
 def test_the_number_of_workers_is_the_fleets_to_say(unequal, monkeypatch, capsys, words):
     monkeypatch.chdir(unequal.parent)
     assert run(*words.split()) != 0
-    assert "--workers: a fleet says how many workers there are of each kind" in capsys.readouterr().err
+    assert (
+        "--workers: a fleet says how many workers there are of each kind" in capsys.readouterr().err
+    )

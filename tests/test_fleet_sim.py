@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sim_contract import CASES, HOST_TOKENS, LAW, trace_of
 
-from toolkit.estimators.laws import WithOverhead
+from toolkit.estimators.laws import LinearSwap, WithOverhead
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
-from toolkit.sched.pace import by_pace, requests_per_s
 from toolkit.sched.policies import POLICIES, make_policy
+from toolkit.sched.pool import RETURN_S
+from toolkit.sched.protocols import View
+from toolkit.sched.queues import by_pace, requests_per_s
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.stranded import RETURN_S
 from toolkit.sched.types import BatchResult, Job, Request, Worker
-from toolkit.sched.view import View
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World, fleet
 from toolkit.traces.types import Trace
@@ -25,13 +24,17 @@ from toolkit.traces.types import Trace
 SMALL, LARGE = 180, 400  # tokens; a request has up to 180
 SLOWER = 4.0
 requests = st.lists(
-    st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80), st.integers(1, 80)), min_size=1, max_size=40
+    st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80), st.integers(1, 80)),
+    min_size=1,
+    max_size=40,
 )
 
 
 def world(workers: int, capacity: int = LARGE, slowdown: float = 1.0, joining=None) -> World:
     law, link = WithOverhead(LAW, 0.0, slowdown), LinearSwap(2e-3, 4e4, 8e4)
-    return World(law, ZetaMemory(capacity), workers, 80, swap=link, host_tokens=HOST_TOKENS, joining=joining)
+    return World(
+        law, ZetaMemory(capacity), workers, 80, swap=link, host_tokens=HOST_TOKENS, joining=joining
+    )
 
 
 def unequal(large: int = 1, small: int = 2, joining=None) -> World:
@@ -41,14 +44,22 @@ def unequal(large: int = 1, small: int = 2, joining=None) -> World:
 def crowd(count: int = 120, longest: int = 60, seconds: float = 1.0) -> Trace:
     rng = np.random.default_rng(3)
     arrival = np.sort(rng.uniform(0, seconds, count))
-    return Trace(arrival, rng.integers(1, 100, count), rng.integers(1, longest, count), np.full(count, longest))
+    return Trace(
+        arrival,
+        rng.integers(1, 100, count),
+        rng.integers(1, longest, count),
+        np.full(count, longest),
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("joining", [None, "embed"])
 def test_a_fleet_of_one_kind_is_the_plain_world(case, joining):
     name, parameters = CASES[case]
-    policy, plain = make_policy(name, parameters), replace(world(3, joining=joining), future_memory=True)
+    policy, plain = (
+        make_policy(name, parameters),
+        replace(world(3, joining=joining), future_memory=True),
+    )
     written = fleet([replace(plain, workers=1), replace(plain, workers=2)])
     expected, actual = simulate(crowd(), policy, plain), simulate(crowd(), policy, written)
     assert actual.metrics({}) == pytest.approx(expected.metrics({}), rel=1e-12)
@@ -67,7 +78,9 @@ class Watch(Around):
             ends = min(batch.input_length + batch.steps, longest)
             assert batch.size == 1 or batch.size * ends <= worker.capacity_tokens
             law, steps = worker.latency, batch.steps - worker.latency.prefill_emits_token
-            by_own = law.prefill_s(batch.size, batch.input_length) + law.decode_s(batch.size, batch.input_length, steps)
+            by_own = law.prefill_s(batch.size, batch.input_length) + law.decode_s(
+                batch.size, batch.input_length, steps
+            )
             assert batch.estimated_s == pytest.approx(by_own)
         return decision
 
@@ -112,6 +125,7 @@ class Counting(Watch):
         return decision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["slice", "slice, in turn", "sequence", "conservative", "baton", "fcfs",
                                   "aggressive, least-loaded", "conservative, max-min",
                                   "past-future, future-memory"])  # fmt: skip
@@ -138,12 +152,17 @@ def test_what_fits_nowhere_is_refused_with_the_most_that_fits():
     ]
 
 
+@pytest.mark.slow
 def test_knowing_each_workers_law_is_better_than_one_for_all():
     known = unequal(1, 1)
     slow = known.others[0]
-    believed = fleet([replace(known, believed=slow.latency, others=()), slow])  # the fast one is thought slow
+    believed = fleet(
+        [replace(known, believed=slow.latency, others=()), slow]
+    )  # the fast one is thought slow
     policy = make_policy("slice", {"slice_tokens": 16, "min_interval_s": 0.05})
-    better, worse = (simulate(crowd(300), policy, one).metrics({})["e2e_mean_s"] for one in (known, believed))
+    better, worse = (
+        simulate(crowd(300), policy, one).metrics({})["e2e_mean_s"] for one in (known, believed)
+    )
     assert better < worse
 
 
@@ -168,7 +187,9 @@ def crash(of: Scheduler, worker: int, now_s: float = 1.0) -> None:
     batch = of.workers[worker].running
     if batch is not None:
         nothing = [0] * batch.size
-        of.complete(BatchResult(batch.batch_id, worker, nothing, [False] * batch.size, "crashed"), now_s)
+        of.complete(
+            BatchResult(batch.batch_id, worker, nothing, [False] * batch.size, "crashed"), now_s
+        )
     of.worker_lost(worker, now_s)
 
 

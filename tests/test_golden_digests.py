@@ -34,9 +34,15 @@ def test_every_case_has_a_digest_and_its_own_name(taken):
 
 @pytest.mark.parametrize("policy", sorted({case.policy for case in all_cases()}))
 def test_decisions_and_times_are_as_they_were(taken, policy):
-    differ = [case.name for case in all_cases() if case.policy == policy and digest(case) != taken[case.name]]
+    differ = [
+        case.name
+        for case in all_cases()
+        if case.policy == policy and digest(case) != taken[case.name]
+    ]
     assert not differ
 
 
 if __name__ == "__main__":
-    DIGESTS.write_text(json.dumps({case.name: digest(case) for case in all_cases()}, indent=0) + "\n")
+    DIGESTS.write_text(
+        json.dumps({case.name: digest(case) for case in all_cases()}, indent=0) + "\n"
+    )

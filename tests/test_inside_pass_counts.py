@@ -1,10 +1,12 @@
-"""What is counted of an engine's passes: their time beside the law's, and when requests had their tokens."""
+"""What is counted of an engine's passes: their time beside the law's, and when requests had their
+tokens.
+"""
 
 import pytest
 
+from toolkit.backends.vllm.pass_counts import PassCounts
 from toolkit.estimators.steps import StepLaw, StepShape
-from toolkit.inside.pass_counts import PassCounts
-from toolkit.sched.iterations import Pass, Row
+from toolkit.sched.iterations import LoggedPass, LoggedRow
 
 LAW = StepLaw(1e-2, 1e-3, 0.0, 0.0, 0.0, (1e-4,), host_s=2e-3)
 
@@ -36,27 +38,39 @@ def counts(sums: Sums) -> PassCounts:
     return PassCounts(LAW, sums)
 
 
-def one(start_s: float, end_s: float, rows: list[Row], *ended: str) -> Pass:
-    return Pass(
-        step=1, start_s=start_s, end_s=end_s, rows=rows, preempted=[], ended=list(ended), waiting=0, free_blocks=9
+def one(start_s: float, end_s: float, rows: list[LoggedRow], *ended: str) -> LoggedPass:
+    return LoggedPass(
+        step=1,
+        start_s=start_s,
+        end_s=end_s,
+        rows=rows,
+        preempted=[],
+        ended=list(ended),
+        waiting=0,
+        free_blocks=9,
     )
 
 
-def test_a_pass_counts_with_what_lies_before_it_while_somebody_is_there(counts: PassCounts, sums: Sums):
+def test_a_pass_counts_with_what_lies_before_it_while_somebody_is_there(
+    counts: PassCounts, sums: Sums
+):
     counts.arrived("a", 1.0)
     counts.looked(1.0)
-    counts.passed(one(1.0, 1.5, [Row("a", 0, 8, 8)]))
+    counts.passed(one(1.0, 1.5, [LoggedRow("a", 0, 8, 8)]))
     counts.looked(1.6)
-    counts.passed(one(1.6, 2.0, [Row("a", 8, 1, 8)], "a"))
+    counts.passed(one(1.6, 2.0, [LoggedRow("a", 8, 1, 8)], "a"))
     alone = LAW.forward_s(StepShape(0, 0, 1, 8, 32.0)) + LAW.forward_s(StepShape(1, 8))
-    assert (sums.took_s, sums.predicted_s) == (pytest.approx(1.0), pytest.approx(alone + LAW.after_s(1)))
+    assert (sums.took_s, sums.predicted_s) == (
+        pytest.approx(1.0),
+        pytest.approx(alone + LAW.after_s(1)),
+    )
 
 
 def test_time_in_which_nobody_was_there_counts_for_nothing(counts: PassCounts, sums: Sums):
     for start_s in (1.0, 5.0):
         counts.arrived("a", start_s)
         counts.looked(start_s)
-        counts.passed(one(start_s, start_s + 0.5, [Row("a", 0, 8, 8)], "a"))
+        counts.passed(one(start_s, start_s + 0.5, [LoggedRow("a", 0, 8, 8)], "a"))
     assert sums.took_s == pytest.approx(1.0)
     assert sums.firsts_s == sums.lasts_s == [0.5, 0.5]
 
@@ -64,32 +78,34 @@ def test_time_in_which_nobody_was_there_counts_for_nothing(counts: PassCounts, s
 def test_who_arrives_during_a_pass_came_in_its_middle(counts: PassCounts, sums: Sums):
     counts.arrived("a", 1.0)
     counts.looked(1.0)
-    counts.passed(one(1.0, 2.0, [Row("a", 0, 8, 8)]))
+    counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 8, 8)]))
     counts.arrived("b", 2.0)  # the first look since 1.0
     counts.looked(2.0)
-    counts.passed(one(2.0, 3.0, [Row("a", 8, 1, 8), Row("b", 0, 4, 8)]))
+    counts.passed(one(2.0, 3.0, [LoggedRow("a", 8, 1, 8), LoggedRow("b", 0, 4, 8)]))
     counts.looked(3.0)
-    counts.passed(one(3.0, 4.0, [Row("a", 9, 1, 8), Row("b", 4, 4, 8)], "a", "b"))
+    counts.passed(one(3.0, 4.0, [LoggedRow("a", 9, 1, 8), LoggedRow("b", 4, 4, 8)], "a", "b"))
     assert sums.firsts_s == [1.0, 2.5]
     assert sums.lasts_s == [3.0, 2.5]
 
 
-def test_the_first_token_of_one_who_lost_his_cache_is_not_counted_twice(counts: PassCounts, sums: Sums):
+def test_the_first_token_of_one_who_lost_his_cache_is_not_counted_twice(
+    counts: PassCounts, sums: Sums
+):
     counts.arrived("a", 0.0)
     counts.looked(0.0)
-    counts.passed(one(0.0, 1.0, [Row("a", 0, 8, 8)]))
-    counts.passed(one(1.0, 2.0, [Row("a", 0, 9, 8)], "a"))
+    counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 8)]))
+    counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 9, 8)], "a"))
     assert (sums.firsts_s, sums.lasts_s) == ([1.0], [2.0])
 
 
 def test_an_aborted_request_is_in_no_sum_and_leaves_nobody(counts: PassCounts, sums: Sums):
     counts.arrived("a", 0.0)
     counts.looked(0.0)
-    counts.passed(one(0.0, 1.0, [Row("a", 0, 8, 9)]))
+    counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 9)]))
     counts.gone("a")
     counts.passed(one(7.0, 7.0, [], "a"))
     counts.arrived("b", 9.0)
     counts.looked(9.0)
-    counts.passed(one(9.0, 10.0, [Row("b", 0, 8, 8)], "b"))
+    counts.passed(one(9.0, 10.0, [LoggedRow("b", 0, 8, 8)], "b"))
     assert sums.took_s == pytest.approx(2.0)
     assert sums.firsts_s == [1.0]

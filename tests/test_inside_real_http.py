@@ -1,4 +1,5 @@
-"""Our scheduler inside a real vLLM's server, spoken to by OpenAI's client: what clients get is vLLM's own, each policy.
+"""Our scheduler inside a real vLLM's server, spoken to by OpenAI's client: what clients get is
+vLLM's own, each policy.
 
 Runs where vLLM is installed, or where VLLM_PYTHON names the Python of an environment that has it.
 """
@@ -13,9 +14,8 @@ import samples
 from openai import AsyncOpenAI
 from real_vllm import differences, needed, recipe
 
-from toolkit.endpoints.vllm_command import VllmCommand
-from toolkit.endpoints.vllm_server import VllmServer, vllm_server
-from toolkit.engines.saved_model import saved_model
+from toolkit.backends.vllm.command import VllmCommand, VllmServer, vllm_server
+from toolkit.engines.loading import saved_model
 from toolkit.files.io import write_file
 
 pytestmark = needed
@@ -26,9 +26,15 @@ POLICIES = {
     "conservative": [],
     "fcfs max_batch_size=3": [],
     "slice-continuous slice_tokens=16": [],
-    "mlfq quantum_s=0.02 max_batch_size=4 interval_steps=4": ["--no-async-scheduling", "--max-num-seqs", "5"],
+    "mlfq quantum_s=0.02 max_batch_size=4 interval_steps=4": [
+        "--no-async-scheduling",
+        "--max-num-seqs",
+        "5",
+    ],
 }
-SHAPES = [(20 + 37 * k % 80, 20 + 53 * k % 110) for k in range(16)]  # 3.5 times what the cache holds
+SHAPES = [
+    (20 + 37 * k % 80, 20 + 53 * k % 110) for k in range(16)
+]  # 3.5 times what the cache holds
 
 
 @contextmanager
@@ -50,7 +56,13 @@ class Client:
         prompt_tokens, tokens = SHAPES[k]
         prompt = [(7 * k + 3 * at + at * at) % 256 for at in range(prompt_tokens)]
         more = {"ignore_eos": True, "return_token_ids": True}
-        given = {"model": "toy", "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "extra_body": more}
+        given = {
+            "model": "toy",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            "extra_body": more,
+        }
         return await self._ask(**given | how)
 
     async def whole(self, k: int, **how):
@@ -81,7 +93,9 @@ class Client:
         return one.logprobs.token_logprobs
 
     async def everything(self, stop: str | None):
-        """All at once; by what was asked. `stop` is text of the third answer, found in it where there is none."""
+        """All at once; by what was asked. `stop` is text of the third answer, found in it where
+        there is none.
+        """
         asked = {k: self.streamed(k) if k % 2 else self.whole(k) for k in range(16)}
         asked |= {f"two of {k}": self.whole(k, n=2, temperature=1.0, seed=3) for k in (4, 9)}
         asked |= {"scores": self.scored(2)}
@@ -89,7 +103,9 @@ class Client:
         answers = await asyncio.gather(*asked.values(), *others)
         found = dict(zip(asked, answers, strict=False))
         text = found[2][0][2]
-        found["stop"] = stop or next(text[at : at + 2] for at in range(8, len(text)) if text[at : at + 2].isascii())
+        found["stop"] = stop or next(
+            text[at : at + 2] for at in range(8, len(text)) if text[at : at + 2].isascii()
+        )
         found["stopped"] = await self.whole(2, stop=[found["stop"]])
         return found
 
@@ -114,7 +130,9 @@ class Client:
 
 async def talk(server: VllmServer, stop: str | None):
     """What everybody gets, and how many tokens those who run when it ends."""
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=120) as openai:
+    async with AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=120
+    ) as openai:
         client = Client(openai)
         return await client.everything(stop), await client.running(server)
 
@@ -130,8 +148,10 @@ def test_clients_get_what_vllm_gives_them(policy: str, own, tmp_path: Path):
     write_file(samples.fit(), tmp_path / "fit.json")
     log = tmp_path / "events.jsonl"
     variables = {"LLMCTL_VLLM_POLICY": policy, "LLMCTL_VLLM_FIT": str(tmp_path / "fit.json")}
-    scheduler = ["--scheduler-cls", "toolkit.inside.vllm_scheduler.LlmctlScheduler"]
-    with serving([*scheduler, *POLICIES[policy]], variables | {"LLMCTL_VLLM_EVENT_LOG": str(log)}) as server:
+    scheduler = ["--scheduler-cls", "toolkit.backends.vllm.scheduler.LlmctlScheduler"]
+    with serving(
+        [*scheduler, *POLICIES[policy]], variables | {"LLMCTL_VLLM_EVENT_LOG": str(log)}
+    ) as server:
         found, drained = asyncio.run(talk(server, own["stop"]))
         code = server.wait(120)  # on a busy machine vLLM takes all of its time
     assert found.pop("scores") == pytest.approx(own["scores"], abs=1e-4)

@@ -1,4 +1,5 @@
-"""Our scheduler inside a real vLLM: the bench of few requests, held to vLLM's own tokens and to the replay of its log.
+"""Our scheduler inside a real vLLM: the bench of few requests, held to vLLM's own tokens and to the
+replay of its log.
 
 Runs where vLLM is installed, or where VLLM_PYTHON names the Python of an environment that has it.
 """
@@ -12,9 +13,20 @@ from real_vllm import PYTHON, differences, needed
 
 
 @needed
-def test_tokens_are_vllm_s_own_and_the_log_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"warm": "4", "requests": "10", "clients": "10", "kv-tokens": "768", "repeats": "1", "trace": "chat-small"}
-    words = [f"--{key}={value}" for key, value in (few | {"policy": "aggressive watermark=1.0"}).items()]
+def test_tokens_are_vllm_s_own_and_the_log_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {
+        "warm": "4",
+        "requests": "10",
+        "clients": "10",
+        "kv-tokens": "768",
+        "repeats": "1",
+        "trace": "chat-small",
+    }
+    words = [
+        f"--{key}={value}" for key, value in (few | {"policy": "aggressive watermark=1.0"}).items()
+    ]
     options = bench.options([f"--vllm-python={PYTHON}", *words])
     (tmp_path / "work.json").write_text(json.dumps(bench.make_work(options)))
     bench.save_model(tmp_path / "model")

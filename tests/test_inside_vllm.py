@@ -1,4 +1,6 @@
-"""Our scheduler inside vLLM, with a fake of vLLM's own: who enters, who makes way, and books that are right."""
+"""Our scheduler inside vLLM, with a fake of vLLM's own: who enters, who makes way, and books that
+are right.
+"""
 
 import importlib
 import os
@@ -12,15 +14,21 @@ from fake_vllm import FullAttentionSpec, Request, UniformTypeKVCacheSpecs, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.backends.vllm.setup import make_worker, read_setup
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
-from toolkit.inside.setup import make_worker, read_setup
-from toolkit.sched.eventlog import CompleteRound, Header, Tick, from_lines, replay
+from toolkit.sched.eventlog import CompleteRound, EventLogHeader, Tick, from_lines, replay
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 
-NAME = "toolkit.inside.vllm_scheduler"
-POLICIES = ["past-future", "aggressive", "conservative", "fcfs max_batch_size=2", "slice-continuous slice_tokens=4"]
+NAME = "toolkit.backends.vllm.scheduler"
+POLICIES = [
+    "past-future",
+    "aggressive",
+    "conservative",
+    "fcfs max_batch_size=2",
+    "slice-continuous slice_tokens=4",
+]
 SLA = "past-future-sla mtpot_s=1 interval_steps=2"
 MLFQ = "mlfq quantum_s=0.03 growth=1.0 interval_steps=2 max_batch_size=2"
 CASES = [(policy, ahead) for policy in (*POLICIES, SLA) for ahead in (0, 1)] + [(MLFQ, 0)]
@@ -36,7 +44,9 @@ def imported(monkeypatch, version="0.32.0+cpu"):
     finally:
         for name in [name for name in sys.modules if name == NAME or name.split(".")[0] == "vllm"]:
             del sys.modules[name]
-        sys.modules |= {name: module for name, module in before.items() if name.split(".")[0] == "vllm"}
+        sys.modules |= {
+            name: module for name, module in before.items() if name.split(".")[0] == "vllm"
+        }
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +75,9 @@ def make(monkeypatch, fitted):
 
 def several(count=8, prompt=6, limit=20, every=1):
     return [
-        Request(f"r{n}", prompt + n % 3, limit, length=3 + 5 * n % limit, arrival_time=float(n * every))
+        Request(
+            f"r{n}", prompt + n % 3, limit, length=3 + 5 * n % limit, arrival_time=float(n * every)
+        )
         for n in range(count)
     ]
 
@@ -97,18 +109,24 @@ def test_the_books_hold_the_tokens_that_are_there(make, policy, ahead):
         def completed(result, now_s):
             complete(result, now_s)
             for job in residents.jobs:
-                assert job.generated + residents.steps - job.joined == by_id[job.request_id].generated
+                assert (
+                    job.generated + residents.steps - job.joined == by_id[job.request_id].generated
+                )
 
         return completed
 
     scheduler.steps.scheduler.complete = checked(scheduler.steps.scheduler.complete)
     run(scheduler, requests, ahead=ahead)
-    assert sorted(scheduler.steps.scheduler._view.finished.recent) == sorted(truth(requests).values())
+    assert sorted(scheduler.steps.scheduler._view.finished.recent) == sorted(
+        truth(requests).values()
+    )
 
 
+@pytest.mark.slow
 @given(
     shapes=st.lists(
-        st.tuples(st.integers(1, 12), st.integers(1, 16), st.integers(1, 16), st.integers(0, 9)), max_size=8
+        st.tuples(st.integers(1, 12), st.integers(1, 16), st.integers(1, 16), st.integers(0, 9)),
+        max_size=8,
     ),
     case=st.sampled_from(CASES),
     budget=st.integers(4, 20),
@@ -137,7 +155,7 @@ def test_its_log_replays_also_of_one_that_was_killed(make, tmp_path, policy, ahe
     scheduler = make(policy, log=str(log), ahead=bool(ahead))
     run(scheduler, several(), ahead=ahead)
     header, *events = read(log)
-    assert isinstance(header, Header)
+    assert isinstance(header, EventLogHeader)
     assert any(isinstance(event, Tick) and event.started for event in events)
     fresh = make_policy(header.policy, header.parameters)
     worker = make_worker(read_setup(os.environ), header.capacity_tokens, header.slots)
@@ -155,7 +173,9 @@ def test_who_may_enter_is_the_policy_s_and_in_its_order(make):
 
 
 def test_the_policy_makes_room_before_vllm_has_to(make):
-    scheduler = make("aggressive watermark=1.0 interval_steps=1", block_size=1, blocks=41, budget=40)
+    scheduler = make(
+        "aggressive watermark=1.0 interval_steps=1", block_size=1, blocks=41, budget=40
+    )
     requests = [Request(f"r{n}", 10, 30, 30) for n in range(3)]
     run(scheduler, requests)
     assert (scheduler.made_way > 0, scheduler.ran_out) == (True, 0)
@@ -163,7 +183,9 @@ def test_the_policy_makes_room_before_vllm_has_to(make):
 
 def test_what_vllm_drops_by_itself_waits_again_and_is_in_the_log(make, tmp_path):
     log = tmp_path / "events.jsonl"
-    scheduler = make("aggressive watermark=1.0 interval_steps=1", log=str(log), block_size=8, blocks=8, budget=40)
+    scheduler = make(
+        "aggressive watermark=1.0 interval_steps=1", log=str(log), block_size=8, blocks=8, budget=40
+    )
     requests = [Request(f"r{n}", 8, 24, 24) for n in range(4)]
     assert run(scheduler, requests) == truth(requests)
     dropped = [event.result.dropped for event in read(log) if isinstance(event, CompleteRound)]
@@ -172,7 +194,10 @@ def test_what_vllm_drops_by_itself_waits_again_and_is_in_the_log(make, tmp_path)
 
 def test_past_future_is_preempted_less_than_the_aggressive(make):
     preempted = {}
-    for policy in ("past-future reserve=0 initial_count=50 initial_length=30", "aggressive watermark=1.0"):
+    for policy in (
+        "past-future reserve=0 initial_count=50 initial_length=30",
+        "aggressive watermark=1.0",
+    ):
         scheduler = make(policy, block_size=1, blocks=101, slots=8, budget=40)
         run(scheduler, [Request(f"r{n}", 6, 60, 30, arrival_time=n) for n in range(12)])
         preempted[policy] = scheduler.made_way + scheduler.ran_out
@@ -227,7 +252,9 @@ def test_vllm_may_drop_every_cache_between_any_two_steps(make, tmp_path, policy,
 
 
 def test_feedback_queues_want_vllm_to_schedule_step_by_step(make):
-    with pytest.raises(InputError, match=r"policy 'mlfq' pauses requests .*: start vLLM with --no-async-scheduling"):
+    with pytest.raises(
+        InputError, match=r"policy 'mlfq' pauses requests .*: start vLLM with --no-async-scheduling"
+    ):
         make(MLFQ, ahead=True)
 
 
@@ -273,12 +300,21 @@ def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
     [
         ("past-futur", "there is no policy 'past-futur'"),
         ("past-future reserv=1", "policy 'past-future' has no parameter 'reserv'"),
-        ("past-future reserve=2", "policy 'past-future': reserve is 2; the limit is from 0 to 0.99"),
+        (
+            "past-future reserve=2",
+            "policy 'past-future': reserve is 2; the limit is from 0 to 0.99",
+        ),
         ("past-future reserve", "'reserve' is not KEY=VALUE"),
         ("slice", "policy 'slice' cannot run inside this engine: its batches are static"),
-        ("baton", "policy 'baton' cannot run inside this engine: it lays rows out in one padded slab"),
+        (
+            "baton",
+            "policy 'baton' cannot run inside this engine: it lays rows out in one padded slab",
+        ),
         ("srpt-oracle", "policy 'srpt-oracle' knows the true output lengths"),
-        ("past-future-sla", "policy 'past-future-sla' asks how long steps take, and no fit was given"),
+        (
+            "past-future-sla",
+            "policy 'past-future-sla' asks how long steps take, and no fit was given",
+        ),
     ],
 )
 def test_a_policy_that_cannot_run_there_is_refused(make, policy, line):
@@ -294,7 +330,10 @@ def test_a_policy_that_cannot_run_there_is_refused(make, policy, line):
     [
         ({"LLMCTL_VLLM_PLAN": "none.json"}, "none.json: "),
         ({"LLMCTL_VLLM_FIT": "none.json"}, "none.json: "),
-        ({"LLMCTL_VLLM_PLAN": "a", "LLMCTL_VLLM_FIT": "b"}, "LLMCTL_VLLM_PLAN and LLMCTL_VLLM_FIT are both set"),
+        (
+            {"LLMCTL_VLLM_PLAN": "a", "LLMCTL_VLLM_FIT": "b"},
+            "LLMCTL_VLLM_PLAN and LLMCTL_VLLM_FIT are both set",
+        ),
         ({"LLMCTL_VLLM_POLICE": "fcfs"}, "there is no variable LLMCTL_VLLM_POLICE"),
     ],
 )
@@ -315,7 +354,10 @@ def test_past_future_is_what_runs_where_nothing_is_said():
         ({"speculative_config": object()}, "speculative decoding"),
         ({"kv_transfer_config": object()}, "a KV connector"),
         ({"kind": object()}, "a model whose cache does not grow with its tokens"),
-        ({"kind": UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": object()})}, "a model whose cache does not"),
+        (
+            {"kind": UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": object()})},
+            "a model whose cache does not",
+        ),
     ],
 )
 def test_what_it_was_not_tried_beside_is_refused(make, shape, what):
@@ -332,6 +374,7 @@ def test_a_log_that_cannot_be_written_is_refused(make, tmp_path):
         make(log=str(tmp_path / "no" / "such"))
 
 
+@pytest.mark.slow
 def test_it_brings_nothing_heavy_that_vllm_would_not_have_loaded():
     code = (
         f"import sys, fake_vllm; fake_vllm.install(); import {NAME};"
@@ -340,6 +383,10 @@ def test_it_brings_nothing_heavy_that_vllm_would_not_have_loaded():
     here = os.path.dirname(__file__)
     paths = os.pathsep.join([here, os.path.dirname(here)])
     result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert result.stdout.strip() == "[]"

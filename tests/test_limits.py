@@ -21,9 +21,8 @@ from toolkit.deploy.plan import OVERRIDDEN, UNTUNED, make_plan
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file, write_file
-from toolkit.files.limits import Limit, breaks, recipe_limits
 from toolkit.files.plan import Plan
-from toolkit.files.tuning import Tuning
+from toolkit.files.tuning import Limit, Tuning, breaks, recipe_limits
 from toolkit.report.material import gather
 from toolkit.report.page import report
 from toolkit.serve.status import facts_of
@@ -34,7 +33,9 @@ STARTED_BY_US = [target for target in TARGETS if target not in ("vllm", "sglang"
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a recipe, its fit, and a tuning whose best breaks the TTFT target."""
+    """The working directory, with a recipe, its fit, and a tuning whose best breaks the TTFT
+    target.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     Path("recipe.yaml").write_text(RECIPE)
@@ -54,7 +55,9 @@ GIVEN = ("recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json")
 
 
 def refused(capsys: pytest.CaptureFixture[str], which: str, *words: str) -> None:
-    """The command ends with 2, one line that names the limit, one that names the remedy, and no output."""
+    """The command ends with 2, one line that names the limit, one that names the remedy, and no
+    output.
+    """
     capsys.readouterr()
     assert llmctl(*words) == 2
     out, err = capsys.readouterr()
@@ -77,7 +80,9 @@ def test_render_refuses_it_and_writes_nothing(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("allowed", ["--force", ALLOW_BROKEN])
-def test_what_is_allowed_is_a_warning_that_stands_in_the_plan(allowed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_allowed_is_a_warning_that_stands_in_the_plan(
+    allowed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert llmctl("render", *GIVEN, allowed) == 0
     out, err = capsys.readouterr()
     assert f"warning: tuning.json: {BROKEN}" in err.splitlines()
@@ -89,7 +94,9 @@ def test_what_is_allowed_is_a_warning_that_stands_in_the_plan(allowed: str, caps
     ]
     told = plan.explained["limits"]
     assert told.value == "1 of 2 kept"
-    assert told.source.startswith("predicted to break 1 of 2 limits: ttft_p99_s is 31.7 s (at most 2 s); simulated")
+    assert told.source.startswith(
+        "predicted to break 1 of 2 limits: ttft_p99_s is 31.7 s (at most 2 s); simulated"
+    )
     assert plan.explained["policy"].source == "trial 2 of 3; it breaks limits, held out"
     assert "goodput, held out" not in "".join(one.source for one in plan.explained.values())
     assert "1 of 2 kept" in out
@@ -111,7 +118,9 @@ def test_an_allowance_alone_writes_over_nothing_that_was_edited() -> None:
 def broken_plan(folder: Path, **changes: object) -> Plan:
     """The plan of orders, whose TTFT target is missed by far."""
     made = orders.plan(folder, **changes)
-    told = [one.judged(31.7, kept=False) if one.name == "ttft_p99_s" else one for one in made.limits]
+    told = [
+        one.judged(31.7, kept=False) if one.name == "ttft_p99_s" else one for one in made.limits
+    ]
     return made.model_copy(update={"limits": told})
 
 
@@ -123,7 +132,11 @@ def test_the_files_of_every_target_warn_and_start(target: str, tmp_path: Path) -
     assert "**Warning: The plan is predicted to break 1 of " in explained
     assert "| ttft_p99_s | at most 2 s | 31.7 s | NO |" in explained
     assert "| oom_percent | at most 1 % | 0.5 % | yes |" in explained
-    starting = [name for name, text in files.items() if ALLOW_BROKEN in text and not name.endswith("plan.json")]
+    starting = [
+        name
+        for name, text in files.items()
+        if ALLOW_BROKEN in text and not name.endswith("plan.json")
+    ]
     if target in STARTED_BY_US:
         assert len(starting) == 2  # EXPLAIN.md, and what starts the server
         assert f"| serve {ALLOW_BROKEN} | given |" in explained
@@ -151,15 +164,21 @@ def test_serve_refuses_a_recipe_a_plan_and_a_folder(capsys: pytest.CaptureFixtur
         refused(capsys, f"{target}/plan.json", "serve", target)
 
 
+@pytest.mark.slow
 def test_a_running_server_says_what_its_plan_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = fake_plan(tmp_path)
-    told = [one.judged(31.7 if one.name == "ttft_p99_s" else 0.5, kept=one.name != "ttft_p99_s") for one in plan.limits]
+    told = [
+        one.judged(31.7 if one.name == "ttft_p99_s" else 0.5, kept=one.name != "ttft_p99_s")
+        for one in plan.limits
+    ]
     write_file(plan.model_copy(update={"limits": told}), tmp_path / "plan.json")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with Server(tmp_path / "plan.json", ALLOW_BROKEN) as server:
-        assert [(one["name"], one["kept"]) for one in server.ready["broken_limits"]] == [("ttft_p99_s", False)]
+        assert [(one["name"], one["kept"]) for one in server.ready["broken_limits"]] == [
+            ("ttft_p99_s", False)
+        ]
         assert llmctl("status", "--json") == 0
         out, err = capsys.readouterr()
         (seen,) = json.loads(out)["servers"]
@@ -168,12 +187,17 @@ def test_a_running_server_says_what_its_plan_breaks(
         server.end()
 
 
-def test_the_lines_of_a_server_that_starts_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_of_a_server_that_starts_warn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for plan, warned in ((broken_plan(tmp_path), True), (orders.plan(tmp_path), False)):
         _announce(False, "http://127.0.0.1:8000", "toy", plan)
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("ready: ")
-        assert any(line.startswith("warning: predicted to break 1 of 3 limits") for line in lines) == warned
+        assert (
+            any(line.startswith("warning: predicted to break 1 of 3 limits") for line in lines)
+            == warned
+        )
         assert max(map(len, lines)) <= 80
 
 
@@ -185,7 +209,9 @@ def test_the_status_page_has_what_the_limits_say(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("files")
 def test_the_report_shows_the_limits_and_praises_nothing() -> None:
-    write_file(read_file(Tuning, "tuning.json").model_copy(update={"gain_percent": 53.1}), "tuning.json")
+    write_file(
+        read_file(Tuning, "tuning.json").model_copy(update={"gain_percent": 53.1}), "tuning.json"
+    )
     assert llmctl("render", *GIVEN, "--force") == 0
     page = report(gather("recipe.yaml"))
     assert "53.1" not in page
@@ -217,7 +243,9 @@ def test_settings_that_a_person_gives_have_no_prediction() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_the_tunings_own_settings_given_by_hand_keep_their_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tunings_own_settings_given_by_hand_keep_their_prediction(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     same = [f"--set={name}={value}" for name, value in outcome(66).parameters.items()]
     refused(capsys, "tuning.json", "render", *GIVEN, "--policy", "slice", *same)
     write_tuning(1.8)
@@ -236,7 +264,9 @@ def test_a_tuning_that_keeps_the_defaults_is_judged_by_the_defaults(files: Path)
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("drop", [("limits",), ("keeps_limits",), ("limits", "keeps_limits")])
-def test_a_tuning_of_an_older_llmctl_is_made_again(drop: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tuning_of_an_older_llmctl_is_made_again(
+    drop: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     edit("tuning.json", lambda data: [data.pop(key) for key in drop])
     assert llmctl("render", *GIVEN) == 2
     error, *_, hint = capsys.readouterr().err.splitlines()
@@ -275,10 +305,22 @@ def edit(file: str, change: Callable[[dict[str, object]], object]) -> None:
 @pytest.mark.parametrize(
     ("limit", "told"),
     [
-        (Limit(name="ttft_p99_s", bound="at most", limit=10, predicted=12.34, kept=False), "12.3 s (at most 10 s)"),
-        (Limit(name="ttft_p99_s", bound="at most", limit=10, predicted=10.004, kept=False), "10.004 s (at most 10 s)"),
         (
-            Limit(name="sla_attainment_lower_percent", bound="at least", limit=99, predicted=91.25, kept=False),
+            Limit(name="ttft_p99_s", bound="at most", limit=10, predicted=12.34, kept=False),
+            "12.3 s (at most 10 s)",
+        ),
+        (
+            Limit(name="ttft_p99_s", bound="at most", limit=10, predicted=10.004, kept=False),
+            "10.004 s (at most 10 s)",
+        ),
+        (
+            Limit(
+                name="sla_attainment_lower_percent",
+                bound="at least",
+                limit=99,
+                predicted=91.25,
+                kept=False,
+            ),
             "91.2 % (at least 99 %)",
         ),
     ],
@@ -312,11 +354,18 @@ def test_the_demo_goes_on_where_no_setting_keeps_the_limits(
     promised = Tuning.model_construct(request_rate_rps=30.0, held_out_windows=[])
     seen = BenchReport.model_construct(measured=dict.fromkeys(demo.COMPARED, 1.0))
     held = [demo.Held("goodput_rps", None, 1.0, 1.0, 1.0, None)]
-    for name, value in {"overload": [], "_tuned_window": [], "_safe_rows": 4, "_held": held}.items():
+    for name, value in {
+        "overload": [],
+        "_tuned_window": [],
+        "_safe_rows": 4,
+        "_held": held,
+    }.items():
         monkeypatch.setattr(demo, name, lambda *_, value=value: value)
     monkeypatch.setattr(demo.Stages, "_start", start)
     monkeypatch.setattr(demo.Stages, "server", server)
-    monkeypatch.setattr("toolkit.files.io.read_file", lambda kind, _: promised if kind is Tuning else seen)
+    monkeypatch.setattr(
+        "toolkit.files.io.read_file", lambda kind, _: promised if kind is Tuning else seen
+    )
     assert llmctl("demo", "--out", tmp_path / "out") == 0
     told = {words[0]: ALLOW_BROKEN in words for words in reversed(ran)}  # the first of each
     assert told == {

@@ -12,11 +12,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NAMES = ("python3", "python3.13", "python3.12", "python3.11")
 
-pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("make") is None, reason="needs make"),
+]
 
 
 def install(folder: Path, name: str, version: tuple[int, int], *, venv: bool = True) -> None:
-    """A Python of that name that says it is of that version, and may lack venv. It makes no environment."""
+    """A Python of that name that says it is of that version, and may lack venv. It makes no
+    environment.
+    """
     hidden = "" if venv else "sys.modules['ensurepip'] = None; "
     told = f"import sys; sys.version_info = {(*version, 0, 'final', 0)}; {hidden}exec(sys.argv[1])"
     script = f"""#!/bin/sh
@@ -46,9 +51,15 @@ def make(programs: Path, *words: str) -> tuple[str, str]:
     """What `make setup` says in a folder without .venv, on stdout and stderr."""
     venv = programs.parent / "venv"
     words = ("-C", str(ROOT), f"VENV={venv}", "setup", *words)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON"))
+    }
     done = subprocess.run(
-        ["make", *words], env=environment | {"PATH": str(programs)}, capture_output=True, text=True, check=False
+        ["make", *words],
+        env=environment | {"PATH": str(programs)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode != 0  # at the latest when pip is wanted
     assert not (venv / ".installed").exists()
@@ -64,7 +75,9 @@ def make(programs: Path, *words: str) -> tuple[str, str]:
         ({"python3.13": (3, 13), "python3.12": (3, 12)}, "python3.13"),
     ],
 )
-def test_the_first_python_that_fits_is_taken(there: dict[str, tuple[int, int]], chosen: str, programs: Path) -> None:
+def test_the_first_python_that_fits_is_taken(
+    there: dict[str, tuple[int, int]], chosen: str, programs: Path
+) -> None:
     for name, version in there.items():
         install(programs, name, version)
     out, _ = make(programs)
@@ -83,7 +96,10 @@ def test_where_none_fits_it_says_what_was_tried(programs: Path) -> None:
     install(programs, "python3", (3, 10))
     out, err = make(programs)
     assert "-m venv" not in out
-    assert "found no Python 3.11, 3.12 or 3.13 with venv (tried python3 python3.13 python3.12 python3.11)" in err
+    assert (
+        "found no Python 3.11, 3.12 or 3.13 with venv (tried python3 python3.13 python3.12 python3.11)"
+        in err
+    )
 
 
 def test_the_one_that_is_named_wins(programs: Path) -> None:
@@ -95,6 +111,10 @@ def test_the_one_that_is_named_wins(programs: Path) -> None:
 
 def test_the_project_says_the_same() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = {word.rpartition(" ")[2] for word in project["classifiers"] if word.startswith("Programming Language")}
+    named = {
+        word.rpartition(" ")[2]
+        for word in project["classifiers"]
+        if word.startswith("Programming Language")
+    }
     assert named == {"3", "3.11", "3.12", "3.13"}
     assert project["requires-python"] == ">=3.11"

@@ -12,7 +12,14 @@ def served(*rows, ok=None) -> Served:
     """Rows of (arrival, first token, finish, tokens, largest gap)."""
     arrival, first, finish, tokens, gap = (np.array(column) for column in zip(*rows, strict=True))
     flags = np.array([True] * len(rows) if ok is None else ok)
-    return Served(arrival.astype(float), first.astype(float), finish.astype(float), tokens, gap.astype(float), flags)
+    return Served(
+        arrival.astype(float),
+        first.astype(float),
+        finish.astype(float),
+        tokens,
+        gap.astype(float),
+        flags,
+    )
 
 
 TWO = served((0, 1, 3, 5, 0.75), (1, 1.5, 4, 6, 1.0))
@@ -37,7 +44,9 @@ def test_requests_that_failed_have_no_latency():
     assert [len(array) for array in values.values()] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("name", "expected"), [("mean", 2.5), ("max", 4), ("p50", 2.5), ("p100", 4), ("p0", 1)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("mean", 2.5), ("max", 4), ("p50", 2.5), ("p100", 4), ("p0", 1)]
+)
 def test_a_statistic_goes_by_its_name(name, expected):
     assert statistic(np.array([1.0, 2.0, 3.0, 4.0]), name) == expected
 
@@ -47,7 +56,11 @@ def test_throughput_is_over_the_time_from_first_arrival_to_last_completion():
     assert summary["makespan_s"] == 4
     assert summary["throughput_rps"] == summary["goodput_rps"] == 0.5
     assert summary["output_tokens_per_s"] == 11 / 4
-    assert (summary["requests"], summary["failed"], summary["sla_attainment_percent"]) == (2, 0, 100)
+    assert (summary["requests"], summary["failed"], summary["sla_attainment_percent"]) == (
+        2,
+        0,
+        100,
+    )
 
 
 def test_goodput_counts_those_that_meet_every_target():
@@ -70,20 +83,38 @@ def test_where_all_failed_there_is_no_latency_to_report():
 
 
 @pytest.mark.parametrize(
-    ("key", "ratio"), [("ttft_max_s", 0.5), ("e2e_mean_s", 1.5), ("itl_max_s", 0.5), ("mtpot_p50_s", 0.4375)]
+    ("key", "ratio"),
+    [("ttft_max_s", 0.5), ("e2e_mean_s", 1.5), ("itl_max_s", 0.5), ("mtpot_p50_s", 0.4375)],
 )
 def test_a_ratio_above_one_is_a_miss(key, ratio):
     assert sla_ratios(TWO, {key: 2.0}) == {key: ratio}
 
 
+def test_where_no_request_is_served_every_target_is_missed():
+    """It is no latency of 0 s."""
+    refused = served((0, np.nan, np.nan, 0, 0), (1, np.nan, np.nan, 0, 0), ok=[False, False])
+    assert (
+        min(sla_ratios(refused, {"ttft_p99_s": 2.0, "tpot_mean_s": 9.0, "itl_max_s": 1.0}).values())
+        > 1
+    )
+
+
 @given(
     st.lists(
-        st.tuples(st.floats(0, 100), st.floats(0, 10), st.floats(0, 10), st.integers(1, 50), st.floats(0, 10)),
+        st.tuples(
+            st.floats(0, 100),
+            st.floats(0, 10),
+            st.floats(0, 10),
+            st.integers(1, 50),
+            st.floats(0, 10),
+        ),
         min_size=1,
     ),
     st.floats(0.1, 20),
 )
 def test_goodput_never_exceeds_throughput_and_a_looser_target_never_lowers_it(rows, limit):
-    requests = served(*((at, at + wait, at + wait + rest, n, gap) for at, wait, rest, n, gap in rows))
+    requests = served(
+        *((at, at + wait, at + wait + rest, n, gap) for at, wait, rest, n, gap in rows)
+    )
     tight, loose = (summarize(requests, {"e2e_p99_s": value}) for value in (limit, 2 * limit))
     assert tight["goodput_rps"] <= loose["goodput_rps"] <= loose["throughput_rps"]

@@ -1,4 +1,6 @@
-"""The offline benchmark's own parts: what is asked of every system, its tables, and the file that llama.cpp reads."""
+"""The offline benchmark's own parts: what is asked of every system, its tables, and the file that
+llama.cpp reads.
+"""
 
 import struct
 from pathlib import Path
@@ -12,7 +14,10 @@ from offline_work import LONGEST_OUTPUT, LONGEST_PROMPT, SHORTEST, Work, prepare
 
 
 def run(**seconds: float) -> dict[str, object]:
-    systems = {name: {"seconds": one, "cpu_s": 2 * one, "tokens": 100, "equal": 2} for name, one in seconds.items()}
+    systems = {
+        name: {"seconds": one, "cpu_s": 2 * one, "tokens": 100, "equal": 2}
+        for name, one in seconds.items()
+    }
     return {"size": "15M", "requests": 10, "tokens": 100, "compared": 2, "systems": systems}
 
 
@@ -24,7 +29,11 @@ def test_ratios_are_those_of_runs_in_the_same_round() -> None:
 
 
 def test_processor_time_is_another_clock() -> None:
-    assert table([run(rebatch=1.0)], ["rebatch"], [], "cpu_s").splitlines()[2].startswith("| rebatch | 50 |")
+    assert (
+        table([run(rebatch=1.0)], ["rebatch"], [], "cpu_s")
+        .splitlines()[2]
+        .startswith("| rebatch | 50 |")
+    )
 
 
 def test_what_is_not_installed_is_said() -> None:
@@ -36,12 +45,15 @@ def test_the_best_of_a_kind_is_what_counts() -> None:
     assert "the best static 2.50x (aim 2.0)" in text
 
 
-def test_lengths_are_the_traces_scaled_down_and_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_the_traces_scaled_down_and_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(offline_work, "_save_model", lambda folder, size: None)
     trace = tmp_path / "trace.csv"
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     lines += [
-        f"2023-11-16 18:15:4{k}.0,{prompt},{output}" for k, (prompt, output) in enumerate([(8, 9999), (9999, 40)])
+        f"2023-11-16 18:15:4{k}.0,{prompt},{output}"
+        for k, (prompt, output) in enumerate([(8, 9999), (9999, 40)])
     ]
     trace.write_text("\n".join(lines) + "\n")
     work = prepare(tmp_path / "work", "15M", str(trace), 2, 1, 1)

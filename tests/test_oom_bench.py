@@ -7,11 +7,13 @@ import oom
 import tiny
 from rounds import generated_alone
 
-from toolkit.engines.bytes_tokenizer import ByteTokenizer
 from toolkit.engines.protocol import Row
+from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.files.plan import Plan
 
-PLAN = cast(Plan, SimpleNamespace(recipe=SimpleNamespace(model=tiny.model_spec(), hardware=tiny.CPU)))
+PLAN = cast(
+    Plan, SimpleNamespace(recipe=SimpleNamespace(model=tiny.model_spec(), hardware=tiny.CPU))
+)
 ASKS = [oom.Ask("abc", 12), oom.Ask("some other words", 12)]
 
 

@@ -1,4 +1,6 @@
-"""Profiles of hardware that is not here: the roofline by hand, what is assumed, and what a measured one teaches."""
+"""Profiles of hardware that is not here: the roofline by hand, what is assumed, and what a measured
+one teaches.
+"""
 
 from pathlib import Path
 
@@ -8,13 +10,15 @@ import samples
 from toolkit.cli.main import run
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.roofline import Efficiency, Peaks, Roofline, Sizes, fit_efficiency
+from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline, fit_efficiency
 from toolkit.files.io import read_file, write_file
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.analytic import Basis, analytic_profile, basis_of
 
-SIZES = Sizes(weight_bytes=2000, weights=1000, layers=2, attention_width=10, kv_bytes_per_token=4)
+SIZES = ModelSizes(
+    weight_bytes=2000, weights=1000, layers=2, attention_width=10, kv_bytes_per_token=4
+)
 PEAKS = Peaks(flops_per_s=1e6, bytes_per_s=1e5)
 REACHED = Efficiency(compute=0.5, traffic=0.8, pass_s=0.01)
 
@@ -29,7 +33,13 @@ def recipe(**hardware: object) -> Recipe:
             "kv_bytes_per_token": 524288,
             "weight_bytes": 13476831232,
         },
-        hardware={"device": "cuda", "name": "A100", "memory_gib": 79.1, "peak_tflops": 312, "bandwidth_gb_s": 2039}
+        hardware={
+            "device": "cuda",
+            "name": "A100",
+            "memory_gib": 79.1,
+            "peak_tflops": 312,
+            "bandwidth_gb_s": 2039,
+        }
         | hardware,
         engine={"name": "transformers"},
         workers=1,
@@ -52,23 +62,42 @@ def test_a_pass_takes_what_limits_it():
 def test_the_efficiency_is_found_from_what_it_gives():
     line = Roofline(PEAKS, SIZES, REACHED)
     prefill = [
-        PrefillPoint(batch_size=n, input_length=k, seconds=[line.prefill_s(n, k)]) for n in (1, 4, 16) for k in (8, 64)
+        PrefillPoint(batch_size=n, input_length=k, seconds=[line.prefill_s(n, k)])
+        for n in (1, 4, 16)
+        for k in (8, 64)
     ]
     decode = [
-        DecodePoint(batch_size=n, cached_length=k, seconds=[line.decode_s(n, k)]) for n in (1, 2, 64) for k in (8, 64)
+        DecodePoint(batch_size=n, cached_length=k, seconds=[line.decode_s(n, k)])
+        for n in (1, 2, 64)
+        for k in (8, 64)
     ]
     found, error = fit_efficiency(PEAKS, SIZES, prefill, decode)
     assert (found.compute, found.traffic, found.pass_s) == pytest.approx((0.5, 0.8, 0.01), rel=1e-3)
     assert error < 0.1
 
 
-def test_an_analytic_profile_says_so_all_the_way_and_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    source, profile, fit = tmp_path / "recipe.json", tmp_path / "profile.json", tmp_path / "fit.json"
+def test_an_analytic_profile_says_so_all_the_way_and_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source, profile, fit = (
+        tmp_path / "recipe.json",
+        tmp_path / "profile.json",
+        tmp_path / "fit.json",
+    )
     write_file(recipe(), source)
     for words in (
         ["profile", str(source), "--analytic", "--out", str(profile)],
         ["fit", str(profile), "--out", str(fit)],
-        ["simulate", "--fit", str(fit), "--policy", "slice", "--trace", "chat-small", "--fit-lengths"],
+        [
+            "simulate",
+            "--fit",
+            str(fit),
+            "--policy",
+            "slice",
+            "--trace",
+            "chat-small",
+            "--fit-lengths",
+        ],
     ):
         with pytest.raises(SystemExit, match="0"):
             run(words)
@@ -89,7 +118,9 @@ def test_a_measured_profile_of_the_engine_teaches_the_efficiency():
     )
     with pytest.raises(InputError, match="analytic itself"):
         basis_of(measured, recipe())
-    measured = measured.model_copy(update={"engine": measured.engine.model_copy(update={"analytic": ""})})
+    measured = measured.model_copy(
+        update={"engine": measured.engine.model_copy(update={"analytic": ""})}
+    )
     basis = basis_of(measured, recipe())
     assert basis.efficiency.compute == pytest.approx(0.31, rel=0.02)
     assert "fitted to test" in basis.text()
@@ -112,7 +143,9 @@ def test_a_mixed_pass_is_its_parts_on_one_reading_of_the_weights():
     line = Roofline(PEAKS, SIZES, REACHED)
     moved = 1 * 10 + 50
     flops = 2 * 1000 * 51 + 4 * 2 * 10 * (10 + 50 * 50 / 2)
-    assert line.pass_s(51, 10 + 50 * 50 / 2, moved) == 0.01 + max(flops / 0.5e6, (2000 + moved * 4) / 0.8e5)
+    assert line.pass_s(51, 10 + 50 * 50 / 2, moved) == 0.01 + max(
+        flops / 0.5e6, (2000 + moved * 4) / 0.8e5
+    )
     assert line.pass_s(3 * 50, 3 * 50 * 50 / 2, 3 * 50) == line.prefill_s(3, 50)
 
 
@@ -124,7 +157,9 @@ def test_vllm_gets_passes_too_so_that_its_flags_can_be_tuned_before_it_was_measu
             "policy": wanted.policy.model_copy(update={"name": "vllm", "parameters": {}}),
         }
     )
-    made = analytic_profile(wanted, {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}})
+    made = analytic_profile(
+        wanted, {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+    )
     assert made.steps
     assert made.steps.blocks == made.engine.capacity_tokens // 16
     fitted = fit_profile(made)

@@ -1,4 +1,6 @@
-"""A server profiled from outside: how many requests it runs at once, its times, and what becomes of failures."""
+"""A server profiled from outside: how many requests it runs at once, its times, and what becomes of
+failures.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,15 +10,14 @@ import samples
 from serving import Server, fake_plan
 from sse_server import chunked, serve_request, sse_server, tokens_event, usage_event, whole
 
+from toolkit.backends.openai import EndpointBench, OpenaiBackend, kv_tokens
 from toolkit.cli.main import run
-from toolkit.endpoints.scrape import Metric
-from toolkit.endpoints.stream import Sample
+from toolkit.endpoints.target import Metric
+from toolkit.endpoints.wire import Sample
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import Unmeasurable
-from toolkit.profiling.endpoint import EndpointBench
-from toolkit.profiling.endpoint_facts import kv_tokens
 from toolkit.profiling.grid import GridPoint
 from toolkit.profiling.run import profile
 
@@ -54,19 +55,27 @@ class Watch:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("endpoint")
     fake_plan(folder, eos_one_in=0, decode_s=DECODE_S)
-    with Server(folder / "plan.json", "--served-model-name", "toy", "--policy", "aggressive") as running:
+    with Server(
+        folder / "plan.json", "--served-model-name", "toy", "--policy", "aggressive"
+    ) as running:
         yield running
 
 
+@pytest.mark.slow
 def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path: Path):
     recipe = recipe_for(server.url)
     source = tmp_path / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
-    found = profile(recipe, source, tmp_path / "profile.json", Watch())
-    assert (found.engine.engine, found.engine.capacity_tokens, found.engine.model_type) == ("openai", 131_072, "toy")
+    found = profile(recipe, source, tmp_path / "profile.json", Watch(), timed=OpenaiBackend().timed)
+    assert (found.engine.engine, found.engine.capacity_tokens, found.engine.model_type) == (
+        "openai",
+        131_072,
+        "toy",
+    )
     assert found.engine.lacks == []
     assert len(found.prefill) == 9
-    # A client that stands still for some steps, on a machine with much else to do, may miss that all rows decode.
+    # A client that stands still for some steps, on a machine with much else to do, may miss that
+    # all rows decode.
     assert all("did not decode at once" in point.reason for point in found.failed)
     assert len(found.decode) + len(found.failed) == 9
     assert len(found.decode) >= 6
@@ -92,7 +101,10 @@ def test_an_output_of_another_length_fails_the_point_and_says_why():
         count = 1 if body["max_tokens"] == 1 else body["max_tokens"] - 1
         return chunked(*[tokens_event()] * count, usage_event(count))
 
-    with sse_server(ends_early) as stub, pytest.raises(EngineError, match="47 tokens came where 48 were asked for"):
+    with (
+        sse_server(ends_early) as stub,
+        pytest.raises(EngineError, match="47 tokens came where 48 were asked for"),
+    ):
         EndpointBench(recipe_for(stub.url))
 
 
@@ -107,12 +119,24 @@ def test_a_server_that_does_not_stream_has_no_decode_steps():
 def one_after_the_other(prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
     """A server that prefills for a second each while the others decode, 0.125 s a step."""
     return [
-        Sample(0.0, prompt, tokens, 0.0, 1.0 + number, 1.0 + number + 0.125 * (tokens - 1), 0.125, tokens, "")
+        Sample(
+            0.0,
+            prompt,
+            tokens,
+            0.0,
+            1.0 + number,
+            1.0 + number + 0.125 * (tokens - 1),
+            0.125,
+            tokens,
+            "",
+        )
         for number, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True))
     ]
 
 
-def test_rows_that_came_early_are_asked_for_more_until_all_decode_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_rows_that_came_early_are_asked_for_more_until_all_decode_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
     asked: list[list[int]] = []
 
     def together(prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
@@ -125,7 +149,12 @@ def test_rows_that_came_early_are_asked_for_more_until_all_decode_at_once(monkey
         assert bench.time(GridPoint("decode", 4, 32), warmups=1)[0] == pytest.approx(0.125)
         steps = 128 // 4
         assert asked[0] == [steps] * 4
-        assert asked[1] == [steps + 30, steps + 20, steps + 10, steps]  # 1.25 x 24, 16 and 8 steps of a lead
+        assert asked[1] == [
+            steps + 30,
+            steps + 20,
+            steps + 10,
+            steps,
+        ]  # 1.25 x 24, 16 and 8 steps of a lead
         assert asked[2] == asked[1], "what was found out once is kept"
         with pytest.raises(Unmeasurable, match="12 requests of 16 tokens did not decode at once"):
             bench.time(GridPoint("decode", 12, 32), warmups=0)
@@ -136,7 +165,11 @@ def test_points_fail_with_the_reason_until_the_server_is_given_up():
     broken = False
 
     def answer(body: dict) -> bytes:
-        return whole({"error": {"message": "the GPU fell off"}}, 500) if broken else serve_request(body)
+        return (
+            whole({"error": {"message": "the GPU fell off"}}, 500)
+            if broken
+            else serve_request(body)
+        )
 
     with sse_server(answer) as stub:
         bench = EndpointBench(recipe_for(stub.url))
@@ -150,7 +183,10 @@ def test_points_fail_with_the_reason_until_the_server_is_given_up():
 
 
 def test_a_capacity_that_nobody_tells_is_asked_for():
-    with sse_server() as stub, pytest.raises(InputError, match="how many tokens the KV cache holds") as error:
+    with (
+        sse_server() as stub,
+        pytest.raises(InputError, match="how many tokens the KV cache holds") as error,
+    ):
         EndpointBench(recipe_for(stub.url, kv_cache_memory_mib=None))
     assert "engine.kv_cache_memory_mib" in error.value.hint
 
@@ -158,8 +194,14 @@ def test_a_capacity_that_nobody_tells_is_asked_for():
 @pytest.mark.parametrize(
     ("metric", "tokens"),
     [
-        (Metric("vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "100"}, 1.0), 1600),
-        (Metric("vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "None"}, 1.0), None),
+        (
+            Metric("vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "100"}, 1.0),
+            1600,
+        ),
+        (
+            Metric("vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "None"}, 1.0),
+            None,
+        ),
         (Metric("sglang:max_total_num_tokens", {}, 4096.0), 4096),
         (Metric("llmctl_kv_cache_tokens", {}, 2048.0), 2048),
         (Metric("process_open_fds", {}, 7.0), None),

@@ -9,9 +9,16 @@ from synthetic_profiles import FACTS
 from toolkit.engines.fake import FakeEngine
 from toolkit.engines.protocol import OutOfMemory
 from toolkit.files.recipe import ProfileSpec
-from toolkit.profiling.bench import VISIT_SAMPLES, LocalBench, Unmeasurable, slice_rows
-from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, Shape, grid, in_rounds, slice_shapes
-from toolkit.profiling.plan import Work, estimate_s
+from toolkit.profiling.bench import VISIT_SAMPLES, LocalTimedEngine, Unmeasurable, slice_rows
+from toolkit.profiling.grid import (
+    CHEAP_VISITS,
+    GridPoint,
+    SliceShape,
+    grid,
+    in_rounds,
+    slice_shapes,
+)
+from toolkit.profiling.run import Work, estimate_s
 
 SPEC = ProfileSpec(
     batch_sizes=[1, 4, 16, 64],
@@ -53,7 +60,9 @@ def test_visits_to_a_point_are_numbered_from_zero():
     points, _ = grid(SPEC, FACTS)
     visits = list(in_rounds(points, SPEC))
     assert len(set(visits)) == len(visits)
-    assert [number for number, point in visits if point == GridPoint("decode", 1, 16)] == list(range(4 * CHEAP_VISITS))
+    assert [number for number, point in visits if point == GridPoint("decode", 1, 16)] == list(
+        range(4 * CHEAP_VISITS)
+    )
 
 
 def test_each_round_has_an_order_of_its_own_and_the_same_every_time():
@@ -83,7 +92,7 @@ def test_no_slice_where_nothing_fits():
 
 
 def test_slices_have_real_padding_and_all_their_steps():
-    rows = slice_rows(Shape(5, 100, 16), vocab_size=50)
+    rows = slice_rows(SliceShape(5, 100, 16), vocab_size=50)
     assert [len(row.tokens) for row in rows] == [100, 94, 88, 82, 75]
     assert all(row.max_new_tokens == 16 and row.sampling.ignore_eos for row in rows)
     assert max(max(row.tokens) for row in rows) == 49
@@ -111,27 +120,27 @@ class Stopwatch(FakeEngine):
 
 def test_a_long_point_is_run_once_after_its_warmups():
     engine = Stopwatch(0.5)
-    bench = LocalBench(engine, "wall", lambda: engine.now)
+    bench = LocalTimedEngine(engine, "wall", lambda: engine.now)
     assert bench.time(GridPoint("prefill", 2, 64), warmups=2) == [0.5]
     assert engine.runs == [("prefill", 2, 64)] * 3
 
 
 def test_a_short_point_is_run_a_few_times():
     engine = Stopwatch(0.001)
-    bench = LocalBench(engine, "cpu", lambda: engine.now)
+    bench = LocalTimedEngine(engine, "cpu", lambda: engine.now)
     assert bench.time(GridPoint("decode", 2, 64), warmups=0) == [0.001] * VISIT_SAMPLES
 
 
 def test_out_of_memory_makes_a_point_unmeasurable():
-    bench = LocalBench(FakeEngine(FACTS), "wall")
+    bench = LocalTimedEngine(FakeEngine(FACTS), "wall")
     with pytest.raises(Unmeasurable, match="out of memory"):
         bench.time(GridPoint("prefill", 1000, 64), warmups=0)
 
 
 def test_a_bench_tells_what_fits():
-    bench = LocalBench(FakeEngine(FACTS), "wall")
-    assert bench.fits(Shape(64, 112, 16))
-    assert not bench.fits(Shape(65, 112, 16))
+    bench = LocalTimedEngine(FakeEngine(FACTS), "wall")
+    assert bench.fits(SliceShape(64, 112, 16))
+    assert not bench.fits(SliceShape(65, 112, 16))
 
 
 def test_a_probe_takes_one_step_only():
@@ -141,7 +150,7 @@ def test_a_probe_takes_one_step_only():
         def run_slice(self, rows, steps_, on_step):
             return super().run_slice(rows, steps_, lambda step: steps.append(step) or on_step(step))
 
-    assert LocalBench(Counting(FACTS), "wall").fits(Shape(4, 100, 300))
+    assert LocalTimedEngine(Counting(FACTS), "wall").fits(SliceShape(4, 100, 300))
     assert len(steps) == 1
 
 
@@ -149,8 +158,11 @@ def test_the_estimate_grows_with_the_work():
     spec = recipe().profile.model_copy(update={"repeats": 5, "warmups": 0})
     points, _ = grid(SPEC, FACTS)
     visits = list(in_rounds(points, spec))
-    bench = LocalBench(FakeEngine(FACTS, prefill_s=lambda n, length: 1e-5 * n, decode_s=lambda n, length: 1e-5), "wall")
-    shapes = {number: Shape(4, 64, 32) for number in range(50)}
+    bench = LocalTimedEngine(
+        FakeEngine(FACTS, prefill_s=lambda n, length: 1e-5 * n, decode_s=lambda n, length: 1e-5),
+        "wall",
+    )
+    shapes = {number: SliceShape(4, 64, 32) for number in range(50)}
     whole = Work(visits, [(64, 16)], shapes)
     part = Work(visits[:10], [], {})
     estimates = [estimate_s(work, points, spec, bench, workers=2) for work in (part, whole)]
@@ -166,4 +178,4 @@ def test_an_engine_that_measures_nothing_still_gets_an_estimate():
 
     points, _ = grid(SPEC, FACTS)
     work = Work(list(in_rounds(points, SPEC)), [], {})
-    assert estimate_s(work, points, SPEC, LocalBench(Full(FACTS), "wall"), workers=1) >= 0.0
+    assert estimate_s(work, points, SPEC, LocalTimedEngine(Full(FACTS), "wall"), workers=1) >= 0.0

@@ -5,15 +5,29 @@ from synthetic_profiles import ENVIRONMENT, FACTS
 
 from toolkit.errors import InputError
 from toolkit.files.profile import FailedPoint, MemoryPoint, SlicePoint
-from toolkit.profiling.journal import Conditions, Journal, Visit
+from toolkit.profiling.journal import Journal, JournalConditions, PointVisit
 
-NOW = Conditions(tool_version="1", recipe={"model": "aa", "profile": "bb"}, environment=ENVIRONMENT, engine=FACTS)
+NOW = JournalConditions(
+    tool_version="1", recipe={"model": "aa", "profile": "bb"}, environment=ENVIRONMENT, engine=FACTS
+)
 RESULTS = {
-    "prefill/1/16/0": Visit(seconds=[0.1, 1e-9, 1 / 3]),
-    "prefill/64/256": FailedPoint(kind="prefill", batch_size=64, length=256, reason="out of memory"),
+    "prefill/1/16/0": PointVisit(seconds=[0.1, 1e-9, 1 / 3]),
+    "prefill/64/256": FailedPoint(
+        kind="prefill", batch_size=64, length=256, reason="out of memory"
+    ),
     "memory/64/16": MemoryPoint(input_length=64, steps=16, largest_ok=3, smallest_oom=None),
     "slice/7": SlicePoint(batch_size=2, input_length=16, steps=16, seconds=0.25),
 }
+
+DAMAGED = (
+    b"\x00" * 64,
+    b"\xff\xfe no UTF-8",
+    b"[" * 200_000,
+    b'{"key":' * 100_000,
+    # of tune's journal
+    b'["k", {"policy": "slice", "parameters": {}, "metrics": {}}, {"ttft_p99_s": 1.0}]',
+    b"",
+)
 
 
 @pytest.fixture
@@ -51,9 +65,31 @@ def test_a_torn_line_is_cut_off_wherever_it_was_torn(path):
 
 def test_what_follows_a_damaged_line_is_measured_again(path):
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], b"\x00\xff damage\n", *lines[2:]]))
-    with Journal(path, NOW) as journal:
-        assert list(journal.results) == ["prefill/1/16/0"]
+    for damage in DAMAGED:
+        content = b"".join([*lines[:2], damage + b"\n", *lines[2:]])
+        path.write_bytes(content)
+        with Journal(path, NOW) as journal:
+            assert list(journal.results) == ["prefill/1/16/0"]
+            assert journal.set_aside == "from line 3 on, which cannot be read"
+        assert path.with_name("profile.json.partial.old").read_bytes() == content
+
+
+def test_a_first_line_that_is_damaged_sets_the_file_aside(path):
+    rest = path.read_bytes().splitlines(keepends=True)[1:]
+    for damage in DAMAGED:
+        path.write_bytes(b"".join([damage + b"\n", *rest]))
+        with Journal(path, NOW) as journal:
+            assert (journal.results, journal.set_aside) == ({}, "its first line cannot be read")
+
+
+def test_a_first_line_that_a_kill_has_torn_is_written_again(path):
+    first = path.read_bytes().splitlines(keepends=True)[0]
+    for torn in (first[:-1], first[:20], b"\x00" * 4096):
+        path.write_bytes(torn)
+        with Journal(path, NOW) as journal:
+            journal.put("slice/8", RESULTS["slice/7"])
+        with Journal(path, NOW) as journal:
+            assert (list(journal.results), journal.set_aside) == (["slice/8"], "")
 
 
 @pytest.mark.parametrize(
@@ -63,9 +99,15 @@ def test_what_follows_a_damaged_line_is_measured_again(path):
         ({"recipe": {"model": "aa", "profile": "bb", "engine": "dd"}}, "'engine' of the recipe"),
         ({"tool_version": "2"}, "llmctl (1, now 2)"),
         ({"environment": ENVIRONMENT.model_copy(update={"cpu_count": 64})}, "the machine"),
-        ({"environment": ENVIRONMENT.model_copy(update={"packages": {"torch": "2"}})}, "torch (none, now 2)"),
+        (
+            {"environment": ENVIRONMENT.model_copy(update={"packages": {"torch": "2"}})},
+            "torch (none, now 2)",
+        ),
         ({"engine": FACTS.model_copy(update={"device": "H100"})}, "device CPU (here H100)"),
-        ({"engine": FACTS.model_copy(update={"capacity_tokens": 9000})}, "what the engine says of itself"),
+        (
+            {"engine": FACTS.model_copy(update={"capacity_tokens": 9000})},
+            "what the engine says of itself",
+        ),
     ],
 )
 def test_results_of_other_conditions_are_set_aside(path, change, said):

@@ -7,8 +7,8 @@ from synthetic_profiles import FACTS
 from toolkit.engines.fake import FakeEngine
 from toolkit.files.profile import MemoryPoint
 from toolkit.files.recipe import ProfileSpec
-from toolkit.profiling.bench import LocalBench
-from toolkit.profiling.memory import find_edge, probe_memory, probe_shapes, safe_tokens
+from toolkit.profiling.bench import LocalTimedEngine
+from toolkit.profiling.measure import find_edge, probe_memory, probe_shapes, safe_tokens
 
 NEVER = float("inf")
 
@@ -41,12 +41,14 @@ def test_an_exact_guess_needs_two_probes():
 
 def test_the_search_ends_when_it_is_enough():
     probes = []
-    found = find_edge(lambda size: probes.append(size) or size <= 700, 10, 4096, enough=lambda: len(probes) == 3)
+    found = find_edge(
+        lambda size: probes.append(size) or size <= 700, 10, 4096, enough=lambda: len(probes) == 3
+    )
     assert found == (13, None)  # 10, 11, 13
 
 
 def test_an_engine_is_probed_to_the_row():
-    bench = LocalBench(FakeEngine(FACTS), "wall")
+    bench = LocalTimedEngine(FakeEngine(FACTS), "wall")
     assert probe_memory(bench, 112, 16, NEVER) == MemoryPoint(
         input_length=112, steps=16, largest_ok=64, smallest_oom=65
     )
@@ -57,13 +59,17 @@ def test_an_engine_without_an_edge_is_probed_to_twice_its_capacity():
         def _check_memory(self, batch_size, columns):
             pass
 
-    probe = probe_memory(LocalBench(Endless(FACTS), "wall"), 112, 16, NEVER)
+    probe = probe_memory(LocalTimedEngine(Endless(FACTS), "wall"), 112, 16, NEVER)
     assert (probe.largest_ok, probe.smallest_oom) == (128, None)
 
 
 def test_lengths_are_probed_with_the_longest_slice_and_with_all_the_model_can_generate():
     spec = ProfileSpec(
-        batch_sizes=[1], input_lengths=[8], cached_lengths=[8], memory_lengths=[64, 500, 600], slice_tokens=[16, 32]
+        batch_sizes=[1],
+        input_lengths=[8],
+        cached_lengths=[8],
+        memory_lengths=[64, 500, 600],
+        slice_tokens=[16, 32],
     )
     assert probe_shapes(spec, FACTS) == [(64, 32), (64, 448), (500, 12)]
 

@@ -1,4 +1,6 @@
-"""Sequences of rounds: what is drawn, what is recorded of it, and what becomes of workers that fail meanwhile."""
+"""Sequences of rounds: what is drawn, what is recorded of it, and what becomes of workers that fail
+meanwhile.
+"""
 
 import asyncio
 
@@ -6,13 +8,13 @@ import pytest
 from synthetic_profiles import FACTS
 from test_profiling_run import InMemory
 
-from toolkit.engines.fake_rounds import FakeRoundEngine
+from toolkit.engines.fake import FakeRoundEngine
 from toolkit.files.profile import FailedPoint, RoundSequence
 from toolkit.files.recipe import ProfileSpec
-from toolkit.profiling.bench import LocalBench
+from toolkit.profiling.bench import LocalTimedEngine
 from toolkit.profiling.grid import GridPoint, part_points
-from toolkit.profiling.memory import admission_lengths, probe_admission
-from toolkit.profiling.sequences import ROUNDS, Ranges, RowsOfSequence, run_sequences
+from toolkit.profiling.measure import admission_lengths, probe_admission
+from toolkit.profiling.worker_runs import ROUNDS, Ranges, RowsOfSequence, run_sequences
 
 SPEC = ProfileSpec(
     batch_sizes=[1, 4, 16],
@@ -25,8 +27,14 @@ RANGES = Ranges(SPEC, FACTS, tokens_max=4000.0)
 
 
 def drive(number: int, engine: FakeRoundEngine | None = None):
-    """A whole sequence on a fake engine, and the largest rows x longest that was there at the end of a round."""
-    rows, engine, padded = RowsOfSequence(RANGES, number, 0, ()), engine or FakeRoundEngine(FACTS), 0
+    """A whole sequence on a fake engine, and the largest rows x longest that was there at the end
+    of a round.
+    """
+    rows, engine, padded = (
+        RowsOfSequence(RANGES, number, 0, ()),
+        engine or FakeRoundEngine(FACTS),
+        0,
+    )
     for _ in range(ROUNDS):
         plan = rows.plan()
         output = engine.run_round(plan, lambda _: True)
@@ -67,7 +75,9 @@ def test_what_is_left_of_a_sequence_is_dropped_with_the_next_one():
     output = engine.run_round(second.plan(), lambda _: True)
     second.finish(output, 0.5)
     assert second.points[0].left == first.next_row + len(output.ended)
-    assert output.tokens <= second.points[0].rows * (second.points[0].cached_length + output.steps + 1)
+    assert output.tokens <= second.points[0].rows * (
+        second.points[0].cached_length + output.steps + 1
+    )
 
 
 def run_all(workers: InMemory):
@@ -100,7 +110,7 @@ def test_a_sequence_that_fails_is_recorded_and_the_others_go_on(failure):
 
 
 def test_rows_enter_until_the_next_has_no_room():
-    bench = LocalBench(FakeRoundEngine(FACTS), "wall")
+    bench = LocalTimedEngine(FakeRoundEngine(FACTS), "wall")
     probe = probe_admission(bench, 127)
     assert (probe.largest_ok, probe.smallest_oom) == (64, 65)
     assert bench.admit(127, 10) == (10, False)

@@ -11,21 +11,26 @@ import pytest
 from samples import recipe
 from synthetic_profiles import ENVIRONMENT, FACTS
 
-from toolkit.engines.fake import FakeEngine
-from toolkit.engines.fake_rounds import FakeRoundEngine
+from toolkit.engines.fake import FakeEngine, FakeRoundEngine
 from toolkit.engines.protocol import SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.io import load_recipe
 from toolkit.files.profile import FailedPoint, SlicePoint
-from toolkit.profiling.bench import LocalBench, Unmeasurable
-from toolkit.profiling.grid import GridPoint, Shape, grid
-from toolkit.profiling.journal import Conditions, Journal
+from toolkit.profiling.bench import LocalTimedEngine, Unmeasurable
+from toolkit.profiling.grid import GridPoint, SliceShape, grid
+from toolkit.profiling.journal import Journal, JournalConditions
 from toolkit.profiling.measure import grid_points, measure, visits_left
-from toolkit.profiling.process import DEATHS_MAX, Died, EngineProcess, busy_neighbours, engine_process
+from toolkit.profiling.process import (
+    DEATHS_MAX,
+    Died,
+    EngineProcess,
+    busy_neighbours,
+    engine_process,
+)
 from toolkit.profiling.run import journal_path, profile
-from toolkit.profiling.slices import run_slices
-from toolkit.workers.processes import ProcessWorkers
+from toolkit.profiling.worker_runs import run_slices
+from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import BatchDone, RoundDone, Times, WorkerLost, WorkerReady
 
 RECIPE = """
@@ -53,7 +58,7 @@ def source(tmp_path) -> Path:
     return path
 
 
-CONDITIONS = Conditions(tool_version="1", recipe={}, environment=ENVIRONMENT, engine=FACTS)
+CONDITIONS = JournalConditions(tool_version="1", recipe={}, environment=ENVIRONMENT, engine=FACTS)
 
 
 class Watching:
@@ -75,12 +80,18 @@ class Watching:
 
 def run(source: Path, watch: Watching, workers=None):
     return profile(
-        load_recipe(source), source, source.with_name("profile.json"), watch, make_workers=workers or InMemory.of
+        load_recipe(source),
+        source,
+        source.with_name("profile.json"),
+        watch,
+        make_workers=workers or InMemory.of,
     )
 
 
 class InMemory:
-    """Workers that answer at once from a fake engine; `fate` may say what becomes of a batch instead."""
+    """Workers that answer at once from a fake engine; `fate` may say what becomes of a batch
+    instead.
+    """
 
     def __init__(self, size: int, fate=lambda batch_id, rows: "") -> None:
         self.size = size
@@ -101,14 +112,16 @@ class InMemory:
 
     def run(self, worker, batch_id, rows, steps):
         assert worker not in self._busy
-        self.ran.append((worker, batch_id, Shape(len(rows), len(rows[0].tokens), steps)))
+        self.ran.append((worker, batch_id, SliceShape(len(rows), len(rows[0].tokens), steps)))
         self._busy.add(worker)
         asyncio.get_running_loop().call_soon(self._end, worker, batch_id, rows, steps)
 
     def _end(self, worker, batch_id, rows, steps):
         self._busy.discard(worker)
         failure = self.fate(batch_id, rows)
-        output = SliceOutput((), ()) if failure else self._engine.run_slice(rows, steps, lambda _: True)
+        output = (
+            SliceOutput((), ()) if failure else self._engine.run_slice(rows, steps, lambda _: True)
+        )
         self._on_event(BatchDone(worker, batch_id, output, Times(), failure))
         if failure == "crashed":
             self._on_event(WorkerLost(worker, "killed"))
@@ -124,7 +137,9 @@ class InMemory:
         failure = self.fate(batch_id, plan.enter)
         if failure == "crashed":
             self._rounds[worker] = FakeRoundEngine(FACTS)
-        output = None if failure == "crashed" else self._rounds[worker].run_round(plan, lambda _: True)
+        output = (
+            None if failure == "crashed" else self._rounds[worker].run_round(plan, lambda _: True)
+        )
         failure = failure or ("oom" if output.is_short else "")
         self._on_event(RoundDone(worker, batch_id, output, Times(), failure))
         if failure == "crashed":
@@ -135,6 +150,7 @@ class InMemory:
         self.stopped = True
 
 
+@pytest.mark.slow
 def test_a_profile_holds_what_its_recipe_asks_for(source):
     watch = Watching()
     found = run(source, watch)
@@ -145,8 +161,16 @@ def test_a_profile_holds_what_its_recipe_asks_for(source):
     assert all(len(point.seconds) >= 2 for point in [*found.prefill, *found.decode])
     assert len(found.slices) == 8
     assert len(found.rounds.sequences) == 5
-    assert {point.part for point in found.rounds.parts} == {"join", "leave", "grow", "swap_out", "swap_in"}
-    assert [(probe.input_length, probe.largest_ok, probe.smallest_oom) for probe in found.rounds.memory] == [
+    assert {point.part for point in found.rounds.parts} == {
+        "join",
+        "leave",
+        "grow",
+        "swap_out",
+        "swap_in",
+    }
+    assert [
+        (probe.input_length, probe.largest_ok, probe.smallest_oom) for probe in found.rounds.memory
+    ] == [
         (64, 31, 32),  # of 65 tokens, as prefill gives one
         (128, 15, 16),
     ]
@@ -156,11 +180,14 @@ def test_a_profile_holds_what_its_recipe_asks_for(source):
         (128, 32, 12),
         (128, 384, 4),
     }
-    assert {point.reason for point in found.failed} == {"more than the 2048 tokens that the KV cache holds"}
+    assert {point.reason for point in found.failed} == {
+        "more than the 2048 tokens that the KV cache holds"
+    }
     assert (found.engine.engine, found.clock, found.workers) == ("fake", "wall", 2)
     assert found.inputs["recipe"].name == "fake.yaml"
 
 
+@pytest.mark.slow
 def test_an_interrupted_profile_goes_on_and_measures_nothing_twice(source):
     first, second = Watching(until=30), Watching()
     with pytest.raises(KeyboardInterrupt):
@@ -176,6 +203,7 @@ def test_an_interrupted_profile_goes_on_and_measures_nothing_twice(source):
     assert len(keys) == len(set(keys)) == first.plan.steps
 
 
+@pytest.mark.slow
 def test_a_profile_that_is_killed_goes_on(source):
     script = f"""
 import os, signal
@@ -198,6 +226,7 @@ profile(load_recipe(source), source, source.with_name("profile.json"), Watch())
     assert watch.plan.resumed == 25
 
 
+@pytest.mark.slow
 def test_a_changed_grid_begins_anew_and_says_why(source):
     with pytest.raises(KeyboardInterrupt):
         run(source, Watching(until=5))
@@ -208,6 +237,7 @@ def test_a_changed_grid_begins_anew_and_says_why(source):
     assert watch.plan.set_aside == "changed since: 'profile' of the recipe"
 
 
+@pytest.mark.slow
 def test_a_changed_latency_target_changes_nothing(source):
     with pytest.raises(KeyboardInterrupt):
         run(source, Watching(until=5))
@@ -217,8 +247,11 @@ def test_a_changed_latency_target_changes_nothing(source):
     assert watch.plan.resumed == 5
 
 
+@pytest.mark.slow
 def test_a_profile_of_the_pool_of_processes_can_be_fitted(source):
-    source.write_text(RECIPE.replace("model_type: fake", "model_type: fake, prefill_s: 0.001, decode_s: 0.0005"))
+    source.write_text(
+        RECIPE.replace("model_type: fake", "model_type: fake, prefill_s: 0.001, decode_s: 0.0005")
+    )
     found = run(source, Watching(), workers=_pool)
     fitted = fit_profile(found)
     assert fitted.overhead.error.points == 8
@@ -229,6 +262,7 @@ def _pool(recipe):
     return ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, recipe.workers)
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_loaded_is_the_users_to_mend(source):
     source.write_text(RECIPE.replace("model_type: fake", "model_type: fake, eos_one_inn: 3"))
     with pytest.raises(InputError, match="eos_one_inn") as error:
@@ -237,19 +271,30 @@ def test_an_engine_that_cannot_be_loaded_is_the_users_to_mend(source):
 
 
 def test_a_failing_point_is_recorded_and_the_others_are_measured(tmp_path):
-    class Faulty(LocalBench):
+    class Faulty(LocalTimedEngine):
         def time(self, point, warmups):
             if point.batch_size == 4:
                 raise Unmeasurable("a kernel is missing")
             return super().time(point, warmups)
 
     spec = recipe(
-        profile={"batch_sizes": [1, 4], "input_lengths": [16, 32], "cached_lengths": [16], "memory_lengths": [16]}
+        profile={
+            "batch_sizes": [1, 4],
+            "input_lengths": [16, 32],
+            "cached_lengths": [16],
+            "memory_lengths": [16],
+        }
     ).profile
     points, _ = grid(spec, FACTS)
     with Journal(tmp_path / "journal", CONDITIONS) as journal:
         visited = []
-        measure(visits_left(points, spec, journal), Faulty(FakeEngine(FACTS), "wall"), spec, journal, visited.append)
+        measure(
+            visits_left(points, spec, journal),
+            Faulty(FakeEngine(FACTS), "wall"),
+            spec,
+            journal,
+            visited.append,
+        )
         prefill, decode = grid_points(points, spec, journal.results)
         failed = [result for result in journal.results.values() if isinstance(result, FailedPoint)]
         assert visits_left(points, spec, journal) == []
@@ -263,9 +308,12 @@ def test_a_failing_point_is_recorded_and_the_others_are_measured(tmp_path):
 
 
 def fake_recipe(**config):
-    return recipe(model={"source": "random", "config": {"model_type": "fake", **config}, "max_model_len": 512})
+    return recipe(
+        model={"source": "random", "config": {"model_type": "fake", **config}, "max_model_len": 512}
+    )
 
 
+@pytest.mark.slow
 def test_a_point_that_kills_its_process_gets_a_new_one():
     with engine_process(fake_recipe()) as bench:
         bench._child.kill()
@@ -274,13 +322,15 @@ def test_a_point_that_kills_its_process_gets_a_new_one():
         assert bench.time(GridPoint("prefill", 1, 16), 0)
 
 
+@pytest.mark.slow
 def test_a_probe_that_kills_its_process_did_not_fit():
     with engine_process(fake_recipe()) as bench:
         bench._child.kill()
-        assert not bench.fits(Shape(1, 16, 16))
-        assert bench.fits(Shape(1, 16, 16))
+        assert not bench.fits(SliceShape(1, 16, 16))
+        assert bench.fits(SliceShape(1, 16, 16))
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_dying_ends_the_profile():
     bench = EngineProcess(fake_recipe())
     bench._deaths = DEATHS_MAX - 1
@@ -291,14 +341,16 @@ def test_an_engine_that_keeps_dying_ends_the_profile():
         bench.time(GridPoint("decode", 1, 16), 0)
 
 
+@pytest.mark.slow
 def test_what_an_engine_raises_is_the_points_own_failure():
     with (
         engine_process(fake_recipe(crash_token=1)) as bench,
         pytest.raises(Unmeasurable, match="RuntimeError: a prompt"),
     ):
-        bench.fits(Shape(1, 16, 16))
+        bench.fits(SliceShape(1, 16, 16))
 
 
+@pytest.mark.slow
 def test_neighbours_end_with_the_measurement():
     started = []
 
@@ -309,12 +361,12 @@ def test_neighbours_end_with_the_measurement():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("toolkit.profiling.process.EngineProcess", Noted)
-        with busy_neighbours(fake_recipe(decode_s=0.001), 2, [Shape(2, 16, 8)]):
+        with busy_neighbours(fake_recipe(decode_s=0.001), 2, [SliceShape(2, 16, 8)]):
             assert [child.poll() for child in started] == [None, None]
     assert all(child.poll() is not None for child in started)
 
 
-SHAPES = {number: Shape(1 + number % 3, 16, 8) for number in range(10)}
+SHAPES = {number: SliceShape(1 + number % 3, 16, 8) for number in range(10)}
 
 
 def run_shapes(workers):
@@ -335,7 +387,7 @@ def test_each_slice_is_recorded_once_with_its_shape():
     assert recorded.keys() == SHAPES.keys()
     for number, result in recorded.items():
         assert isinstance(result, SlicePoint)
-        assert Shape(result.batch_size, result.input_length, result.steps) == SHAPES[number]
+        assert SliceShape(result.batch_size, result.input_length, result.steps) == SHAPES[number]
         assert result.seconds > 0
 
 
@@ -364,6 +416,7 @@ def test_no_slices_need_no_workers():
     asyncio.run(run_slices(None, {}, 95, None))
 
 
+@pytest.mark.slow
 def test_a_grid_of_which_nothing_can_be_measured_is_an_error(source):
     source.write_text(RECIPE.replace("batch_sizes: [1, 2, 8, 32]", "batch_sizes: [500]"))
     with pytest.raises(EngineError, match="not one prefill"):

@@ -1,4 +1,6 @@
-"""vLLM profiled by the log of its passes: with a fake of its server, whose passes take what a law says."""
+"""vLLM profiled by the log of its passes: with a fake of its server, whose passes take what a law
+says.
+"""
 
 from pathlib import Path
 
@@ -6,12 +8,13 @@ import fake_vllm_server
 import pytest
 import samples
 
+from toolkit.backends.vllm.backend import VllmBackend
+from toolkit.backends.vllm.profile import points, timed
 from toolkit.errors import EngineError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.steps import StepShape, law_of_steps, shape_of_rows
-from toolkit.profiling.passes import points, timed
 from toolkit.profiling.run import profile
-from toolkit.sched.iterations import Pass, Row
+from toolkit.sched.iterations import LoggedPass, LoggedRow
 
 
 def recipe_for(python: str, source: str = "toy", **settings: object):
@@ -45,12 +48,17 @@ class Watch:
 def profiled(recipe, folder: Path):
     source = folder / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
-    return profile(recipe, source, folder / "profile.json", Watch())
+    return profile(recipe, source, folder / "profile.json", Watch(), timed=VllmBackend().timed)
 
 
+@pytest.mark.slow
 def test_vllm_is_profiled_and_fitted_pass_by_pass(tmp_path: Path):
     found = profiled(recipe_for(fake_vllm_server.install(tmp_path)), tmp_path)
-    assert (found.engine.engine, found.engine.capacity_tokens, found.engine.max_rows) == ("vllm", 4096, 256)
+    assert (found.engine.engine, found.engine.capacity_tokens, found.engine.max_rows) == (
+        "vllm",
+        4096,
+        256,
+    )
     assert len(found.prefill) == len(found.decode) == 9
     assert found.steps is not None
     assert {bool(point.prefills) for point in found.steps.points} == {False, True}
@@ -61,6 +69,7 @@ def test_vllm_is_profiled_and_fitted_pass_by_pass(tmp_path: Path):
     assert law_of_steps(fitted.steps).forward_s(StepShape(4, 400, 1, 64, 64 * 32)) > 0.0
 
 
+@pytest.mark.slow
 def test_an_interrupted_profile_keeps_its_passes(tmp_path: Path):
     class Stops(Watch):
         left = 12
@@ -74,38 +83,56 @@ def test_an_interrupted_profile_keeps_its_passes(tmp_path: Path):
     source = tmp_path / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
     with pytest.raises(KeyboardInterrupt):
-        profile(recipe, source, tmp_path / "profile.json", Stops())
+        profile(recipe, source, tmp_path / "profile.json", Stops(), timed=VllmBackend().timed)
     watch = Watch()
-    found = profile(recipe, source, tmp_path / "profile.json", watch)
+    found = profile(recipe, source, tmp_path / "profile.json", watch, timed=VllmBackend().timed)
     assert watch.plan.resumed >= 11
     assert len(found.decode) == 9
 
 
-def test_a_point_that_fails_is_marked_and_the_profile_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("toolkit.profiling.run.traffic_points", lambda *_: [])  # it has more than two at once, too
-    found = profiled(recipe_for(fake_vllm_server.install(tmp_path), "breaks", batch_sizes=[1, 2, 3]), tmp_path)
-    assert {(point.kind, point.batch_size) for point in found.failed} >= {("prefill", 3), ("decode", 3)}
+@pytest.mark.slow
+def test_a_point_that_fails_is_marked_and_the_profile_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "toolkit.profiling.run.traffic_points", lambda *_: []
+    )  # it has more than two at once, too
+    found = profiled(
+        recipe_for(fake_vllm_server.install(tmp_path), "breaks", batch_sizes=[1, 2, 3]), tmp_path
+    )
+    assert {(point.kind, point.batch_size) for point in found.failed} >= {
+        ("prefill", 3),
+        ("decode", 3),
+    }
     assert "HTTP 500: the fake breaks" in {point.reason for point in found.failed}
     assert {point.batch_size for point in found.decode} == {1, 2}
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_load_says_why(tmp_path: Path):
     with pytest.raises(EngineError, match="the fake dies"):
         profiled(recipe_for(fake_vllm_server.install(tmp_path), "dies"), tmp_path)
 
 
-def one(start_s: float, end_s: float, rows: list[Row], **other: object) -> Pass:
+def one(start_s: float, end_s: float, rows: list[LoggedRow], **other: object) -> LoggedPass:
     rest = {"preempted": [], "ended": [], "waiting": 0, "free_blocks": 9} | other
-    return Pass(step=1, start_s=start_s, end_s=end_s, rows=rows, **rest)
+    return LoggedPass(step=1, start_s=start_s, end_s=end_s, rows=rows, **rest)
 
 
 def test_a_pass_is_told_by_its_sums():
-    shape = shape_of_rows([Row("a", 20, 1, 16), Row("b", 31, 1, 16), Row("c", 8, 4, 16), Row("d", 0, 16, 16)])
+    shape = shape_of_rows(
+        [
+            LoggedRow("a", 20, 1, 16),
+            LoggedRow("b", 31, 1, 16),
+            LoggedRow("c", 8, 4, 16),
+            LoggedRow("d", 0, 16, 16),
+        ]
+    )
     assert shape == StepShape(2, 51, 2, 20, 4 * (8 + 2) + 16 * 8)
 
 
 def test_gaps_count_while_there_is_work_and_passes_ahead_begin_when_the_last_has_ended():
-    a, b = [Row("a", 20, 1, 16)], [Row("b", 20, 1, 16)]
+    a, b = [LoggedRow("a", 20, 1, 16)], [LoggedRow("b", 20, 1, 16)]
     found = timed(
         [
             one(0.0, 1.0, a),
@@ -119,8 +146,14 @@ def test_gaps_count_while_there_is_work_and_passes_ahead_begin_when_the_last_has
 
 
 def test_stretches_of_decodes_are_one_point_and_chunks_are_one_each():
-    decodes = [one(k, k + 0.5, [Row("a", 20 + k, 1, 16)]) for k in range(4)]
-    chunks = [one(k, k + 0.5, [Row("b", 0, 8, 30), Row("a", 24, 1, 16)]) for k in (4, 5)]
+    decodes = [one(k, k + 0.5, [LoggedRow("a", 20 + k, 1, 16)]) for k in range(4)]
+    chunks = [
+        one(k, k + 0.5, [LoggedRow("b", 0, 8, 30), LoggedRow("a", 24, 1, 16)]) for k in (4, 5)
+    ]
     found = points(timed([*decodes, *chunks]))
-    assert [(point.decodes, point.prefills, len(point.seconds)) for point in found] == [(1, 0, 4), (1, 1, 1), (1, 1, 1)]
+    assert [(point.decodes, point.prefills, len(point.seconds)) for point in found] == [
+        (1, 0, 4),
+        (1, 1, 1),
+        (1, 1, 1),
+    ]
     assert found[0].decode_cached == 21.5

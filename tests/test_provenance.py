@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_cli_render import tuning
 
-from toolkit.cli.serve_plan import changed
+from toolkit.cli.serve_start import changed
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
-from toolkit.files.envelope import Environment
 from toolkit.files.io import read_file
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import Recipe
+from toolkit.files.strict import Environment
 from toolkit.files.tuning import Outcome, Trial, Tuning
 from toolkit.sched.policies import KNOWN, ORACLES
 from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs
@@ -50,7 +50,9 @@ def values(knob: Knob, default: Value) -> st.SearchStrategy[Value]:
 def some(policy: str) -> st.SearchStrategy[dict[str, Value]]:
     """Values for some of the parameters of `policy`."""
     known, of_code = knobs(KNOWN[policy]), defaults(KNOWN[policy])
-    drawn = st.fixed_dictionaries({}, optional={name: values(knob, of_code[name]) for name, knob in known.items()})
+    drawn = st.fixed_dictionaries(
+        {}, optional={name: values(knob, of_code[name]) for name, knob in known.items()}
+    )
     return drawn.map(lambda given: within(policy, given))
 
 
@@ -62,10 +64,14 @@ def within(policy: str, parameters: Mapping[str, Value]) -> dict[str, Value]:
 def recipe_of(policy: str, own: Mapping[str, Value]) -> Recipe:
     engine = engine_of(policy)
     workers = 1 if engine == "vllm" else 2
-    return samples.recipe(policy={"name": policy, "parameters": dict(own)}, engine={"name": engine}, workers=workers)
+    return samples.recipe(
+        policy={"name": policy, "parameters": dict(own)}, engine={"name": engine}, workers=workers
+    )
 
 
-def plan_of(recipe: Recipe, tuned: Tuning | None = None, chosen: PlannedPolicy | None = None) -> Plan:
+def plan_of(
+    recipe: Recipe, tuned: Tuning | None = None, chosen: PlannedPolicy | None = None
+) -> Plan:
     fit = samples.fit(engine=recipe.engine.name, workers=recipe.workers)
     return make_plan(recipe, fit, tuned, {}, chosen)
 
@@ -74,14 +80,26 @@ def tuned_to(recipe: Recipe, policy: str, trials: list[dict[str, Value]], *, kee
     """A tuning whose trials of `policy` have these parameters; the last is the best."""
     start = defaults(KNOWN[recipe.policy.name]) | recipe.policy.parameters
     outcomes = [Outcome(policy=recipe.policy.name, parameters=start, metrics={"goodput_rps": 1.0})]
-    outcomes += [Outcome(policy=policy, parameters=one, metrics={"goodput_rps": 2.0}) for one in trials]
-    found = [Trial(number=number, outcome=one, feasible=True) for number, one in enumerate(outcomes)]
-    made = tuning({}, trials=found, defaults_held_out=outcomes[0], best_held_out=outcomes[-1], keep_defaults=keep)
+    outcomes += [
+        Outcome(policy=policy, parameters=one, metrics={"goodput_rps": 2.0}) for one in trials
+    ]
+    found = [
+        Trial(number=number, outcome=one, feasible=True) for number, one in enumerate(outcomes)
+    ]
+    made = tuning(
+        {},
+        trials=found,
+        defaults_held_out=outcomes[0],
+        best_held_out=outcomes[-1],
+        keep_defaults=keep,
+    )
     return made.model_copy(update={"workers": recipe.workers, **HEAD})
 
 
 EVERY = pytest.mark.parametrize("policy", SERVED)
-QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @EVERY
@@ -100,7 +118,9 @@ def test_a_recipe_sets_what_it_names(policy: str, data: st.DataObject) -> None:
 @EVERY
 @QUICK
 @given(data=st.data())
-def test_a_person_sets_what_set_names_whatever_the_recipe_has(policy: str, data: st.DataObject) -> None:
+def test_a_person_sets_what_set_names_whatever_the_recipe_has(
+    policy: str, data: st.DataObject
+) -> None:
     own, by_hand = data.draw(some(policy)), data.draw(some(policy))
     plan = plan_of(recipe_of(policy, own), chosen=PlannedPolicy(name=policy, parameters=by_hand))
     assert plan.explained["policy"].source == "set by --policy"
@@ -110,11 +130,14 @@ def test_a_person_sets_what_set_names_whatever_the_recipe_has(policy: str, data:
         assert value == by_hand.get(name, defaults(KNOWN[policy])[name])
 
 
+@pytest.mark.slow
 @EVERY
 @QUICK
 @given(data=st.data())
 def test_a_tuning_sets_what_its_search_moved(policy: str, data: st.DataObject) -> None:
-    """The trials begin with the recipe's settings; the search moves some parameters, and may come back to a value."""
+    """The trials begin with the recipe's settings; the search moves some parameters, and may come
+    back to a value.
+    """
     own, moved = data.draw(some(policy)), data.draw(some(policy))
     recipe = recipe_of(policy, own)
     start = defaults(KNOWN[policy]) | own
@@ -132,14 +155,21 @@ def test_a_tuning_sets_what_its_search_moved(policy: str, data: st.DataObject) -
     for name in start:
         came_back = tried[name] != start[name]
         origin = "recipe" if name in own else f"default of policy '{policy}'"
-        assert explained[name].source == ("trial 0 of 3: +12.5 % goodput, held out" if came_back else origin)
+        assert explained[name].source == (
+            "trial 0 of 3: +12.5 % goodput, held out" if came_back else origin
+        )
     kept = plan_of(recipe, tuned_to(recipe, policy, [tried], keep=True)).explained
-    assert kept["policy"].source == "kept: no trial of 2 did better than the recipe's settings, held out"
+    assert (
+        kept["policy"].source
+        == "kept: no trial of 2 did better than the recipe's settings, held out"
+    )
     for name in start:
         assert kept[name].source == ("recipe" if name in own else f"default of policy '{policy}'")
 
 
-@pytest.mark.parametrize("policy", [name for name in SERVED if name not in ("slice", VllmPolicy.name)])
+@pytest.mark.parametrize(
+    "policy", [name for name in SERVED if name not in ("slice", VllmPolicy.name)]
+)
 def test_a_parameter_of_the_same_name_of_another_policy_is_not_the_tuned_one(policy: str) -> None:
     """Only trials of the recommended policy say what its search moved."""
     recipe = recipe_of("slice", {"slice_tokens": 128, "memory_reserve": 0.3})
@@ -166,15 +196,21 @@ def test_a_recipe_that_names_no_policy_is_not_said_to_have() -> None:
     assert plan.explained["policy"].source == "default of recipes that name no policy, not tuned"
 
 
+@pytest.mark.slow
 @EVERY
 @QUICK
 @given(data=st.data())
-def test_what_serve_is_told_is_said_to_be_told_and_has_no_prediction(policy: str, data: st.DataObject) -> None:
+def test_what_serve_is_told_is_said_to_be_told_and_has_no_prediction(
+    policy: str, data: st.DataObject
+) -> None:
     own, by_hand = data.draw(some(policy)), data.draw(some(policy))
     recipe = recipe_of(policy, own)
     start = defaults(KNOWN[policy]) | own
     plan = plan_of(recipe, tuned_to(recipe, policy, [dict(start)], keep=True))
-    words = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in by_hand.items()]
+    words = [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in by_hand.items()
+    ]
     try:
         served = changed(plan, None, words, None)
     except InputError:  # of vLLM's own scheduler two parameters bound each other
@@ -211,5 +247,8 @@ def test_the_command_says_that_it_was_set(
     words = ["render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu"]
     assert llmctl(*words, "--policy", policy, "--set", f"batch_size={value}") == 0
     explained = read_file(Plan, "plan.json").explained
-    assert (explained["batch_size"].value, explained["batch_size"].source) == (str(value), "set by --set")
+    assert (explained["batch_size"].value, explained["batch_size"].source) == (
+        str(value),
+        "set by --set",
+    )
     assert explained["slice_tokens"].source == "default of policy 'sequence'"

@@ -1,4 +1,6 @@
-"""README's "Your own model", line by line, live: its lines as they stand there, with a recipe of the test's own."""
+"""README's "Your own model", line by line, live: its lines as they stand there, with a recipe of
+the test's own.
+"""
 
 import json
 import re
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.traces.write import Line, write_lines
+from toolkit.traces.write import TraceLine, write_lines
+
+pytestmark = pytest.mark.slow
 
 README = Path(__file__).parent.parent / "README.md"
 RECIPE = "own.yaml"
@@ -62,7 +66,9 @@ def command(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 def server(words: list[str], folder: Path) -> Iterator[None]:
     """`llmctl serve` until the block ends; its one line says that it is ready."""
     line = [sys.executable, "-m", "toolkit", *words[1:]]
-    with subprocess.Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         if not process.stdout.readline():
             raise AssertionError(process.communicate()[1])
@@ -78,7 +84,7 @@ def folder(tmp_path: Path) -> Path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (tmp_path / RECIPE).write_text(written(free.getsockname()[1]), encoding="utf-8")
-    write_lines([Line(50 * k, 20 + k % 90, 3 + k % 40) for k in range(80)], tmp_path / TRACE)
+    write_lines([TraceLine(50 * k, 20 + k % 90, 3 + k % 40) for k in range(80)], tmp_path / TRACE)
     return tmp_path
 
 
@@ -94,14 +100,36 @@ def test_the_lines_of_your_own_model_run_to_the_end(folder: Path):
         for words in lines[serve + 1 :]:
             ran = command([*words, "--out", "bench.json"] if words[1] == "bench" else words, folder)
             assert ran.returncode == 0, (words, ran.stderr)
-        validate = ["llmctl", "validate", "plan.json", "--trace", TRACE, "--windows", "1", "--window", "1"]
+        validate = [
+            "llmctl",
+            "validate",
+            "plan.json",
+            "--trace",
+            TRACE,
+            "--windows",
+            "1",
+            "--window",
+            "1",
+        ]
         ran = command([*validate, "--warmup", "1"], folder)
         assert ran.returncode == 0, ran.stderr
     report = json.loads((folder / "bench.json").read_text())
-    assert (report["requests"], report["answered"], report["failures"], report["wrong_length"]) == (80, 80, {}, 0)
+    assert (report["requests"], report["answered"], report["failures"], report["wrong_length"]) == (
+        80,
+        80,
+        {},
+        0,
+    )
     assert report["lengths"] == "given"
-    assert {row["metric"] for row in report["compared"]} >= {"throughput_rps", "goodput_rps", "ttft_mean_s"}
-    assert {row["target"]: row["kept"] for row in report["targets"]} == {"ttft_p99_s": True, "e2e_p95_s": True}
+    assert {row["metric"] for row in report["compared"]} >= {
+        "throughput_rps",
+        "goodput_rps",
+        "ttft_mean_s",
+    }
+    assert {row["target"]: row["kept"] for row in report["targets"]} == {
+        "ttft_p99_s": True,
+        "e2e_p95_s": True,
+    }
     validation = json.loads((folder / "validation.json").read_text())
     assert validation["windows"][0]["failed"] == 0
     assert "the scheduler knows the lengths as limits" in " ".join(validation["notes"])

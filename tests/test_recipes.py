@@ -11,14 +11,13 @@ from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 
 from toolkit.cli.arguments import open_recipe
-from toolkit.deploy.readiness import check_recipe
+from toolkit.deploy.doctor import check_recipe
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.engines.loading import load_config
 from toolkit.errors import InputError
-from toolkit.files.fits import fit_path
+from toolkit.files.io import fit_path
 from toolkit.files.recipe import ModelSpec, Recipe, recipe_schema
-from toolkit.files.recipes import recipe_path, siblings
-from toolkit.files.shipped import shipped_recipes
+from toolkit.files.shipped import recipe_path, shipped_recipes, siblings
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECIPES = sorted(shipped_recipes().glob("*.yaml"))
@@ -54,11 +53,17 @@ def test_a_former_name_leads_to_the_new_one() -> None:
     for find in (recipe_path, fit_path):
         with pytest.raises(InputError) as caught:
             find("qwen3-8b-h200-vllm")
-        assert caught.value.hint == "it is called 'qwen3-8b-h200' now: bare names are the recipes for vLLM"
+        assert (
+            caught.value.hint
+            == "it is called 'qwen3-8b-h200' now: bare names are the recipes for vLLM"
+        )
 
 
 def test_siblings_serve_the_same_model_on_the_same_gpu_with_another_engine() -> None:
-    found = [path.stem for path in siblings(open_recipe(shipped_recipes() / "llama-3.1-8b-h200-transformers.yaml"))]
+    found = [
+        path.stem
+        for path in siblings(open_recipe(shipped_recipes() / "llama-3.1-8b-h200-transformers.yaml"))
+    ]
     assert found == ["llama-3.1-8b-h200-rebatch", "llama-3.1-8b-h200"]
     assert siblings(open_recipe(shipped_recipes() / "tiny-llama-cpu.yaml")) == []
 
@@ -69,6 +74,7 @@ def test_a_recipe_is_valid_and_named_as_its_file(path: Path) -> None:
     assert path.read_text().startswith("# yaml-language-server: $schema=recipe.schema.json\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: path.stem)
 def test_a_gpu_recipe_has_the_published_sizes(path: Path) -> None:
     model = open_recipe(path).model
@@ -79,10 +85,14 @@ def test_a_gpu_recipe_has_the_published_sizes(path: Path) -> None:
 
 
 def parameters_of(model: ModelSpec) -> int:
-    """Parameters of the model that transformers builds from the recipe's config; nothing is allocated."""
+    """Parameters of the model that transformers builds from the recipe's config; nothing is
+    allocated.
+    """
     config = load_config(model.model_copy(update={"load_format": "dummy"}))
     with torch.device("meta"):
-        return sum(weights.numel() for weights in AutoModelForCausalLM.from_config(config).parameters())
+        return sum(
+            weights.numel() for weights in AutoModelForCausalLM.from_config(config).parameters()
+        )
 
 
 def test_the_demo_recipe_counts_its_weights() -> None:
@@ -90,6 +100,7 @@ def test_the_demo_recipe_counts_its_weights() -> None:
     assert model.weight_bytes == 4 * parameters_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_its_own_hardware(path: Path) -> None:
     recipe = open_recipe(path)
@@ -100,19 +111,25 @@ def test_a_recipe_fits_its_own_hardware(path: Path) -> None:
         devices = Devices(torch="2.13.0", cuda="12.8", driver="570.1", gpus=(gpu,))
     checks = {check.name: check for check in check_recipe(recipe, devices)}
     assert checks["memory"].status == "ok"
-    assert checks["hardware"].status in ("ok", "note")  # a note where this machine has fewer CPUs than threads
+    assert checks["hardware"].status in (
+        "ok",
+        "note",
+    )  # a note where this machine has fewer CPUs than threads
 
 
+@pytest.mark.slow
 def test_a_recipe_for_vllm_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMCTL_VLLM_PYTHON", "/nowhere/python")
     found = {
-        check.name: check for check in check_recipe(open_recipe(shipped_recipes() / "tiny-llama-vllm.yaml"), CPU_ONLY)
+        check.name: check
+        for check in check_recipe(open_recipe(shipped_recipes() / "tiny-llama-vllm.yaml"), CPU_ONLY)
     }
     assert found["engine"].status == "missing"
     assert found["engine"].found.startswith("/nowhere/python: cannot be run")
     assert "pip install 'vllm" in found["engine"].remedy
 
 
+@pytest.mark.slow
 def test_7b_on_an_a100_holds_the_papers_120_000_tokens() -> None:
     path = shipped_recipes() / "llama-2-7b-a100-80gb.yaml"
     found = {check.name: check.found for check in check_recipe(open_recipe(path), CPU_ONLY)}
@@ -128,11 +145,21 @@ def test_the_schema_file_is_current() -> None:
     ("name", "parameters", "message"),
     [
         ("slise", "{}", "recipe.yaml: policy: there is no policy 'slise'"),
-        ("slice", "{slice_token: 32}", "recipe.yaml: policy: policy 'slice' has no parameter 'slice_token'"),
-        ("slice", "{slice_tokens: 0}", "recipe.yaml: policy: policy 'slice': slice_tokens is 0; the limit is"),
+        (
+            "slice",
+            "{slice_token: 32}",
+            "recipe.yaml: policy: policy 'slice' has no parameter 'slice_token'",
+        ),
+        (
+            "slice",
+            "{slice_tokens: 0}",
+            "recipe.yaml: policy: policy 'slice': slice_tokens is 0; the limit is",
+        ),
     ],
 )
-def test_an_unknown_policy_or_parameter_is_named(tmp_path: Path, name: str, parameters: str, message: str) -> None:
+def test_an_unknown_policy_or_parameter_is_named(
+    tmp_path: Path, name: str, parameters: str, message: str
+) -> None:
     text = (shipped_recipes() / "tiny-llama-cpu.yaml").read_text()
     assert "\n  name: slice " in text
     changed = text.replace("\n  name: slice ", f"\n  name: {name}\n  parameters: {parameters} ")
@@ -144,7 +171,11 @@ def test_an_unknown_policy_or_parameter_is_named(tmp_path: Path, name: str, para
 
 def keys_of(model: type[BaseModel]) -> set[str]:
     """The names of all keys of a model and of the models in it."""
-    named = [kind for f in model.model_fields.values() for kind in (f.annotation, *get_args(f.annotation))]
+    named = [
+        kind
+        for f in model.model_fields.values()
+        for kind in (f.annotation, *get_args(f.annotation))
+    ]
     inner = [kind for kind in named if isinstance(kind, type) and issubclass(kind, BaseModel)]
     return set(model.model_fields).union(*map(keys_of, inner))
 
@@ -152,7 +183,9 @@ def keys_of(model: type[BaseModel]) -> set[str]:
 def test_the_docs_have_every_key_and_no_other() -> None:
     text = (DOCS / "recipes.md").read_text()
     sections = {"model", "hardware", "engine", "profile", "sla", "policy", "tune", "serve"}
-    documented = set(re.findall(r"^\| `(\w+)` \|", text, re.M)) | set(re.findall(r"^### (\w+)$", text, re.M))
+    documented = set(re.findall(r"^\| `(\w+)` \|", text, re.M)) | set(
+        re.findall(r"^### (\w+)$", text, re.M)
+    )
     assert sections <= documented
     assert documented == keys_of(Recipe)
 

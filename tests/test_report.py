@@ -1,4 +1,6 @@
-"""`llmctl report`: one page, whole and offline, whatever there is of a recipe's files, and whatever it is called."""
+"""`llmctl report`: one page, whole and offline, whatever there is of a recipe's files, and whatever
+it is called.
+"""
 
 import json
 import re
@@ -18,19 +20,17 @@ from toolkit.bench.client import Replay
 from toolkit.bench.report import Prediction
 from toolkit.bench.report import report as bench_report
 from toolkit.deploy.plan import make_plan
-from toolkit.endpoints.stream import Sample
+from toolkit.endpoints.wire import Sample
+from toolkit.files.bench import MetricError, RequestError, Validation, WindowResult
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
-from toolkit.files.limits import ATTAINMENT, Limit, recipe_limits
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.files.tuning import Outcome, Trial, Tuning
-from toolkit.files.validation import MetricError, RequestError, Validation, WindowResult
-from toolkit.report.fits import fit_section
+from toolkit.files.tuning import ATTAINMENT, Limit, Outcome, Trial, Tuning, recipe_limits
 from toolkit.report.material import gather
 from toolkit.report.page import report
-from toolkit.report.parts import Judged
+from toolkit.report.parts import Axes, ChartSeries, Judged, bars, chart
+from toolkit.report.sections import fit_section
 from toolkit.report.summary import summary_section
-from toolkit.report.svg import Axes, Series, bars, chart
 from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults
 
@@ -41,10 +41,15 @@ SECTIONS = ("verdict", "bench", "validation", "tuning", "fit", "plan", "origin")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """All the files of a recipe, each made from the ones before."""
-    paths = {role: tmp_path / f"{role}.json" for role in ("recipe", "profile", "fit", "tuning", "plan", "validation")}
+    paths = {
+        role: tmp_path / f"{role}.json"
+        for role in ("recipe", "profile", "fit", "tuning", "plan", "validation")
+    }
     recipe = samples.recipe(description=EVIL)
     write_file(recipe, paths["recipe"])
-    profile = synthetic_profiles.make_profile(noise=0.05).model_copy(update={"recipe_name": recipe.name})
+    profile = synthetic_profiles.make_profile(noise=0.05).model_copy(
+        update={"recipe_name": recipe.name}
+    )
     write_file(profile, paths["profile"])
     fit = samples.fit().model_copy(
         update={"inputs": head({"recipe": paths["recipe"], "profile": paths["profile"]})["inputs"]}
@@ -53,7 +58,9 @@ def folder(tmp_path: Path) -> Path:
     made_from = {"recipe": paths["recipe"], "fit": paths["fit"]}
     tuned = tuning(made_from)
     write_file(tuned, paths["tuning"])
-    write_file(make_plan(recipe, fit, tuned, made_from | {"tuning": paths["tuning"]}), paths["plan"])
+    write_file(
+        make_plan(recipe, fit, tuned, made_from | {"tuning": paths["tuning"]}), paths["plan"]
+    )
     window = WindowResult(
         start_s=0,
         end_s=9,
@@ -69,16 +76,32 @@ def folder(tmp_path: Path) -> Path:
         policy="slice",
         notes=[EVIL],
         windows=[window],
-        metrics=[MetricError(metric="throughput_rps", measured=2, predicted=3, error_percent=50, worst_percent=50)],
+        metrics=[
+            MetricError(
+                metric="throughput_rps", measured=2, predicted=3, error_percent=50, worst_percent=50
+            )
+        ],
         requests=[
-            RequestError(latency=EVIL, median_percent=1, median_absolute_percent=2, p90_absolute_percent=3, requests=7)
+            RequestError(
+                latency=EVIL,
+                median_percent=1,
+                median_absolute_percent=2,
+                p90_absolute_percent=3,
+                requests=7,
+            )
         ],
     )
     write_file(validation, paths["validation"])
     return tmp_path
 
 
-METRICS = {"goodput_rps": 3.2, "throughput_rps": 3.3, "ttft_p99_s": 1.5, "e2e_p95_s": 6.0, "oom_percent": 0.0}
+METRICS = {
+    "goodput_rps": 3.2,
+    "throughput_rps": 3.3,
+    "ttft_p99_s": 1.5,
+    "e2e_p95_s": 6.0,
+    "oom_percent": 0.0,
+}
 
 
 def make_tuning(folder: Path, usage: dict[str, float], **changes: object) -> None:
@@ -101,7 +124,9 @@ def make_tuning(folder: Path, usage: dict[str, float], **changes: object) -> Non
     write_file(make_plan(recipe, fit, tuned, made_from), folder / "plan.json")
 
 
-def make_bench(folder: Path, name: str, rate: float | None, plan: str = "plan.json", **measured: float) -> None:
+def make_bench(
+    folder: Path, name: str, rate: float | None, plan: str = "plan.json", **measured: float
+) -> None:
     """What `llmctl bench --plan PLAN --out NAME` writes."""
     recipe = read_file(Plan, folder / plan).recipe
     result = bench_report(
@@ -133,15 +158,22 @@ def test_the_page_starts_with_the_verdict_in_words(folder: Path):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     html = verdict_of(folder)
     text = text_of(html)
-    assert '<p class="badge kept"><b>✓</b> Every target is kept, as predicted; not measured at this rate yet.' in html
+    assert (
+        '<p class="badge kept"><b>✓</b> Every target is kept, as predicted; not measured at this rate yet.'
+        in html
+    )
     assert "llmctl serve plan.json" in text
     assert "Policy slice" in text
     assert "Tuned for trace.jsonl at 3 requests/s" in text
     assert "TTFT p99 at most 2 s 1.5 s ✓ kept" in text
-    assert "E2E p95 at most 8 s 6.4 s ✓ kept" in text, "as the tuning judged it: all held-out requests together"
+    assert "E2E p95 at most 8 s 6.4 s ✓ kept" in text, (
+        "as the tuning judged it: all held-out requests together"
+    )
     assert "goodput none 3.2 requests/s" in text
     assert "Checked against validation.json" in text
-    assert html.index("badge") < html.index("llmctl serve") < html.index("<table") < html.index("<svg")
+    assert (
+        html.index("badge") < html.index("llmctl serve") < html.index("<table") < html.index("<svg")
+    )
     assert "<details" not in html
 
 
@@ -161,17 +193,23 @@ def test_a_target_that_is_broken_is_told_in_words_and_by_how_much(folder: Path):
 
 
 @pytest.mark.parametrize(("surely", "kept"), [(99.4, True), (98.1, False)])
-def test_the_share_of_requests_is_a_limit_where_the_recipe_asks_for_one(folder: Path, surely: float, kept: bool):
+def test_the_share_of_requests_is_a_limit_where_the_recipe_asks_for_one(
+    folder: Path, surely: float, kept: bool
+):
     """It is judged by its confidence bound, not by the share itself."""
     found = gather(str(folder / "plan.json"))
     assert found.plan is not None
     asked = Limit(name=ATTAINMENT, bound="at least", limit=99.0).judged(surely, kept=kept)
-    plan = found.plan.model_copy(update={"limits": [asked], "predicted": {"sla_attainment_percent": 99.2}})
+    plan = found.plan.model_copy(
+        update={"limits": [asked], "predicted": {"sla_attainment_percent": 99.2}}
+    )
     section = summary_section(replace(found, plan=plan))
     assert section.badge.state == ("kept" if kept else "broken")
     told = "requests within every target, at least is 98.1 %, at least 99 % is asked for"
     assert (told in section.badge.text) is not kept
-    row = next(row for row in section.tables[0].rows if row[0] == "requests within every target, at least")
+    row = next(
+        row for row in section.tables[0].rows if row[0] == "requests within every target, at least"
+    )
     assert row[1:3] == ["at least 99 %", Judged(f"{surely} %", kept)]
 
 
@@ -182,7 +220,10 @@ def test_measured_is_shown_beside_predicted_and_judged(folder: Path):
     assert "Every target is kept: as predicted, and as measured (bench.json)." in text
     assert "TTFT p99 at most 2 s 1.5 s ✓ kept 1.6 s ✓ kept" in text
     assert "goodput none 3.2 requests/s 2.9 requests/s" in text
-    assert "bench.json: 1 requests at 3.01 requests/s, the rate it was tuned for; the prediction's errors" in text
+    assert (
+        "bench.json: 1 requests at 3.01 requests/s, the rate it was tuned for; the prediction's errors"
+        in text
+    )
     make_bench(folder, "bench.json", 3.0, ttft_p99_s=2.6, e2e_p95_s=7.0)
     text = text_of(verdict_of(folder))
     assert "✗ Predicted to keep every target, but measured it broke TTFT p99 (bench.json)." in text
@@ -190,15 +231,23 @@ def test_measured_is_shown_beside_predicted_and_judged(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("requests", "told"), [(27, "measured it broke TTFT p99 (validation.json)"), (90, "as predicted")]
+    ("requests", "told"),
+    [(27, "measured it broke TTFT p99 (validation.json)"), (90, "as predicted")],
 )
 def test_a_validation_of_the_plan_at_its_rate_judges_the_targets_too(folder: Path, requests, told):
     make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
     old = read_file(Validation, folder / "validation.json")
-    late = MetricError(metric="ttft_p99_s", measured=2.5, predicted=1.5, error_percent=-40, worst_percent=-40)
-    changes = {"metrics": [late], "windows": [old.windows[0].model_copy(update={"requests": requests})]}
+    late = MetricError(
+        metric="ttft_p99_s", measured=2.5, predicted=1.5, error_percent=-40, worst_percent=-40
+    )
+    changes = {
+        "metrics": [late],
+        "windows": [old.windows[0].model_copy(update={"requests": requests})],
+    }
     made_from = head({"plan": folder / "plan.json", "fit": folder / "fit.json"})
-    write_file(old.model_copy(update=changes | {"inputs": made_from["inputs"]}), folder / "validation.json")
+    write_file(
+        old.model_copy(update=changes | {"inputs": made_from["inputs"]}), folder / "validation.json"
+    )
     assert told in text_of(verdict_of(folder))
 
 
@@ -219,14 +268,19 @@ def test_benches_are_found_by_what_they_hold_the_most_telling_first(folder: Path
     make_bench(folder, "b.json", 9.0)
     make_bench(folder, "c.json", 3.0)
     (folder / "package.json").write_text('{"name": "no bench"}')
-    (folder / "torn.json").write_text('{"measured": {}, "compared": [], "answered": 1, "inputs": {}}')
+    (folder / "torn.json").write_text(
+        '{"measured": {}, "compared": [], "answered": 1, "inputs": {}}'
+    )
     found = gather(str(folder / "plan.json"))
     assert [one.name for one in found.benches] == ["c.json", "b.json", "a.json"]
     assert [one.of_plan for one in found.benches] == [True, True, False]
     assert list(found.why) == ["torn.json"]
     text = text_of(report(found))
     assert "c.json: plan.json, policy 'slice', 3 requests/s" in text
-    assert "a.json: other-plan.json, policy 'slice', 3 requests/s (another plan of the same fit)" in text
+    assert (
+        "a.json: other-plan.json, policy 'slice', 3 requests/s (another plan of the same fit)"
+        in text
+    )
     assert "Measured, side by side" in text
     assert "Left out: torn.json" in text
 
@@ -240,7 +294,10 @@ def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder: Path):
     (folder / "none.json").write_text(json.dumps(content))
     found = gather(str(folder / "plan.json"))
     assert [one.name for one in found.benches] == ["mine.json"]
-    assert found.why["other.json"] == "other.json is about another fit (plan.json), not the one that is shown here"
+    assert (
+        found.why["other.json"]
+        == "other.json is about another fit (plan.json), not the one that is shown here"
+    )
     assert "without --plan" in found.why["none.json"]
 
 
@@ -290,8 +347,13 @@ def test_points_and_bars_have_their_values_for_a_pointer(folder: Path):
     legend = page.count('r="4" class="s')
     assert sum(title == "<title>" for _, _, title in drawn) == len(drawn) - legend > 50
     titles = "".join(re.findall(r"<title>([^<]*)</title>", page))
-    assert re.search(r"prefill: N \d+, length \d+: predicted [\d.]+ m?s, measured [\d.]+ m?s", titles)
-    assert "trial 0, slice: goodput_rps 3.2 requests/s, e2e_p95_s 6 s, in all limits; slice_tokens 128" in titles
+    assert re.search(
+        r"prefill: N \d+, length \d+: predicted [\d.]+ m?s, measured [\d.]+ m?s", titles
+    )
+    assert (
+        "trial 0, slice: goodput_rps 3.2 requests/s, e2e_p95_s 6 s, in all limits; slice_tokens 128"
+        in titles
+    )
     assert "TTFT p99, predicted: 1.5 s, at most 2 s" in titles
     assert "throughput_rps: +50" in titles or "throughput_rps: 50 %" in titles
 
@@ -300,7 +362,13 @@ def test_everything_there_is_is_on_the_page(folder: Path):
     make_bench(folder, "overload.json", 9.0)
     found = gather(str(folder / "plan.json"))
     assert found.why == {}
-    assert [one.role for one in found.sources] == ["plan", "profile", "tuning", "validation", "bench"]
+    assert [one.role for one in found.sources] == [
+        "plan",
+        "profile",
+        "tuning",
+        "validation",
+        "bench",
+    ]
     page = report(found)
     assert re.findall(r'<section id="(\w+)"', page) == list(SECTIONS)
     assert "This makes it" not in page
@@ -315,7 +383,9 @@ def test_no_name_becomes_markup(folder: Path):
     assert "<script" not in page
     assert "<img" not in page
     assert page.count("&lt;script&gt;") >= 3
-    assert "<script" not in bars({EVIL: 1.0}) + chart(Axes(EVIL, EVIL, [Series(EVIL, [1], [2]), Series("b", [1], [2])]))
+    assert "<script" not in bars({EVIL: 1.0}) + chart(
+        Axes(EVIL, EVIL, [ChartSeries(EVIL, [1], [2]), ChartSeries("b", [1], [2])])
+    )
 
 
 def test_what_is_not_there_names_the_command_that_makes_it(folder: Path, tmp_path: Path):
@@ -335,7 +405,10 @@ def test_a_file_about_another_fit_is_not_shown(folder: Path, capsys):
     tuned = tuning({"recipe": folder / "recipe.json", "fit": folder / "fit.json"})
     write_file(tuned, folder / "tuning.json")
     assert llmctl("report", folder / "plan.json", "--out", folder / "report.html") == 0
-    assert "tuning.json is about another fit, not the one that is shown here" in capsys.readouterr().err
+    assert (
+        "tuning.json is about another fit, not the one that is shown here"
+        in capsys.readouterr().err
+    )
     assert "not the one that is shown here" in (folder / "report.html").read_text()
 
 
@@ -348,11 +421,20 @@ def test_a_source_that_cannot_be_read_is_one_line(tmp_path: Path, capsys):
 @pytest.mark.parametrize("values", [[], [0.0], [1.0], [-1.0, 0.0, 3.0], [1e-9, 1e9], [5.0, 5.0]])
 def test_charts_of_any_numbers_can_be_drawn(values, log):
     for kind in ("points", "line", "marks"):
-        text = chart(Axes("x", "y", [Series("a", values, values, kind)], log=log, level=None if log else 0.0))
+        text = chart(
+            Axes(
+                "x",
+                "y",
+                [ChartSeries("a", values, values, kind)],
+                log=log,
+                level=None if log else 0.0,
+            )
+        )
         assert "nan" not in text
         assert text == "" or text.startswith("<svg ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1200, "light")])
 def test_a_browser_shows_it_without_a_complaint_or_a_request(folder: Path, width, scheme):
     (folder / "report.html").write_text(report(gather(str(folder / "plan.json"))), encoding="utf-8")
@@ -373,8 +455,12 @@ def test_a_browser_shows_it_without_a_complaint_or_a_request(folder: Path, width
         page.emulate_media(media="print")
         assert not page.locator("nav").is_visible()
         page.set_viewport_size({"width": 720, "height": 1000})
-        assert page.evaluate("document.documentElement.scrollWidth") == 720, "an A4 page is that wide"
-        assert all(one.bounding_box()["height"] > 20 for one in page.locator("details table").all()), "printed whole"
+        assert page.evaluate("document.documentElement.scrollWidth") == 720, (
+            "an A4 page is that wide"
+        )
+        assert all(
+            one.bounding_box()["height"] > 20 for one in page.locator("details table").all()
+        ), "printed whole"
         assert seen.complaints == []
         assert seen.hosts == {"file"}
 
@@ -382,7 +468,9 @@ def test_a_browser_shows_it_without_a_complaint_or_a_request(folder: Path, width
 def test_the_memory_edge_is_that_of_one_number_of_steps(folder: Path):
     found, few = gather(str(folder / "plan.json")), synthetic_profiles.probe_all(1.0, steps=16)
     edges = [
-        fit_section(replace(found, profile=synthetic_profiles.make_profile(noise=0.05, memory=probes))).figures[-1]
+        fit_section(
+            replace(found, profile=synthetic_profiles.make_profile(noise=0.05, memory=probes))
+        ).figures[-1]
         for probes in (few, [*few, *synthetic_profiles.probe_all(1.0, steps=128)])
     ]
     assert edges[0] == edges[1]

@@ -1,4 +1,6 @@
-"""Algorithm 1, Algorithm 2, Eq. 8-12: the arithmetic of SCLS, against brute force and the paper's figures."""
+"""Algorithm 1, Algorithm 2, Eq. 8-12: the arithmetic of SCLS, against brute force and the paper's
+figures.
+"""
 
 from itertools import pairwise
 
@@ -9,11 +11,10 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
-from toolkit.sched.history import History
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.slice import SlicePolicy, offload_in_turn, offload_max_min
+from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.types import Batch, Job, Request, Worker
-from toolkit.sched.view import View
 
 # Fig. 11: these laws give both of its times (ALGORITHMS section 2).
 FIG_11 = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
@@ -53,8 +54,12 @@ def brute_force_s(lengths: list[int], max_batch: list[int], serve_s) -> float:
     for cuts in range(1 << (n - 1)):
         ends = [i + 1 for i in range(n - 1) if cuts >> i & 1] + [n]
         sizes = [end - start for start, end in pairwise([0, *ends])]
-        if all(size == 1 or size <= max_batch[end - 1] for size, end in zip(sizes, ends, strict=True)):
-            total = sum(serve_s(size, lengths[end - 1]) for size, end in zip(sizes, ends, strict=True))
+        if all(
+            size == 1 or size <= max_batch[end - 1] for size, end in zip(sizes, ends, strict=True)
+        ):
+            total = sum(
+                serve_s(size, lengths[end - 1]) for size, end in zip(sizes, ends, strict=True)
+            )
             best = min(best, total)
     return best
 
@@ -72,8 +77,12 @@ coefficient = st.floats(0, 1e-2)
 def test_algorithm_1_equals_brute_force(lengths, p, d, steps, capacity):
     law = bilinear_law(p, d)
     max_batch = np.maximum(ZetaMemory(capacity).max_batch(np.array(lengths), steps, 0.0), 1)
-    starts, total_s = split_by_serving_time(np.array(lengths), max_batch, law.serve_table(16, steps))
-    best_s = brute_force_s(lengths, max_batch.tolist(), lambda n, length: law.serve_s(n, length, steps))
+    starts, total_s = split_by_serving_time(
+        np.array(lengths), max_batch, law.serve_table(16, steps)
+    )
+    best_s = brute_force_s(
+        lengths, max_batch.tolist(), lambda n, length: law.serve_s(n, length, steps)
+    )
     assert total_s[-1] == pytest.approx(best_s, rel=1e-9, abs=1e-12)
     end = len(lengths)
     while end:  # the walk back respects memory too
@@ -130,19 +139,23 @@ def test_in_turn_goes_on_where_it_ended():
 
 
 def view(workers: list[Worker], pool: list[Job], due_s: float = float("-inf")) -> View:
-    return View(pool, workers, due_s, History(1), np.random.default_rng(0))
+    return View(pool, workers, due_s, LengthHistory(1), np.random.default_rng(0))
 
 
 def test_the_interval_adapts_to_the_least_load():
     busy = worker()
     busy.load_s = 100.0
-    decision = SlicePolicy(interval_factor=0.5, min_interval_s=3.0).plan(view([busy], [job(10)]), now_s=7.0)
+    decision = SlicePolicy(interval_factor=0.5, min_interval_s=3.0).plan(
+        view([busy], [job(10)]), now_s=7.0
+    )
     expected_s = 7.0 + 0.5 * (100.0 + decision.batches[0].estimated_s)
     assert decision.wake_at_s == pytest.approx(expected_s)
 
 
 def test_the_interval_is_at_least_gamma():
-    decision = SlicePolicy(interval_factor=0.5, min_interval_s=60.0).plan(view([worker()], [job(10)]), now_s=7.0)
+    decision = SlicePolicy(interval_factor=0.5, min_interval_s=60.0).plan(
+        view([worker()], [job(10)]), now_s=7.0
+    )
     assert decision.wake_at_s == 67.0
 
 

@@ -1,13 +1,14 @@
-"""What rows take of a worker's memory: the scheduler's account, the simulated worker's books, and plain sums."""
+"""What rows take of a worker's memory: the scheduler's account, the simulated worker's books, and
+plain sums.
+"""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.footprint import footprint, peak_to_come
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
@@ -31,7 +32,9 @@ POLICIES = {
 
 
 def law(emits):
-    return bilinear_law(p=(1e-5, 1e-4, 1e-6, 1e-3), d=(1e-7, 1e-5, 1e-7, 1e-3), prefill_emits_token=emits)
+    return bilinear_law(
+        p=(1e-5, 1e-4, 1e-6, 1e-3), d=(1e-7, 1e-5, 1e-7, 1e-3), prefill_emits_token=emits
+    )
 
 
 def job(length, limit=50):
@@ -39,7 +42,9 @@ def job(length, limit=50):
 
 
 class Audit:
-    """A policy that decides like another, and compares the scheduler's account with what the worker holds."""
+    """A policy that decides like another, and compares the scheduler's account with what the worker
+    holds.
+    """
 
     continuous = True
 
@@ -53,24 +58,33 @@ class Audit:
         for worker in view.free:
             simulated, shelves = self.workers[worker.index], self.workers[worker.index]._shelves
             assert footprint(worker).taken == simulated.used
-            assert (worker.held.tokens, worker.swapped.tokens) == (shelves.device_tokens, shelves.host_tokens)
+            assert (worker.held.tokens, worker.swapped.tokens) == (
+                shelves.device_tokens,
+                shelves.host_tokens,
+            )
             self.audits += 1
         return self._policy.plan(view, now_s)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    rows=st.lists(st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80)), min_size=1, max_size=30),
+    rows=st.lists(
+        st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80)), min_size=1, max_size=30
+    ),
     name=st.sampled_from(sorted(POLICIES)),
     joining=LAYOUTS,
     emits=st.booleans(),
     host_tokens=st.sampled_from([0, 300]),
 )
-def test_the_scheduler_counts_what_the_simulated_worker_holds(rows, name, joining, emits, host_tokens):
+def test_the_scheduler_counts_what_the_simulated_worker_holds(
+    rows, name, joining, emits, host_tokens
+):
     arrival, prompt, output = zip(*sorted(rows), strict=True)
     lengths = [np.array(column, dtype=np.int64) for column in (prompt, output, output)]
     link = LinearSwap(2e-3, 4e4, 8e4)
-    world = World(law(emits), ZetaMemory(CAPACITY), 2, 80, swap=link, host_tokens=host_tokens, joining=joining)
+    world = World(
+        law(emits), ZetaMemory(CAPACITY), 2, 80, swap=link, host_tokens=host_tokens, joining=joining
+    )
     requests, outputs = requests_of(Trace(np.array(arrival), *lengths), 80)
     policy, ledger = Audit(make_policy(name, POLICIES[name])), Ledger(list(arrival), outputs, 2)
     policy.workers = virtual_workers(policy, world, ledger, requests)
@@ -110,7 +124,9 @@ lengths = st.lists(st.integers(1, 120), max_size=6)
 
 @settings(max_examples=300, deadline=None)
 @given(lengths, lengths, lengths, st.integers(1, 120), LAYOUTS, st.booleans())
-def test_a_footprint_is_what_the_rows_take_one_by_one(residents, back, entering, length, joining, emits):
+def test_a_footprint_is_what_the_rows_take_one_by_one(
+    residents, back, entering, length, joining, emits
+):
     worker = worker_with(residents, joining, emits)
     there, held = footprint(worker), held_by(residents) + back
     for one in back:
@@ -130,7 +146,10 @@ def test_a_footprint_is_what_the_rows_take_one_by_one(residents, back, entering,
         room = there.room(CAPACITY)
         after = plainly(worker, held + [one + emits for one in entering], [], 0)
         if not (joining == "shape" and held):
-            grown = [room * (len(held) + len(entering)) + after, (room + 1) * (len(held) + len(entering)) + after]
+            grown = [
+                room * (len(held) + len(entering)) + after,
+                (room + 1) * (len(held) + len(entering)) + after,
+            ]
             assert grown[0] <= CAPACITY < grown[1]
 
 
@@ -146,10 +165,17 @@ def test_who_leaves_takes_his_share_with_him(residents, joining, data):
     assert there.rows == len(stay)
     assert there.taken == (len(stay) * max(left, default=0) if joining else sum(left))
     limits = [residents[k] + 50 for k in stay]
-    assert there.promised_with(10) == ((len(stay) + 1) * max([10, *limits]) if joining else sum(limits) + 10)
+    assert there.promised_with(10) == (
+        (len(stay) + 1) * max([10, *limits]) if joining else sum(limits) + 10
+    )
 
 
-@given(st.lists(st.tuples(st.sampled_from(["join", "leave", "step", "emit", "ask"]), st.integers(1, 50)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["join", "leave", "step", "emit", "ask"]), st.integers(1, 50)),
+        max_size=40,
+    )
+)
 def test_the_longest_resident_is_found_however_they_come_and_go(moves):
     residents, jobs = Worker(0, law(True), ZetaMemory(CAPACITY)).residents, []
     for move, number in moves:
@@ -163,7 +189,9 @@ def test_the_longest_resident_is_found_however_they_come_and_go(moves):
         elif move == "emit" and jobs:
             residents.emitted([jobs[number % len(jobs)]])
         elif move == "ask":
-            assert residents.longest == max([one.length + residents.steps - one.joined for one in jobs], default=0)
+            assert residents.longest == max(
+                [one.length + residents.steps - one.joined for one in jobs], default=0
+            )
             assert residents.longest_promise == max([one.limit_tokens for one in jobs], default=0)
 
 

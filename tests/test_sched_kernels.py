@@ -1,11 +1,12 @@
 """The compiled arithmetic against what it means, spelled out."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.sched.history import History
 from toolkit.sched.kernels import admit_knowing, admit_past_future, future_peak
+from toolkit.sched.protocols import LengthHistory
 
 jobs = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=12)
 
@@ -20,6 +21,7 @@ def columns(rows: list[tuple[int, ...]], width: int) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, width).T
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(rows=jobs)
 def test_the_future_peak_is_the_peak_of_running_them(rows):
@@ -27,6 +29,7 @@ def test_the_future_peak_is_the_peak_of_running_them(rows):
     assert future_peak(used, remaining) == peak_by_running(rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(rows=jobs, waiting=jobs, limit=st.integers(1, 400))
 def test_known_lengths_admit_while_the_peak_stays_below(rows, waiting, limit):
@@ -37,6 +40,7 @@ def test_known_lengths_admit_while_the_peak_stays_below(rows, waiting, limit):
     assert admit_knowing(used, remaining, columns(waiting, 2), float(limit)) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(rows=jobs, waiting=jobs, limit=st.integers(1, 400), seed=st.integers(0, 2**63 - 1))
 def test_a_history_of_one_length_leaves_nothing_to_chance(rows, waiting, limit, seed):
@@ -45,9 +49,12 @@ def test_a_history_of_one_length_leaves_nothing_to_chance(rows, waiting, limit, 
     new = columns([(used, 0, 30) for used, _ in waiting], 3)
     admitted = admit_past_future(table, 0, new, np.empty(0, dtype=np.int64), float(limit), 2, seed)
     used, remaining = columns(rows, 2)
-    assert admitted == admit_knowing(used, remaining, columns([(u, 30) for u, _ in waiting], 2), float(limit))
+    assert admitted == admit_knowing(
+        used, remaining, columns([(u, 30) for u, _ in waiting], 2), float(limit)
+    )
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(
     history=st.lists(st.integers(1, 60), min_size=1, max_size=30),
@@ -55,7 +62,9 @@ def test_a_history_of_one_length_leaves_nothing_to_chance(rows, waiting, limit, 
     seed=st.integers(0, 2**63 - 1),
 )
 def test_a_resident_is_expected_to_end_within_the_longer_half_of_history(history, generated, seed):
-    """One resident: the newcomer is refused or not by the resident's sampled end, which lies in [generated, 60]."""
+    """One resident: the newcomer is refused or not by the resident's sampled end, which lies in
+    [generated, 60].
+    """
     table, past = columns([(100, generated, 60)], 3), np.sort(np.array(history, dtype=np.int64))
     new = columns([(1, 0, 60)], 3)
     assert admit_past_future(table, 0, new, past, 100.0 + 1, 1, seed) == 0  # they hold 101 now
@@ -63,14 +72,21 @@ def test_a_resident_is_expected_to_end_within_the_longer_half_of_history(history
 
 
 def test_sampled_lengths_follow_the_points():
-    """Points 10, 20, 40, 60 for one that generated 10: uniform over the three stretches between them."""
+    """Points 10, 20, 40, 60 for one that generated 10: uniform over the three stretches between
+    them.
+    """
     table, past = columns([(0, 10, 60)], 3), np.array([5, 20, 40], dtype=np.int64)
-    new = columns([(1, 59, 60)], 3)  # it ends after one step, so the peak is the resident's end, or both after a step
+    new = columns(
+        [(1, 59, 60)], 3
+    )  # it ends after one step, so the peak is the resident's end, or both after a step
     below = [
-        np.mean([admit_past_future(table, 0, new, past, float(end), 1, seed) for seed in range(2000)])
+        np.mean(
+            [admit_past_future(table, 0, new, past, float(end), 1, seed) for seed in range(2000)]
+        )
         for end in (10, 30, 50)
     ]
-    # Resident's remaining is below `end` with these probabilities; rounding moves each by half a token.
+    # Resident's remaining is below `end` with these probabilities; rounding moves each by half a
+    # token.
     assert np.allclose(below, [1 / 3, 2 / 3, 1.0], atol=0.04)
 
 
@@ -81,7 +97,7 @@ def test_sampled_lengths_follow_the_points():
     asked=st.lists(st.booleans(), min_size=40, max_size=40),
 )
 def test_the_sorted_history_is_the_recent_one_sorted(lengths, window, asked):
-    history = History(window, [7, 3])
+    history = LengthHistory(window, [7, 3])
     for length, ask in zip(lengths, asked, strict=False):
         history.add(length)
         if ask:

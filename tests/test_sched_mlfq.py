@@ -1,4 +1,6 @@
-"""FastServe's queues: which queue a job is in, who preempts whom, when a round ends, and that nobody starves."""
+"""FastServe's queues: which queue a job is in, who preempts whom, when a round ends, and that
+nobody starves.
+"""
 
 import importlib.util
 import sys
@@ -8,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.policies import make_policy, refuse_oracle
-from toolkit.sched.policies.queues import NEVER, Queues
+from toolkit.sched.policies.mlfq import NEVER, FeedbackQueues
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, RoundResult, Worker
 from toolkit.sim.api import simulate
 from toolkit.traces.generate import Arrivals, generate
 
-LAW = bilinear_law(p=(0.0, 0.0, 0.01, 0.0), d=(0.0, 0.0, 0.0, 1.0))  # 10 ms per prompt token, 1 s per decode step
+LAW = bilinear_law(
+    p=(0.0, 0.0, 0.01, 0.0), d=(0.0, 0.0, 0.0, 1.0)
+)  # 10 ms per prompt token, 1 s per decode step
 BENCH = Path(__file__).parents[1] / "bench" / "fastserve_jct.py"
 
 
@@ -33,8 +36,8 @@ def bench():
     return module
 
 
-def queues(*, skip_join: bool = True) -> Queues:
-    return Queues(LAW, 2.0, 2.0, 3, skip_join)  # quanta of 2 s, 4 s, and none
+def queues(*, skip_join: bool = True) -> FeedbackQueues:
+    return FeedbackQueues(LAW, 2.0, 2.0, 3, skip_join)  # quanta of 2 s, 4 s, and none
 
 
 def test_a_job_joins_the_first_queue_whose_quantum_covers_its_prefill():
@@ -55,7 +58,11 @@ def test_a_naive_long_prompt_falls_past_the_queues_that_its_prefill_used_up():
 
 
 def test_a_promoted_job_has_the_first_quantum_anew():
-    assert [queues().find(100, generated, 5) for generated in (5, 6, 7)] == [(0, 7), (0, 7), (1, 11)]
+    assert [queues().find(100, generated, 5) for generated in (5, 6, 7)] == [
+        (0, 7),
+        (0, 7),
+        (1, 11),
+    ]
 
 
 def make(capacity: int = 2000, host: int = 2000, policy: str = "mlfq", **parameters) -> Scheduler:
@@ -111,7 +118,9 @@ def test_a_round_ends_where_one_who_waits_is_promoted_and_the_promoted_runs():
     assert (second.steps, third.steps) == (1, 4)
     scheduler.complete(RoundResult(third.batch_id, 0, 2), 14.0)
     (fourth,) = scheduler.tick(14.0)
-    assert fourth.steps == 2  # at 16 s "short" leaves its queue; a second later "long" would have waited for 7 s
+    assert (
+        fourth.steps == 2
+    )  # at 16 s "short" leaves its queue; a second later "long" would have waited for 7 s
     scheduler.complete(RoundResult(fourth.batch_id, 0, 2), 17.0)
     (fifth,) = scheduler.tick(17.0)
     assert (ids(fifth.moves.promote), fifth.steps) == (["long"], 2)
@@ -130,10 +139,18 @@ def preempted(swap: str, host: int = 2000):
 
 def test_a_cache_that_memory_has_no_room_for_goes_to_the_host():
     scheduler, batch = preempted("reactive")
-    assert (ids(batch.jobs), ids(batch.moves.swap_out), batch.moves.overlap) == (["short"], ["long"], False)
+    assert (ids(batch.jobs), ids(batch.moves.swap_out), batch.moves.overlap) == (
+        ["short"],
+        ["long"],
+        False,
+    )
     scheduler.complete(RoundResult(batch.batch_id, 0, 1, ("short",)), 15.0)
     (again,) = scheduler.tick(15.0)
-    assert (ids(again.moves.swap_in), ids(again.moves.resume), again.jobs) == (["long"], ["long"], ())
+    assert (ids(again.moves.swap_in), ids(again.moves.resume), again.jobs) == (
+        ["long"],
+        ["long"],
+        (),
+    )
 
 
 def test_a_cache_that_the_host_has_no_room_for_is_computed_again():
@@ -151,10 +168,16 @@ def test_proactive_swapping_goes_on_beside_a_round_and_waits_where_there_is_noth
     scheduler.complete(RoundResult(first.batch_id, 0, 2), 10.0)
     submit(scheduler, "short", 10.0, prompt=120)
     (second,) = scheduler.tick(10.0)
-    assert (ids(second.jobs), ids(second.moves.swap_out), second.moves.overlap) == (["short"], ["long"], True)
+    assert (ids(second.jobs), ids(second.moves.swap_out), second.moves.overlap) == (
+        ["short"],
+        ["long"],
+        True,
+    )
 
 
-@pytest.mark.parametrize("parameters", [{"quantum_s": 0}, {"growth": 0.5}, {"starvation_s": 0}, {"free_share": 1}])
+@pytest.mark.parametrize(
+    "parameters", [{"quantum_s": 0}, {"growth": 0.5}, {"starvation_s": 0}, {"free_share": 1}]
+)
 def test_queues_that_cannot_work_are_refused(parameters):
     (name,) = parameters
     with pytest.raises(InputError, match=f"policy 'mlfq': {name} is .*; the limit is"):
@@ -166,11 +189,17 @@ def test_no_server_runs_the_oracle():
         refuse_oracle("srpt-oracle")
 
 
+@pytest.mark.slow
 def test_the_order_of_the_paper_holds_on_heavy_tails_and_nobody_starves(bench):
-    """One of the seeds that the bench averages; of single seeds, one in eight has naive ahead of skip-join."""
+    """One of the seeds that the bench averages; of single seeds, one in eight has naive ahead of
+    skip-join.
+    """
     rows = {method: bench.measured(method, 4.5, 150.0, 2) for method in bench.METHODS}
     assert bench.broken(rows) == []
-    assert rows["skip-join MLFQ", "proactive"]["swap_wait_s"] < rows["skip-join MLFQ", "reactive"]["swap_wait_s"]
+    assert (
+        rows["skip-join MLFQ", "proactive"]["swap_wait_s"]
+        < rows["skip-join MLFQ", "reactive"]["swap_wait_s"]
+    )
 
 
 @pytest.mark.parametrize("swap", ["reactive", "proactive"])

@@ -1,4 +1,6 @@
-"""Pausing and swapping in the scheduler and the simulated worker: books, times, cancellation, failures."""
+"""Pausing and swapping in the scheduler and the simulated worker: books, times, cancellation,
+failures.
+"""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -7,14 +9,13 @@ import pytest
 
 from tests.samples import fit
 from toolkit.errors import InputError
-from toolkit.estimators.laws import unit_step
+from toolkit.estimators.laws import LinearSwap, unit_step
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.files.fit import SwapFit
-from toolkit.sched.eventlog import Moved, Recorder, from_lines, to_line
+from toolkit.sched.eventlog import Moved, RecordingScheduler, from_lines, to_line
+from toolkit.sched.protocols import Decision
 from toolkit.sched.types import Batch, Moves, Request, RoundResult, Worker
-from toolkit.sched.view import Decision
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger
 
@@ -45,8 +46,12 @@ class Bench:
 
     def __init__(self, *names, output=100):
         self.policy, self.log = Script(), []
-        workers = [Worker(k, unit_step(), ZetaMemory(200), swap=LINK, host_tokens=100) for k in range(2)]
-        self.scheduler = Recorder(self.policy, workers, lambda event: self.log.append(to_line(event)))
+        workers = [
+            Worker(k, unit_step(), ZetaMemory(200), swap=LINK, host_tokens=100) for k in range(2)
+        ]
+        self.scheduler = RecordingScheduler(
+            self.policy, workers, lambda event: self.log.append(to_line(event))
+        )
         self.ledger = Ledger([0.0] * len(names), [output] * len(names), 2)
         number = {name: k for k, name in enumerate(names)}
         self.engine = RoundWorker(0, unit_step(), self.ledger, number, swap=LINK)
@@ -61,7 +66,15 @@ class Bench:
     def start(self, steps=1, enter="", evict="", overlap=False, **moves):
         moved = Moves(**{kind: self.of(names) for kind, names in moves.items()}, overlap=overlap)
         self.policy.next = Batch(
-            0, self.of(enter), steps, PROMPT, 0.0, "any", True, evict=self.of(evict), moves=moved if moves else None
+            0,
+            self.of(enter),
+            steps,
+            PROMPT,
+            0.0,
+            "any",
+            True,
+            evict=self.of(evict),
+            moves=moved if moves else None,
         )
         (batch,) = self.scheduler.tick(self.now_s)
         return batch, self.engine.run(batch, self.now_s)
@@ -71,8 +84,16 @@ class Bench:
         self.scheduler.complete(self.engine.finish(), self.now_s)
 
     def where(self):
-        places = {"on": self.worker.residents, "held": self.worker.held, "host": self.worker.swapped}
-        return {place: "".join(job.request_id for job in jobs.jobs) for place, jobs in places.items() if len(jobs)}
+        places = {
+            "on": self.worker.residents,
+            "held": self.worker.held,
+            "host": self.worker.swapped,
+        }
+        return {
+            place: "".join(job.request_id for job in jobs.jobs)
+            for place, jobs in places.items()
+            if len(jobs)
+        }
 
 
 def test_a_paused_job_keeps_its_cache_and_resumes_without_a_prefill():
@@ -99,7 +120,11 @@ def test_a_round_waits_for_transfers_that_do_not_overlap():
     bench.round(swap_in="b", resume="b", steps=2)
     assert bench.now_s == 9.5 + (0.5 + 2.0) + 2
     assert bench.where() == {"on": "ab"}
-    assert (bench.ledger.swaps_out, bench.ledger.swaps_in, bench.ledger.swapped_tokens) == (1, 1, 32)
+    assert (bench.ledger.swaps_out, bench.ledger.swaps_in, bench.ledger.swapped_tokens) == (
+        1,
+        1,
+        32,
+    )
     assert (bench.ledger.swap_wait_s, bench.ledger.peak_host_tokens) == (4.0, 16)
     assert bench.engine.used == bench.worker.residents.used
 
@@ -153,7 +178,9 @@ def test_who_memory_has_no_room_for_waits_and_all_others_are_where_the_round_wan
     bench.round(enter="abcd", steps=2)
     bench.round(swap_out="c", pause="b")
     batch, ends_s = bench.start(swap_in="c", swap_out="d", overlap=True)
-    bench.scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=("b",)), ends_s)
+    bench.scheduler.complete(
+        RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=("b",)), ends_s
+    )
     assert bench.where() == {"on": "a", "held": "c", "host": "d"}
     assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("b", 2)]
 
@@ -163,7 +190,9 @@ def test_who_did_not_get_to_host_memory_before_it_ran_out_waits(overlap):
     bench = Bench("a", "b", "c")
     bench.round(enter="abc", steps=2)
     batch, ends_s = bench.start(swap_out="bc", overlap=overlap)
-    bench.scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=("c",)), ends_s)
+    bench.scheduler.complete(
+        RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=("c",)), ends_s
+    )
     assert bench.where() == {"on": "a", "host": "b"}
     assert [(job.request_id, job.generated) for job in bench.worker.inbox] == [("c", 2)]
 
@@ -191,18 +220,24 @@ def test_the_log_tells_who_was_moved():
     bench = Bench("a", "b")
     bench.round(enter="ab")
     bench.round(swap_out="b", overlap=True)
-    moved = [event.started[0].moved for event in from_lines(bench.log) if getattr(event, "started", ())]
+    moved = [
+        event.started[0].moved for event in from_lines(bench.log) if getattr(event, "started", ())
+    ]
     assert moved == [None, Moved(swapped_out=("b",), overlap=True)]
 
 
 def test_a_fit_with_a_link_gives_its_law_in_tokens():
-    link = SwapFit(latency_s=0.01, out_bytes_per_s=4096e4, in_bytes_per_s=4096e3, host_bytes=4096 * 500)
+    link = SwapFit(
+        latency_s=0.01, out_bytes_per_s=4096e4, in_bytes_per_s=4096e3, host_bytes=4096 * 500
+    )
     laws = laws_from_fit(fit().model_copy(update={"swap": link}))
     assert (laws.swap.out_s(100), laws.swap.in_s(100), laws.host_tokens) == (0.02, 0.11, 500)
     assert laws_from_fit(fit()).swap is None
 
 
-@pytest.mark.parametrize(("law", "limit"), [((-1.0, 1.0, 1.0), "at least 0"), ((0.0, 1.0, 0.0), "above 0")])
+@pytest.mark.parametrize(
+    ("law", "limit"), [((-1.0, 1.0, 1.0), "at least 0"), ((0.0, 1.0, 0.0), "above 0")]
+)
 def test_a_link_that_cannot_be_is_refused(law, limit):
     with pytest.raises(InputError, match=limit):
         LinearSwap(*law)

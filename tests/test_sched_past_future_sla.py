@@ -10,7 +10,9 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, RoundResult, Worker
 
-LAW = bilinear_law(p=(0.001, 0.0, 0.0, 0.0), d=(0.0, 0.01, 0.0, 0.0))  # 1 ms per prompt token; a step: 10 ms per row
+LAW = bilinear_law(
+    p=(0.001, 0.0, 0.0, 0.0), d=(0.0, 0.01, 0.0, 0.0)
+)  # 1 ms per prompt token; a step: 10 ms per row
 
 
 def make(capacity: int = 100_000, **parameters) -> Scheduler:
@@ -18,7 +20,9 @@ def make(capacity: int = 100_000, **parameters) -> Scheduler:
     return Scheduler(policy, [Worker(0, LAW, ZetaMemory(capacity))])
 
 
-def submit(scheduler: Scheduler, name: str, prompt: int = 10, arrival_s: float = 0.0, limit: int = 2000) -> None:
+def submit(
+    scheduler: Scheduler, name: str, prompt: int = 10, arrival_s: float = 0.0, limit: int = 2000
+) -> None:
     scheduler.submit(Request(name, arrival_s, prompt, limit), arrival_s)
 
 
@@ -70,7 +74,9 @@ def test_a_newcomers_first_token_is_not_delayed_beyond_ttft_by_who_enters_with_i
 
 
 def late_and_in_time(now_s: float, **parameters) -> tuple[Scheduler, list[str]]:
-    """a and b wait since 0 and c since 5, with a TTFT of 3 s and room for one beside the one who runs."""
+    """a and b wait since 0 and c since 5, with a TTFT of 3 s and room for one beside the one who
+    runs.
+    """
     scheduler = make(ttft_s=3.0, mtpot_s=0.025, **parameters)
     submit(scheduler, "runs")
     assert entered(scheduler, 0.0) == ["runs"]

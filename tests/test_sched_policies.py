@@ -27,17 +27,37 @@ def test_search_ranges_are_within_the_limits(name):
     ("name", "given", "message", "hint"),
     [
         ("slices", {}, "there is no policy 'slices'", "did you mean 'slice'?"),
-        ("slice", {"slice_token": 1}, "policy 'slice' has no parameter 'slice_token'", "did you mean 'slice_tokens'?"),
+        (
+            "slice",
+            {"slice_token": 1},
+            "policy 'slice' has no parameter 'slice_token'",
+            "did you mean 'slice_tokens'?",
+        ),
         (
             "slice",
             {"slice_tokens": 0},
             "policy 'slice': slice_tokens is 0; the limit is at least 1",
             "S: tokens per slice",
         ),
-        ("slice", {"slice_tokens": 1.5}, "policy 'slice': slice_tokens is 1.5; it is a whole number", None),
+        (
+            "slice",
+            {"slice_tokens": 1.5},
+            "policy 'slice': slice_tokens is 1.5; it is a whole number",
+            None,
+        ),
         ("slice", {"eager": 1}, "policy 'slice': eager is 1; it is true or false", None),
-        ("slice", {"memory_reserve": 1.0}, "policy 'slice': memory_reserve is 1.0; the limit is from 0 to 0.99", None),
-        ("slice", {"min_interval_s": float("nan")}, "policy 'slice': min_interval_s is nan; it is a number", None),
+        (
+            "slice",
+            {"memory_reserve": 1.0},
+            "policy 'slice': memory_reserve is 1.0; the limit is from 0 to 0.99",
+            None,
+        ),
+        (
+            "slice",
+            {"min_interval_s": float("nan")},
+            "policy 'slice': min_interval_s is nan; it is a number",
+            None,
+        ),
     ],
 )
 def test_bad_parameters_are_named(name, given, message, hint):

@@ -1,12 +1,13 @@
-"""A smaller priority is more urgent: it waits less, and the less urgent make way for it where the policy evicts."""
+"""A smaller priority is more urgent: it waits less, and the less urgent make way for it where the
+policy evicts.
+"""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.estimators.laws import bilinear_law, unit_step
+from toolkit.estimators.laws import LinearSwap, bilinear_law, unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.inbox import Inbox
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
@@ -23,7 +24,9 @@ CONTINUOUS = {
 
 
 def make(policy: str, capacity: int = 130, **parameters) -> Scheduler:
-    return Scheduler(make_policy(policy, parameters), [Worker(0, unit_step(), ZetaMemory(capacity))])
+    return Scheduler(
+        make_policy(policy, parameters), [Worker(0, unit_step(), ZetaMemory(capacity))]
+    )
 
 
 def submit(scheduler: Scheduler, name: str, priority: int = 0, prompt: int = 20) -> None:
@@ -43,7 +46,11 @@ def ids(jobs) -> list[str]:
     return [job.request_id for job in jobs]
 
 
-@given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from(["append", "appendleft", "defer", "advance"]))))
+@given(
+    st.lists(
+        st.tuples(st.integers(-2, 2), st.sampled_from(["append", "appendleft", "defer", "advance"]))
+    )
+)
 def test_an_inbox_is_always_in_the_order_of_urgency(steps: list[tuple[int, str]]):
     inbox, tokens = Inbox(), 0
     for ticket, (priority, step) in enumerate(steps):
@@ -64,7 +71,8 @@ def test_an_inbox_is_always_in_the_order_of_urgency(steps: list[tuple[int, str]]
 @pytest.mark.parametrize("policy", [*CONTINUOUS, "sequence", "baton"])
 def test_the_most_urgent_who_waits_enters_first(policy: str):
     scheduler = make(
-        policy, **CONTINUOUS.get(policy, {"max_batch_size": 3} if policy == "baton" else {"batch_size": 3})
+        policy,
+        **CONTINUOUS.get(policy, {"max_batch_size": 3} if policy == "baton" else {"batch_size": 3}),
     )
     for name, priority in (("a", 1), ("b", 0), ("c", -1), ("d", 1), ("e", 0)):
         submit(scheduler, name, priority)
@@ -154,7 +162,8 @@ def test_an_urgent_job_preempts_under_feedback_queues_and_nobody_loses_his_cache
 def test_who_starves_comes_before_who_is_urgent():
     law = bilinear_law(p=(0.0, 0.0, 0.0, 0.1), d=(0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
     scheduler = Scheduler(
-        make_policy("mlfq", {"max_batch_size": 1, "starvation_s": 10.0}), [Worker(0, law, ZetaMemory(1000))]
+        make_policy("mlfq", {"max_batch_size": 1, "starvation_s": 10.0}),
+        [Worker(0, law, ZetaMemory(1000))],
     )
     submit(scheduler, "calm", 5)
     submit(scheduler, "urgent", -5)

@@ -5,14 +5,19 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies import make_policy
-from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, RoundResult, Worker
 
 NOW_S, PATIENCE_S = 10.0, 4.0
 jobs_that_wait = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(1, 50), st.sampled_from([0.0, 2.0, 6.0, 6.5, 9.0]), st.booleans()),
+    st.tuples(
+        st.integers(0, 3),
+        st.integers(1, 50),
+        st.sampled_from([0.0, 2.0, 6.0, 6.5, 9.0]),
+        st.booleans(),
+    ),
     min_size=1,
     max_size=20,
 )
@@ -40,13 +45,19 @@ def filled(rows) -> tuple[RankedInbox, list[Job]]:
 
 def rank(job: Job) -> tuple[float, float, int]:
     waits_s = NOW_S - job.waiting_since_s
-    return (-1.0, -waits_s, job.ticket) if waits_s >= PATIENCE_S else (standing(job, 0), 0.0, job.ticket)
+    return (
+        (-1.0, -waits_s, job.ticket)
+        if waits_s >= PATIENCE_S
+        else (standing(job, 0), 0.0, job.ticket)
+    )
 
 
 @given(jobs_that_wait)
 def test_the_order_is_that_of_sorted_ranks(rows):
     inbox, left = filled(rows)
-    found = [job for _, job in inbox.starving(NOW_S, PATIENCE_S)] + [job for _, job in inbox.others(NOW_S, PATIENCE_S)]
+    found = [job for _, job in inbox.starving(NOW_S, PATIENCE_S)] + [
+        job for _, job in inbox.others(NOW_S, PATIENCE_S)
+    ]
     assert found == sorted(left, key=rank)
     assert not left or inbox.shortest == min(job.length for job in left)
 
@@ -68,7 +79,9 @@ def test_it_counts_what_is_served_before_a_job(rows, queue, ticket):
     check_counts(inbox, left, NOW_S, queue, ticket)
 
 
-@given(jobs_that_wait, jobs_that_wait, st.lists(st.floats(0, 2 * NOW_S), max_size=4), st.integers(0, 3))
+@given(
+    jobs_that_wait, jobs_that_wait, st.lists(st.floats(0, 2 * NOW_S), max_size=4), st.integers(0, 3)
+)
 def test_counts_stay_right_while_jobs_come_and_go_and_time_goes_on(rows, more, times_s, queue):
     inbox, left = filled(rows)
     coming = [
@@ -89,7 +102,9 @@ def test_it_knows_who_starves_next(rows):
     inbox, left = filled(rows)
     besides = set(left[::2])
     waits_s = [NOW_S - job.waiting_since_s for job in left if job not in besides]
-    assert inbox.next_wait_s(NOW_S, PATIENCE_S, besides) == max([w for w in waits_s if w < PATIENCE_S], default=-1.0)
+    assert inbox.next_wait_s(NOW_S, PATIENCE_S, besides) == max(
+        [w for w in waits_s if w < PATIENCE_S], default=-1.0
+    )
 
 
 def test_nobody_enters_before_one_who_starves_and_finds_no_place():

@@ -10,7 +10,9 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, RoundResult, Worker
 
 
-def make(policy: str = "conservative", workers: int = 1, capacity: int = 1000, **parameters) -> Scheduler:
+def make(
+    policy: str = "conservative", workers: int = 1, capacity: int = 1000, **parameters
+) -> Scheduler:
     every = [Worker(k, unit_step(), ZetaMemory(capacity)) for k in range(workers)]
     return Scheduler(make_policy(policy, parameters), every)
 
@@ -78,7 +80,10 @@ def test_after_a_failure_half_as_many_enter_and_the_culprit_ends_alone():
             entered.append(len(names))
             failure = "crashed" if "killer" in names else ""
             ended = () if failure else tuple(names)
-            scheduler.complete(RoundResult(batch.batch_id, 0, 1, ended, () if failure else None, failure), now_s + 0.5)
+            scheduler.complete(
+                RoundResult(batch.batch_id, 0, 1, ended, () if failure else None, failure),
+                now_s + 0.5,
+            )
     assert entered[:2] == [4, 2]
     assert scheduler.jobs == 0
     assert [refusal.request_id for refusal in scheduler.take_refusals()] == ["killer"]
@@ -92,7 +97,11 @@ def test_a_cancelled_resident_interrupts_and_leaves_with_the_round():
     assert scheduler.take_interrupts() == [0]
     scheduler.complete(RoundResult(first.batch_id, 0, 10), 10.0)
     (second,) = scheduler.tick(10.0)
-    assert (ids(second.evict), ids(scheduler.workers[0].residents.jobs), scheduler.jobs) == (["a"], ["b"], 1)
+    assert (ids(second.evict), ids(scheduler.workers[0].residents.jobs), scheduler.jobs) == (
+        ["a"],
+        ["b"],
+        1,
+    )
 
 
 def test_a_lost_workers_residents_go_on_elsewhere_with_their_tokens():
@@ -118,7 +127,9 @@ def test_a_router_sends_the_next_request_where_less_is_outstanding(router):
 def test_an_unknown_router_is_named():
     with pytest.raises(InputError) as caught:
         make_policy("fcfs", {"router": "random"})
-    assert caught.value.message.startswith("policy 'fcfs': router is 'random'; it is one of round-robin, least-loaded")
+    assert caught.value.message.startswith(
+        "policy 'fcfs': router is 'random'; it is one of round-robin, least-loaded"
+    )
 
 
 def test_no_server_runs_an_oracle():
@@ -159,11 +170,15 @@ def test_a_request_that_waits_may_end_too():
 
 
 def test_an_engine_s_slots_bound_the_residents_and_come_back_after_a_failure():
-    scheduler = Scheduler(make_policy("aggressive", {}), [Worker(0, unit_step(), ZetaMemory(1000), slots=3)])
+    scheduler = Scheduler(
+        make_policy("aggressive", {}), [Worker(0, unit_step(), ZetaMemory(1000), slots=3)]
+    )
     submit(scheduler, *"abcde")
     (first,) = scheduler.tick(0.0)
     assert ids(first.jobs) == ["a", "b", "c"]
-    scheduler.complete(RoundResult(first.batch_id, 0, 1, failure="oom", dropped=("c", "b", "a")), 1.0)
+    scheduler.complete(
+        RoundResult(first.batch_id, 0, 1, failure="oom", dropped=("c", "b", "a")), 1.0
+    )
     limits = []
     for _ in range(3):
         limits.append(scheduler.workers[0].row_limit)
@@ -178,7 +193,10 @@ def test_who_memory_has_no_room_for_is_given_up_when_he_was_alone_twice_and_neve
     for _ in range(3):
         (batch,) = scheduler.tick(0.0)
         dropped = ("b",) if "b" in ids(scheduler.workers[0].residents.jobs) else ()
-        scheduler.complete(RoundResult(batch.batch_id, 0, 1, failure="oom" if dropped else "", dropped=dropped), 1.0)
+        scheduler.complete(
+            RoundResult(batch.batch_id, 0, 1, failure="oom" if dropped else "", dropped=dropped),
+            1.0,
+        )
         assert ids(scheduler.workers[0].residents.jobs) == ["a"]
     scheduler.end("a", 5, 1.0)
     refusals = []
@@ -189,7 +207,9 @@ def test_who_memory_has_no_room_for_is_given_up_when_he_was_alone_twice_and_neve
         refusals = scheduler.take_refusals()
         if refusals:
             break
-    assert [(refusal.request_id, refusal.reason) for refusal in refusals] == [("b", "ran out of memory alone, twice")]
+    assert [(refusal.request_id, refusal.reason) for refusal in refusals] == [
+        ("b", "ran out of memory alone, twice")
+    ]
     assert scheduler.jobs == 0
 
 
@@ -208,7 +228,9 @@ def test_what_an_engine_dropped_waits_before_all_others_with_its_tokens():
     scheduler = make("aggressive")
     submit(scheduler, "a", "b", "c")
     (batch,) = scheduler.tick(0.0)
-    scheduler.complete(RoundResult(batch.batch_id, 0, 5, missed=(("c", 1), ("b", 2)), dropped=("c", "b")), 5.0)
+    scheduler.complete(
+        RoundResult(batch.batch_id, 0, 5, missed=(("c", 1), ("b", 2)), dropped=("c", "b")), 5.0
+    )
     worker = scheduler.workers[0]
     assert (ids(worker.residents.jobs), ids(worker.inbox)) == (["a"], ["b", "c"])
     assert [(job.generated, job.evictions) for job in worker.inbox] == [(3, 1), (4, 1)]

@@ -15,7 +15,9 @@ LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
 
 def make(workers: int = 1, capacity: int = 1000, policy: str = "slice", **parameters) -> Scheduler:
     memory = ZetaMemory(capacity)
-    return Scheduler(make_policy(policy, parameters), [Worker(k, LAW, memory) for k in range(workers)])
+    return Scheduler(
+        make_policy(policy, parameters), [Worker(k, LAW, memory) for k in range(workers)]
+    )
 
 
 def request(name: str, prompt: int = 10, limit: int = 100) -> Request:
@@ -80,7 +82,9 @@ def test_a_job_that_fails_alone_twice_is_given_up_with_the_reason():
     for _ in range(2):
         (batch,) = scheduler.tick(0.0)
         scheduler.complete(done(batch, 0, finished=False, failure="oom"), 1.0)
-    assert [(r.request_id, r.reason) for r in scheduler.take_refusals()] == [("a", "ran out of memory alone, twice")]
+    assert [(r.request_id, r.reason) for r in scheduler.take_refusals()] == [
+        ("a", "ran out of memory alone, twice")
+    ]
     assert scheduler.jobs == 0
 
 

@@ -8,10 +8,9 @@ from serving import LAW
 
 from toolkit.estimators.laws import WithOverhead
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.longest import longest
+from toolkit.sched.footprint import longest
 from toolkit.sched.policies import make_policy
-from toolkit.sched.policies.shares import share_out
-from toolkit.sched.policies.slice import SlicePolicy, offload_max_min
+from toolkit.sched.policies.slice import SlicePolicy, offload_max_min, share_out
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Job, Request, Worker
 
@@ -26,7 +25,11 @@ def worker(index: int, capacity: int, slowdown: float) -> Worker:
 
 def three_kinds() -> list[list[Worker]]:
     """The one that holds most last, as a view has them."""
-    return [[worker(0, 200, 1.0)], [worker(1, 400, 5.0), worker(2, 400, 5.0)], [worker(3, 900, 2.0)]]
+    return [
+        [worker(0, 200, 1.0)],
+        [worker(1, 400, 5.0), worker(2, 400, 5.0)],
+        [worker(3, 900, 2.0)],
+    ]
 
 
 def pool(lengths: Sequence[int]) -> list[Job]:
@@ -81,7 +84,9 @@ def test_the_busy_are_given_nothing_and_the_idle_one_batch_with_the_oldest_job()
 
 def test_without_eager_all_is_given_to_all_every_gamma() -> None:
     workers = [worker(0, 4000, 1.0), worker(1, 4000, 3.0)]
-    tested = Scheduler(make_policy("slice", {"slice_tokens": 16, "eager": False, "min_interval_s": 5.0}), workers)
+    tested = Scheduler(
+        make_policy("slice", {"slice_tokens": 16, "eager": False, "min_interval_s": 5.0}), workers
+    )
     for k, length in enumerate([900, 20] * 8):
         tested.submit(Request(str(k), 0.0, length, 100), 0.0)
     tested.tick(0.0)

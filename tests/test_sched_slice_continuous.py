@@ -1,4 +1,6 @@
-"""SCLS on continuous batching: what is promised, who enters, and who stays, moves or gives way after a slice."""
+"""SCLS on continuous batching: what is promised, who enters, and who stays, moves or gives way
+after a slice.
+"""
 
 import pytest
 
@@ -15,7 +17,9 @@ def make(workers: int = 1, capacity: int = 1000, **parameters) -> Scheduler:
     return Scheduler(make_policy("slice-continuous", settings), every)
 
 
-def submit(scheduler: Scheduler, name: str, prompt: int, limit: int = 100, now_s: float = 0.0) -> None:
+def submit(
+    scheduler: Scheduler, name: str, prompt: int, limit: int = 100, now_s: float = 0.0
+) -> None:
     scheduler.submit(Request(name, now_s, prompt, limit), now_s)
 
 
@@ -83,7 +87,9 @@ def test_requests_go_where_the_least_is_promised_the_longest_first():
 
 
 def crowded(workers: int, margin: float = 0.1) -> Scheduler:
-    """On worker 0 the slices of a and b are over, and c waits; worker 1, if there is one, came back later."""
+    """On worker 0 the slices of a and b are over, and c waits; worker 1, if there is one, came back
+    later.
+    """
     scheduler = make(workers, capacity=200, margin=margin)
     if workers == 2:
         scheduler.worker_lost(1, 0.0)
@@ -103,7 +109,10 @@ def test_where_requests_queue_up_it_goes_to_the_worker_with_more_free_memory():
     rounds = scheduler.tick(20.0)
     assert residents(scheduler) == [["b", "c"], ["a"]]
     assert [[job.request_id for job in batch.release] for batch in rounds] == [["a"], []]
-    assert [batch.input_length for batch in rounds] == [50, 100]  # what it generated is prefilled with its prompt
+    assert [batch.input_length for batch in rounds] == [
+        50,
+        100,
+    ]  # what it generated is prefilled with its prompt
     (moved,) = scheduler.workers[1].residents.jobs
     assert (moved.reroutes, moved.evictions, moved.generated) == (1, 0, 20)
 
@@ -119,7 +128,8 @@ def test_it_gives_way_where_no_worker_has_more_room():
 
 @pytest.mark.parametrize(("margin", "moved"), [(0.95, "a"), (0.96, "b")])
 def test_margin_is_what_clearly_more_means(margin, moved):
-    """With a, worker 1 would have 200 - 120 free; worker 0 has 200 - 2 * 120 - 70: 0.95 of the capacity apart.
+    """With a, worker 1 would have 200 - 120 free; worker 0 has 200 - 2 * 120 - 70: 0.95 of the
+    capacity apart.
 
     Where a stays, b has no room beside it, gives way, and is dealt anew.
     """

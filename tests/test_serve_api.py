@@ -23,7 +23,9 @@ GREEDY = {"temperature": 0, "max_tokens": 10}
 
 def test_a_completion_is_what_the_model_says():
     async def test(http: httpx.AsyncClient) -> None:
-        reply = (await http.post("/v1/completions", json={"model": "toy", "prompt": "hello", **GREEDY})).json()
+        reply = (
+            await http.post("/v1/completions", json={"model": "toy", "prompt": "hello", **GREEDY})
+        ).json()
         assert reply["object"] == "text_completion"
         assert reply["model"] == "toy"
         assert reply["id"].startswith("cmpl-")
@@ -58,7 +60,9 @@ def test_n_choices_of_each_prompt_are_numbered_through():
         body = {"prompt": ["a", "b"], "n": 3, **GREEDY}
         reply = (await http.post("/v1/completions", json=body)).json()
         assert [one["index"] for one in reply["choices"]] == list(range(6))
-        assert [one["text"] for one in reply["choices"]] == [text("a", 10)] * 3 + [text("b", 10)] * 3
+        assert [one["text"] for one in reply["choices"]] == [text("a", 10)] * 3 + [
+            text("b", 10)
+        ] * 3
         assert reply["usage"] == {"prompt_tokens": 2, "completion_tokens": 60, "total_tokens": 62}
 
     ask(test)
@@ -108,7 +112,9 @@ def test_a_chat_is_the_models_answer_to_its_template():
 
 def test_a_stream_is_the_same_text_in_pieces_and_ends_with_done():
     async def test(http: httpx.AsyncClient) -> None:
-        response = await http.post("/v1/completions", json={"prompt": "hello", "stream": True, **GREEDY})
+        response = await http.post(
+            "/v1/completions", json={"prompt": "hello", "stream": True, **GREEDY}
+        )
         assert response.headers["content-type"].startswith("text/event-stream")
         *chunks, last = events(response.text)
         assert last == "[DONE]"
@@ -123,7 +129,11 @@ def test_a_stream_is_the_same_text_in_pieces_and_ends_with_done():
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_a_stream_with_usage_ends_with_a_chunk_of_nothing_else(route: str):
     async def test(http: httpx.AsyncClient) -> None:
-        what = {"prompt": "hello"} if route == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+        what = (
+            {"prompt": "hello"}
+            if route == "/v1/completions"
+            else {"messages": [{"role": "user", "content": "x"}]}
+        )
         body = {**what, "stream": True, "stream_options": {"include_usage": True}, "n": 2, **GREEDY}
         *chunks, usage, _ = events((await http.post(route, json=body)).text)
         assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
@@ -137,7 +147,9 @@ def test_the_role_comes_once_per_choice_with_its_first_piece():
     async def test(http: httpx.AsyncClient) -> None:
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "n": 2, **GREEDY}
         *chunks, _ = events((await http.post("/v1/chat/completions", json=body)).text)
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"][0]["index"] == 1]
+        deltas = [
+            chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"][0]["index"] == 1
+        ]
         assert [delta.get("role") for delta in deltas] == ["assistant", None, None]
         assert "".join(delta["content"] for delta in deltas) == text("user: x\nassistant:", 10)
 
@@ -150,7 +162,13 @@ def test_a_stop_string_over_chunk_borders_ends_the_text_before_it(stream: bool):
     stop = whole[6:10]  # the workers report every 4 tokens, slices end after 8
 
     async def test(http: httpx.AsyncClient) -> None:
-        body = {"prompt": "hello", "temperature": 0, "max_tokens": 200, "stop": [stop], "stream": stream}
+        body = {
+            "prompt": "hello",
+            "temperature": 0,
+            "max_tokens": 200,
+            "stop": [stop],
+            "stream": stream,
+        }
         response = await http.post("/v1/completions", json=body)
         chunks = events(response.text)[:-1] if stream else [response.json()]
         choices = [chunk["choices"][0] for chunk in chunks]
@@ -175,7 +193,15 @@ def test_end_after_is_honoured_where_the_server_allows_it():
 
 def test_unknown_fields_are_ignored_and_nulls_are_defaults():
     async def test(http: httpx.AsyncClient) -> None:
-        body = {"prompt": "a", "store": True, "user": "u", "stop": None, "n": None, "logit_bias": {}, "best_of": 1}
+        body = {
+            "prompt": "a",
+            "store": True,
+            "user": "u",
+            "stop": None,
+            "n": None,
+            "logit_bias": {},
+            "best_of": 1,
+        }
         assert (await http.post("/v1/completions", json=body)).status_code == 200
 
     ask(test)
@@ -183,7 +209,14 @@ def test_unknown_fields_are_ignored_and_nulls_are_defaults():
 
 def test_what_sampling_is_asked_for_reaches_the_worker():
     async def test(http: httpx.AsyncClient) -> None:
-        sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2, "seed": 5}
+        sampling = {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 7,
+            "min_p": 0.1,
+            "repetition_penalty": 1.2,
+            "seed": 5,
+        }
         more = {"ignore_eos": True, "min_tokens": 3, "stop_token_ids": [9]}
         await http.post("/v1/completions", json={"prompt": "a", "n": 2, **sampling, **more})
         first, second = (row.sampling for row in http.workers.rows[0])
@@ -235,10 +268,13 @@ def test_a_batch_of_prompts_is_taken_whole_or_not_at_all():
     ask(test, capacity=50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_cannot_be_served_is_told_so(stream: bool):
     async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "stream": stream}))
+        asking = asyncio.create_task(
+            http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+        )
         for _ in range(2):
             await turns(60)
             http.workers.finish(steps=0, failure="oom")
@@ -270,7 +306,9 @@ def test_tokenize_and_detokenize():
     async def test(http: httpx.AsyncClient) -> None:
         reply = (await http.post("/tokenize", json={"prompt": "hi"})).json()
         assert reply == {"count": 2, "max_model_len": 512, "tokens": [104, 105]}
-        chat = (await http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})).json()
+        chat = (
+            await http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})
+        ).json()
         back = (await http.post("/detokenize", json={"tokens": chat["tokens"]})).json()
         assert back == {"prompt": "user: x\nassistant:"}
 
@@ -310,7 +348,9 @@ def test_with_a_key_everything_else_is_closed():
             assert ("is not one of this server's" in response.text) is header.startswith("Bearer ")
         for path in ("/health", "/ready"):
             assert (await http.get(path)).status_code == 200
-        assert (await http.get("/v1/models", headers={"Authorization": "Bearer secret"})).status_code == 200
+        assert (
+            await http.get("/v1/models", headers={"Authorization": "Bearer secret"})
+        ).status_code == 200
 
     ask(test, api_key="secret")
 
@@ -325,8 +365,12 @@ def test_metrics_can_be_opened():
 def test_greedy_text_is_the_same_in_a_crowd_as_alone():
     async def test(http: httpx.AsyncClient) -> None:
         prompts = [f"request {index}" for index in range(40)]
-        bodies = [{"prompt": one, "temperature": 0, "max_tokens": 5 + len(one) % 3 * 9} for one in prompts]
-        replies = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+        bodies = [
+            {"prompt": one, "temperature": 0, "max_tokens": 5 + len(one) % 3 * 9} for one in prompts
+        ]
+        replies = await asyncio.gather(
+            *(http.post("/v1/completions", json=body) for body in bodies)
+        )
         for reply, body in zip(replies, bodies, strict=True):
             assert reply.json()["choices"][0]["text"] == text(body["prompt"], body["max_tokens"])
         assert http.driver.waiting == http.driver.running == 0
@@ -338,7 +382,9 @@ def test_generate_is_what_run_row_does():
     assert bytes(generate("hello", 5)).decode() == text("hello", 5)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/metrics", "/tokenize", "/version", "/nowhere"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/completions", "/metrics", "/tokenize", "/version", "/nowhere"]
+)
 @pytest.mark.parametrize(
     ("host", "refused"),
     [
@@ -353,7 +399,9 @@ def test_generate_is_what_run_row_does():
         ("", False),
     ],
 )
-def test_a_server_of_this_machine_answers_to_no_name_that_a_page_may_have(path: str, host: str, refused: bool):
+def test_a_server_of_this_machine_answers_to_no_name_that_a_page_may_have(
+    path: str, host: str, refused: bool
+):
     async def test(http: httpx.AsyncClient) -> None:
         reply = await http.get(path, headers={"host": host})
         assert (reply.status_code == 403) is refused

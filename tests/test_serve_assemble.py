@@ -26,7 +26,9 @@ def plan(policy: str, engine: str = "transformers", **changes: object) -> Plan:
 
 
 @pytest.mark.parametrize("policy", ["past-future", "mlfq", "slice"])
-def test_every_policy_that_needs_no_oracle_is_served_by_an_engine_that_keeps_its_rows(policy: str) -> None:
+def test_every_policy_that_needs_no_oracle_is_served_by_an_engine_that_keeps_its_rows(
+    policy: str,
+) -> None:
     assert make_scheduler(plan(policy, "rebatch")).policy.name == policy
 
 
@@ -34,7 +36,9 @@ def test_every_policy_that_needs_no_oracle_is_served_by_an_engine_that_keeps_its
     ("engine", "said", "joining"),
     [("fake", {}, None), ("rebatch", {}, "embed"), ("rebatch", {"joining": "shape"}, "shape")],
 )
-def test_both_clocks_know_from_the_engine_how_rows_take_memory(engine: str, said: dict[str, str], joining: str) -> None:
+def test_both_clocks_know_from_the_engine_how_rows_take_memory(
+    engine: str, said: dict[str, str], joining: str
+) -> None:
     facts = samples.fit().engine.model_dump(exclude={"joining"}) | {"engine": engine} | said
     fit = samples.fit().model_copy(update={"engine": EngineFacts(**facts)})
     planned = plan("past-future", "rebatch").model_copy(update={"fit": fit})
@@ -50,7 +54,10 @@ def test_static_policies_are_served(policy: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        ("past-future", "policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches"),
+        (
+            "past-future",
+            "policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches",
+        ),
         ("past-future-oracle", "policy 'past-future-oracle' knows the true output lengths"),
     ],
 )

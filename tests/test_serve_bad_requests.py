@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import HandWorkers, client, turns
 
-from toolkit.engines.bytes_tokenizer import ByteTokenizer
+from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import InputError
-from toolkit.serve.body import MAX_DEPTH, parse_json
 from toolkit.serve.errors import ApiError
+from toolkit.serve.forms import MAX_DEPTH, parse_json
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -54,10 +54,16 @@ RAW = {
     "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8"),
     "a lone surrogate": (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
     "a lone surrogate in a key": (b'{"prompt": "a", "\\udfff": 1}', "half of a surrogate pair"),
-    "a lone surrogate in a message": (b'{"messages": [{"role": "user", "content": "\\uDC00"}]}', "half of a surrogate"),
+    "a lone surrogate in a message": (
+        b'{"messages": [{"role": "user", "content": "\\uDC00"}]}',
+        "half of a surrogate",
+    ),
     "deep": (b'{"prompt": "a", "x": ' + b"[" * 40 + b"]" * 40 + b"}", "nests deeper than 32"),
     "very deep": (b'{"prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}", "nests deeper than 32"),
-    "a huge integer": (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "integer string conversion"),
+    "a huge integer": (
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+        "integer string conversion",
+    ),
     "a raw line break in a string": (b'{"prompt": "a\nb"}', "not JSON"),
 }
 
@@ -112,7 +118,11 @@ FIELDS = [
     ({"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids", "at most 64"),
     ({"prompt": "a", "min_tokens": 17}, "min_tokens", "min_tokens is 17; max_tokens is 16"),
     ({"prompt": "a", "stream": "yes"}, "stream", "boolean"),
-    ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
+    (
+        {"prompt": "a", "stream_options": {"include_usage": 1}},
+        "stream_options.include_usage",
+        "boolean",
+    ),
     ({"prompt": "a", "priority": 2**40}, "priority", "less than"),
     ({"prompt": "a", "llmctl_end_after": 5}, "llmctl_end_after", "--allow-end-after"),
     ({"prompt": "a", "logprobs": 0}, "logprobs", "not supported"),
@@ -125,9 +135,13 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "message"), FIELDS, ids=[json.dumps(one[0])[:60] for one in FIELDS])
+@pytest.mark.parametrize(
+    ("body", "param", "message"), FIELDS, ids=[json.dumps(one[0])[:60] for one in FIELDS]
+)
 def test_fields_that_cannot_be(body: dict, param: str, message: str):
-    response = send("POST", COMPLETIONS, content=json.dumps(body).replace("Infinity", "1e999"), headers=JSON)
+    response = send(
+        "POST", COMPLETIONS, content=json.dumps(body).replace("Infinity", "1e999"), headers=JSON
+    )
     assert response.status_code == 400
     said = error(response)
     assert said["type"] == "invalid_request_error"
@@ -144,21 +158,35 @@ CHATS = [
     ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role", "'system'"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'system'"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
         "messages.0.content",
         "not of type 'text'",
     ),
-    ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
+    (
+        {"messages": USER, "max_completion_tokens": 0},
+        "max_completion_tokens",
+        "greater than or equal to 1",
+    ),
     ({"messages": USER, "tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"messages": USER, "tool_choice": "required"}, "tool_choice", "not supported"),
-    ({"messages": USER, "response_format": {"type": "json_schema"}}, "response_format", "not supported"),
+    (
+        {"messages": USER, "response_format": {"type": "json_schema"}},
+        "response_format",
+        "not supported",
+    ),
     ({"messages": USER, "logprobs": True}, "logprobs", "not supported"),
     ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "not supported"),
     ({"messages": USER, "modalities": ["audio"]}, "modalities", "not supported"),
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "message"), CHATS, ids=[json.dumps(one[0])[:60] for one in CHATS])
+@pytest.mark.parametrize(
+    ("body", "param", "message"), CHATS, ids=[json.dumps(one[0])[:60] for one in CHATS]
+)
 def test_chats_that_cannot_be(body: dict, param: str, message: str):
     response = send("POST", CHAT, json=body)
     assert response.status_code == 400
@@ -184,7 +212,9 @@ def test_routes_that_are_not(method: str, path: str, status: int):
     assert ("allow" in response.headers) == (status == 405)
 
 
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})])
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})]
+)
 def test_a_model_that_is_not_here(path: str, body: dict):
     response = send("POST", path, json={"model": "gpt-5", **body})
     assert response.status_code == 404
@@ -223,7 +253,12 @@ def test_what_the_tokenizer_refuses_is_the_clients_error(monkeypatch: pytest.Mon
 LARGE = [
     (COMPLETIONS, {"prompt": "a" * 600}, 400, "600 tokens; the limit of prompt + output is 512"),
     (COMPLETIONS, {"prompt": "a" * 40, "max_tokens": 2}, 200, ""),
-    (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, 400, "the limit of prompt + output is 512"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a" * 600}]},
+        400,
+        "the limit of prompt + output is 512",
+    ),
     (CHAT, {"messages": USER, "max_tokens": 2, "n": 2}, 200, ""),
     ("/tokenize", {"prompt": "hi"}, 200, ""),
     ("/detokenize", {"tokens": [104] * 513}, 400, "'tokens' holds 513 tokens; the limit is 512"),
@@ -255,18 +290,27 @@ def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.Monkey
     monkeypatch.setattr("toolkit.serve.api.LARGE_BODY_BYTES", 1)
     read = threading.Event()
     encode = ByteTokenizer.encode
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda *of, **how: (read.wait(60), encode(*of, **how))[1])
+    monkeypatch.setattr(
+        ByteTokenizer, "encode", lambda *of, **how: (read.wait(60), encode(*of, **how))[1]
+    )
 
     async def run() -> tuple[int, list[int]]:
         async with client(HandWorkers(1), max_waiting=3) as http:
-            asking = [asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "a" * 40})) for _ in range(12)]
+            asking = [
+                asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "a" * 40}))
+                for _ in range(12)
+            ]
             await turns(60)
             read.set()
-            while sum(task.done() for task in asking) + http.driver.waiting + http.driver.running < len(asking):
+            while sum(
+                task.done() for task in asking
+            ) + http.driver.waiting + http.driver.running < len(asking):
                 await asyncio.sleep(0.001)
             waiting = http.driver.waiting
             await http.driver.drain(0.0)
-            return waiting, [response.json()["error"]["code"] for response in await asyncio.gather(*asking)]
+            return waiting, [
+                response.json()["error"]["code"] for response in await asyncio.gather(*asking)
+            ]
 
     waiting, codes = asyncio.run(run())
     assert waiting <= 3
@@ -302,20 +346,32 @@ def test_nesting_is_counted_to_the_level():
         parse_json(nested(MAX_DEPTH + 1))
 
 
-@given(st.binary(max_size=40) | st.text(alphabet='{}[]",:\\ud8eE0+-.NaInfity \n', max_size=40).map(str.encode))
+@given(
+    st.binary(max_size=40)
+    | st.text(alphabet='{}[]",:\\ud8eE0+-.NaInfity \n', max_size=40).map(str.encode)
+)
 def test_no_body_raises_anything_but_an_api_error(body: bytes):
     with suppress(ApiError):
         assert isinstance(parse_json(body), dict)
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["prompt", "messages", "max_tokens", "stop", "n", "stream_options", "seed", "stop_token_ids"])
+NAMES = st.sampled_from(
+    ["prompt", "messages", "max_tokens", "stop", "n", "stream_options", "seed", "stop_token_ids"]
+)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
 def test_no_field_gives_a_server_error(fields: dict):

@@ -14,7 +14,11 @@ from toolkit.files.io import write_file
 def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The one line that `llmctl serve` ends with; its exit code is 2."""
     assert llmctl("serve", *words) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("note:", "loading"))]
+    lines = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if not line.startswith(("note:", "loading"))
+    ]
     assert lines[0].startswith("error: ")
     return "\n".join(lines)
 
@@ -36,7 +40,24 @@ def test_a_plan_and_a_fit_are_one_too_many(capsys: pytest.CaptureFixture[str], p
 
 def test_other_machines_are_not_served_without_a_key(capsys: pytest.CaptureFixture[str], plan: str):
     for host in ("0.0.0.0", "::", "example.com"):
-        assert f"host {host} can be reached from other machines" in fails(capsys, plan, "--host", host)
+        assert f"host {host} can be reached from other machines" in fails(
+            capsys, plan, "--host", host
+        )
+
+
+@pytest.mark.parametrize(("words", "share"), [((), 0.5), (("--client-share", "1"), 1.0)])
+def test_a_client_has_half_unless_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, plan: str, words: tuple, share: float
+):
+    started = []
+    monkeypatch.setattr("toolkit.cli.serve_start.start", lambda order, **_: started.append(order))
+    assert llmctl("serve", plan, *words) == 0
+    assert [order.client_share for order in started] == [share]
+
+
+def test_a_share_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
+    assert llmctl("serve", plan, "--client-share", "0") == 2
+    assert "--client-share" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str], plan: str):
@@ -55,28 +76,39 @@ def test_a_parameter_that_is_not(capsys: pytest.CaptureFixture[str], plan: str):
     assert "did you mean 'slice_tokens'?" in fails(capsys, plan, "--set", "slice_token=5")
 
 
-def test_a_log_that_cannot_be_written(capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path):
-    assert "cannot be written: " in fails(capsys, plan, "--event-log", str(tmp_path / "nowhere" / "events.jsonl"))
+def test_a_log_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], plan: str, tmp_path: Path
+):
+    assert "cannot be written: " in fails(
+        capsys, plan, "--event-log", str(tmp_path / "nowhere" / "events.jsonl")
+    )
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_load_ends_it(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     fake_plan(tmp_path, no_such_key=1)
     assert llmctl("serve", tmp_path / "plan.json") == 3
     assert "model.config.no_such_key: the fake engine has no such key" in capsys.readouterr().err
 
 
-def test_a_fit_of_another_engine_is_refused_with_both_sides(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+@pytest.mark.slow
+def test_a_fit_of_another_engine_is_refused_with_both_sides(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     plan = fake_plan(tmp_path)
     other = plan.fit.engine.model_copy(update={"engine_version": "0.1", "device": "NVIDIA A100"})
     foreign = plan.model_copy(update={"fit": plan.fit.model_copy(update={"engine": other})})
     write_file(foreign, tmp_path / "plan.json")
     told = fails(capsys, str(tmp_path / "plan.json"))
-    assert f"another device NVIDIA A100 (here none), another engine fake 0.1 (here fake {toolkit.__version__})" in told
+    assert (
+        f"another device NVIDIA A100 (here none), another engine fake 0.1 (here fake {toolkit.__version__})"
+        in told
+    )
     assert "--force" in told
 
 
 def test_policy_parameters_and_workers_can_be_others_than_the_plans(plan: str):
-    from toolkit.cli.serve_plan import changed
+    from toolkit.cli.serve_start import changed
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 

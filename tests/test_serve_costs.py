@@ -1,4 +1,6 @@
-"""What scheduling costs: the worker's stopwatch, the server's counters, and the line that `bench` makes of them."""
+"""What scheduling costs: the worker's stopwatch, the server's counters, and the line that `bench`
+makes of them.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -7,18 +9,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import HandWorkers, client, make_driver, turns
 
-from toolkit.bench.costs import COUNTED, scheduling
-from toolkit.engines.bytes_tokenizer import ByteDetokenizer
+from toolkit.bench.predict import COUNTED, scheduling
 from toolkit.engines.protocol import SamplingParams, StepOutput
-from toolkit.estimators.laws import unit_step
+from toolkit.engines.tokenizer import ByteDetokenizer
+from toolkit.estimators.laws import LinearSwap, unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.types import Batch, Job, Moves, Request, RoundResult, Worker
 from toolkit.serve.driver import Driver
-from toolkit.serve.live import Ask
-from toolkit.serve.reply import Reply
+from toolkit.serve.live import GenerationRequest, Reply, TextOutput
 from toolkit.serve.stats import Stats
-from toolkit.serve.text import TextOutput
 from toolkit.workers.child import Stopwatch
 from toolkit.workers.protocol import Times
 
@@ -38,7 +37,7 @@ def test_a_stopwatch_tells_engine_reporting_and_gap_apart():
 
 
 def submit(driver: Driver, name: str, limit: int) -> None:
-    ask = Ask(name, tuple(b"hello"), limit, SamplingParams())
+    ask = GenerationRequest(name, tuple(b"hello"), limit, SamplingParams())
     driver.submit(ask, TextOutput(ByteDetokenizer(), ()), Reply(1), 0)
 
 
@@ -108,7 +107,9 @@ def test_the_server_exposes_what_the_bench_reads():
     async def test() -> None:
         async with client() as http:
             families = text_string_to_metric_families((await http.get("/metrics")).text)
-            assert set(COUNTED.values()) <= {sample.name for family in families for sample in family.samples}
+            assert set(COUNTED.values()) <= {
+                sample.name for family in families for sample in family.samples
+            }
 
     asyncio.run(test())
 
@@ -144,7 +145,16 @@ def test_a_round_is_held_against_its_transfers_where_it_waits_for_them(overlaps,
     link = LinearSwap(latency_s=0.5, out_tokens_per_s=16.0, in_tokens_per_s=8.0, overlaps=overlaps)
     worker = Worker(0, unit_step(), ZetaMemory(1000), swap=link, host_tokens=1000)
     left = Job(Request("a", 0.0, 16, 9), 0, 16)
-    batch = Batch(0, (), 1, 0, 0.0, keep_cache=True, started_s=1.0, moves=Moves(swap_out=(left,), overlap=True))
+    batch = Batch(
+        0,
+        (),
+        1,
+        0,
+        0.0,
+        keep_cache=True,
+        started_s=1.0,
+        moves=Moves(swap_out=(left,), overlap=True),
+    )
     stats = Stats()
     stats.count_round(batch, RoundResult(0, 0, 0, ()), 3.0, worker)
     assert stats.predicted_batch_s == expected_s

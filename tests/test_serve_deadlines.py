@@ -1,4 +1,6 @@
-"""Deadlines of requests: one that comes to its end gets 504 or a final error, and the scheduler a cancel."""
+"""Deadlines of requests: one that comes to its end gets 504 or a final error, and the scheduler a
+cancel.
+"""
 
 import asyncio
 
@@ -7,7 +9,7 @@ import pytest
 from serving import LAW, HandWorkers, ToyWorkers, client, events, turns
 
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.eventlog import Cancel, Recorder, replay
+from toolkit.sched.eventlog import CancelCall, RecordingScheduler, replay
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
@@ -42,7 +44,10 @@ def test_a_request_that_waits_at_its_deadline_gets_504_though_no_worker_lives() 
         assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
         error = answer.json()["error"]
         assert (error["code"], error["type"]) == ("deadline_exceeded", "server_error")
-        assert error["message"] == "the request failed: it was not done at its deadline, 5 s after it came"
+        assert (
+            error["message"]
+            == "the request failed: it was not done at its deadline, 5 s after it came"
+        )
         assert http.driver.waiting == http.driver.running == 0
 
     ask(test)
@@ -50,7 +55,9 @@ def test_a_request_that_waits_at_its_deadline_gets_504_though_no_worker_lives() 
 
 def test_a_stream_that_runs_at_its_deadline_gets_a_final_error() -> None:
     async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(http.post("/v1/completions", json=ASK | {"stream": True, "timeout": 5}))
+        asking = asyncio.create_task(
+            http.post("/v1/completions", json=ASK | {"stream": True, "timeout": 5})
+        )
         await turns(60)
         http.workers.progress(steps=2)
         await turns()
@@ -108,13 +115,17 @@ def test_it_is_a_cancel_in_the_log_and_replays() -> None:
         log = []
         async with client(HandWorkers()) as http:
             policy = make_policy("slice", {"slice_tokens": 8})
-            http.driver.scheduler = Recorder(policy, [Worker(0, LAW, ZetaMemory(4096))], log.append)
+            http.driver.scheduler = RecordingScheduler(
+                policy, [Worker(0, LAW, ZetaMemory(4096))], log.append
+            )
             asking = asyncio.create_task(http.post("/v1/completions", json=ASK | {"timeout": 5}))
             await turns(60)
             await expire(http)
             assert (await asking).status_code == 504
-            assert [type(event) for event in log].count(Cancel) == 1
-            again = Scheduler(make_policy("slice", {"slice_tokens": 8}), [Worker(0, LAW, ZetaMemory(4096))])
+            assert [type(event) for event in log].count(CancelCall) == 1
+            again = Scheduler(
+                make_policy("slice", {"slice_tokens": 8}), [Worker(0, LAW, ZetaMemory(4096))]
+            )
             assert list(replay(log, again)) == []
 
     asyncio.run(main())

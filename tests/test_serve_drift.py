@@ -1,4 +1,6 @@
-"""Whether the fit still holds when a server starts: which points are measured, held against what, and who is told."""
+"""Whether the fit still holds when a server starts: which points are measured, held against what,
+and who is told.
+"""
 
 import asyncio
 import subprocess
@@ -10,11 +12,11 @@ import samples
 from serving import FACTS, fake_plan
 
 from toolkit.deploy.plan import make_plan
-from toolkit.engines.fake_rounds import FakeRoundEngine
+from toolkit.engines.fake import FakeRoundEngine
 from toolkit.engines.protocol import Round, RoundOutput, SliceOutput
 from toolkit.errors import TargetMissedError
 from toolkit.files.fit import HeldOutError, OverheadFit
-from toolkit.serve.drift import CheckedWorkers, Measured, Point, checks_of, judge
+from toolkit.serve.drift import CheckedWorkers, DriftPoint, MeasuredPoint, checks_of, judge
 from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, Times, WorkerReady
 
 GRID = {
@@ -47,7 +49,9 @@ class TimedWorkers:
 
     def run(self, worker, batch_id, rows, steps, estimated_s):
         self.on_event(BatchProgress(worker, batch_id, ()))
-        self._end(rows, steps, BatchDone(worker, batch_id, SliceOutput((), ()), Times(), self.failure))
+        self._end(
+            rows, steps, BatchDone(worker, batch_id, SliceOutput((), ()), Times(), self.failure)
+        )
 
     def run_round(self, worker, batch_id, plan, estimated_s=None):
         output = RoundOutput(plan.steps, (), (), 0, 0)
@@ -55,7 +59,7 @@ class TimedWorkers:
         self._end(plan.enter, plan.steps, RoundDone(worker, batch_id, output, Times()))
 
     def _end(self, rows, steps, done):
-        point = Point(len(rows), len(rows[0].tokens), steps)
+        point = DriftPoint(len(rows), len(rows[0].tokens), steps)
         self.shapes.append(point)
         begun_s = self.now_s
 
@@ -75,7 +79,7 @@ def measured(check, **how):
     async def main():
         await checked.start(events.append)
         before = len(events)
-        checked.run(0, 7, check.rows(Point(1, 4, 2), 0), 2)
+        checked.run(0, 7, check.rows(DriftPoint(1, 4, 2), 0), 2)
         await asyncio.sleep(0)
         return events[:before], events[before:]
 
@@ -90,7 +94,10 @@ def test_points_are_of_the_grid_and_fit_into_memory_and_time(policy):
     assert len(check.points) > 1
     assert {point.rows for point in check.points} <= set(spec.batch_sizes)
     assert {point.length for point in check.points} <= set(spec.input_lengths)
-    assert all(point.rows * (point.length + point.steps) <= fit.memory.capacity_tokens for point in check.points)
+    assert all(
+        point.rows * (point.length + point.steps) <= fit.memory.capacity_tokens
+        for point in check.points
+    )
     assert check.runs * sum(map(check.expected_s, check.points)) <= 5.0
 
 
@@ -101,14 +108,18 @@ def test_with_less_time_the_dearest_points_are_left_out():
 
 
 @pytest.mark.parametrize("policy", ["slice", "past-future"])
-@pytest.mark.parametrize(("slow", "drifted"), [(1.0, False), (1.19, False), (1.21, True), (0.79, True)])
+@pytest.mark.parametrize(
+    ("slow", "drifted"), [(1.0, False), (1.19, False), (1.21, True), (0.79, True)]
+)
 def test_a_point_beyond_the_stated_error_has_drifted(policy, slow, drifted):
     check = checks_of(plan(policy, p95_percent=20.0), 5.0)[0]
     found, workers, *_ = measured(check, slow=slow)
     assert [one.point for one in found] == list(check.points)
     assert [one.drifted for one in found] == [drifted] * len(found)
     assert found[0].percent == pytest.approx(100.0 * (slow - 1.0))
-    assert len(workers.shapes) == 1 + 2 * check.runs * len(check.points)  # on both workers, and one batch afterwards
+    assert len(workers.shapes) == 1 + 2 * check.runs * len(
+        check.points
+    )  # on both workers, and one batch afterwards
 
 
 def test_a_fit_that_states_next_to_no_error_is_not_taken_at_its_word():
@@ -132,7 +143,9 @@ def test_rows_that_a_short_round_left_are_dropped_before_anybody_meets_them():
             done = RoundDone(worker, batch_id, output, Times(), failure)
             asyncio.get_running_loop().call_soon(self.on_event, done)
 
-    check = replace(checks_of(plan("past-future"))[0], workers=(0,), points=(Point(5, 76, 16),))
+    check = replace(
+        checks_of(plan("past-future"))[0], workers=(0,), points=(DriftPoint(5, 76, 16),)
+    )
     checked = CheckedWorkers(Rounds(check, size=1), [check], lambda found: None)
     asyncio.run(checked.start(events.append))
     assert engine.run_round(Round(4), lambda step: pytest.fail("a row is here")).tokens == 0
@@ -147,7 +160,7 @@ def test_a_point_that_fails_ends_the_check_and_not_the_server():
     assert said == ["fit: no point of it could be measured again in the time given"]
 
 
-HOLDS, OFF = (Measured(Point(4, 64, 16), seconds, 1.0, 12.0) for seconds in (1.1, 1.5))
+HOLDS, OFF = (MeasuredPoint(DriftPoint(4, 64, 16), seconds, 1.0, 12.0) for seconds in (1.1, 1.5))
 
 
 def test_what_holds_is_said_and_what_does_not_is_named():
@@ -170,15 +183,27 @@ def test_one_point_of_several_may_be_off_and_is_told():
 
 
 def test_strictly_a_fit_that_does_not_hold_is_refused():
-    with pytest.raises(TargetMissedError, match=r"the fit does not hold: .*4 x 64 tokens for 16 steps \+50 %") as error:
+    with pytest.raises(
+        TargetMissedError, match=r"the fit does not hold: .*4 x 64 tokens for 16 steps \+50 %"
+    ) as error:
         judge([OFF], strict=True, say=print)
     assert "without --strict" in error.value.hint
 
 
+@pytest.mark.slow
 def test_the_server_refuses_strictly_and_leaves_no_worker_behind(tmp_path):
     """The fake engine takes no time at all, the fit says that it does."""
     fake_plan(tmp_path)
-    command = [sys.executable, "-m", "toolkit", "serve", str(tmp_path / "plan.json"), "--check", "2", "--strict"]
+    command = [
+        sys.executable,
+        "-m",
+        "toolkit",
+        "serve",
+        str(tmp_path / "plan.json"),
+        "--check",
+        "2",
+        "--strict",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 4
     assert ended.stdout == ""

@@ -1,4 +1,6 @@
-"""The driver between scheduler, workers and replies, moved by hand, on a loop whose clock plays no role."""
+"""The driver between scheduler, workers and replies, moved by hand, on a loop whose clock plays no
+role.
+"""
 
 import asyncio
 import dataclasses
@@ -7,19 +9,21 @@ from collections.abc import Callable, Coroutine
 import pytest
 from serving import HandWorkers, generate, make_driver, turns
 
-from toolkit.engines.bytes_tokenizer import ByteDetokenizer
 from toolkit.engines.protocol import SamplingParams
+from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.serve.driver import SHUTTING_DOWN, Driver, RefusedError
-from toolkit.serve.live import Ask, Live
-from toolkit.serve.reply import Delta, Reply
-from toolkit.serve.text import TextOutput
+from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 
 
-def ask(name: str = "a", prompt: str = "hello", limit: int = 20, end_after: int | None = None) -> Ask:
-    return Ask(name, tuple(prompt.encode()), limit, SamplingParams(), 0, end_after)
+def ask(
+    name: str = "a", prompt: str = "hello", limit: int = 20, end_after: int | None = None
+) -> GenerationRequest:
+    return GenerationRequest(name, tuple(prompt.encode()), limit, SamplingParams(), 0, end_after)
 
 
-def submit(driver: Driver, what: Ask, stops: tuple[str, ...] = ()) -> tuple[Live, Reply]:
+def submit(
+    driver: Driver, what: GenerationRequest, stops: tuple[str, ...] = ()
+) -> tuple[ActiveRequest, Reply]:
     reply = Reply(1)
     return driver.submit(what, TextOutput(ByteDetokenizer(), stops), reply, 0), reply
 
@@ -63,7 +67,11 @@ def test_a_request_goes_on_from_prompt_and_generated_in_the_next_slice():
             hands.finish()
         assert live.tokens == generate("hello", 20)
         assert live.status == "length"
-        assert [(len(rows[0].tokens), rows[0].generated) for rows in hands.rows] == [(5, 0), (13, 8), (21, 16)]
+        assert [(len(rows[0].tokens), rows[0].generated) for rows in hands.rows] == [
+            (5, 0),
+            (13, 8),
+            (21, 16),
+        ]
 
     drive(test)
 

@@ -6,22 +6,25 @@ import math
 import pytest
 from serving import LAW, HandWorkers, client, turns
 
-from toolkit.engines.bytes_tokenizer import ByteTokenizer
+from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, Worker
-from toolkit.serve.forecast import Delay, Forecast, Limits, Told
+from toolkit.serve.forecast import Delay, Forecast, LatencyLimits, PredictedLatency
 
 POLICIES = {"slice": {"slice_tokens": 16}, "conservative": {}}
 
 
 def scheduler(policy: str, workers: int = 1, capacity: int = 4096) -> Scheduler:
     memory = ZetaMemory(capacity)
-    return Scheduler(make_policy(policy, POLICIES[policy]), [Worker(index, LAW, memory) for index in range(workers)])
+    return Scheduler(
+        make_policy(policy, POLICIES[policy]),
+        [Worker(index, LAW, memory) for index in range(workers)],
+    )
 
 
-def load(jobs: int, policy: str, workers: int = 1) -> Told:
+def load(jobs: int, policy: str, workers: int = 1) -> PredictedLatency:
     """What one is told who comes behind so many."""
     loaded = scheduler(policy, workers)
     forecast = Forecast(loaded, typical_tokens=64)
@@ -37,7 +40,7 @@ def test_on_an_idle_server_nobody_is_in_the_way(policy: str):
     told = load(0, policy)
     assert told.ttft_s == pytest.approx(LAW.prefill_s(1, 96 if policy == "slice" else 64))
     assert told.others_s == pytest.approx(0.0, abs=0.05)
-    assert Limits(0.0, 0.0).excess_s(told) == pytest.approx(0.0, abs=0.05)
+    assert LatencyLimits(0.0, 0.0).excess_s(told) == pytest.approx(0.0, abs=0.05)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -80,17 +83,21 @@ def test_a_machine_that_is_slower_than_its_laws_is_noticed_by_its_batches():
 
 
 def test_the_strictest_targets_count():
-    limits = Limits.of({"ttft_p99_s": 2.0, "ttft_mean_s": 1.0, "e2e_p95_s": 8.0, "tpot_mean_s": 0.1})
-    assert limits == Limits(1.0, 8.0)
-    assert Limits.of({}) == Limits(math.inf, math.inf)
-    assert limits.excess_s(Told(0.8, 7.0, 5.0)) == 0.0
-    assert limits.excess_s(Told(2.9, 7.0, 5.0)) == pytest.approx(2.0)
-    assert limits.excess_s(Told(0.1, 9.2, 5.0)) == pytest.approx(2.0)
+    limits = LatencyLimits.of(
+        {"ttft_p99_s": 2.0, "ttft_mean_s": 1.0, "e2e_p95_s": 8.0, "tpot_mean_s": 0.1}
+    )
+    assert limits == LatencyLimits(1.0, 8.0)
+    assert LatencyLimits.of({}) == LatencyLimits(math.inf, math.inf)
+    assert limits.excess_s(PredictedLatency(0.8, 7.0, 5.0)) == 0.0
+    assert limits.excess_s(PredictedLatency(2.9, 7.0, 5.0)) == pytest.approx(2.0)
+    assert limits.excess_s(PredictedLatency(0.1, 9.2, 5.0)) == pytest.approx(2.0)
 
 
-def test_a_refusal_comes_before_any_tokenizing_and_says_when_to_come_again(monkeypatch: pytest.MonkeyPatch):
+def test_a_refusal_comes_before_any_tokenizing_and_says_when_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
     async def run() -> None:
-        async with client(HandWorkers(1), limits=Limits(ttft_s=0.05)) as http:
+        async with client(HandWorkers(1), limits=LatencyLimits(ttft_s=0.05)) as http:
             body = {"prompt": ["hello"] * 16, "max_tokens": 100, "n": 2}
             asking = asyncio.create_task(http.post("/v1/completions", json=body))
             await turns(60)
@@ -98,7 +105,9 @@ def test_a_refusal_comes_before_any_tokenizing_and_says_when_to_come_again(monke
             monkeypatch.setattr(ByteTokenizer, "encode", None)
             refused = await http.post("/v1/completions", json={"prompt": "hello"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
-            assert refused.json()["error"]["message"].startswith("too many wait: the first token would come in")
+            assert refused.json()["error"]["message"].startswith(
+                "too many wait: the first token would come in"
+            )
             assert int(refused.headers["retry-after"]) >= 1
             assert 'llmctl_refused_total{model_name="toy"} 1.0' in (await http.get("/metrics")).text
             asking.cancel()

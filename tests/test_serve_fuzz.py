@@ -11,7 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from serving import Server, ToyWorkers, client, fake_plan
 
-few = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+pytestmark = pytest.mark.slow
+
+few = settings(
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 
 
 async def answer(**asked: object) -> httpx.Response:
@@ -42,7 +46,12 @@ def test_what_it_does_not_allow_is_the_clients_error(case) -> None:
 @given(fuzzing.bodies())
 def test_bodies_near_good_ones_are_answered_in_the_apis_words(sent: tuple[str, bytes]) -> None:
     path, body = sent
-    asked = {"method": "POST", "url": path, "content": body, "headers": {"content-type": "application/json"}}
+    asked = {
+        "method": "POST",
+        "url": path,
+        "content": body,
+        "headers": {"content-type": "application/json"},
+    }
     assert fuzzing.complaint_of(asyncio.run(answer(**asked))) == ""
 
 

@@ -1,4 +1,6 @@
-"""Health is the front's; readiness needs a worker that is loaded and alive; metrics say what happened."""
+"""Health is the front's; readiness needs a worker that is loaded and alive; metrics say what
+happened.
+"""
 
 import asyncio
 import re
@@ -10,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import HandWorkers, client, make_driver, turns
 
 from toolkit.errors import EngineError
-from toolkit.serve.health import failure, gauges, problem, state
 from toolkit.serve.stats import Histogram
-from toolkit.workers.supervisor import Silent
+from toolkit.serve.status import failure, gauges, problem, state
+from toolkit.workers.supervisor import SilentWorkerError
 
 
 def ask(test: Callable[[httpx.AsyncClient], Coroutine], **options) -> None:
@@ -52,12 +54,14 @@ def test_a_leaving_server_is_healthy_and_not_ready():
 
 def test_a_worker_that_is_silent_for_too_long_is_a_problem_and_the_front_is_healthy():
     async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
+        asking = asyncio.create_task(
+            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
+        )
         await turns(60)
         assert problem(http.driver) == ""
         (flight,) = http.driver.flights.values()
         assert http.workers.estimated_s == flight.batch.estimated_s > 0
-        http.workers.hung = [Silent(0, "running", 31.0)]
+        http.workers.hung = [SilentWorkerError(0, "running", 31.0)]
         assert problem(http.driver) == "worker 0 has been silent for 31 s in a batch"
         assert (await http.get("/health")).status_code == 200
         http.workers.hung = []
@@ -69,17 +73,21 @@ def test_a_worker_that_is_silent_for_too_long_is_a_problem_and_the_front_is_heal
 
 def test_a_worker_that_hangs_while_another_works_is_no_illness():
     async def test(http: httpx.AsyncClient) -> None:
-        http.workers.hung = [Silent(0, "idle", 3600.0)]
+        http.workers.hung = [SilentWorkerError(0, "idle", 3600.0)]
         assert problem(http.driver) == ""
-        http.workers.hung += [Silent(1, "running", 3600.0)]
-        assert problem(http.driver) == "worker 0 has been silent for 3600 s while it had nothing to do"
+        http.workers.hung += [SilentWorkerError(1, "running", 3600.0)]
+        assert (
+            problem(http.driver) == "worker 0 has been silent for 3600 s while it had nothing to do"
+        )
 
     ask(test, workers=HandWorkers(2))
 
 
 def test_without_a_living_worker_it_is_healthy_and_not_ready():
     async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
+        asking = asyncio.create_task(
+            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
+        )
         await turns(60)
         http.workers.crash()
         response = await http.get("/ready")
@@ -97,7 +105,9 @@ def test_without_a_living_worker_it_is_healthy_and_not_ready():
 
 def test_with_one_of_two_workers_alive_it_is_ready():
     async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8}))
+        asking = asyncio.create_task(
+            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
+        )
         await turns(60)
         (worker,) = http.workers.running
         http.workers.crash(worker)
@@ -121,7 +131,10 @@ def test_where_no_worker_can_be_loaded_any_more_it_is_unhealthy():
     async def test(http: httpx.AsyncClient) -> None:
         http.driver.failed = EngineError("no worker is left")
         response = await http.get("/health")
-        assert (response.status_code, response.json()) == (503, {"status": "no worker can be loaded"})
+        assert (response.status_code, response.json()) == (
+            503,
+            {"status": "no worker can be loaded"},
+        )
 
     ask(test)
 
@@ -131,7 +144,11 @@ def scrape(body: str) -> dict[str, float]:
     samples = {}
     for family in text_string_to_metric_families(body):
         for sample in family.samples:
-            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "engine")]
+            labels = [
+                value
+                for name, value in sample.labels.items()
+                if name not in ("model_name", "engine")
+            ]
             samples[sample.name + (f"[{','.join(labels)}]" if labels else "")] = sample.value
     return samples
 
@@ -181,14 +198,18 @@ def test_the_same_numbers_come_under_vllms_names_on_request():
 
 def test_the_cache_counts_padding_and_all_steps_of_what_runs():
     async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": ["a", "hello"], "max_tokens": 8}))
+        asking = asyncio.create_task(
+            http.post("/v1/completions", json={"prompt": ["a", "hello"], "max_tokens": 8})
+        )
         await turns(60)
         found = scrape((await http.get("/metrics")).text)
         assert found["llmctl_requests_running"] == 2
         assert found["llmctl_kv_cache_usage_ratio"] == 2 * (5 + 8) / 8192
         assert found["llmctl_worker_load_seconds[0]"] > 0
         assert found["llmctl_worker_requests_running[0]"] == 2
-        assert found["llmctl_worker_kv_cache_usage_ratio[0]"] == found["llmctl_kv_cache_usage_ratio"]
+        assert (
+            found["llmctl_worker_kv_cache_usage_ratio[0]"] == found["llmctl_kv_cache_usage_ratio"]
+        )
         http.workers.finish()
         await asking
 
@@ -198,7 +219,9 @@ def test_the_cache_counts_padding_and_all_steps_of_what_runs():
 def test_actual_and_predicted_batch_times_are_each_workers_own():
     async def test(http: httpx.AsyncClient) -> None:
         for _ in range(2):  # the second goes to the other worker, which was idle for longer
-            asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 8}))
+            asking = asyncio.create_task(
+                http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 8})
+            )
             await turns(60)
             (worker,) = http.workers.running
             http.driver.flights[worker].batch.started_s -= 3.0 * worker
@@ -206,7 +229,9 @@ def test_actual_and_predicted_batch_times_are_each_workers_own():
             await asking
         found = scrape((await http.get("/metrics")).text)
         for kind in ("", "predicted_"):
-            parts = [found[f"llmctl_worker_{kind}batch_seconds_total[{worker}]"] for worker in (0, 1)]
+            parts = [
+                found[f"llmctl_worker_{kind}batch_seconds_total[{worker}]"] for worker in (0, 1)
+            ]
             assert sum(parts) == found[f"llmctl_{kind}batch_seconds_total"]
             assert all(parts)
         assert found["llmctl_worker_batch_seconds_total[1]"] >= 3.0
@@ -225,7 +250,9 @@ def test_histogram_bounds_are_inclusive():
 def test_the_documentation_names_every_metric_and_no_other():
     async def test(http: httpx.AsyncClient) -> None:
         families = text_string_to_metric_families((await http.get("/metrics")).text)
-        exposed = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+        exposed = {
+            family.name + ("_total" if family.type == "counter" else "") for family in families
+        }
         docs = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
         assert exposed == set(re.findall(r"llmctl_(?!end_after)[a-z0-9_]+", docs))
 

@@ -10,25 +10,49 @@ import psutil
 import pytest
 import uvloop
 
-from toolkit.engines.bytes_tokenizer import VOCAB_SIZE
+from toolkit.engines.tokenizer import VOCAB_SIZE
 from toolkit.files.recipe import ModelSpec
 from toolkit.serve.errors import ApiError
 from toolkit.serve.helper import Helper
 
-MODEL = ModelSpec(source="random", config={"model_type": "fake"}, dtype="float32", max_model_len=512, tokenizer="bytes")
+pytestmark = pytest.mark.slow
+
+MODEL = ModelSpec(
+    source="random",
+    config={"model_type": "fake"},
+    dtype="float32",
+    max_model_len=512,
+    tokenizer="bytes",
+)
 KEYS = b"{%s}" % b",".join(b'"k%d":0' % number for number in (*range(100_000), 99_999))
 WORST = {
     "many keys, the last one twice": ("completion", KEYS, "the key 'k99999' comes twice"),
-    "many tokens that are none": ("detokenize", b'{"tokens":[%s]}' % b",".join([b"-1"] * 500_000), "500000 tokens"),
-    "many tokens": ("completion", b'{"prompt":[%s]}' % b",".join([b"1"] * 500_000), "has 500000 tokens"),
+    "many tokens that are none": (
+        "detokenize",
+        b'{"tokens":[%s]}' % b",".join([b"-1"] * 500_000),
+        "500000 tokens",
+    ),
+    "many tokens": (
+        "completion",
+        b'{"prompt":[%s]}' % b",".join([b"1"] * 500_000),
+        "has 500000 tokens",
+    ),
     "a long text": ("completion", b'{"prompt":"%s"}' % (b"a" * 500_000), "has 500000 tokens"),
     "a text of more tokens than an answer holds": (
         "tokenize",
         b'{"prompt":"%s"}' % (b"a" * 1_100_000),
         "1100000 tokens",
     ),
-    "many messages": ("chat", b'{"messages":[%s]}' % b",".join([b"{}"] * 500_000), "role.: Field required"),
-    "many stops": ("completion", b'{"prompt":"a","stop_token_ids":[%s]}' % b",".join([b"-1"] * 500_000), "ids.0"),
+    "many messages": (
+        "chat",
+        b'{"messages":[%s]}' % b",".join([b"{}"] * 500_000),
+        "role.: Field required",
+    ),
+    "many stops": (
+        "completion",
+        b'{"prompt":"a","stop_token_ids":[%s]}' % b",".join([b"-1"] * 500_000),
+        "ids.0",
+    ),
     "many lists": ("chat", b'{"x":[%s]}' % b",".join([b"[]"] * 500_000), "Field required"),
     "deep": ("tokenize", b'{"prompt":' + b"[" * 500_000, "nests deeper than 32 levels"),
 }

@@ -1,6 +1,7 @@
 """HTTP on real sockets in front of a small application: framing, order, timers, bounds.
 
-Timers are run by hand: the server has a clock of the test's, and `sweep` lets those that have run out take effect.
+Timers are run by hand: the server has a clock of the test's, and `sweep` lets those that have run
+out take effect.
 """
 
 import asyncio
@@ -14,7 +15,13 @@ from typing import Any
 import pytest
 import uvloop
 
-from toolkit.serve.http import MAX_PIPELINED_REQUESTS, SMALL_BODY_BYTES, HttpServer, WireLimits
+from toolkit.serve.http import (
+    MAX_PIPELINED_REQUESTS,
+    SMALL_BODY_BYTES,
+    HttpServer,
+    WireLimits,
+    client_of,
+)
 
 KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -51,7 +58,9 @@ class Desk:
                 body, more = body + message["body"], message["more_body"]
             self.bodies.append(body)
             self.seen.append({name.decode(): value.decode() for name, value in scope["headers"]})
-            await self._answer(send, b"x" * LARGE_BYTES if scope["path"] == "/large" else b"%d bytes" % len(body))
+            await self._answer(
+                send, b"x" * LARGE_BYTES if scope["path"] == "/large" else b"%d bytes" % len(body)
+            )
 
     async def _answer(self, send: Callable, body: bytes, status: int = 200) -> None:
         length = (b"content-length", str(len(body)).encode())
@@ -82,12 +91,18 @@ class Desk:
 class Wire:
     """A server with a clock that a test sets, and connections to it."""
 
-    def __init__(self, server: HttpServer, port: int, clock: list[float], desk: Desk) -> None:
+    def __init__(
+        self, server: HttpServer, port: int, clock: list[float], desk: Desk, shares: list[str]
+    ) -> None:
         self.server, self.port, self.clock, self.desk = server, port, clock, desk
+        self.shares = shares  # what clients wanted too much of
         self.peers: list[Peer] = []
 
-    async def open(self, data: bytes = b"", *, receive_buffer: int = 0) -> "Peer":
+    async def open(
+        self, data: bytes = b"", *, receive_buffer: int = 0, client: str = "127.0.0.1"
+    ) -> "Peer":
         sock = socket.socket()
+        sock.bind((client, 0))
         if receive_buffer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.setblocking(False)
@@ -97,9 +112,9 @@ class Wire:
         self.peers.append(Peer(reader, writer))
         return self.peers[-1]
 
-    async def say(self, data: bytes) -> bytes:
+    async def say(self, data: bytes, client: str = "127.0.0.1") -> bytes:
         """All that the server says to these bytes until it closes."""
-        peer = await self.open(data)
+        peer = await self.open(data, client=client)
         return await peer.rest()
 
     def pass_time(self, seconds: float) -> None:
@@ -140,14 +155,17 @@ async def until(done: Callable[[], bool]) -> None:
 
 
 def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) -> None:
+    """Each of this machine's addresses is a client of its own here."""
+
     async def run() -> None:
-        clock, desk = [0.0], Desk()
+        clock, desk, shares = [0.0], Desk(), list[str]()
         raised: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
-        server = HttpServer(desk, WireLimits(**limits), now_s=lambda: clock[0])
+        told = {"client_of": lambda address: address, "on_share": shares.append}
+        server = HttpServer(desk, WireLimits(**limits), now_s=lambda: clock[0], **told)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             await server.start(listener)
-            wire = Wire(server, listener.getsockname()[1], clock, desk)
+            wire = Wire(server, listener.getsockname()[1], clock, desk, shares)
             try:
                 async with asyncio.timeout(30):
                     await test(wire)
@@ -158,6 +176,7 @@ def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) ->
                 await server.stop(1.0)
             assert not server.tasks
             assert server.body_bytes == 0
+            assert server.clients == {}
             assert raised == []
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -170,7 +189,12 @@ def post(path: str, body: bytes, *headers: bytes, version: bytes = b"1.1") -> by
 
 
 def chunked(*pieces: bytes, trailer: bytes = b"") -> bytes:
-    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n" + trailer + b"\r\n"
+    return (
+        b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+        + b"0\r\n"
+        + trailer
+        + b"\r\n"
+    )
 
 
 def statuses(received: bytes) -> list[int]:
@@ -188,7 +212,9 @@ def test_upgrades_behind_each_other_are_all_answered_in_this_protocol():
     upgrade = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n\r\nabc"
 
     async def test(wire: Wire) -> None:
-        peer = await wire.open(KEPT + upgrade + upgrade + post("/echo", b"last", b"Connection: close"))
+        peer = await wire.open(
+            KEPT + upgrade + upgrade + post("/echo", b"last", b"Connection: close")
+        )
         assert statuses(await peer.rest()) == [200] * 4
         assert wire.desk.bodies == [b"", b"abc", b"abc", b"last"]
 
@@ -197,7 +223,9 @@ def test_upgrades_behind_each_other_are_all_answered_in_this_protocol():
 
 def test_answers_leave_in_the_order_of_their_requests():
     async def test(wire: Wire) -> None:
-        peer = await wire.open(WAIT + post("/echo", b"second") + post("/early", b"", b"Connection: close"))
+        peer = await wire.open(
+            WAIT + post("/echo", b"second") + post("/early", b"", b"Connection: close")
+        )
         await until(lambda: wire.desk.asked == ["/wait"])
         wire.desk.go.set()
         received = await peer.rest()
@@ -295,7 +323,9 @@ def test_a_large_body_behind_a_running_request_is_not_kept():
         ("/stream", b"first \r\n0", b"4\r\nlast\r\n0\r\n\r\n"),  # the next chunk's size is 04
     ],
 )
-def test_a_client_that_only_ends_its_side_gets_its_whole_answer(path: str, probe: bytes, last: bytes):
+def test_a_client_that_only_ends_its_side_gets_its_whole_answer(
+    path: str, probe: bytes, last: bytes
+):
     async def test(wire: Wire) -> None:
         peer = await wire.open(post(path, b""))
         peer.half_close()
@@ -336,7 +366,9 @@ def test_a_request_whose_rest_will_never_come_is_told_so(sent: bytes, message: s
 
 def test_a_client_that_ends_its_side_after_a_refusal_is_let_go():
     async def test(wire: Wire) -> None:
-        peer = await wire.open(b"POST /wait HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        peer = await wire.open(
+            b"POST /wait HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+        )
         assert statuses(await peer.rest()) == [400]
         await wire.connections(1)  # it lingers, so that the client can read its answer
         peer.half_close()
@@ -406,7 +438,15 @@ def test_a_client_of_http_1_0_gets_no_chunks():
         (KEPT + b"\r\n\r\n", 60, [200]),
         (post("/early", b"abc")[:-2], 5, [401]),
     ],
-    ids=["nothing", "line ends", "half a head", "half a body", "idle", "line ends behind an answer", "early answer"],
+    ids=[
+        "nothing",
+        "line ends",
+        "half a head",
+        "half a body",
+        "idle",
+        "line ends behind an answer",
+        "early answer",
+    ],
 )
 def test_each_phase_ends_with_its_timer(sent: bytes, seconds: float, status: list[int]):
     async def test(wire: Wire) -> None:
@@ -417,7 +457,9 @@ def test_each_phase_ends_with_its_timer(sent: bytes, seconds: float, status: lis
             peer.send(b"\r\n" if status == [200] else b"c")  # neither begins a request
         else:
             await until(lambda: bool(wire.server.connections))
-            await until(lambda: wire.desk.asked == ["/echo"] or status != [408] or b"POST" not in sent)
+            await until(
+                lambda: wire.desk.asked == ["/echo"] or status != [408] or b"POST" not in sent
+            )
             await until(lambda: not sent.startswith(b"GET") or bool(wire.server.heads))
             wire.pass_time(seconds - 1)
         await wire.connections(1)
@@ -469,7 +511,9 @@ def test_more_bodies_than_the_server_holds_are_refused_and_small_ones_are_not():
         assert statuses(received) == [503]
         assert b"Retry-After: 5\r\n" in received
         assert error(received)["code"] == "overloaded"
-        assert statuses(await wire.say(post("/echo", b"y" * SMALL_BODY_BYTES, b"Connection: close"))) == [200]
+        assert statuses(
+            await wire.say(post("/echo", b"y" * SMALL_BODY_BYTES, b"Connection: close"))
+        ) == [200]
         first.send(b"x")
         await first.has(b"1048576 bytes")
         assert wire.server.body_bytes == 0
@@ -481,7 +525,10 @@ def test_more_bodies_than_the_server_holds_are_refused_and_small_ones_are_not():
 def test_a_body_that_is_too_large_is_refused_as_soon_as_it_is(framed: bool):
     async def test(wire: Wire) -> None:
         if framed:
-            sent = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 2000
+            sent = (
+                b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+                + b"1\r\nx\r\n" * 2000
+            )
         else:
             sent = post("/echo", b"x" * 2000)
         received = await wire.say(sent)
@@ -516,12 +563,149 @@ def test_a_connection_more_than_can_be_is_told_so_when_none_is_idle():
             await stream.has(b"first ")
         received = await wire.say(KEPT)
         assert statuses(received) == [503]
-        assert error(received)["message"] == "the server has 2 connections, as many as it takes; try again later"
+        assert (
+            error(received)["message"]
+            == "the server has 2 connections, as many as it takes; try again later"
+        )
         wire.desk.go.set()
         for stream in streams:
             await stream.has(b"last")
 
     serve(test, connections=2)
+
+
+# Shares of clients
+
+OTHER = "127.0.0.2"
+
+
+def test_a_client_with_its_share_of_connections_gets_429_and_others_get_in():
+    async def test(wire: Wire) -> None:
+        streams = [await wire.open(STREAM) for _ in range(2)]
+        for stream in streams:
+            await stream.has(b"first ")
+        received = await wire.say(KEPT)
+        assert statuses(received) == [429]
+        assert (
+            error(received)["message"] == "127.0.0.1 has 2 connections, as many as one client gets"
+        )
+        assert b"Retry-After: 5\r\n" in received
+        assert wire.shares == ["connections"]
+        other = await wire.open(STREAM, client=OTHER)
+        await other.has(b"first ")
+        wire.desk.go.set()
+        for stream in (*streams, other):
+            await stream.has(b"last")
+
+    serve(test, connections=4, client_share=0.5)
+
+
+def test_a_client_with_its_share_loses_its_own_idle_connection_to_its_next_one():
+    async def test(wire: Wire) -> None:
+        idle = await wire.open(KEPT, client=OTHER)  # the longest
+        mine = [await wire.open(KEPT) for _ in range(2)]
+        for peer in (idle, *mine):
+            await peer.has(b" bytes")
+        third = await wire.open(KEPT)
+        await third.has(b" bytes")
+        assert await mine[0].rest() == b""
+        for peer in (idle, mine[1]):
+            peer.send(KEPT)
+            await peer.has(b" bytes")
+        assert wire.shares == []
+
+    serve(test, connections=4, client_share=0.5)
+
+
+def test_a_client_with_its_share_of_bytes_gets_429_and_others_are_heard():
+    large = post("/echo", b"y" * (1 << 19), b"Connection: close")
+
+    async def test(wire: Wire) -> None:
+        first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
+        await until(lambda: wire.server.body_bytes == (1 << 20) - 1)
+        received = await wire.say(large)
+        assert statuses(received) == [429]
+        assert error(received)["code"] == "client_share"
+        assert wire.shares == ["bytes"]
+        assert statuses(await wire.say(large, client=OTHER)) == [200]
+        first.send(b"x")
+        await first.has(b"1048576 bytes")
+
+    serve(test, held_bytes=2 << 20, client_share=0.5)
+
+
+def test_a_client_that_leaves_more_than_its_share_unread_is_reset_and_others_are_not():
+    async def test(wire: Wire) -> None:
+        other = await wire.open(LARGE, receive_buffer=4096, client=OTHER)
+        mine = [await wire.open(LARGE, receive_buffer=4096) for _ in range(2)]
+        await until(lambda: wire.desk.bodies == [b""] * 3)
+        wire.pass_time(1)
+        assert len(wire.server.connections) == 2
+        assert wire.shares == ["bytes"]
+        await other.has(b"\r\n\r\n")
+        assert len(await other.reader.readexactly(LARGE_BYTES)) == LARGE_BYTES
+        del mine
+
+    serve(test, held_bytes=50 << 20, client_share=0.4, write_timeout_s=1e6, idle_timeout_s=1e6)
+
+
+def test_with_a_whole_share_one_client_may_have_all():
+    async def test(wire: Wire) -> None:
+        streams = [await wire.open(STREAM) for _ in range(4)]
+        for stream in streams:
+            await stream.has(b"first ")
+        assert wire.server.clients == {}
+
+    serve(test, connections=4, client_share=1.0)
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("127.0.0.1", None),
+        ("::ffff:127.0.0.1", None),
+        ("::1", None),
+        ("", None),
+    ],
+)
+def test_a_client_is_an_address_or_a_network_of_ipv6_and_never_this_machine(
+    address: str, client: str | None
+):
+    assert client_of(address) == client
+
+
+# What all connections hold
+
+
+def test_answers_that_are_left_unread_have_a_cap_and_those_with_the_most_are_reset():
+    async def test(wire: Wire) -> None:
+        peers = [await wire.open(LARGE, receive_buffer=4096) for _ in range(3)]
+        await until(lambda: wire.desk.bodies == [b""] * 3)
+        wire.pass_time(1)
+        assert 1 <= len(wire.server.connections) < 3
+        assert 0 < wire.server.unread_bytes <= 28 << 20
+        del peers
+
+    serve(test, held_bytes=28 << 20, write_timeout_s=1e6)
+
+
+def test_small_bodies_that_wait_their_turn_are_not_kept_once_too_much_is_held():
+    async def test(wire: Wire) -> None:
+        first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
+        await until(lambda: wire.server.body_bytes == (1 << 20) - 1)
+        second = await wire.open(WAIT + post("/echo", b"y" * 1000))
+        await until(lambda: "/wait" in wire.desk.asked)
+        assert wire.server.body_bytes == (1 << 20) - 1
+        wire.desk.go.set()
+        assert statuses(await second.rest()) == [200]
+        first.send(b"x")
+        await first.has(b"1048576 bytes")
+
+    serve(test, held_bytes=(1 << 20) + 500)
 
 
 def test_a_bug_in_the_application_is_an_error_without_words(caplog: pytest.LogCaptureFixture):

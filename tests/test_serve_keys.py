@@ -1,4 +1,6 @@
-"""Several keys, each with its limits: who gets 429, when no more, and what it costs; and what a keys file may say."""
+"""Several keys, each with its limits: who gets 429, when no more, and what it costs; and what a
+keys file may say.
+"""
 
 import asyncio
 import hashlib
@@ -17,7 +19,7 @@ from serving import HandWorkers, Server, client, fake_plan, turns
 
 from toolkit.errors import InputError
 from toolkit.files.keys import MAX_KEYS, ApiKey, read_keys
-from toolkit.serve.bucket import Bucket
+from toolkit.serve.access import Bucket
 from toolkit.serve.driver import Driver
 
 ANA, BEN = "sk-ana-canary", "sk-ben-canary"
@@ -35,7 +37,9 @@ def ask(test: Callable[[httpx.AsyncClient], Coroutine], *keys: ApiKey, **options
     asyncio.run(run())
 
 
-async def post(http: httpx.AsyncClient, secret: str = ANA, path: str = "/v1/completions", **body) -> httpx.Response:
+async def post(
+    http: httpx.AsyncClient, secret: str = ANA, path: str = "/v1/completions", **body
+) -> httpx.Response:
     body = {"prompt": "hello", "max_tokens": 4, "temperature": 0} | body
     return await http.post(path, json=body, headers={"Authorization": f"Bearer {secret}"})
 
@@ -56,7 +60,10 @@ def clock(monkeypatch) -> Clock:
 async def scrape(http: httpx.AsyncClient, secret: str = ANA) -> dict[tuple[str, ...], float]:
     text = (await http.get("/metrics", headers={"Authorization": f"Bearer {secret}"})).text
     return {
-        (sample.name, *(sample.labels[label] for label in ("key", "limit") if label in sample.labels)): sample.value
+        (
+            sample.name,
+            *(sample.labels[label] for label in ("key", "limit") if label in sample.labels),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if "key" in sample.labels
@@ -65,7 +72,12 @@ async def scrape(http: httpx.AsyncClient, secret: str = ANA) -> dict[tuple[str, 
 
 def test_each_key_opens_and_no_other_does():
     async def test(http: httpx.AsyncClient) -> None:
-        for secret, status in ((ANA, 200), (BEN, 200), ("sk-other", 401), (key("x", ANA).sha256, 401)):
+        for secret, status in (
+            (ANA, 200),
+            (BEN, 200),
+            ("sk-other", 401),
+            (key("x", ANA).sha256, 401),
+        ):
             assert (await post(http, secret)).status_code == status
         assert (await http.get("/v1/models")).status_code == 401
         assert (await http.get("/health")).status_code == 200
@@ -81,7 +93,10 @@ def test_who_sends_too_often_waits_and_others_do_not(clock):
         assert refused.headers["retry-after"] == "30"
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert refused.json()["error"]["type"] == "requests"
-        assert "'ana' sends at most 2 requests a minute; try again in 30s" in refused.json()["error"]["message"]
+        assert (
+            "'ana' sends at most 2 requests a minute; try again in 30s"
+            in refused.json()["error"]["message"]
+        )
         clock.now_s += 29.0
         assert (await post(http)).status_code == 429
         clock.now_s += 1.0
@@ -98,7 +113,9 @@ def test_requests_are_refused_before_their_body_is_read():
 
         assert (await post(http)).status_code == 200
         headers = {"Authorization": f"Bearer {ANA}", "Content-Type": "application/json"}
-        assert (await http.post("/v1/completions", content=endless(), headers=headers)).status_code == 429
+        assert (
+            await http.post("/v1/completions", content=endless(), headers=headers)
+        ).status_code == 429
 
     ask(test, key("ana", ANA, requests_per_minute=1))
 
@@ -106,7 +123,9 @@ def test_requests_are_refused_before_their_body_is_read():
 def test_reading_is_free():
     async def test(http: httpx.AsyncClient) -> None:
         for path in ("/v1/models", "/metrics", "/version") * 3:
-            assert (await http.get(path, headers={"Authorization": f"Bearer {ANA}"})).status_code == 200
+            assert (
+                await http.get(path, headers={"Authorization": f"Bearer {ANA}"})
+            ).status_code == 200
         assert (await post(http)).status_code == 200
 
     ask(test, key("ana", ANA, requests_per_minute=1))
@@ -119,7 +138,9 @@ def test_tokens_are_taken_for_what_may_come_and_given_back_for_what_did_not():
         refused = await post(http, max_tokens=50)
         assert refused.status_code == 429
         assert refused.json()["error"]["type"] == "tokens"
-        assert refused.headers["retry-after"] == "3"  # 45 of 50 are there, 100 come in a minute; the prompt is unread
+        assert (
+            refused.headers["retry-after"] == "3"
+        )  # 45 of 50 are there, 100 come in a minute; the prompt is unread
         assert refused.headers["x-ratelimit-remaining-tokens"] == "45"
         http.workers.finish(steps=4)  # ended by the worker, so the client leaves
         first.cancel()
@@ -143,7 +164,11 @@ def test_all_prompts_and_choices_count():
 
 def test_what_never_fits_is_not_to_be_tried_again():
     async def test(http: httpx.AsyncClient) -> None:
-        for body in ({"max_tokens": 120}, {"max_tokens": 30, "n": 4}, {"prompt": "a" * 90, "max_tokens": 20}):
+        for body in (
+            {"max_tokens": 120},
+            {"max_tokens": 30, "n": 4},
+            {"prompt": "a" * 90, "max_tokens": 20},
+        ):
             refused = await post(http, **body)
             assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
             assert "retry-after" not in refused.headers
@@ -200,7 +225,9 @@ def test_what_the_server_refuses_for_its_own_reasons_is_no_request():
 def test_answers_say_what_is_left_under_openais_names():
     async def test(http: httpx.AsyncClient) -> None:
         headers = (await post(http, stream=True)).headers
-        assert {name: value for name, value in headers.items() if name.startswith("x-ratelimit")} == {
+        assert {
+            name: value for name, value in headers.items() if name.startswith("x-ratelimit")
+        } == {
             "x-ratelimit-limit-requests": "60",
             "x-ratelimit-remaining-requests": "59",
             "x-ratelimit-reset-requests": "1s",
@@ -240,7 +267,10 @@ def test_nobody_gets_more_than_twice_the_limit_in_a_minute(per_minute, asked):
             bucket.take(amount, now_s)
             taken.append((now_s, amount))
     for begin_s, _ in taken:
-        assert sum(amount for at_s, amount in taken if 0 <= at_s - begin_s < 60) <= 2 * per_minute + 1e-6
+        assert (
+            sum(amount for at_s, amount in taken if 0 <= at_s - begin_s < 60)
+            <= 2 * per_minute + 1e-6
+        )
     if taken:
         assert sum(amount for _, amount in taken) <= per_minute * (1 + now_s / 60) + 1e-6
 
@@ -261,15 +291,27 @@ ENTRY = f"  - name: ana\n    sha256: {DIGEST}\n"
     [
         ("", "there is no list of keys in it"),
         ("keys: []", "at least 1 item"),
-        (f"keys:\n  - name: ana\n    sha256: {ANA}\n", "keys[0].sha256: should be 64 hexadecimal digits"),
-        (f"keys:\n  - name: ana\n    sha256: {hashlib.sha256(b'').hexdigest()}\n", "the sha256 of nothing at all"),
+        (
+            f"keys:\n  - name: ana\n    sha256: {ANA}\n",
+            "keys[0].sha256: should be 64 hexadecimal digits",
+        ),
+        (
+            f"keys:\n  - name: ana\n    sha256: {hashlib.sha256(b'').hexdigest()}\n",
+            "the sha256 of nothing at all",
+        ),
         (f"keys:\n  - name: Ana!\n    sha256: {DIGEST}\n", "keys[0].name: 'Ana!'"),
         (f"keys:\n  - name: ana\n    key: {ANA}\n", "keys[0].key: unknown key"),
         (f"keys:\n{ENTRY}{ENTRY}", "two keys are called 'ana'"),
         (f"keys:\n{ENTRY}{ENTRY.replace('ana', 'ben')}", "'ana' and 'ben' have the same key"),
-        (f"keys:\n{ENTRY}    requests_per_minute: 0\n", "keys[0].requests_per_minute: 0: should be greater than 0"),
+        (
+            f"keys:\n{ENTRY}    requests_per_minute: 0\n",
+            "keys[0].requests_per_minute: 0: should be greater than 0",
+        ),
         (f"keys:\n{ENTRY}    request_per_minute: 6\n", "did you mean 'requests_per_minute'"),
-        ("keys:\n" + "".join(ENTRY.replace("ana", f"n{k}") for k in range(MAX_KEYS + 1)), f"at most {MAX_KEYS} items"),
+        (
+            "keys:\n" + "".join(ENTRY.replace("ana", f"n{k}") for k in range(MAX_KEYS + 1)),
+            f"at most {MAX_KEYS} items",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_keys_file_is_said_without_its_secrets(tmp_path: Path, text, said):
@@ -291,14 +333,23 @@ def test_a_keys_file_that_anybody_may_change_is_refused(tmp_path: Path):
         read_keys(path)
 
 
+@pytest.mark.slow
 def test_one_key_and_several_contradict_each_other(tmp_path: Path, capsys):
     fake_plan(tmp_path)
     (tmp_path / "keys.yaml").write_text(f"keys:\n{ENTRY}")
-    assert llmctl("serve", tmp_path / "plan.json", "--api-keys", tmp_path / "keys.yaml", "--api-key", ANA) == 2
+    assert (
+        llmctl(
+            "serve", tmp_path / "plan.json", "--api-keys", tmp_path / "keys.yaml", "--api-key", ANA
+        )
+        == 2
+    )
     assert "there is an API key, and a file of keys" in capsys.readouterr().err
 
 
-def test_openais_client_waits_as_long_as_it_is_told_and_gives_up_on_what_never_fits(tmp_path: Path, monkeypatch):
+@pytest.mark.slow
+def test_openais_client_waits_as_long_as_it_is_told_and_gives_up_on_what_never_fits(
+    tmp_path: Path, monkeypatch
+):
     fake_plan(tmp_path)
     limits = "    requests_per_minute: 60\n    tokens_per_minute: 2000\n"
     (tmp_path / "keys.yaml").write_text(f"keys:\n{ENTRY}{limits}")
@@ -331,7 +382,10 @@ def test_only_a_key_that_may_goes_before_others():
         keys = (key("ana", ANA), key("ben", BEN, urgent=True))
         async with client(keys=keys) as http:
             refused = await post(http, ANA, priority=-1)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "priority_not_allowed")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                403,
+                "priority_not_allowed",
+            )
             assert (await post(http, ANA, priority=5)).status_code == 200
             assert (await post(http, BEN, priority=-1)).status_code == 200
         async with client(api_key=ANA) as http:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from serving import Server, fake_plan
 
-from toolkit.serve.notify import Manager
+from toolkit.serve.launch import Manager
 
 
 @pytest.fixture
@@ -55,6 +55,7 @@ def test_a_manager_that_is_away_for_once_does_not_end_it(tmp_path: Path) -> None
         ("", "", None),
         ("", "soon", None),
     ],
+    ids=["of any process", "of this process", "of another process", "no limit", "no number"],
 )
 def test_what_it_wants_is_in_the_environment_and_leaves_it(
     monkeypatch: pytest.MonkeyPatch, process: str, limit: str, watchdog_s: float | None
@@ -72,6 +73,7 @@ def test_nobody_is_told_nothing() -> None:
     asyncio.run(Manager().keep_told(lambda: True))
 
 
+@pytest.mark.slow
 def test_a_server_tells_until_it_ends(heard: socket.socket, tmp_path: Path) -> None:
     fake_plan(tmp_path)
     environment = {

@@ -16,6 +16,8 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.eventlog import from_lines, replay
 from toolkit.serve.assemble import make_scheduler
 
+pytestmark = pytest.mark.slow
+
 GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 60}
 POLICIES = {
     "slice": ["--set", "slice_tokens=16"],
@@ -37,7 +39,9 @@ def plan(folder: Path) -> Plan:
 @pytest.fixture(scope="module", params=POLICIES)
 def server(folder: Path, plan: Plan, request: pytest.FixtureRequest) -> Iterator[Server]:
     """Slices, and rounds."""
-    with Server(folder / "plan.json", "--served-model-name", "toy", *POLICIES[request.param]) as running:
+    with Server(
+        folder / "plan.json", "--served-model-name", "toy", *POLICIES[request.param]
+    ) as running:
         yield running
 
 
@@ -51,7 +55,11 @@ def test_the_ready_line_says_what_is_served(server: Server):
     assert server.ready["model"] == "toy"
     assert server.ready["workers"] == 2
     parameters = server.ready["parameters"]
-    assert (server.ready["policy"], parameters.get("slice_tokens"), parameters.get("interval_steps")) in (
+    assert (
+        server.ready["policy"],
+        parameters.get("slice_tokens"),
+        parameters.get("interval_steps"),
+    ) in (
         ("slice", 16, None),
         ("past-future", None, 2),
     )
@@ -61,7 +69,9 @@ def test_the_ready_line_says_what_is_served(server: Server):
 def test_openais_client_completes(client: openai.OpenAI):
     whole = client.completions.create(prompt="hello", **GREEDY)
     pieces = list(
-        client.completions.create(prompt="hello", stream=True, stream_options={"include_usage": True}, **GREEDY)
+        client.completions.create(
+            prompt="hello", stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
     )
     assert len(pieces) > 3
     assert "".join(piece.choices[0].text for piece in pieces[:-1]) == whole.choices[0].text
@@ -91,7 +101,11 @@ def test_openais_client_puts_a_streamed_chat_together(client: openai.OpenAI):
         for _ in stream:
             pass
         (choice,) = stream.get_final_completion().choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", whole[:20], "stop")
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        whole[:20],
+        "stop",
+    )
 
 
 async def ask_asynchronously(url: str) -> None:
@@ -111,7 +125,9 @@ def test_openais_asynchronous_client(server: Server):
 
 
 def test_openais_client_knows_our_errors(client: openai.OpenAI):
-    with pytest.raises(openai.BadRequestError, match="the limit of prompt \\+ output is 512") as refused:
+    with pytest.raises(
+        openai.BadRequestError, match="the limit of prompt \\+ output is 512"
+    ) as refused:
         client.completions.create(model="toy", prompt="a" * 600)
     assert refused.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
@@ -127,17 +143,26 @@ def test_a_large_body_is_answered_by_way_of_its_helper(server: Server):
     (helper,) = server.helpers()
     small = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
     large = small | {"user": "x" * 40_000}
-    answers = [httpx.post(f"{server.url}/v1/completions", json=body).json() for body in (small, large)]
+    answers = [
+        httpx.post(f"{server.url}/v1/completions", json=body).json() for body in (small, large)
+    ]
     assert answers[0]["choices"] == answers[1]["choices"]
     helper.kill()
     helper.wait()
-    httpx.post(f"{server.url}/tokenize", json={"prompt": "x" * 40_000})  # may meet it before its end is known
-    assert httpx.post(f"{server.url}/tokenize", json={"prompt": "x" * 40_000}).json()["count"] == 40_000
+    httpx.post(
+        f"{server.url}/tokenize", json={"prompt": "x" * 40_000}
+    )  # may meet it before its end is known
+    assert (
+        httpx.post(f"{server.url}/tokenize", json={"prompt": "x" * 40_000}).json()["count"]
+        == 40_000
+    )
     assert len(server.helpers()) == 1
 
 
 def test_a_killed_worker_costs_its_requests_nothing(server: Server, client: openai.OpenAI):
-    """SIGKILL to every worker, one after the other, while four streams run: the text is the undisturbed one."""
+    """SIGKILL to every worker, one after the other, while four streams run: the text is the
+    undisturbed one.
+    """
     prompts, long = ["first", "second", "third", "fourth"], GREEDY | {"max_tokens": 200}
     expected = [choice.text for choice in client.completions.create(prompt=prompts, **long).choices]
     streams = [client.completions.create(prompt=prompt, stream=True, **long) for prompt in prompts]
@@ -149,13 +174,18 @@ def test_a_killed_worker_costs_its_requests_nothing(server: Server, client: open
     for index, stream in enumerate(streams):
         texts[index] += "".join(piece.choices[0].text for piece in stream)
     assert texts == expected
-    while 'llmctl_worker_restarts_total{model_name="toy"} 2.0' not in httpx.get(f"{server.url}/metrics").text:
+    while (
+        'llmctl_worker_restarts_total{model_name="toy"} 2.0'
+        not in httpx.get(f"{server.url}/metrics").text
+    ):
         pass
     assert not {victim.pid for victim in victims} & {worker.pid for worker in server.workers()}
 
 
 def test_a_client_that_goes_away_frees_the_worker(server: Server, client: openai.OpenAI):
-    with client.completions.create(prompt="hello", stream=True, **GREEDY | {"max_tokens": 256}) as stream:
+    with client.completions.create(
+        prompt="hello", stream=True, **GREEDY | {"max_tokens": 256}
+    ) as stream:
         next(iter(stream))
     for _ in itertools.count():
         metrics = httpx.get(f"{server.url}/metrics").text
@@ -165,7 +195,9 @@ def test_a_client_that_goes_away_frees_the_worker(server: Server, client: openai
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_log_of_a_live_server_replays_to_the_same_decisions(folder: Path, plan: Plan, policy: str):
+def test_a_log_of_a_live_server_replays_to_the_same_decisions(
+    folder: Path, plan: Plan, policy: str
+):
     log, trace = folder / f"{policy}-events.jsonl", folder / f"{policy}-requests.jsonl"
     logs = ["--event-log", str(log), "--request-log", str(trace)]
     with Server(folder / "plan.json", "--policy", policy, *logs) as server:
@@ -180,11 +212,19 @@ def test_a_log_of_a_live_server_replays_to_the_same_decisions(folder: Path, plan
         assert server.end() == 0
     lines = log.read_bytes().splitlines(keepends=True)
     kinds = {json.loads(line)["type"] for line in lines}
-    assert kinds == {"header", "submit", "tick", "complete" if policy == "slice" else "round", "worker"}
+    assert kinds == {
+        "header",
+        "submit",
+        "tick",
+        "complete" if policy == "slice" else "round",
+        "worker",
+    }
     served = plan.model_copy(update={"policy": PlannedPolicy(name=policy, parameters={})})
     assert list(replay(from_lines(lines), make_scheduler(served))) == []
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
-    assert [(row["input_length"], row["output_length"], row["status"]) for row in rows].count((1, 60, "ok")) == 3
+    assert [(row["input_length"], row["output_length"], row["status"]) for row in rows].count(
+        (1, 60, "ok")
+    ) == 3
     assert all(row["ttft_ms"] <= row["e2e_ms"] for row in rows)
 
 
@@ -192,9 +232,12 @@ def test_a_worker_that_hangs_is_replaced_and_costs_its_requests_nothing(tmp_path
     plan = fake_plan(tmp_path, **ENGINE)
     served = plan.recipe.serve.model_copy(update={"hang_s": 2.0})
     write_file(
-        plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": served})}), tmp_path / "plan.json"
+        plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": served})}),
+        tmp_path / "plan.json",
     )
-    with Server(tmp_path / "plan.json", "--served-model-name", "toy", "--workers", "1", *POLICIES["slice"]) as server:
+    with Server(
+        tmp_path / "plan.json", "--served-model-name", "toy", "--workers", "1", *POLICIES["slice"]
+    ) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             long = GREEDY | {"max_tokens": 200}
             expected = client.completions.create(prompt="hello", **long).choices[0].text
@@ -215,9 +258,13 @@ def test_a_request_that_kills_its_workers_fails_alone(tmp_path: Path):
     with Server(tmp_path / "plan.json", "--served-model-name", "toy", *POLICIES["slice"]) as server:
 
         async def ask(prompt: str) -> str:
-            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            async with openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="none", max_retries=0
+            ) as client:
                 try:
-                    return (await client.completions.create(prompt=prompt, **GREEDY)).choices[0].text
+                    return (
+                        (await client.completions.create(prompt=prompt, **GREEDY)).choices[0].text
+                    )
                 except openai.InternalServerError as error:
                     return f"{error.status_code} {error.code}"
 

@@ -1,4 +1,5 @@
-"""A real vLLM's server over HTTP: the log of its passes adds up, and our scheduler inside it is the plan's.
+"""A real vLLM's server over HTTP: the log of its passes adds up, and our scheduler inside it is the
+plan's.
 
 Runs where vLLM is installed, or where VLLM_PYTHON names the Python of an environment that has it.
 """
@@ -16,14 +17,13 @@ import httpx
 import samples
 from real_vllm import differences, needed, recipe
 
-from toolkit.endpoints.stream import Sample
-from toolkit.endpoints.vllm_command import VllmCommand
-from toolkit.endpoints.vllm_server import vllm_server
-from toolkit.engines.saved_model import saved_model
+from toolkit.backends.openai import Endpoint
+from toolkit.backends.vllm.command import VllmCommand, vllm_server
+from toolkit.backends.vllm.profile import timed
+from toolkit.endpoints.wire import Sample
+from toolkit.engines.loading import saved_model
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.profiling.endpoint import Endpoint
-from toolkit.profiling.passes import timed
 from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import parameters
@@ -41,19 +41,31 @@ def send(url: str, count: int) -> list[Sample]:
     return asyncio.run(endpoint.at_times(requests(count), time.perf_counter()))
 
 
-def test_each_request_is_in_as_many_passes_as_it_has_tokens_and_passes_follow_one_another(tmp_path: Path):
+def test_each_request_is_in_as_many_passes_as_it_has_tokens_and_passes_follow_one_another(
+    tmp_path: Path,
+):
     asked, log = recipe(), tmp_path / "passes.jsonl"
-    flags = ["--scheduler-cls", "toolkit.inside.vllm_iterations.logged_scheduler"]
+    flags = ["--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler"]
     flags += ["--async-scheduling", "--no-enable-prefix-caching"]
     command = VllmCommand(
-        asked, saved_model(asked.model, asked.hardware), "toy", flags, {"LLMCTL_VLLM_ITERATIONS": str(log)}
+        asked,
+        saved_model(asked.model, asked.hardware),
+        "toy",
+        flags,
+        {"LLMCTL_VLLM_ITERATIONS": str(log)},
     )
     with vllm_server(command, quiet=True) as server:
         send(server.url, 10)
     first, *lines = log.read_bytes().splitlines(keepends=True)
     header, passes = header_of(first), passes_of(lines)
-    assert (header.blocks, header.block_tokens, header.kv_bytes_per_token) == (12, 32, 2 * 2 * 64 * 4)
-    assert not header.async_scheduling  # vLLM's CPU platform switches it off, whatever was asked for
+    assert (header.blocks, header.block_tokens, header.kv_bytes_per_token) == (
+        12,
+        32,
+        2 * 2 * 64 * 4,
+    )
+    assert (
+        not header.async_scheduling
+    )  # vLLM's CPU platform switches it off, whatever was asked for
     computed: Counter[str] = Counter()
     for one in passes:
         for row in one.rows:
@@ -69,19 +81,39 @@ def test_each_request_is_in_as_many_passes_as_it_has_tokens_and_passes_follow_on
 
 
 def test_a_policy_of_ours_serves_over_http_and_its_log_replays(tmp_path: Path):
-    chosen = PlannedPolicy(name="past-future", parameters=parameters(make_policy("past-future", {})))
+    chosen = PlannedPolicy(
+        name="past-future", parameters=parameters(make_policy("past-future", {}))
+    )
     envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
     fit = samples.fit(workers=1)
     here = {"engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "processor": processor()}
     fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=here)})
     write_file(
-        Plan(**envelope, recipe=recipe(), fit=fit, workers=1, policy=chosen, predicted={}, explained={}),
+        Plan(
+            **envelope,
+            recipe=recipe(),
+            fit=fit,
+            workers=1,
+            policy=chosen,
+            predicted={},
+            explained={},
+        ),
         tmp_path / "plan.json",
     )
-    words = ["serve", str(tmp_path / "plan.json"), "--port", "0", "--json", "--event-log", str(tmp_path / "events")]
+    words = [
+        "serve",
+        str(tmp_path / "plan.json"),
+        "--port",
+        "0",
+        "--json",
+        "--event-log",
+        str(tmp_path / "events"),
+    ]
     with (
         (tmp_path / "log").open("w") as log,
-        subprocess.Popen([sys.executable, "-m", "toolkit", *words], stdout=subprocess.PIPE, stderr=log) as server,
+        subprocess.Popen(
+            [sys.executable, "-m", "toolkit", *words], stdout=subprocess.PIPE, stderr=log
+        ) as server,
     ):
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
@@ -96,6 +128,8 @@ def test_a_policy_of_ours_serves_over_http_and_its_log_replays(tmp_path: Path):
         server.wait(120)
     assert [one.output_tokens for one in served] == [one.wanted_tokens for one in requests(10)]
     assert server.returncode == 0
-    assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] == 40  # vLLM finished what ran
+    assert (
+        json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] == 40
+    )  # vLLM finished what ran
     assert done == "data: [DONE]"
     assert differences(tmp_path / "events", {"LLMCTL_VLLM_PLAN": str(tmp_path / "plan.json")}) == []

@@ -1,6 +1,8 @@
-"""One scheduler, two clocks: what a live server decided, a replay of its log decides again, under every policy.
+"""One scheduler, two clocks: what a live server decided, a replay of its log decides again, under
+every policy.
 
-And whatever happens to a worker or its memory on the way, everybody gets what he would get alone, each token once.
+And whatever happens to a worker or its memory on the way, everybody gets what he would get alone,
+each token once.
 """
 
 import asyncio
@@ -13,18 +15,18 @@ import tiny
 from live import ThreadWorkers
 from serving import LAW
 
-from toolkit.engines.bytes_tokenizer import ByteDetokenizer
 from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Row, SamplingParams
+from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.engines.transformers_engine import TransformersEngine
+from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.eventlog import (
     Complete,
     CompleteRound,
     End,
     Event,
-    Recorder,
+    RecordingScheduler,
     Tick,
     from_lines,
     replay,
@@ -35,10 +37,8 @@ from toolkit.sched.protocols import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Joining, Worker
 from toolkit.serve.driver import Driver
-from toolkit.serve.live import Ask, Live
+from toolkit.serve.live import ActiveRequest, GenerationRequest, Reply, Shown, TextOutput
 from toolkit.serve.metrics import Stats
-from toolkit.serve.reply import Reply
-from toolkit.serve.text import Shown, TextOutput
 
 SLICE = {"slice_tokens": 8, "min_interval_s": 0.02, "eager": False}
 MLFQ = {"quantum_s": 0.02, "starvation_s": 1.0, "interval_steps": 2, "max_batch_size": 2}
@@ -51,7 +51,11 @@ CASES = {  # the static engine, or how newcomers join on `rebatch`; a policy and
     "aggressive": ("embed", "aggressive", {"watermark": 1.0, "interval_steps": 1}),
     "fcfs": ("embed", "fcfs", {"max_batch_size": 3, "interval_steps": 2}),
     "past-future": ("embed", "past-future", {"interval_steps": 2, "router": "future-memory"}),
-    "past-future-sla": ("embed", "past-future-sla", {"interval_steps": 2, "ttft_s": 0.5, "mtpot_s": 0.1}),
+    "past-future-sla": (
+        "embed",
+        "past-future-sla",
+        {"interval_steps": 2, "ttft_s": 0.5, "mtpot_s": 0.1},
+    ),
     "slice-continuous": ("embed", "slice-continuous", {"slice_tokens": 5, "interval_steps": 2}),
     "mlfq": ("embed", "mlfq", MLFQ),
     "mlfq, reactive": ("embed", "mlfq", MLFQ | {"swap": "reactive"}),
@@ -73,7 +77,7 @@ TROUBLES = 4  # times that memory is short
 class Said:
     """One request: what it asked for, and what its client got."""
 
-    live: Live
+    live: ActiveRequest
     reply: Reply
     texts: list[str] = field(default_factory=list)
     tokens: int = 0
@@ -91,19 +95,32 @@ class Said:
 
 def planned(joining: Joining | None = None) -> list[Worker]:
     swap, memory = LinearSwap(0.001, 1e5, 1e5), ZetaMemory(CAPACITY)
-    return [Worker(index, LAW, memory, swap=swap, host_tokens=150, joining=joining) for index in range(2)]
+    return [
+        Worker(index, LAW, memory, swap=swap, host_tokens=150, joining=joining)
+        for index in range(2)
+    ]
 
 
-def asks() -> list[tuple[Ask, tuple[str, ...]]]:
-    """Of different length, urgency and sampling; each third has a stop string that ends it on its way."""
+def asks() -> list[tuple[GenerationRequest, tuple[str, ...]]]:
+    """Of different length, urgency and sampling; each third has a stop string that ends it on its
+    way.
+    """
     rng = random.Random(0)
     found = []
     for number in range(14):
         prompt = f"request number {number}"[: 4 + number]
         sampling = SAMPLINGS[number % len(SAMPLINGS)]
-        ask = Ask(f"r{number}", tuple(prompt.encode()), rng.randint(2, 30), sampling, (0, 1, -1)[number % 3])
+        ask = GenerationRequest(
+            f"r{number}",
+            tuple(prompt.encode()),
+            rng.randint(2, 30),
+            sampling,
+            (0, 1, -1)[number % 3],
+        )
         text = TextOutput(ByteDetokenizer()).feed(alone(ask)[0], "").text
-        found.append((ask, (text[len(text) // 2 :][:2],) if number % 3 == 1 and len(text) > 6 else ()))
+        found.append(
+            (ask, (text[len(text) // 2 :][:2],) if number % 3 == 1 and len(text) > 6 else ())
+        )
     return found
 
 
@@ -113,22 +130,26 @@ def engine() -> TransformersEngine:
 
 
 @functools.cache
-def alone(ask: Ask) -> tuple[tuple[int, ...], str]:
+def alone(ask: GenerationRequest) -> tuple[tuple[int, ...], str]:
     """What a request gets when nobody else is there, and how it ends."""
     row = Row("alone", ask.prompt, 0, ask.max_new_tokens, ask.sampling)
     output = engine().run_slice([row], 100, lambda step: True)
     return output.tokens[0], output.finish[0]
 
 
-def expected(ask: Ask, stops: tuple[str, ...]) -> Shown:
+def expected(ask: GenerationRequest, stops: tuple[str, ...]) -> Shown:
     return TextOutput(ByteDetokenizer(), stops).feed(*alone(ask))
 
 
 async def serve(
     workers: ThreadWorkers, policy: Policy, lines: list[bytes], joining: Joining | None = None
 ) -> list[tuple[Said, Shown]]:
-    """A crowd of requests, each some tokens after the ones before; two given up on the way, a worker killed."""
-    scheduler = Recorder(policy, planned(joining), lambda event: lines.append(to_line(event)))
+    """A crowd of requests, each some tokens after the ones before; two given up on the way, a
+    worker killed.
+    """
+    scheduler = RecordingScheduler(
+        policy, planned(joining), lambda event: lines.append(to_line(event))
+    )
     workers.scheduler = scheduler
     driver = Driver(scheduler, workers, Stats())
     await driver.start()
@@ -138,7 +159,9 @@ async def serve(
         while len(crowd) > 3 and not (crowd[-3].live.tokens or crowd[-3].live.status):
             await asyncio.sleep(0.001)
         reply = Reply(1, patient=False)
-        crowd.append(Said(driver.submit(ask, TextOutput(ByteDetokenizer(), stops), reply, 0), reply))
+        crowd.append(
+            Said(driver.submit(ask, TextOutput(ByteDetokenizer(), stops), reply, 0), reply)
+        )
         if number == 4:
             driver.cancel(crowd[0].live)
         if number == 8:
@@ -164,17 +187,27 @@ def test_a_live_run_replays_exactly_and_costs_nobody_a_token(case: str) -> None:
     joining = None if kind == "transformers" else kind
     spec = tiny.engine_spec("rebatch", joining=joining) if joining else tiny.engine_spec()
     lines: list[bytes] = []
-    workers = ThreadWorkers(lambda: make_engine(tiny.model_spec(), spec, tiny.CPU), troubles=TROUBLES)
+    workers = ThreadWorkers(
+        lambda: make_engine(tiny.model_spec(), spec, tiny.CPU), troubles=TROUBLES
+    )
     crowd = asyncio.run(serve(workers, policy, lines, joining))
     for said, shown in crowd:
-        assert (said.live.status, said.tokens, "".join(said.texts)) == (shown.finish, shown.tokens, shown.text)
+        assert (said.live.status, said.tokens, "".join(said.texts)) == (
+            shown.finish,
+            shown.tokens,
+            shown.text,
+        )
     events: list[Event] = list(from_lines(lines))
     decided = [batch for event in events if isinstance(event, Tick) for batch in event.started]
     assert {batch.worker for batch in decided} == {0, 1}
-    failures = [event.result.failure for event in events if isinstance(event, Complete | CompleteRound)]
+    failures = [
+        event.result.failure for event in events if isinstance(event, Complete | CompleteRound)
+    ]
     assert failures.count("crashed") == 1
     assert workers.ran_out > 0
-    assert failures.count("oom") <= workers.ran_out  # a step is tried again, and one may have come in a killed round
+    assert (
+        failures.count("oom") <= workers.ran_out
+    )  # a step is tried again, and one may have come in a killed round
     assert policy.continuous == any(isinstance(event, End) for event in events)
     assert list(replay(events, Scheduler(policy, planned(joining)))) == []
 

@@ -4,13 +4,18 @@ import asyncio
 
 from serving import turns
 
-from toolkit.serve.reply import Delta, Reply
+from toolkit.serve.live import Delta, Reply
 
 
 def test_news_merge_while_nobody_reads():
     async def test() -> None:
         reply = Reply(2)
-        for delta in (Delta(0, "a", 1), Delta(1, "x", 1), Delta(0, "b", 1), Delta(0, "", 0, "stop")):
+        for delta in (
+            Delta(0, "a", 1),
+            Delta(1, "x", 1),
+            Delta(0, "b", 1),
+            Delta(0, "", 0, "stop"),
+        ):
             reply.put(delta)
         assert await reply.take(10.0) == [Delta(0, "ab", 2, "stop"), Delta(1, "x", 1)]
         assert reply.open == 1

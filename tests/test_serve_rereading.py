@@ -1,4 +1,6 @@
-"""Files that a running server reads again: what shows as a change, what is kept, and who may call from then on."""
+"""Files that a running server reads again: what shows as a change, what is kept, and who may call
+from then on.
+"""
 
 import asyncio
 import hashlib
@@ -15,7 +17,7 @@ from serving import Server, client, fake_plan
 from toolkit.errors import InputError
 from toolkit.files.keys import ApiKey, read_keys
 from toolkit.serve import rereading
-from toolkit.serve.rereading import Followed, Source, follow
+from toolkit.serve.rereading import Followed, WatchedFiles, follow
 
 ANA, BEN, NEW = "sk-ana-canary", "sk-ben-canary", "sk-new-canary"
 
@@ -25,7 +27,10 @@ def key(name: str, secret: str, **limits: int) -> ApiKey:
 
 
 def keys_text(**secrets: str) -> str:
-    entries = [f"  - name: {name}\n    sha256: {key(name, secret).sha256}\n" for name, secret in secrets.items()]
+    entries = [
+        f"  - name: {name}\n    sha256: {key(name, secret).sha256}\n"
+        for name, secret in secrets.items()
+    ]
     return "keys:\n" + "".join(entries)
 
 
@@ -45,7 +50,9 @@ def same_length_and_time(file: Path, text: str) -> None:
 
 
 def by_a_swapped_link(file: Path, text: str) -> None:
-    """As Kubernetes' kubelet does: the name is a link through a link to a folder, and that one is swapped."""
+    """As Kubernetes' kubelet does: the name is a link through a link to a folder, and that one is
+    swapped.
+    """
     folder = file.parent / "..2026"
     folder.mkdir()
     (folder / file.name).write_text(text)
@@ -53,14 +60,18 @@ def by_a_swapped_link(file: Path, text: str) -> None:
     (file.parent / "..data_tmp").replace(file.parent / "..data")
 
 
-@pytest.mark.parametrize("write", [in_place, by_a_new_file, same_length_and_time, by_a_swapped_link])
-def test_a_change_is_seen_once_however_it_is_made(tmp_path: Path, write: Callable[[Path, str], None]):
+@pytest.mark.parametrize(
+    "write", [in_place, by_a_new_file, same_length_and_time, by_a_swapped_link]
+)
+def test_a_change_is_seen_once_however_it_is_made(
+    tmp_path: Path, write: Callable[[Path, str], None]
+):
     (tmp_path / "..old").mkdir()
     (tmp_path / "..old" / "keys").write_text("one")
     (tmp_path / "..data").symlink_to("..old")
     file = tmp_path / "keys"
     file.symlink_to("..data/keys")
-    source = Source([file], file.read_text)
+    source = WatchedFiles([file], file.read_text)
     assert (source.value, source.news()) == ("one", None)
     write(file, "two")
     assert (source.news(), source.news()) == ("two", None)
@@ -73,13 +84,18 @@ def test_a_change_is_seen_once_however_it_is_made(tmp_path: Path, write: Callabl
         (lambda file: file.write_text("keys: []"), "at least 1 item"),
         (lambda file: file.write_text(""), "no list of keys"),
         (Path.unlink, "cannot be read: No such file"),
-        (lambda file: (file.write_text(keys_text(ben=BEN)), file.chmod(0o666)), "every user of this machine"),
+        (
+            lambda file: (file.write_text(keys_text(ben=BEN)), file.chmod(0o666)),
+            "every user of this machine",
+        ),
     ],
 )
-def test_a_bad_version_is_told_once_and_the_next_good_one_counts(tmp_path: Path, spoil: Callable, said: str):
+def test_a_bad_version_is_told_once_and_the_next_good_one_counts(
+    tmp_path: Path, spoil: Callable, said: str
+):
     file = tmp_path / "keys.yaml"
     file.write_text(keys_text(ana=ANA))
-    source = Source([file], lambda: read_keys(file))
+    source = WatchedFiles([file], lambda: read_keys(file))
     spoil(file)
     with pytest.raises(InputError, match=said):
         source.news()
@@ -92,24 +108,39 @@ def test_a_bad_version_is_told_once_and_the_next_good_one_counts(tmp_path: Path,
 
 async def post(http: httpx.AsyncClient, secret: str, **body: object) -> httpx.Response:
     body = {"prompt": "hello", "max_tokens": 4, "temperature": 0} | body
-    return await http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {secret}"})
+    return await http.post(
+        "/v1/completions", json=body, headers={"Authorization": f"Bearer {secret}"}
+    )
 
 
 async def counted(http: httpx.AsyncClient, secret: str, sample: str) -> dict[str, float]:
     """A metric of keys, by their names."""
     text = (await http.get("/metrics", headers={"Authorization": f"Bearer {secret}"})).text
     families = text_string_to_metric_families(text)
-    return {one.labels["key"]: one.value for each in families for one in each.samples if one.name == sample}
+    return {
+        one.labels["key"]: one.value
+        for each in families
+        for one in each.samples
+        if one.name == sample
+    }
 
 
 def test_a_revoked_key_ends_a_new_one_begins_and_counts_go_on():
     async def test() -> None:
         async with client(keys=(key("ana", ANA, requests_per_minute=2), key("ben", BEN))) as http:
             assert [(await post(http, secret)).status_code for secret in (ANA, BEN)] == [200, 200]
-            said = http.keyring.renew(("", (key("ana", NEW, requests_per_minute=2), key("eve", ANA))))
+            said = http.keyring.renew(
+                ("", (key("ana", NEW, requests_per_minute=2), key("eve", ANA)))
+            )
             assert said == "the keys were read again: 2; new: eve; gone: ben"
-            assert [(await post(http, secret)).status_code for secret in (NEW, BEN, ANA)] == [200, 401, 200]
-            assert (await post(http, NEW)).status_code == 429, "a new key does not empty its name's bucket"
+            assert [(await post(http, secret)).status_code for secret in (NEW, BEN, ANA)] == [
+                200,
+                401,
+                200,
+            ]
+            assert (await post(http, NEW)).status_code == 429, (
+                "a new key does not empty its name's bucket"
+            )
             assert await counted(http, NEW, "llmctl_key_requests_total") == {"ana": 2, "eve": 1}
             http.keyring.renew(("", (key("ana", NEW, requests_per_minute=3), key("ben", BEN))))
             assert (await post(http, NEW)).status_code == 200, "another limit begins full"
@@ -131,7 +162,9 @@ def test_who_was_let_in_is_answered_to_the_end():
     asyncio.run(test())
 
 
-def test_what_is_followed_is_taken_and_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_followed_is_taken_and_what_is_wrong_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(rereading, "LOOK_EVERY_S", 0.001)
     file, said, taken = tmp_path / "number", asyncio.Queue[str](), []
 
@@ -146,7 +179,9 @@ def test_what_is_followed_is_taken_and_what_is_wrong_is_said(tmp_path: Path, mon
 
     async def test() -> None:
         file.write_text("1")
-        following = asyncio.create_task(follow([Followed(Source([file], number), take)], said.put_nowait))
+        following = asyncio.create_task(
+            follow([Followed(WatchedFiles([file], number), take)], said.put_nowait)
+        )
         lines = []
         for text in ("2", "x", "3"):
             by_a_new_file(file, text)
@@ -161,6 +196,7 @@ def test_what_is_followed_is_taken_and_what_is_wrong_is_said(tmp_path: Path, mon
     asyncio.run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [True, False])
 def test_a_running_server_takes_the_new_file(tmp_path: Path, several: bool):
     fake_plan(tmp_path)
@@ -181,4 +217,6 @@ def test_a_running_server_takes_the_new_file(tmp_path: Path, several: bool):
 
 
 def models_status(server: Server, secret: str) -> int:
-    return httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {secret}"}).status_code
+    return httpx.get(
+        f"{server.url}/v1/models", headers={"Authorization": f"Bearer {secret}"}
+    ).status_code

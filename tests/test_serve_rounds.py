@@ -1,17 +1,21 @@
-"""The rows that a worker keeps between rounds: their numbers, and what the scheduler hears of a round."""
+"""The rows that a worker keeps between rounds: their numbers, and what the scheduler hears of a
+round.
+"""
 
 from toolkit.engines.protocol import Round, RoundOutput, SamplingParams
 from toolkit.sched.types import Batch, Job, Moves, Request
-from toolkit.serve.live import Ask, Live
-from toolkit.serve.rounds import KeptRows
+from toolkit.serve.driver import ResidentRows
+from toolkit.serve.live import ActiveRequest, GenerationRequest
 
 
 def job(name: str) -> Job:
     return Job(Request(name, 0.0, 3, 10), 0, 3)
 
 
-def live(name: str) -> Live:
-    return Live(Ask(name, (1, 2, 3), 10, SamplingParams()), None, None, 0, 0.0)  # type: ignore[arg-type]
+def live(name: str) -> ActiveRequest:
+    return ActiveRequest(
+        GenerationRequest(name, (1, 2, 3), 10, SamplingParams()), None, None, 0, 0.0
+    )  # type: ignore[arg-type]
 
 
 def batch(*enter: Job, **changes) -> Batch:
@@ -22,7 +26,7 @@ class Desk:
     """Kept rows of a, b and c, who entered in the first round."""
 
     def __init__(self) -> None:
-        self.kept = KeptRows()
+        self.kept = ResidentRows()
         self.jobs = {name: job(name) for name in "abcd"}
         self.first = self.begin(batch(*[self.jobs[name] for name in "abc"]))
 
@@ -74,7 +78,9 @@ def test_rounds_say_how_many_steps_the_scheduler_counts_before_them() -> None:
     assert second.steps_before == 5
     desk.give({0: 2, 1: 2, 2: 1})
     assert desk.kept.crashed(desk.batch).steps == 2
-    assert desk.begin(batch()).steps_before == 7, "a worker that was started again has made none of them"
+    assert desk.begin(batch()).steps_before == 7, (
+        "a worker that was started again has made none of them"
+    )
 
 
 def test_a_crash_keeps_what_had_come_and_forgets_all_rows() -> None:
@@ -99,7 +105,11 @@ def test_steps_of_a_failed_round_are_those_of_who_was_there_before() -> None:
 def test_who_memory_had_no_room_for_is_named_and_gone_and_nobody_else() -> None:
     desk = Desk()
     desk.give({0: 3, 1: 3, 2: 2})
-    result = desk.kept.result(desk.batch, RoundOutput(2, ((0, 0), (1, 0), (2, 1)), (1,), 0, 0, (2,)))
+    result = desk.kept.result(
+        desk.batch, RoundOutput(2, ((0, 0), (1, 0), (2, 1)), (1,), 0, 0, (2,))
+    )
     assert (result.failure, result.dropped, result.ended) == ("oom", ("c",), ("b",))
-    plan = desk.begin(batch(desk.jobs["c"], evict=(desk.jobs["c"],), moves=Moves(pause=(desk.jobs["a"],))))
+    plan = desk.begin(
+        batch(desk.jobs["c"], evict=(desk.jobs["c"],), moves=Moves(pause=(desk.jobs["a"],)))
+    )
     assert (plan.evict, plan.pause, plan.numbers) == ((), (0,), (3,))

@@ -1,4 +1,6 @@
-"""How a server begins and ends: on a real port, signals to this very process, workers moved by hand."""
+"""How a server begins and ends: on a real port, signals to this very process, workers moved by
+hand.
+"""
 
 import asyncio
 import os
@@ -10,7 +12,7 @@ import httpx
 import pytest
 from serving import SETTINGS, HandWorkers, events, make_driver, text, turns
 
-from toolkit.engines.bytes_tokenizer import ByteTokenizer
+from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import EngineError, InputError
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
@@ -30,7 +32,9 @@ def run(test: Test, ending: Ending = Ending(), workers: HandWorkers | None = Non
         driver = make_driver(hands)
         with listen("127.0.0.1", 0) as listener:
             app = make_app(driver, ByteTokenizer(), SETTINGS)
-            serving = asyncio.create_task(serve(driver, app, listener, ending, lambda: announced.append(url(listener))))
+            serving = asyncio.create_task(
+                serve(driver, app, listener, ending, lambda: announced.append(url(listener)))
+            )
             async with httpx.AsyncClient(base_url=url(listener)) as http:
                 await test(http, driver, hands)
                 await serving
@@ -54,6 +58,18 @@ def interrupt(number: signal.Signals = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
+def test_what_clients_were_refused_for_having_their_share_is_counted():
+    async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
+        await until_ready(http)
+        driver.stats.count_share("connections")
+        told = (await http.get("/metrics")).text
+        assert 'llmctl_client_limited_total{limit="connections",model_name="toy"} 1.0' in told
+        assert 'llmctl_client_limited_total{limit="bytes",model_name="toy"} 0.0' in told
+        interrupt()
+
+    run(test)
+
+
 def test_a_signal_lets_running_streams_finish_while_ready_says_no():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)
@@ -62,7 +78,10 @@ def test_a_signal_lets_running_streams_finish_while_ready_says_no():
             assert (await until_not_ready(http)).json() == {"status": "leaving"}
             assert (await http.get("/health")).status_code == 200
             refused = await http.post("/v1/completions", json=BODY)
-            assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the server is draining")
+            assert (refused.status_code, refused.json()["error"]["message"]) == (
+                503,
+                "the server is draining",
+            )
             assert refused.headers["connection"] == "close"
             with pytest.raises(httpx.ConnectError):
                 await http.get("/ready")  # the listener is closed, and no connection is left

@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 from serving import SETTINGS, HandWorkers, ToyWorkers, events, make_driver, text, turns
 
-from toolkit.engines.bytes_tokenizer import ByteTokenizer
+from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.serve.api import make_app
 from toolkit.serve.driver import Driver
 
 
 class Client:
-    """One request, seen from the server's socket: what was written, a reader that may stall, a line that may drop."""
+    """One request, seen from the server's socket: what was written, a reader that may stall, a line
+    that may drop.
+    """
 
     def __init__(self, **body: object) -> None:
         self._body = json.dumps({"prompt": "hello", "temperature": 0, **body}).encode()
@@ -54,7 +56,11 @@ class Client:
         return asyncio.create_task(app(scope, self.receive, self.send))
 
 
-def serve(test: Callable[[object, Driver, HandWorkers], Coroutine], workers: type = HandWorkers, **settings) -> None:
+def serve(
+    test: Callable[[object, Driver, HandWorkers], Coroutine],
+    workers: type = HandWorkers,
+    **settings,
+) -> None:
     async def run() -> None:
         hands = workers(1)
         driver = make_driver(hands)
@@ -94,7 +100,9 @@ def test_a_client_that_goes_away_takes_no_other_with_it():
         leaves.gone.set()
         await asyncio.gather(*answering)
         assert stays.complete
-        assert "".join(one["choices"][0]["text"] for one in events(stays.received)[:-1]) == text("hello", 30)
+        assert "".join(one["choices"][0]["text"] for one in events(stays.received)[:-1]) == text(
+            "hello", 30
+        )
 
     serve(test, ToyWorkers)
 
@@ -111,7 +119,10 @@ def test_what_comes_while_a_client_does_not_read_is_one_event():
         client.reading.set()
         await answering
         first, rest, done = events(client.received)
-        assert (first["choices"][0]["text"], rest["choices"][0]["text"]) == (text("hello", 2), text("hello", 8)[2:])
+        assert (first["choices"][0]["text"], rest["choices"][0]["text"]) == (
+            text("hello", 2),
+            text("hello", 8)[2:],
+        )
         assert done == "[DONE]"
 
     serve(test)
@@ -125,7 +136,8 @@ def test_a_client_that_stops_reading_stalls_no_other():
         await answering[0]
         assert fine.complete
         assert not stuck.complete
-        stuck.gone.set()  # as the connection says after its write timeout, when it also lets the last write go
+        # as the connection says after its write timeout, when it also lets the last write go
+        stuck.gone.set()
         stuck.reading.set()
         await answering[1]
         assert driver.waiting == 0
@@ -141,7 +153,9 @@ def test_comments_keep_a_waiting_stream_alive():
             await asyncio.sleep(0.001)
         hands.finish()
         await answering
-        assert [one["choices"][0]["text"] for one in events(client.received)[:-1]] == [text("hello", 2)]
+        assert [one["choices"][0]["text"] for one in events(client.received)[:-1]] == [
+            text("hello", 2)
+        ]
 
     serve(test, keepalive_s=0.001)
 

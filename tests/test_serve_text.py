@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.engines.bytes_tokenizer import ByteDetokenizer
-from toolkit.serve.text import Shown, StopFinder, TextOutput
+from toolkit.engines.tokenizer import ByteDetokenizer
+from toolkit.serve.live import Shown, StopFinder, TextOutput
 
 PIECES = st.lists(st.text("ab", max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
@@ -54,7 +54,9 @@ def feed_all(chunks: list[bytes], finish: str, **options) -> Shown:
     shown = [output.feed(chunk, finish if last else "") for last, chunk in _marked(chunks)]
     ended = next((index for index, one in enumerate(shown) if one.finish), len(shown) - 1)
     kept = shown[: ended + 1]
-    return Shown("".join(one.text for one in kept), sum(one.tokens for one in kept), kept[-1].finish)
+    return Shown(
+        "".join(one.text for one in kept), sum(one.tokens for one in kept), kept[-1].finish
+    )
 
 
 def _marked(chunks: list[bytes]) -> list[tuple[bool, bytes]]:
@@ -89,7 +91,10 @@ class Halves:
 
     def feed(self, tokens) -> str:
         self.held += tokens
-        whole, self.held = self.held[: len(self.held) // 2 * 2], self.held[len(self.held) // 2 * 2 :]
+        whole, self.held = (
+            self.held[: len(self.held) // 2 * 2],
+            self.held[len(self.held) // 2 * 2 :],
+        )
         return bytes(whole[::2]).decode()
 
     def flush(self) -> str:

@@ -19,8 +19,12 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.policies.parameters import parameters
 
+pytestmark = pytest.mark.slow
 
-def plan_for(folder: Path, policy: str = "past-future", source: str = "toy", version: str = "0.32.0+cpu") -> Path:
+
+def plan_for(
+    folder: Path, policy: str = "past-future", source: str = "toy", version: str = "0.32.0+cpu"
+) -> Path:
     python = fake_vllm_server.install(folder, version)
     recipe = samples.recipe(
         engine={"name": "vllm", "vllm": {"python": python}},
@@ -33,7 +37,16 @@ def plan_for(folder: Path, policy: str = "past-future", source: str = "toy", ver
     fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=here)})
     chosen = PlannedPolicy(name=policy, parameters=parameters(make_policy(policy, {})))
     envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
-    plan = Plan(**envelope, recipe=recipe, fit=fit, workers=1, policy=chosen, predicted={}, limits=[], explained={})
+    plan = Plan(
+        **envelope,
+        recipe=recipe,
+        fit=fit,
+        workers=1,
+        policy=chosen,
+        predicted={},
+        limits=[],
+        explained={},
+    )
     path = folder / "plan.json"
     write_file(plan, path)
     return path
@@ -41,7 +54,9 @@ def plan_for(folder: Path, policy: str = "past-future", source: str = "toy", ver
 
 def start(plan: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "toolkit", "serve", str(plan), "--port", "0", "--json", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
 
 
 def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path: Path):
@@ -49,25 +64,34 @@ def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path
         assert server.stdout is not None
         ready = json.loads(server.stdout.readline())
         words = httpx.get(f"{ready['url']}/flags").json()
-        answer = httpx.post(f"{ready['url']}/v1/completions", json={"prompt": [1], "max_tokens": 3, "stream": False})
+        answer = httpx.post(
+            f"{ready['url']}/v1/completions", json={"prompt": [1], "max_tokens": 3, "stream": False}
+        )
         server.send_signal(signal.SIGTERM)
         _, said = server.communicate(timeout=60)
     assert (server.returncode, ready["policy"]) == (0, "past-future")
     assert answer.json()["usage"]["completion_tokens"] == 3
     joined = " ".join(words)
-    assert "--scheduler-cls toolkit.inside.vllm_scheduler.LlmctlScheduler --shutdown-timeout 7" in joined
+    assert (
+        "--scheduler-cls toolkit.backends.vllm.scheduler.LlmctlScheduler --shutdown-timeout 7"
+        in joined
+    )
     assert "INFO: ready" in said
 
 
 def test_status_and_stop_know_it(tmp_path: Path):
     def llmctl(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "toolkit", *words], capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [sys.executable, "-m", "toolkit", *words], capture_output=True, text=True, timeout=60
+        )
 
     with start(plan_for(tmp_path), "--shutdown-timeout", "7") as server:
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
         status = llmctl("status", "--json")
-        name = next(one["name"] for one in json.loads(status.stdout)["servers"] if one["url"] == url)
+        name = next(
+            one["name"] for one in json.loads(status.stdout)["servers"] if one["url"] == url
+        )
         stopped = llmctl("stop", name)
         server.wait(60)
     assert json.loads(status.stdout)["servers"][0]["state"] == "ready"
@@ -84,7 +108,9 @@ def test_a_server_that_dies_is_an_engine_error(tmp_path: Path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("source", ["engine", "engine-loads"])
-def test_nothing_of_vllm_is_left_when_llmctl_ends_killed_or_not(tmp_path: Path, source: str, number: signal.Signals):
+def test_nothing_of_vllm_is_left_when_llmctl_ends_killed_or_not(
+    tmp_path: Path, source: str, number: signal.Signals
+):
     with start(plan_for(tmp_path, source=source), "--shutdown-timeout", "1") as server:
         assert server.stdout is not None
         assert server.stderr is not None
@@ -102,11 +128,29 @@ def test_nothing_of_vllm_is_left_when_llmctl_ends_killed_or_not(tmp_path: Path, 
     assert server.returncode == (0 if number is signal.SIGTERM else -number)
 
 
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_nothing_of_vllm_is_left_when_llmctl_is_killed_and_its_server_cannot_end_itself(
+    tmp_path: Path, number: signal.Signals
+):
+    with start(plan_for(tmp_path, source="engine"), "--shutdown-timeout", "0") as server:
+        assert server.stdout is not None
+        assert server.stdout.readline()
+        processes = psutil.Process(server.pid).children(recursive=True)
+        server.kill()
+        processes[0].send_signal(number)
+        left = psutil.wait_procs(processes, timeout=60)[1]
+        for process in left:
+            process.kill()
+        server.communicate(timeout=60)
+    assert len(processes) == 2
+    assert left == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--engine", "rebatch"], "--engine rebatch: this plan is for engine 'vllm'"),
-        (["--request-log", "x"], "--request-log: not with engine vllm, whose server is vLLM's own"),
+        (["--request-log", "x"], "--request-log: not with engine vllm, whose server is its own"),
         (["--host", "0.0.0.0"], "there is no API key"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The profiles that ship: made from the shipped recipes as they are, with their fits; found by name."""
+"""The profiles that ship: made from the shipped recipes as they are, with their fits; found by
+name.
+"""
 
 import re
 from pathlib import Path
@@ -9,22 +11,21 @@ from commands import llmctl
 from toolkit.cli.stage import open_stage
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
-from toolkit.files.fits import fit_path, shipped_fit
-from toolkit.files.io import head, load_recipe, read_file, recipe_path
+from toolkit.files.io import fit_path, head, load_recipe, read_file, recipe_path, shipped_fit
 from toolkit.files.profile import Profile
 from toolkit.files.shipped import shipped_profiles, shipped_recipes
 from toolkit.profiling.analytic import analytic_profile
 from toolkit.report.verdict import FEW_REQUESTS
-from toolkit.traces.prepare import prepare
 from toolkit.traces.read import read_trace
-from toolkit.traces.scale import scale_rate
-from toolkit.traces.shipped import trace_path
-from toolkit.traces.windows import fit_windows
-from toolkit.tuning.workload import make_workload
+from toolkit.traces.types import trace_path
+from toolkit.traces.windows import fit_windows, prepare, scale_rate
+from toolkit.tuning.evaluate import make_workload
 
 NAMES = sorted(path.parent.name for path in shipped_profiles().glob("*/fit.json"))
 GPU_RECIPES = [
-    path.stem for path in sorted(shipped_recipes().glob("*.yaml")) if load_recipe(path).hardware.device == "cuda"
+    path.stem
+    for path in sorted(shipped_recipes().glob("*.yaml"))
+    if load_recipe(path).hardware.device == "cuda"
 ]
 
 
@@ -36,7 +37,9 @@ def run(given: list[str]) -> object:
 def test_profile_and_fit_are_of_the_recipe_as_it_is(name: str) -> None:
     folder, recipe = shipped_profiles() / name, recipe_path(name)
     assert read_file(Profile, folder / "profile.json", {"recipe": recipe}).recipe_name == name
-    assert read_file(Fit, folder / "fit.json", {"recipe": recipe, "profile": folder / "profile.json"})
+    assert read_file(
+        Fit, folder / "fit.json", {"recipe": recipe, "profile": folder / "profile.json"}
+    )
 
 
 @pytest.mark.parametrize("name", GPU_RECIPES)
@@ -54,7 +57,10 @@ def test_the_default_trace_has_windows_for_every_recipe(name: str) -> None:
     recipe = load_recipe(recipe_path(name))
     fit = read_file(Fit, shipped_profiles() / name / "fit.json")
     workload = make_workload(recipe, fit, read_trace(trace_path("chat-small"))[0])
-    assert (len(workload.search), len(workload.held_out)) == (recipe.tune.windows, recipe.tune.held_out_windows)
+    assert (len(workload.search), len(workload.held_out)) == (
+        recipe.tune.windows,
+        recipe.tune.held_out_windows,
+    )
     assert sum(len(window.trace) for window in workload.held_out) >= FEW_REQUESTS
 
 
@@ -63,13 +69,17 @@ def test_the_default_trace_has_windows_for_every_recipe(name: str) -> None:
 def test_shipped_traces_have_windows_for_every_recipe_at_any_rate(name: str, trace: str) -> None:
     spec, whole = load_recipe(recipe_path(name)).tune, read_trace(trace_path(trace))[0]
     for rate in (0.5, 5.0, 50.0, 500.0):
-        found = fit_windows(scale_rate(whole, rate), spec.window_s, spec.windows, spec.held_out_windows)
+        found = fit_windows(
+            scale_rate(whole, rate), spec.window_s, spec.windows, spec.held_out_windows
+        )
         assert len(found.search) == spec.windows
         assert len(found.held_out) == spec.held_out_windows
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_simulate_and_compare_have_the_requests_that_tune_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_and_compare_have_the_requests_that_tune_has(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = load_recipe(recipe_path(name))
     stage = open_stage("bursty-small", name, None, fit_lengths=True)
     tuned = prepare(read_trace(trace_path("bursty-small"))[0], recipe)
@@ -108,7 +118,10 @@ def test_tune_without_a_fit_names_the_one_that_ships(
 def test_commands_take_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu"]) == 0
-    assert run(["simulate", "--fit", "tiny-llama-cpu", "--trace", "chat-small", "--policy", "slice"]) == 0
+    assert (
+        run(["simulate", "--fit", "tiny-llama-cpu", "--trace", "chat-small", "--policy", "slice"])
+        == 0
+    )
     assert (tmp_path / "plan.json").exists()
 
 

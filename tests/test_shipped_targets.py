@@ -1,20 +1,22 @@
-"""What each shipped recipe recommends keeps its targets, on its own trace at its own load, by its shipped fit."""
+"""What each shipped recipe recommends keeps its targets, on its own trace at its own load, by its
+shipped fit.
+"""
 
 import pytest
 import samples
 
 from toolkit.cli.arguments import open_recipe
 from toolkit.files.fit import Fit
-from toolkit.files.fits import fit_path, shipped_siblings
-from toolkit.files.io import read_file
-from toolkit.files.recipes import recipe_path
-from toolkit.files.shipped import shipped_profiles
+from toolkit.files.io import fit_path, read_file, shipped_siblings
+from toolkit.files.shipped import recipe_path, shipped_profiles
 from toolkit.files.tuning import Tuning
 from toolkit.traces.read import read_trace
-from toolkit.traces.shipped import trace_path
-from toolkit.tuning.crew import Alone
+from toolkit.traces.types import trace_path
+from toolkit.tuning.evaluate import make_workload
+from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.tune import Inputs, tune
-from toolkit.tuning.workload import make_workload
+
+pytestmark = pytest.mark.slow
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 NAMES = sorted(path.parent.name for path in shipped_profiles().glob("*/fit.json"))
@@ -28,7 +30,7 @@ def tuned(name: str, **changes: object) -> Tuning:
     fit = read_file(Fit, fit_path(name))
     workload = make_workload(recipe, fit, read_trace(trace_path(recipe.tune.trace))[0])
     inputs = Inputs(recipe, fit, workload, siblings=tuple(shipped_siblings(recipe)))
-    return tune(inputs, Alone(), HEAD, lambda best: None)
+    return tune(inputs, InProcessRunner(), HEAD, lambda best: None)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.files.fit import Segment
 from toolkit.sched.kernels import padded_peak
-from toolkit.sched.likeness import alike, groups_alike
 from toolkit.sched.policies import make_policy
+from toolkit.sched.rounds import alike, groups_alike
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
@@ -22,7 +21,12 @@ from toolkit.traces.types import Trace
 CAPACITY = 300
 LIMIT = 40
 LINK = LinearSwap(latency_s=2**-7, out_tokens_per_s=1024.0, in_tokens_per_s=2048.0)
-ANYTHING = {"max_batch_size": 4, "memory_threshold": 0.75, "headroom_steps": 3, "max_prefill_tokens": 10_000}
+ANYTHING = {
+    "max_batch_size": 4,
+    "memory_threshold": 0.75,
+    "headroom_steps": 3,
+    "max_prefill_tokens": 10_000,
+}
 
 
 @dataclass(eq=False)
@@ -53,10 +57,23 @@ class Plain:
     """One padded engine that is decided for at every step."""
 
     def __init__(
-        self, rows, law, host_tokens, *, decoupled, max_batch_size, memory_threshold, headroom_steps, max_prefill_tokens
+        self,
+        rows,
+        law,
+        host_tokens,
+        *,
+        decoupled,
+        max_batch_size,
+        memory_threshold,
+        headroom_steps,
+        max_prefill_tokens,
     ):
         self.law, self.emits, self.decoupled = law, int(law.prefill_emits_token), decoupled
-        self.most, self.headroom, self.max_prefill = max_batch_size, headroom_steps, max_prefill_tokens
+        self.most, self.headroom, self.max_prefill = (
+            max_batch_size,
+            headroom_steps,
+            max_prefill_tokens,
+        )
         self.limit, self.host_tokens = int(memory_threshold * CAPACITY), host_tokens
         self.coming, self.waiting, self.running, self.host = deque(rows), deque(), [], []
         self.now_s, self.held, self.evicted, self.swaps = 0.0, [], 0, 0
@@ -90,7 +107,10 @@ class Plain:
 
     def leave(self):
         left = []
-        while len(self.running) > 1 and len(self.running) * (max(row.length for row in self.running) + 1) > self.limit:
+        while (
+            len(self.running) > 1
+            and len(self.running) * (max(row.length for row in self.running) + 1) > self.limit
+        ):
             left.append(self.running.pop())
         for row in left:
             if sum(one.length for one in self.host) + row.length <= self.host_tokens:
@@ -103,7 +123,10 @@ class Plain:
         return bool(left)
 
     def fits(self, lengths):
-        return len(lengths) <= self.most and len(lengths) * (max(lengths) + self.headroom) <= self.limit
+        return (
+            len(lengths) <= self.most
+            and len(lengths) * (max(lengths) + self.headroom) <= self.limit
+        )
 
     def come_back(self):
         for row in sorted(self.host, key=lambda row: row.ticket):
@@ -126,7 +149,9 @@ class Plain:
             beside = longest * (len(held) if shapes else 1)
             if sum(one.length for one in entering) >= self.max_prefill:
                 break
-            if len(held) > 1 and not (self.fits(held) and len(held) * max(held) + beside <= CAPACITY):
+            if len(held) > 1 and not (
+                self.fits(held) and len(held) * max(held) + beside <= CAPACITY
+            ):
                 break
             entering.append(row)
         for row in entering:
@@ -146,7 +171,9 @@ class Plain:
                 self.token(self.running)
             return bool(self.emits)
         for group in groups_alike(lengths) if self.decoupled else [range(len(lengths))]:
-            self.now_s += self.law.prefill_s(len(group), self.across([lengths[index] for index in group]))
+            self.now_s += self.law.prefill_s(
+                len(group), self.across([lengths[index] for index in group])
+            )
             self.token([entering[index] for index in group] if self.emits else [])
         return False
 
@@ -165,16 +192,29 @@ def both(work, emits, padded, host_tokens, decoupled, parameters):
     trace = Trace(np.array([row.arrival_s for row in rows]), *columns)
     swaps = {"swap": LINK, "host_tokens": host_tokens}
     joining = "embed" if decoupled else "shape"
-    world = World(law(emits, padded), ZetaMemory(CAPACITY), 1, LIMIT, **swaps, token_gaps=True, joining=joining)
+    world = World(
+        law(emits, padded),
+        ZetaMemory(CAPACITY),
+        1,
+        LIMIT,
+        **swaps,
+        token_gaps=True,
+        joining=joining,
+    )
     result = simulate(trace, make_policy("baton", parameters), world)
     loop = Plain(rows, law(emits, padded), host_tokens, decoupled=decoupled, **parameters)
     loop.go()
     return rows, loop, result
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
-    work=st.lists(st.tuples(st.integers(0, 64), st.integers(1, 90), st.integers(1, LIMIT)), min_size=1, max_size=25),
+    work=st.lists(
+        st.tuples(st.integers(0, 64), st.integers(1, 90), st.integers(1, LIMIT)),
+        min_size=1,
+        max_size=25,
+    ),
     decoupled=st.booleans(),
     max_batch_size=st.integers(1, 6),
     memory_threshold=st.sampled_from([0.25, 0.5, 0.75, 1.0]),
@@ -214,7 +254,9 @@ def test_the_workloads_meet_what_they_are_for(decoupled):
 def test_rows_that_run_pay_for_a_newcomer_where_it_is_shaped_into_the_batch():
     work = [(0, 10, 40), (0, 12, 40), (0, 14, 40), (1, 36, 2)]
     parameters = ANYTHING | {"memory_threshold": 1.0, "headroom_steps": 1}
-    apart, within = (both(work, True, True, 0, decoupled, parameters)[2] for decoupled in (True, False))
+    apart, within = (
+        both(work, True, True, 0, decoupled, parameters)[2] for decoupled in (True, False)
+    )
     one = law(True, True)
     assert apart.served.max_gap_s[0] == one.prefill_s(1, 36) + one.decode_s(4, 36, 1)
     assert within.served.max_gap_s[0] == one.prefill_s(4, 36)

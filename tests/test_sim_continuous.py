@@ -1,4 +1,6 @@
-"""Leaping equals stepping: rounds in closed form against a plain loop, one decode step at a time, to the last digit."""
+"""Leaping equals stepping: rounds in closed form against a plain loop, one decode step at a time,
+to the last digit.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -44,7 +46,9 @@ def peak(rows: list[Row], capacity: int) -> int:
     """The most tokens at any step to come, by running them all."""
     highest = 0
     for step in range(1, max(row.output - row.generated for row in rows) + 1):
-        highest = max(highest, sum(row.length + step for row in rows if row.output - row.generated >= step))
+        highest = max(
+            highest, sum(row.length + step for row in rows if row.output - row.generated >= step)
+        )
     return highest
 
 
@@ -126,9 +130,14 @@ def simulated(rows, policy, parameters, law, workers, wrap=lambda policy: policy
         np.array([row.output for row in rows]),
         np.array([row.limit for row in rows]),
     )
-    return simulate(trace, wrap(make_policy(policy, parameters)), World(law, ZetaMemory(CAPACITY), workers, LIMIT))
+    return simulate(
+        trace,
+        wrap(make_policy(policy, parameters)),
+        World(law, ZetaMemory(CAPACITY), workers, LIMIT),
+    )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     work=workloads,
@@ -140,9 +149,14 @@ def simulated(rows, policy, parameters, law, workers, wrap=lambda policy: policy
     workers=st.integers(1, 2),
 )
 def test_leaping_equals_stepping(work, policy, interval, max_prefill, emits, padded, workers):
-    rows = [Row(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)]
+    rows = [
+        Row(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)
+    ]
     one = law(emits, padded)
-    parameters = PARAMETERS[policy] | {"interval_steps": interval, "max_prefill_tokens": max_prefill}
+    parameters = PARAMETERS[policy] | {
+        "interval_steps": interval,
+        "max_prefill_tokens": max_prefill,
+    }
     result = simulated(rows, policy, parameters, one, workers)
     for k in range(workers):
         plain(rows[k::workers], one, ADMITS[policy], interval, max_prefill)
@@ -152,7 +166,9 @@ def test_leaping_equals_stepping(work, policy, interval, max_prefill, emits, pad
     assert served.finish_s.tolist() == equal(row.times[-1] for row in rows)
     gaps = [max(np.diff(row.times), default=0.0) for row in rows]
     assert served.max_gap_s.tolist() == equal(gaps)
-    assert result.counters["evicted_percent"] == 100.0 * sum(row.evictions for row in rows) / len(rows)
+    assert result.counters["evicted_percent"] == 100.0 * sum(row.evictions for row in rows) / len(
+        rows
+    )
 
 
 class Stepwise(Around):
@@ -168,12 +184,16 @@ class Stepwise(Around):
 STEPWISE = {
     "slices": ("slice-continuous", {"slice_tokens": 7}),
     "slices that move": ("slice-continuous", {"slice_tokens": 5, "margin": 0.0}),
-    "slices, in turn": ("slice-continuous", {"slice_tokens": 9, "router": "round-robin", "reserve": 0.1}),
+    "slices, in turn": (
+        "slice-continuous",
+        {"slice_tokens": 9, "router": "round-robin", "reserve": 0.1},
+    ),
     "past-future": ("past-future", {"reserve": 0.0, "window": 5}),
     "in time": ("past-future-sla", {"reserve": 0.0, "window": 5, "ttft_s": 0.5, "mtpot_s": 0.08}),
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     work=workloads,
@@ -184,16 +204,28 @@ STEPWISE = {
     workers=st.integers(1, 3),
 )
 def test_no_decision_falls_within_a_round(work, case, interval, max_prefill, emits, workers):
-    """Asked after every single step, a policy decides the same: its rounds end where it has something to decide."""
-    rows = [Row(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)]
+    """Asked after every single step, a policy decides the same: its rounds end where it has
+    something to decide.
+    """
+    rows = [
+        Row(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)
+    ]
     name, parameters = STEPWISE[case]
     parameters = parameters | {"interval_steps": interval, "max_prefill_tokens": max_prefill}
     one = law(emits, padded=True)
-    leaps, steps = (simulated(rows, name, parameters, one, workers, wrap) for wrap in (lambda policy: policy, Stepwise))
+    leaps, steps = (
+        simulated(rows, name, parameters, one, workers, wrap)
+        for wrap in (lambda policy: policy, Stepwise)
+    )
     assert leaps.served.first_token_s.tolist() == steps.served.first_token_s.tolist()
     assert leaps.served.finish_s.tolist() == steps.served.finish_s.tolist()
     assert leaps.served.max_gap_s.tolist() == steps.served.max_gap_s.tolist()
-    for count in ("evicted_percent", "rerouted_percent", "decoding_steps", "consumed_memory_percent"):
+    for count in (
+        "evicted_percent",
+        "rerouted_percent",
+        "decoding_steps",
+        "consumed_memory_percent",
+    ):
         assert leaps.counters[count] == steps.counters[count]
 
 
@@ -208,7 +240,9 @@ def test_the_plain_loop_meets_evictions_and_interruptions():
 
 def test_a_round_is_long_where_nobody_waits():
     rows = [Row(0.0, 10, 40, 40)]
-    counters = simulated(rows, "conservative", {"interval_steps": 1}, law(emits=False, padded=True), 1).counters
+    counters = simulated(
+        rows, "conservative", {"interval_steps": 1}, law(emits=False, padded=True), 1
+    ).counters
     assert (counters["rounds"], counters["decoding_steps"]) == (1.0, 40.0)
 
 
@@ -216,5 +250,7 @@ def test_memory_is_summed_over_the_steps():
     rows = [Row(0.0, 10, 4, 4), Row(0.0, 20, 2, 4)]
     counters = simulated(rows, "conservative", {}, law(emits=False, padded=True), 1).counters
     held = [11 + 21, 12 + 22, 13, 14]
-    assert counters["consumed_memory_percent"] == pytest.approx(100 * sum(held) / len(held) / CAPACITY)
+    assert counters["consumed_memory_percent"] == pytest.approx(
+        100 * sum(held) / len(held) / CAPACITY
+    )
     assert counters["peak_memory_percent"] == pytest.approx(100 * 34 / CAPACITY)

@@ -9,10 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
-from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
-from toolkit.sched.eventlog import Recorder, from_lines, replay, to_line
+from toolkit.sched.eventlog import RecordingScheduler, from_lines, replay, to_line
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.protocols import Oracle
 from toolkit.sched.scheduler import Scheduler
@@ -25,8 +24,14 @@ from toolkit.traces.types import Trace
 
 CASES = {
     "slice": ("slice", {"slice_tokens": 8, "min_interval_s": 0.05}),
-    "slice, as in the paper": ("slice", {"slice_tokens": 16, "min_interval_s": 0.5, "eager": False}),
-    "slice, in turn": ("slice", {"slice_tokens": 8, "max_min": False, "interval_factor": 0.0, "max_batch_size": 4}),
+    "slice, as in the paper": (
+        "slice",
+        {"slice_tokens": 16, "min_interval_s": 0.5, "eager": False},
+    ),
+    "slice, in turn": (
+        "slice",
+        {"slice_tokens": 8, "max_min": False, "interval_factor": 0.0, "max_batch_size": 4},
+    ),
     "sequence": ("sequence", {"batch_size": 4}),
     "sequence, sliced": ("sequence", {"batch_size": 4, "slice_tokens": 8}),
     "conservative": ("conservative", {}),
@@ -36,26 +41,65 @@ CASES = {
     "aggressive, overfilling": ("aggressive", {"watermark": 1.0, "overfill": True}),
     "aggressive, least-loaded": ("aggressive", {"router": "least-loaded"}),
     "past-future": ("past-future", {"reserve": 0.0, "interval_steps": 2}),
-    "past-future, future-memory": ("past-future", {"router": "future-memory", "initial_count": 9, "initial_length": 5}),
+    "past-future, future-memory": (
+        "past-future",
+        {"router": "future-memory", "initial_count": 9, "initial_length": 5},
+    ),
     "past-future, in chunks": ("past-future", {"chunk_tokens": 16, "max_prefill_tokens": 90}),
-    "aggressive, in chunks": ("aggressive", {"watermark": 1.0, "interval_steps": 4, "chunk_tokens": 7}),
-    "past-future-sla, in chunks": ("past-future-sla", {"ttft_s": 0.3, "mtpot_s": 0.01, "chunk_tokens": 30}),
-    "slice-continuous, in chunks": ("slice-continuous", {"slice_tokens": 8, "interval_steps": 4, "chunk_tokens": 25}),
-    "mlfq, in chunks": ("mlfq", {"quantum_s": 0.01, "starvation_s": 0.2, "max_batch_size": 3, "chunk_tokens": 20}),
-    "mlfq, reactive, in chunks": ("mlfq", {"quantum_s": 0.005, "swap": "reactive", "chunk_tokens": 9}),
-    "baton, in chunks": ("baton", {"memory_threshold": 0.6, "headroom_steps": 1, "chunk_tokens": 15}),
+    "aggressive, in chunks": (
+        "aggressive",
+        {"watermark": 1.0, "interval_steps": 4, "chunk_tokens": 7},
+    ),
+    "past-future-sla, in chunks": (
+        "past-future-sla",
+        {"ttft_s": 0.3, "mtpot_s": 0.01, "chunk_tokens": 30},
+    ),
+    "slice-continuous, in chunks": (
+        "slice-continuous",
+        {"slice_tokens": 8, "interval_steps": 4, "chunk_tokens": 25},
+    ),
+    "mlfq, in chunks": (
+        "mlfq",
+        {"quantum_s": 0.01, "starvation_s": 0.2, "max_batch_size": 3, "chunk_tokens": 20},
+    ),
+    "mlfq, reactive, in chunks": (
+        "mlfq",
+        {"quantum_s": 0.005, "swap": "reactive", "chunk_tokens": 9},
+    ),
+    "baton, in chunks": (
+        "baton",
+        {"memory_threshold": 0.6, "headroom_steps": 1, "chunk_tokens": 15},
+    ),
     "past-future-sla": ("past-future-sla", {"interval_steps": 2, "ttft_s": 0.3, "mtpot_s": 0.01}),
     "past-future-sla, all late": ("past-future-sla", {"ttft_s": 1e-6, "late_share": 0.5}),
     "slice-continuous": ("slice-continuous", {"slice_tokens": 8, "interval_steps": 4}),
-    "slice-continuous, restless": ("slice-continuous", {"slice_tokens": 1, "interval_steps": 1, "margin": 0.0}),
-    "slice-continuous, in turn": ("slice-continuous", {"slice_tokens": 5, "router": "round-robin", "reserve": 0.2}),
+    "slice-continuous, restless": (
+        "slice-continuous",
+        {"slice_tokens": 1, "interval_steps": 1, "margin": 0.0},
+    ),
+    "slice-continuous, in turn": (
+        "slice-continuous",
+        {"slice_tokens": 5, "router": "round-robin", "reserve": 0.2},
+    ),
     "fcfs": ("fcfs", {"max_batch_size": 3, "max_prefill_tokens": 100}),
     "past-future-oracle": ("past-future-oracle", {"interval_steps": 1}),
-    "mlfq": ("mlfq", {"quantum_s": 0.01, "starvation_s": 0.2, "max_batch_size": 3, "interval_steps": 8}),
-    "mlfq, reactive": ("mlfq", {"quantum_s": 0.005, "starvation_s": 0.1, "swap": "reactive", "queues": 3}),
-    "mlfq, naive": ("mlfq", {"quantum_s": 0.01, "skip_join": False, "free_share": 0.3, "router": "least-loaded"}),
+    "mlfq": (
+        "mlfq",
+        {"quantum_s": 0.01, "starvation_s": 0.2, "max_batch_size": 3, "interval_steps": 8},
+    ),
+    "mlfq, reactive": (
+        "mlfq",
+        {"quantum_s": 0.005, "starvation_s": 0.1, "swap": "reactive", "queues": 3},
+    ),
+    "mlfq, naive": (
+        "mlfq",
+        {"quantum_s": 0.01, "skip_join": False, "free_share": 0.3, "router": "least-loaded"},
+    ),
     "baton": ("baton", {"max_batch_size": 6, "headroom_steps": 4}),
-    "baton, restless": ("baton", {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 60}),
+    "baton, restless": (
+        "baton",
+        {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 60},
+    ),
     "baton, to the edge": ("baton", {"memory_threshold": 1.0, "router": "least-loaded"}),
     "srpt-oracle": ("srpt-oracle", {"max_batch_size": 3}),
     "srpt-oracle, reactive": ("srpt-oracle", {"swap": "reactive", "max_prefill_tokens": 60}),
@@ -66,10 +110,14 @@ CAPACITY = 400  # a few rows, so that memory binds
 HOST_TOKENS = 300
 
 requests = st.lists(
-    st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80), st.integers(0, 80)), min_size=1, max_size=40
+    st.tuples(st.floats(0, 2), st.integers(1, 100), st.integers(1, 80), st.integers(0, 80)),
+    min_size=1,
+    max_size=40,
 )
 cases = st.sampled_from(sorted(CASES))
-memories = st.sampled_from([None, "embed", "shape"])  # paged, or a slab that rows join in one of two ways
+memories = st.sampled_from(
+    [None, "embed", "shape"]
+)  # paged, or a slab that rows join in one of two ways
 
 
 def trace_of(rows: list[tuple[float, int, int, int]]) -> Trace:
@@ -81,7 +129,9 @@ def trace_of(rows: list[tuple[float, int, int, int]]) -> Trace:
 def world(workers: int, runs_out=None, host_tokens: int = HOST_TOKENS, joining=None) -> World:
     memory, link = ZetaMemory(CAPACITY), LinearSwap(2e-3, 4e4, 8e4)
     failing = {"runs_out": runs_out, "round_runs_out": runs_out}
-    return World(LAW, memory, workers, 80, **failing, swap=link, host_tokens=host_tokens, joining=joining)
+    return World(
+        LAW, memory, workers, 80, **failing, swap=link, host_tokens=host_tokens, joining=joining
+    )
 
 
 def two_workers(joining=None) -> list[Worker]:
@@ -114,7 +164,10 @@ class Watch(Around):
             assert batch.steps >= 1
             assert batch.input_length == max([job.length for job in batch.jobs], default=0)
             if self.continuous:
-                overfill, preempts = getattr(self._policy, "overfill", False), self.name in PREEMPTIVE
+                overfill, preempts = (
+                    getattr(self._policy, "overfill", False),
+                    self.name in PREEMPTIVE,
+                )
                 check_round(batch, view.workers[batch.worker], overfill, preempts)
             else:
                 assert batch.jobs
@@ -133,13 +186,18 @@ def check_round(batch, worker, overfill, preempts):
     stay = [job for job in residents.jobs if job not in gone]
     if not preempts:
         assert batch.moves is None
-        assert list(batch.evict) == list(residents.jobs)[len(stay) :][::-1], "the last admitted go first"
+        assert list(batch.evict) == list(residents.jobs)[len(stay) :][::-1], (
+            "the last admitted go first"
+        )
     check_moves(moves, batch.evict, worker)
     running = [*stay, *moves.resume]
     assert running or batch.jobs
     arrived = 0 if moves.overlap else len(set(moves.swap_in) - set(moves.resume))
     assert not arrived, "a job waited for and not run"
-    aside = {*worker.held.jobs, *moves.pause, *moves.swap_out, *moves.swap_in} - {*moves.resume, *batch.evict}
+    aside = {*worker.held.jobs, *moves.pause, *moves.swap_out, *moves.swap_in} - {
+        *moves.resume,
+        *batch.evict,
+    }
     aside -= set() if moves.overlap else set(moves.swap_out)
     used = sum(held(job, worker) for job in [*running, *batch.jobs, *aside])
     rows = len(running) + len(batch.jobs)
@@ -147,11 +205,15 @@ def check_round(batch, worker, overfill, preempts):
     if worker.padded and not overfill:
         check_slab(batch, worker, running, sum(held(job, worker) for job in aside))
     elif not overfill:
-        assert used + emitted + rows * batch.steps <= worker.memory.usable_tokens, "memory is passed"
+        assert used + emitted + rows * batch.steps <= worker.memory.usable_tokens, (
+            "memory is passed"
+        )
 
 
 def check_slab(batch, worker, running, aside):
-    """The memory of a padded engine: rows x the longest, and what lies beside; a pass that shapes is a step."""
+    """The memory of a padded engine: rows x the longest, and what lies beside; a pass that shapes
+    is a step.
+    """
     rows, entering = [held(job, worker) for job in running], [job.length for job in batch.jobs]
     shaped = worker.joining == "shape" and rows
     capacity = worker.memory.usable_tokens - aside
@@ -162,7 +224,9 @@ def check_slab(batch, worker, running, aside):
     if shaped and entering:
         assert n * (width + max(entering)) <= capacity, "the padded step passes memory"
     elif entering and n > 1:
-        assert n * width + max(entering) <= capacity, "a newcomer's cache has no room beside the slab"
+        assert n * width + max(entering) <= capacity, (
+            "a newcomer's cache has no room beside the slab"
+        )
 
 
 def held(job, worker):
@@ -173,7 +237,9 @@ def held(job, worker):
 def check_moves(moves, evict, worker):
     device = worker.residents.jobs | worker.held.jobs
     leave = [*evict, *moves.pause, *moves.swap_out]
-    assert not worker.residents.prefilling.keys() & {*moves.pause, *moves.swap_out}, "a half-done prefill is moved"
+    assert not worker.residents.prefilling.keys() & {*moves.pause, *moves.swap_out}, (
+        "a half-done prefill is moved"
+    )
     assert len(set(leave)) == len(leave), "a job leaves twice"
     assert set(moves.pause) <= worker.residents.jobs.keys()
     assert set(moves.swap_out) <= device.keys()
@@ -185,6 +251,7 @@ def check_moves(moves, evict, worker):
     assert host <= worker.host_tokens, "host memory is passed"
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     rows=requests,
@@ -194,17 +261,27 @@ def check_moves(moves, evict, worker):
     host_tokens=st.sampled_from([0, 60, HOST_TOKENS]),
     joining=memories,
 )
-@example([(0.0, 65, 1, 0), (0.0, 65, 3, 0), (0.0, 100, 3, 0)], "aggressive", 1, 0, 0, None)  # a failure freed no memory
-def test_every_request_ends_once_with_its_own_length(rows, case, workers, seed, host_tokens, joining):
+@example(
+    [(0.0, 65, 1, 0), (0.0, 65, 3, 0), (0.0, 100, 3, 0)], "aggressive", 1, 0, 0, None
+)  # a failure freed no memory
+def test_every_request_ends_once_with_its_own_length(
+    rows, case, workers, seed, host_tokens, joining
+):
     name, parameters = CASES[case]
     trace = trace_of(rows)
 
-    def runs_out(batch_id, n, length, steps):  # every fifth batch of several rows, whatever the law said
+    def runs_out(
+        batch_id, n, length, steps
+    ):  # every fifth batch of several rows, whatever the law said
         return n > 1 and (batch_id + seed) % 5 == 0
 
-    result = simulate(trace, Watch(make_policy(name, parameters)), world(workers, runs_out, host_tokens, joining))
+    result = simulate(
+        trace, Watch(make_policy(name, parameters)), world(workers, runs_out, host_tokens, joining)
+    )
     served = result.served
-    if name != "sequence" and not parameters.get("overfill"):  # SLS takes a fixed number of rows, whatever they hold
+    if name != "sequence" and not parameters.get(
+        "overfill"
+    ):  # SLS takes a fixed number of rows, whatever they hold
         assert result.counters.get("peak_memory_percent", 0.0) <= 100.0
     assert result.counters.get("peak_host_tokens", 0.0) <= host_tokens
     assert served.ok.all()
@@ -214,6 +291,7 @@ def test_every_request_ends_once_with_its_own_length(rows, case, workers, seed, 
     assert served.output_tokens.tolist() == np.minimum(trace.output_tokens, limits).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     rows=requests,
@@ -223,7 +301,9 @@ def test_every_request_ends_once_with_its_own_length(rows, case, workers, seed, 
 )
 def test_no_round_runs_out_of_memory_by_itself(rows, case, host_tokens, joining):
     name, parameters = CASES[case]
-    result = simulate(trace_of(rows), make_policy(name, parameters), world(1, None, host_tokens, joining))
+    result = simulate(
+        trace_of(rows), make_policy(name, parameters), world(1, None, host_tokens, joining)
+    )
     assert result.counters["oom_percent"] == 0.0
     assert result.served.ok.all()
 
@@ -233,26 +313,45 @@ def test_no_round_runs_out_of_memory_by_itself(rows, case, host_tokens, joining)
 def test_same_input_same_result(rows, case, joining):
     name, parameters = CASES[case]
     first, second = (
-        simulate(trace_of(rows), make_policy(name, parameters), world(2, joining=joining)) for _ in range(2)
+        simulate(trace_of(rows), make_policy(name, parameters), world(2, joining=joining))
+        for _ in range(2)
     )
     assert first.served.finish_s.tolist() == second.served.finish_s.tolist()
     assert first.counters == second.counters
 
 
 @settings(max_examples=20, deadline=None)
-@given(rows=requests, case=cases, joining=memories, priorities=st.lists(st.integers(-2, 2), min_size=1, max_size=5))
-def test_whatever_is_urgent_everybody_ends_and_a_log_replays_to_the_same_decisions(rows, case, joining, priorities):
+@given(
+    rows=requests,
+    case=cases,
+    joining=memories,
+    priorities=st.lists(st.integers(-2, 2), min_size=1, max_size=5),
+)
+def test_whatever_is_urgent_everybody_ends_and_a_log_replays_to_the_same_decisions(
+    rows, case, joining, priorities
+):
     name, parameters = CASES[case]
     trace = trace_of(rows)
     lines: list[bytes] = []
     policy = make_policy(name, parameters)
     arrivals, outputs = requests_of(trace, 80)
-    arrivals = [replace(one, priority=priorities[k % len(priorities)]) for k, one in enumerate(arrivals)]
+    arrivals = [
+        replace(one, priority=priorities[k % len(priorities)]) for k, one in enumerate(arrivals)
+    ]
     if isinstance(policy, Oracle):
-        policy = policy.told({request.request_id: k for request, k in zip(arrivals, outputs, strict=True)})
-    recorder = Recorder(policy, two_workers(joining), lambda event: lines.append(to_line(event)), seed=3)
+        policy = policy.told(
+            {request.request_id: k for request, k in zip(arrivals, outputs, strict=True)}
+        )
+    recorder = RecordingScheduler(
+        policy, two_workers(joining), lambda event: lines.append(to_line(event)), seed=3
+    )
     ledger = Ledger(trace.arrival_s.tolist(), outputs, 2)
-    assert run(recorder, arrivals, virtual_workers(policy, world(2, joining=joining), ledger, arrivals)) == []
+    assert (
+        run(
+            recorder, arrivals, virtual_workers(policy, world(2, joining=joining), ledger, arrivals)
+        )
+        == []
+    )
     assert all(ledger.ok)
     assert list(replay(from_lines(lines), Scheduler(policy, two_workers(joining), seed=3))) == []
 
@@ -260,7 +359,9 @@ def test_whatever_is_urgent_everybody_ends_and_a_log_replays_to_the_same_decisio
 def test_replay_notices_another_policy():
     lines: list[bytes] = []
     policy = make_policy("slice", {"slice_tokens": 8})
-    recorder = Recorder(policy, two_workers()[:1], lambda event: lines.append(to_line(event)))
+    recorder = RecordingScheduler(
+        policy, two_workers()[:1], lambda event: lines.append(to_line(event))
+    )
     recorder.submit(Request("a", 0.0, 10, 80), 0.0)
     (batch,) = recorder.tick(0.0)
     recorder.complete(BatchResult(batch.batch_id, 0, [8], [False]), 1.0)
@@ -270,7 +371,9 @@ def test_replay_notices_another_policy():
 
 
 @settings(max_examples=20, deadline=None)
-@given(rows=requests, case=cases.filter(lambda case: CASES[case][0] not in ORACLES), joining=memories)
+@given(
+    rows=requests, case=cases.filter(lambda case: CASES[case][0] not in ORACLES), joining=memories
+)
 def test_no_policy_can_read_output_lengths(rows, case, joining):
     """The same lengths so far give the same first decisions, whatever the outputs will be."""
     name, parameters = CASES[case]
@@ -297,7 +400,9 @@ def test_an_oracle_decides_nothing_untold(name):
 
 
 def step_by_step(law, lengths, remaining, steps):
-    """A batch of padded rows, one token at a time: per row its tokens and the time of each; and when the batch ends."""
+    """A batch of padded rows, one token at a time: per row its tokens and the time of each; and
+    when the batch ends.
+    """
     n, width = len(lengths), max(lengths)
     now_s, ran = law.prefill_s(n, width), 0
     times: list[list[float]] = [[] for _ in lengths]
@@ -319,7 +424,9 @@ def step_by_step(law, lengths, remaining, steps):
     emits=st.booleans(),
 )
 def test_a_leap_equals_the_step_by_step_loop(rows, slice_tokens, emits):
-    law = bilinear_law(p=(1e-5, 1e-4, 1e-6, 1e-3), d=(1e-6, 1e-5, 1e-6, 1e-3), prefill_emits_token=emits)
+    law = bilinear_law(
+        p=(1e-5, 1e-4, 1e-6, 1e-3), d=(1e-6, 1e-5, 1e-6, 1e-3), prefill_emits_token=emits
+    )
     lengths, outputs = zip(*rows, strict=True)
     trace = trace_of([(0.0, length, output, 40) for length, output in rows])
     one = World(law, ZetaMemory(10**9), 1, max_new_tokens=40)

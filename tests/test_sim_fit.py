@@ -24,7 +24,9 @@ def test_no_request_is_given_up_in_a_fitted_world(policy: str) -> None:
 
 def test_a_server_elsewhere_is_simulated_as_it_was_found_paged_and_with_its_own_limit_of_rows():
     fit = samples.fit()
-    served = fit.model_copy(update={"engine": fit.engine.model_copy(update={"engine": "openai", "max_rows": 3})})
+    served = fit.model_copy(
+        update={"engine": fit.engine.model_copy(update={"engine": "openai", "max_rows": 3})}
+    )
     policy = make_policy("aggressive", {})
     world = world_from_fit(served, workers=1, max_new_tokens=64).under(policy)
     assert not world.latency.padded
@@ -36,9 +38,15 @@ def test_a_server_elsewhere_is_simulated_as_it_was_found_paged_and_with_its_own_
 
 def test_a_round_of_a_server_elsewhere_takes_what_its_laws_say_which_have_http_in_them_already():
     fit = samples.fit()
-    slices = fit.overhead.model_copy(update={"batch_s": 1.0, "stretch": 1.5})  # what whole slices take beside the laws
+    slices = fit.overhead.model_copy(
+        update={"batch_s": 1.0, "stretch": 1.5}
+    )  # what whole slices take beside the laws
     served = fit.model_copy(
-        update={"engine": fit.engine.model_copy(update={"engine": "openai"}), "overhead": slices, "rounds": None}
+        update={
+            "engine": fit.engine.model_copy(update={"engine": "openai"}),
+            "overhead": slices,
+            "rounds": None,
+        }
     )
     world = world_from_fit(served, workers=1, max_new_tokens=64)
     law = world.under(make_policy("aggressive", {})).latency
@@ -52,10 +60,20 @@ def test_of_a_server_elsewhere_clients_wait_for_http_and_those_who_decode_do_not
     prefill = fit.prefill.model_copy(update={"segments": slower})
     engine = fit.engine.model_copy(update={"engine": "openai"})
     served = fit.model_copy(update={"engine": engine, "prefill": prefill})
-    world = world_from_fit(served, workers=1, max_new_tokens=64).under(make_policy("aggressive", {}))
+    world = world_from_fit(served, workers=1, max_new_tokens=64).under(
+        make_policy("aggressive", {})
+    )
     law, step_s = laws_from_fit(served).engine, laws_from_fit(served).engine.decode_s(1, 0.0, 1)
-    assert world.front.first_s == world.front.last_s == pytest.approx(law.prefill_s(1, 0.0) - step_s)
+    assert (
+        world.front.first_s == world.front.last_s == pytest.approx(law.prefill_s(1, 0.0) - step_s)
+    )
     assert world.front.first_s > 0.4
-    assert world.latency.prefill_s(1, 0.0) == pytest.approx(step_s), "a prompt's pass takes what a step does"
-    assert world.latency.prefill_s(1, 32) + world.front.first_s == pytest.approx(law.prefill_s(1, 32))
-    assert world_from_fit(served, workers=1, max_new_tokens=64).front.first_s == 0.0, "whole slices have it in them"
+    assert world.latency.prefill_s(1, 0.0) == pytest.approx(step_s), (
+        "a prompt's pass takes what a step does"
+    )
+    assert world.latency.prefill_s(1, 32) + world.front.first_s == pytest.approx(
+        law.prefill_s(1, 32)
+    )
+    assert world_from_fit(served, workers=1, max_new_tokens=64).front.first_s == 0.0, (
+        "whole slices have it in them"
+    )

@@ -9,7 +9,7 @@ import samples
 from toolkit.errors import InputError
 from toolkit.sched.policies import make_policy
 from toolkit.sim.api import simulate
-from toolkit.sim.front import FrontDelay, Intake
+from toolkit.sim.worker import FrontDelay, Intake
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Trace
 
@@ -20,7 +20,8 @@ def test_clients_see_tokens_later_and_the_scheduler_decides_the_same():
     world = world_from_fit(samples.fit(), workers=1, max_new_tokens=64)
     policy = make_policy("past-future", {})
     bare, behind = (
-        simulate(trace, policy, replace(world, front=delay)) for delay in (FrontDelay(), FrontDelay(0.25, 0.5))
+        simulate(trace, policy, replace(world, front=delay))
+        for delay in (FrontDelay(), FrontDelay(0.25, 0.5))
     )
     assert behind.served.first_token_s.tolist() == (bare.served.first_token_s + 0.25).tolist()
     assert behind.served.finish_s.tolist() == (bare.served.finish_s + 0.5).tolist()
@@ -42,7 +43,9 @@ def test_a_delay_that_cannot_be_is_refused():
         (2.5, 1.0, 3.5),  # those before it do not
     ],
 )
-def test_each_request_that_arrives_makes_a_batch_longer(start_s: float, work_s: float, end_s: float):
+def test_each_request_that_arrives_makes_a_batch_longer(
+    start_s: float, work_s: float, end_s: float
+):
     assert Intake([1.0, 2.0], 0.5).end_s(start_s, work_s) == end_s
 
 
@@ -57,17 +60,30 @@ def test_a_cost_that_cannot_be_is_refused():
 
 def crowd(count: int) -> Trace:
     """So many requests within half a second, which take far longer to serve."""
-    return Trace(np.linspace(0.0, 0.5, count), np.full(count, 20), np.full(count, 30), np.zeros(count, dtype=np.int64))
+    return Trace(
+        np.linspace(0.0, 0.5, count),
+        np.full(count, 20),
+        np.full(count, 30),
+        np.zeros(count, dtype=np.int64),
+    )
 
 
 def test_a_crowd_makes_slices_longer_while_it_arrives_and_not_later():
-    """One worker, one slice after the other: the crowd's cost is paid once by what runs, and by nothing later."""
+    """One worker, one slice after the other: the crowd's cost is paid once by what runs, and by
+    nothing later.
+    """
     world = world_from_fit(samples.fit(), workers=1, max_new_tokens=64)
     trace, policy = crowd(400), make_policy("slice", {"slice_tokens": 8})
-    free, costly = (simulate(trace, policy, replace(world, arrival_cost_s=cost_s)).served for cost_s in (0.0, 0.002))
+    free, costly = (
+        simulate(trace, policy, replace(world, arrival_cost_s=cost_s)).served
+        for cost_s in (0.0, 0.002)
+    )
     assert costly.finish_s.max() - free.finish_s.max() == pytest.approx(400 * 0.002, rel=0.25)
     assert costly.first_token_s.mean() > free.first_token_s.mean() + 0.4
     early = replace(trace, arrival_s=np.zeros(400))  # all are there before the first slice begins
-    free, costly = (simulate(early, policy, replace(world, arrival_cost_s=cost_s)).served for cost_s in (0.0, 0.002))
+    free, costly = (
+        simulate(early, policy, replace(world, arrival_cost_s=cost_s)).served
+        for cost_s in (0.0, 0.002)
+    )
     assert costly.first_token_s.tolist() == free.first_token_s.tolist()
     assert costly.finish_s.tolist() == free.finish_s.tolist()

@@ -1,7 +1,8 @@
-"""What a request costs the scheduler and the simulator does not grow with workers, nor with the backlog.
+"""What a request costs the scheduler and the simulator does not grow with workers, nor with the
+backlog.
 
-Cost is counted in lines of Python that run, loops in comprehensions included: it is the same on every
-machine. What numpy does in one call counts as one line.
+Cost is counted in lines of Python that run, loops in comprehensions included: it is the same on
+every machine. What numpy does in one call counts as one line.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""The model of vLLM's scheduler: held to a real one's log, to its invariants, and to itself without leaps."""
+"""The model of vLLM's scheduler: held to a real one's log, to its invariants, and to itself without
+leaps.
+"""
 
 import json
 from dataclasses import replace
@@ -17,7 +19,7 @@ from toolkit.estimators.steps import StepLaw
 from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
-from toolkit.sim.paged import PagedScheduler, Row
+from toolkit.sim.paged import PagedRequest, PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine, PassRange
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
@@ -27,7 +29,9 @@ FLAT = StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,))  # every pass takes a second
 LAW = StepLaw(2e-3, 1e-4, 5e-4, 1e-6, 1e-7, (2e-4, 1e-4), (0, 16), host_s=3e-4, host_row_s=1e-5)
 
 small = st.lists(
-    st.tuples(st.floats(0, 3), st.integers(1, 60), st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=30
+    st.tuples(st.floats(0, 3), st.integers(1, 60), st.integers(1, 40), st.integers(0, 20)),
+    min_size=1,
+    max_size=30,
 )
 flags = st.builds(
     VllmPolicy,
@@ -40,12 +44,22 @@ flags = st.builds(
 
 def trace_of(rows) -> Trace:
     """Rows are (arrival, prompt, output, how much more the limit allows)."""
-    arrival, prompt, output, more = map(np.array, zip(*sorted(rows, key=lambda row: row[0]), strict=True))
+    arrival, prompt, output, more = map(
+        np.array, zip(*sorted(rows, key=lambda row: row[0]), strict=True)
+    )
     return Trace(arrival.astype(float), prompt, output, output + more)
 
 
 def world(engine: PagedEngine, workers: int = 1, **more) -> World:
-    return World(unit_step(), ZetaMemory(engine.capacity_tokens), workers, 100, paged=engine, token_gaps=True, **more)
+    return World(
+        unit_step(),
+        ZetaMemory(engine.capacity_tokens),
+        workers,
+        100,
+        paged=engine,
+        token_gaps=True,
+        **more,
+    )
 
 
 def served(rows, engine: PagedEngine, policy: VllmPolicy):
@@ -53,9 +67,13 @@ def served(rows, engine: PagedEngine, policy: VllmPolicy):
 
 
 def test_every_pass_of_a_real_log_is_the_same() -> None:
-    """vLLM 0.32.0, 60 requests on a CPU: 343 passes, 38 of them chunks beside decodes, 14 times one was preempted."""
+    """vLLM 0.32.0, 60 requests on a CPU: 343 passes, 38 of them chunks beside decodes, 14 times one
+    was preempted.
+    """
     header, *lines = (DATA / "vllm-0.32.0-passes.jsonl").read_bytes().splitlines(keepends=True)
-    requests = [json.loads(line) for line in (DATA / "vllm-0.32.0-requests.jsonl").read_bytes().splitlines()]
+    requests = [
+        json.loads(line) for line in (DATA / "vllm-0.32.0-requests.jsonl").read_bytes().splitlines()
+    ]
     theirs = passes_of(lines)
     assert sum(len(one.preempted) for one in theirs) == 14
     ours = bench.passes_of_log(header_of(header), requests, [one.start_s for one in theirs])
@@ -64,20 +82,24 @@ def test_every_pass_of_a_real_log_is_the_same() -> None:
 
 @pytest.mark.parametrize("number", range(6))
 def test_passes_of_made_up_workloads_are_those_of_vllm_s_schedulers(number: int) -> None:
-    """As `bench/vllm_passes_child.py` found them with vLLM 0.32.0; both schedulers, prefix caching off and on."""
+    """As `bench/vllm_passes_child.py` found them with vLLM 0.32.0; both schedulers, prefix caching
+    off and on.
+    """
     case, theirs = json.loads((DATA / "vllm-0.32.0-cases.json").read_text())[number]
     assert bench.passes_of_case(case) == theirs
 
 
 @given(rows=small, policy=flags, ahead=st.booleans())
 @settings(deadline=None)
-def test_budgets_hold_and_every_token_is_computed_once_but_for_recomputing(rows, policy, ahead) -> None:
+def test_budgets_hold_and_every_token_is_computed_once_but_for_recomputing(
+    rows, policy, ahead
+) -> None:
     scheduler = PagedScheduler(policy, blocks=25, block_tokens=4, ahead=ahead)
     for number, (_, prompt, output, more) in enumerate(rows):
-        scheduler.add(Row(number, prompt, output, stops=more > 0))
+        scheduler.add(PagedRequest(number, prompt, output, stops=more > 0))
     has = [0] * len(rows)  # tokens in each one's cache
     given_out = [0] * len(rows)
-    last: list[Row] = []
+    last: list[PagedRequest] = []
     for _ in range(10_000):
         plan = scheduler.schedule()
         parts = scheduler.rows()
@@ -111,16 +133,21 @@ def test_budgets_hold_and_every_token_is_computed_once_but_for_recomputing(rows,
 def test_nobody_waits_who_could_come_in(rows, policy) -> None:
     scheduler = PagedScheduler(policy, blocks=25, block_tokens=4)
     for number, (_, prompt, output, _) in enumerate(rows):
-        scheduler.add(Row(number, prompt, output))
+        scheduler.add(PagedRequest(number, prompt, output))
     while scheduler.waiting or scheduler.running:
         plan = scheduler.schedule()
         assert plan.shape.rows
-        if scheduler.waiting and not plan.preempted and plan.shape.tokens < policy.max_num_batched_tokens:
+        if (
+            scheduler.waiting
+            and not plan.preempted
+            and plan.shape.tokens < policy.max_num_batched_tokens
+        ):
             needed = scheduler.pool.needed(scheduler.waiting[0].prompt) + int(policy.watermark * 26)
             assert len(scheduler.running) == policy.max_num_seqs or needed > scheduler.pool.free
         scheduler.settle(scheduler.commit())
 
 
+@pytest.mark.slow
 @given(rows=small, policy=flags, ahead=st.booleans())
 @settings(deadline=None)
 def test_leaps_change_nothing(rows, policy, ahead) -> None:
@@ -130,7 +157,9 @@ def test_leaps_change_nothing(rows, policy, ahead) -> None:
         patch.setattr(PagedScheduler, "ahead", lambda _: 1)
         stepping = simulate(trace_of(rows), policy, world(engine))
     for name in ("first_token_s", "finish_s", "max_gap_s", "ok"):
-        np.testing.assert_allclose(getattr(leaping.served, name), getattr(stepping.served, name), rtol=0, atol=1e-9)
+        np.testing.assert_allclose(
+            getattr(leaping.served, name), getattr(stepping.served, name), rtol=0, atol=1e-9
+        )
     for name in (
         "evicted_percent",
         "rounds",
@@ -143,14 +172,21 @@ def test_leaps_change_nothing(rows, policy, ahead) -> None:
 
 
 def test_a_prompt_takes_as_many_passes_as_its_tokens_need() -> None:
-    found = served([(0, 100, 3, 0)], PagedEngine(FLAT, 50, 16), VllmPolicy(max_num_batched_tokens=32, max_num_seqs=4))
+    found = served(
+        [(0, 100, 3, 0)],
+        PagedEngine(FLAT, 50, 16),
+        VllmPolicy(max_num_batched_tokens=32, max_num_seqs=4),
+    )
     assert found.first_token_s.tolist() == [4.0]
     assert found.finish_s.tolist() == [6.0]
 
 
 def test_chunks_leave_room_for_decodes() -> None:
     """The first decodes while the second's 31 + 31 + 8 tokens are computed beside it."""
-    rows, policy = [(0, 32, 9, 0), (1, 70, 2, 0)], VllmPolicy(max_num_batched_tokens=32, max_num_seqs=4)
+    rows, policy = (
+        [(0, 32, 9, 0), (1, 70, 2, 0)],
+        VllmPolicy(max_num_batched_tokens=32, max_num_seqs=4),
+    )
     found = served(rows, PagedEngine(FLAT, 50, 16), policy)
     assert found.first_token_s.tolist() == [1.0, 4.0]
     assert found.finish_s.tolist() == [9.0, 5.0]
@@ -167,9 +203,13 @@ def test_without_chunks_a_prompt_waits_for_a_pass_that_it_fits_into() -> None:
 
 
 def test_the_last_who_came_in_is_preempted_and_computed_anew() -> None:
-    """Two rows of 8 tokens in 5 blocks of 4: one has to leave when both need a third, and waits for the other's end."""
+    """Two rows of 8 tokens in 5 blocks of 4: one has to leave when both need a third, and waits for
+    the other's end.
+    """
     result = simulate(
-        trace_of([(0, 8, 4, 0), (0, 8, 4, 0)]), VllmPolicy(prefix_caching=False), world(PagedEngine(FLAT, 5, 4))
+        trace_of([(0, 8, 4, 0), (0, 8, 4, 0)]),
+        VllmPolicy(prefix_caching=False),
+        world(PagedEngine(FLAT, 5, 4)),
     )
     assert result.counters["evicted_percent"] == 50.0
     assert result.served.finish_s.tolist() == [4.0, 7.0]
@@ -181,7 +221,9 @@ def test_who_comes_back_finds_what_is_left_of_his_own() -> None:
     rows = [(0, 8, 6, 0), (0, 8, 6, 0)]
     cold = served(rows, PagedEngine(law, 5, 4), VllmPolicy(prefix_caching=False))
     warm = served(rows, PagedEngine(law, 5, 4), VllmPolicy(prefix_caching=True))
-    assert cold.finish_s[1] - warm.finish_s[1] == 4.0  # one of two blocks; the other was given to the first
+    assert (
+        cold.finish_s[1] - warm.finish_s[1] == 4.0
+    )  # one of two blocks; the other was given to the first
 
 
 def test_planning_ahead_hides_the_host_and_lets_in_one_pass_later() -> None:
@@ -196,13 +238,19 @@ def test_planning_ahead_hides_the_host_and_lets_in_one_pass_later() -> None:
 
 
 def test_requests_are_dealt_to_engines_in_turn() -> None:
-    result = simulate(trace_of([(0, 8, 4, 0)] * 3), VllmPolicy(max_num_seqs=1), world(PagedEngine(FLAT, 9, 4), 2))
+    result = simulate(
+        trace_of([(0, 8, 4, 0)] * 3), VllmPolicy(max_num_seqs=1), world(PagedEngine(FLAT, 9, 4), 2)
+    )
     assert result.served.finish_s.tolist() == [4.0, 4.0, 8.0]
 
 
 def test_who_can_never_be_served_is_refused_by_name() -> None:
     policy = VllmPolicy(max_num_batched_tokens=128)
-    result = simulate(trace_of([(0, 30, 7, 0), (0, 30, 7, 4), (0, 30, 6, 0)]), policy, world(PagedEngine(FLAT, 9, 4)))
+    result = simulate(
+        trace_of([(0, 30, 7, 0), (0, 30, 7, 4), (0, 30, 6, 0)]),
+        policy,
+        world(PagedEngine(FLAT, 9, 4)),
+    )
     assert [(one.request_id, one.reason) for one in result.refusals] == [
         ("1", "it may grow to 40 tokens; the cache holds 36")
     ]
@@ -217,7 +265,10 @@ def test_who_can_never_be_served_is_refused_by_name() -> None:
 def test_passes_outside_the_law_s_range_are_counted() -> None:
     engine = PagedEngine(FLAT, 90, 4, valid=PassRange(rows_max=1, tokens_max=64, cached_max=100))
     rows = [(0, 30, 10, 0), (20, 80, 2, 0), (40, 10, 10, 0), (40, 10, 10, 0)]
-    found = [simulate(trace_of(rows[k:j]), VllmPolicy(), world(engine)).counters for k, j in ((0, 1), (1, 2), (2, 4))]
+    found = [
+        simulate(trace_of(rows[k:j]), VllmPolicy(), world(engine)).counters
+        for k, j in ((0, 1), (1, 2), (2, 4))
+    ]
     assert [one["extrapolated_batches_percent"] for one in found] == [0.0, 50.0, 100.0]
 
 
@@ -229,10 +280,14 @@ def test_a_world_without_the_law_of_passes_says_how_to_get_it() -> None:
 
 def test_a_slower_machine_takes_so_many_times_as_long() -> None:
     rows = [(0.0, 20, 9, 0), (0.0, 30, 5, 0)]
-    once, twice = (served(rows, PagedEngine(LAW, 50, 4).slowed(k), VllmPolicy()) for k in (1.0, 2.0))
+    once, twice = (
+        served(rows, PagedEngine(LAW, 50, 4).slowed(k), VllmPolicy()) for k in (1.0, 2.0)
+    )
     np.testing.assert_allclose(2 * once.finish_s, twice.finish_s)
 
 
 def test_more_sequences_than_a_pass_has_tokens_are_refused_as_by_vllm() -> None:
-    with pytest.raises(InputError, match="max_num_batched_tokens is 64; the limit is at least max_num_seqs, 100"):
+    with pytest.raises(
+        InputError, match="max_num_batched_tokens is 64; the limit is at least max_num_seqs, 100"
+    ):
         VllmPolicy(max_num_seqs=100, max_num_batched_tokens=64)

@@ -13,20 +13,24 @@ from toolkit.files.io import write_file
 from toolkit.sched.policies import KNOWN, make_any, make_policy, refuse_unservable
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
-from toolkit.sim.settings import make_world
+from toolkit.sim.world import make_world
 from toolkit.traces.types import Trace
-from toolkit.tuning.crew import Alone
-from toolkit.tuning.space import search_space
+from toolkit.tuning.evaluate import make_workload
+from toolkit.tuning.executor import InProcessRunner
+from toolkit.tuning.search import search_space
 from toolkit.tuning.tune import Inputs, tune
-from toolkit.tuning.workload import make_workload
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 
 
 def trace(n: int = 2000) -> Trace:
     rng = np.random.default_rng(0)
-    prompts, outputs = (np.clip(rng.lognormal(m, 0.8, n), 1, 250).astype(np.int64) for m in (4.5, 3.5))
-    return Trace(np.cumsum(rng.exponential(0.02, n)), prompts, outputs, np.zeros(n, np.int64), source="test")
+    prompts, outputs = (
+        np.clip(rng.lognormal(m, 0.8, n), 1, 250).astype(np.int64) for m in (4.5, 3.5)
+    )
+    return Trace(
+        np.cumsum(rng.exponential(0.02, n)), prompts, outputs, np.zeros(n, np.int64), source="test"
+    )
 
 
 @pytest.fixture
@@ -35,7 +39,9 @@ def paged(tmp_path: Path) -> Path:
     return tmp_path / "fit.json"
 
 
-def test_simulate_has_its_flags_as_parameters(paged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_has_its_flags_as_parameters(
+    paged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [
         "--trace",
         "chat-small",
@@ -59,13 +65,22 @@ def test_simulate_has_its_flags_as_parameters(paged: Path, capsys: pytest.Captur
     assert few["ttft_mean_s"] > many["ttft_mean_s"]
 
 
+@pytest.mark.slow
 def test_compare_runs_it_on_its_own_engine_s_fit_only(
     paged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_file(samples.fit(), tmp_path / "other.json")
     found = {}
     for name in ("fit.json", "other.json"):
-        words = ["--trace", "chat-small", "--fit", tmp_path / name, "--max-new-tokens", "256", "--json"]
+        words = [
+            "--trace",
+            "chat-small",
+            "--fit",
+            tmp_path / name,
+            "--max-new-tokens",
+            "256",
+            "--json",
+        ]
         words += ["--policies", "vllm,fcfs"] if name == "fit.json" else []
         assert llmctl("compare", *words) == 0
         found[name] = {run["policy"] for run in json.loads(capsys.readouterr().out)["runs"]}
@@ -73,7 +88,9 @@ def test_compare_runs_it_on_its_own_engine_s_fit_only(
     assert "vllm" not in found["other.json"]
 
 
-def test_a_fit_of_another_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fit_of_another_engine_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_file(samples.fit(), tmp_path / "fit.json")
     words = ["--fit", tmp_path / "fit.json", "--max-new-tokens", "256", "--policy", "vllm"]
     assert llmctl("simulate", "--trace", "chat-small", *words) == 2
@@ -83,7 +100,9 @@ def test_a_fit_of_another_engine_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_clients_wait_for_the_front_too() -> None:
     fit = samples.paged_fit()
     assert fit.steps is not None
-    without = fit.model_copy(update={"steps": fit.steps.model_copy(update={"front_s": 0.0, "front_row_s": 0.0})})
+    without = fit.model_copy(
+        update={"steps": fit.steps.model_copy(update={"front_s": 0.0, "front_row_s": 0.0})}
+    )
     found = [simulate(trace(50), VllmPolicy(), make_world(one, {})) for one in (fit, without)]
     delay_s = found[0].metrics({})["ttft_mean_s"] - found[1].metrics({})["ttft_mean_s"]
     assert delay_s == pytest.approx(4e-3 + 1e-5 * found[0].counters["batch_size_mean"])
@@ -94,8 +113,13 @@ def test_capacity_tokens_is_cut_into_blocks() -> None:
     assert world.engine().blocks == 62
 
 
+@pytest.mark.slow
 def test_tune_searches_its_flags() -> None:
-    assert search_space("vllm", {}, {}).keys() == {"max_num_seqs", "max_num_batched_tokens", "watermark"}
+    assert search_space("vllm", {}, {}).keys() == {
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "watermark",
+    }
     recipe = samples.recipe(
         engine={"name": "vllm"},
         workers=1,
@@ -103,7 +127,12 @@ def test_tune_searches_its_flags() -> None:
         tune={"trials": 8, "window_s": 4, "load": 0.9, "draws": 0, "policies": ["own"]},
     )
     fit = samples.paged_fit()
-    found = tune(Inputs(recipe, fit, make_workload(recipe, fit, trace())), Alone(), HEAD, lambda best: None)
+    found = tune(
+        Inputs(recipe, fit, make_workload(recipe, fit, trace())),
+        InProcessRunner(),
+        HEAD,
+        lambda best: None,
+    )
     assert found.best_held_out.policy == "vllm"
     assert found.best_held_out.parameters.keys() == {
         "max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "prefix_caching", "watermark"
@@ -124,7 +153,9 @@ def test_our_scheduler_cannot_run_it() -> None:
         refuse_unservable(make_any("vllm", {}), "rebatch")
 
 
-@pytest.mark.parametrize("given", [{"max_num_seq": 4}, {"max_num_seqs": 0}, {"max_num_seqs": 2.5}, {"watermark": 1.0}])
+@pytest.mark.parametrize(
+    "given", [{"max_num_seq": 4}, {"max_num_seqs": 0}, {"max_num_seqs": 2.5}, {"watermark": 1.0}]
+)
 def test_wrong_flags_are_refused_by_name(given: dict[str, float]) -> None:
     with pytest.raises(InputError, match="policy 'vllm'"):
         make_any("vllm", given)

@@ -1,4 +1,5 @@
-"""What the SCLS paper found must come out of the simulator (ALGORITHMS section 2): orderings, shapes and gains.
+"""What the SCLS paper found must come out of the simulator (ALGORITHMS section 2): orderings,
+shapes and gains.
 
 The setting is that of `bench/scls_figures.py`, on one trace instead of the mean of several.
 """
@@ -17,6 +18,7 @@ def ablation(request):
     return request.param, {name: run(Case(request.param, name)) for name in STEPS}
 
 
+@pytest.mark.slow
 def test_each_step_of_the_ablation_raises_throughput(ablation):
     """LB over AB is within the noise of one trace on DeepSpeed's laws: 0.1 % to either side."""
     _, runs = ablation
@@ -42,6 +44,7 @@ def test_figure_11_comes_out_of_the_laws():
     assert bench.figure_11() == pytest.approx((13.5, 7.6), abs=0.1)
 
 
+@pytest.mark.slow
 def test_throughput_rises_then_falls_with_the_slice_length():
     runs = [run(Case(HF.name, "SCLS", slice_tokens=tokens)) for tokens in (8, 32, 128, 512, 1024)]
     throughputs = [run["throughput_rps"] for run in runs]
@@ -57,7 +60,10 @@ def test_throughput_rises_then_falls_with_the_slice_length():
 
 @pytest.mark.parametrize("engine", [HF.name, DS.name])
 def test_light_load_is_the_papers_exception_and_eager_mends_it(engine):
-    sls, paper, eager = (run(Case(engine, name, rate_rps=2.0))["e2e_mean_s"] for name in ("SLS", "SCLS", "SCLS, eager"))
+    sls, paper, eager = (
+        run(Case(engine, name, rate_rps=2.0))["e2e_mean_s"]
+        for name in ("SLS", "SCLS", "SCLS, eager")
+    )
     assert paper > sls > eager
 
 

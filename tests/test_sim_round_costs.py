@@ -21,7 +21,9 @@ ROUNDS = replace(LAW, round_s=0.5, leaving=(0.25, 0.125))
 
 def trace(*outputs: int) -> Trace:
     count = len(outputs)
-    return Trace(np.zeros(count), np.full(count, 8), np.array(outputs), np.zeros(count, dtype=np.int64), ())
+    return Trace(
+        np.zeros(count), np.full(count, 8), np.array(outputs), np.zeros(count, dtype=np.int64), ()
+    )
 
 
 def makespan_s(law, *outputs: int) -> float:
@@ -30,16 +32,22 @@ def makespan_s(law, *outputs: int) -> float:
 
 
 def test_a_round_takes_its_dispatch_and_what_leaves_it():
-    """One round: 8 tokens of prompt, a first token with the prefill, four steps, one row of 12 tokens that leaves."""
+    """One round: 8 tokens of prompt, a first token with the prefill, four steps, one row of 12
+    tokens that leaves.
+    """
     assert makespan_s(ROUNDS, 5) == pytest.approx(makespan_s(LAW, 5) + 0.5 + 0.25 + 12 * 0.125)
 
 
 def test_each_round_pays_anew():
-    assert makespan_s(replace(LAW, round_s=0.5), 5, 9) == pytest.approx(makespan_s(LAW, 5, 9) + 2 * 0.5)
+    assert makespan_s(replace(LAW, round_s=0.5), 5, 9) == pytest.approx(
+        makespan_s(LAW, 5, 9) + 2 * 0.5
+    )
 
 
 def test_a_slowdown_slows_all_of_it():
-    assert makespan_s(WithOverhead(ROUNDS, 0.0, 3.0), 5, 9) == pytest.approx(3.0 * makespan_s(ROUNDS, 5, 9))
+    assert makespan_s(WithOverhead(ROUNDS, 0.0, 3.0), 5, 9) == pytest.approx(
+        3.0 * makespan_s(ROUNDS, 5, 9)
+    )
 
 
 def part(flat_s=0.0, row_s=0.0, token_s=0.0) -> PartFit:
@@ -62,8 +70,12 @@ FIT = samples.fit().model_copy(
 def test_the_law_of_rounds_is_the_parts_stretched():
     laws = laws_from_fit(FIT)
     engine, rounds = laws.engine, laws.rounds
-    assert rounds.prefill_s(3, 50) == pytest.approx(2 * (engine.prefill_s(3, 50) + 1e-3 + 3 * 2e-3 + 150 * 3e-6))
-    assert rounds.decode_s(3, 50, 10) == pytest.approx(2 * (engine.decode_s(3, 50, 10) + 10 * 3 * 6e-5))
+    assert rounds.prefill_s(3, 50) == pytest.approx(
+        2 * (engine.prefill_s(3, 50) + 1e-3 + 3 * 2e-3 + 150 * 3e-6)
+    )
+    assert rounds.decode_s(3, 50, 10) == pytest.approx(
+        2 * (engine.decode_s(3, 50, 10) + 10 * 3 * 6e-5)
+    )
     assert rounds.leave_s(50) == pytest.approx(2 * (4e-3 + 50 * 5e-6))
     assert rounds.round_s == 7e-3
 

@@ -1,4 +1,6 @@
-"""The worlds and their settings, told apart from policies' and checked; the token-step world by the command alone."""
+"""The worlds and their settings, told apart from policies' and checked; the token-step world by the
+command alone.
+"""
 
 import json
 from dataclasses import fields, replace
@@ -14,21 +16,31 @@ from toolkit.files.fit import Range
 from toolkit.files.io import write_file
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.policies.parameters import knobs
+from toolkit.sched.protocols import Decision
 from toolkit.sched.types import Request
-from toolkit.sched.view import Decision
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
-from toolkit.sim.settings import WorldSettings, assign_settings, make_world, policy_for
-from toolkit.sim.validity import Validity, extrapolation_warning
-from toolkit.sim.world import World
-from toolkit.traces.generate import backlog
-from toolkit.traces.lengths import Lengths
+from toolkit.sim.world import (
+    Validity,
+    World,
+    WorldSettings,
+    assign_settings,
+    extrapolation_warning,
+    make_world,
+    policy_for,
+)
+from toolkit.traces.generate import Lengths, backlog
 from toolkit.traces.types import Trace
 from toolkit.traces.write import write_trace
 
 
 def trace_of(prompts: list[int], outputs: list[int]) -> Trace:
-    return Trace(np.zeros(len(prompts)), np.array(prompts), np.array(outputs), np.zeros(len(prompts), np.int64))
+    return Trace(
+        np.zeros(len(prompts)),
+        np.array(prompts),
+        np.array(outputs),
+        np.zeros(len(prompts), np.int64),
+    )
 
 
 @pytest.fixture
@@ -54,9 +66,21 @@ def test_settings_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("key", "message", "hint"),
     [
-        ("watermark", "neither policy 'past-future' nor the world has a setting 'watermark'", "valid: "),
-        ("capacity_token", "neither policy 'past-future' nor the world", "did you mean 'capacity_tokens'?"),
-        ("aggressive.watermark", "policy 'aggressive' is not among those that run", "valid: past-future"),
+        (
+            "watermark",
+            "neither policy 'past-future' nor the world has a setting 'watermark'",
+            "valid: ",
+        ),
+        (
+            "capacity_token",
+            "neither policy 'past-future' nor the world",
+            "did you mean 'capacity_tokens'?",
+        ),
+        (
+            "aggressive.watermark",
+            "policy 'aggressive' is not among those that run",
+            "valid: past-future",
+        ),
     ],
 )
 def test_a_setting_of_nobody_is_refused(key: str, message: str, hint: str) -> None:
@@ -69,7 +93,10 @@ def test_a_setting_of_nobody_is_refused(key: str, message: str, hint: str) -> No
     ("given", "message"),
     [
         ({"capacity_tokens": -1}, "world: capacity_tokens is -1; the limit is at least 0"),
-        ({"memory": "virtual"}, "world: memory is 'virtual'; it is one of engine, paged, slab, slab-shaped"),
+        (
+            {"memory": "virtual"},
+            "world: memory is 'virtual'; it is one of engine, paged, slab, slab-shaped",
+        ),
         ({"capacity_tokens": 1.5}, "world: capacity_tokens is 1.5; it is a whole number"),
         ({"drain": 1}, "world: drain is 1; it is true or false"),
     ],
@@ -92,13 +119,32 @@ def test_a_capacity_set_over_a_fit_holds_for_policy_and_edge() -> None:
     assert world.runs_out(0, 2, 400, 100)
 
 
-def test_simulate_alone_gives_a_row_of_table_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_alone_gives_a_row_of_table_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = tmp_path / "D3.jsonl"
     lengths = ["--prompt", "uniform:2048:4096", "--output", "uniform:32:4096"]
-    assert llmctl("trace", "generate", "--out", trace, "--backlog", 300, *lengths, "--max-tokens", 4096) == 0
+    assert (
+        llmctl(
+            "trace", "generate", "--out", trace, "--backlog", 300, *lengths, "--max-tokens", 4096
+        )
+        == 0
+    )
     capsys.readouterr()
     setting = ["--fit", "unit-step", "--set", "capacity_tokens=120000", "--json"]
-    assert llmctl("simulate", "--trace", trace, "--policy", "past-future", "--set", "reserve=0.1", *setting) == 0
+    assert (
+        llmctl(
+            "simulate",
+            "--trace",
+            trace,
+            "--policy",
+            "past-future",
+            "--set",
+            "reserve=0.1",
+            *setting,
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     in_python = backlog(300, Lengths("uniform", 2048, 4096), Lengths("uniform", 32, 4096), seed=0)
     policy = policy_for(None, "past-future", {"reserve": 0.1})
@@ -114,14 +160,20 @@ def test_simulate_alone_gives_a_row_of_table_1(tmp_path: Path, capsys: pytest.Ca
 def test_every_policy_has_every_metric(policy: str) -> None:
     rng = np.random.default_rng(0)
     trace = trace_of(rng.integers(1, 200, 60).tolist(), rng.integers(1, 60, 60).tolist())
-    metrics = simulate(trace, make_policy(policy, {}), make_world(samples.fit(), {})).metrics({"ttft_p99_s": 1.0})
+    metrics = simulate(trace, make_policy(policy, {}), make_world(samples.fit(), {})).metrics(
+        {"ttft_p99_s": 1.0}
+    )
     wanted = {
         "throughput_rps", "goodput_rps", "sla_attainment_percent", "decoding_steps", "consumed_memory_percent",
         "future_required_memory_percent", "evicted_percent", "pad_tokens_per_request", "invalid_tokens_per_request",
         "batch_size_mean", "slices_per_request", "completion_time_std_s", "utilisation_worker_1_percent", "refused",
         "extrapolated_batches_percent", "oom_percent", "peak_memory_percent",
     }  # fmt: skip
-    wanted |= {f"{name}_{stat}_s" for name in ("ttft", "tpot", "itl", "mtpot", "e2e") for stat in ("p50", "p99")}
+    wanted |= {
+        f"{name}_{stat}_s"
+        for name in ("ttft", "tpot", "itl", "mtpot", "e2e")
+        for stat in ("p50", "p99")
+    }
     assert wanted - metrics.keys() == set()
     assert 0 < metrics["consumed_memory_percent"] <= metrics["future_required_memory_percent"]
     assert metrics["consumed_memory_percent"] <= metrics["peak_memory_percent"]
@@ -131,13 +183,17 @@ def test_a_static_batch_holds_its_padding_and_grows_to_its_longest_output() -> N
     world = make_world(samples.fit(capacity_tokens=1000, zeta_std=0.0), {}, workers=1)
     counters = simulate(trace_of([100, 60], [3, 2]), make_policy("sequence", {}), world).counters
     assert counters["decoding_steps"] == 3
-    assert counters["consumed_memory_percent"] == pytest.approx(100 * 2 * (101 + 102 + 103) / 3 / 900)
+    assert counters["consumed_memory_percent"] == pytest.approx(
+        100 * 2 * (101 + 102 + 103) / 3 / 900
+    )
     assert counters["future_required_memory_percent"] == pytest.approx(100 * 2 * 103 / 900)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batches_outside_the_fit_are_counted(policy: str) -> None:
-    valid = Validity(Range(batch_size_max=8, length_max=100), Range(batch_size_max=8, length_max=300))
+    valid = Validity(
+        Range(batch_size_max=8, length_max=100), Range(batch_size_max=8, length_max=300)
+    )
     world = replace(make_world(samples.fit(), {}, workers=1), valid=valid)
     for prompt, output, outside in [(90, 20, False), (101, 20, True), (90, 240, True)]:
         counters = simulate(trace_of([prompt], [output]), make_policy(policy, {}), world).counters
@@ -156,7 +212,15 @@ def test_simulate_warns_of_extrapolation_and_counts_the_rejected(
     fit_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_trace(trace_of([600, 9000, 20], [10, 10, 10]), tmp_path / "trace.jsonl")
-    words = ["simulate", "--trace", tmp_path / "trace.jsonl", "--fit", fit_file, "--no-fit-lengths", "--json"]
+    words = [
+        "simulate",
+        "--trace",
+        tmp_path / "trace.jsonl",
+        "--fit",
+        fit_file,
+        "--no-fit-lengths",
+        "--json",
+    ]
     words += ["--max-new-tokens", "256"]
     assert llmctl(*words) == 0
     out, err = capsys.readouterr()
@@ -197,11 +261,16 @@ def test_a_stalled_simulation_names_its_state() -> None:
             return Decision()
 
     world: World = make_world(samples.fit(), {})
-    with pytest.raises(SimulationStalledError, match=r"2 of 2 requests have not ended, 2 wait and 0 run; a worker's"):
+    with pytest.raises(
+        SimulationStalledError,
+        match=r"2 of 2 requests have not ended, 2 wait and 0 run; a worker's",
+    ):
         simulate(trace_of([5, 6], [7, 8]), Idle(), world)
 
 
-@pytest.mark.parametrize(("memory", "joining"), [("paged", None), ("slab", "embed"), ("slab-shaped", "shape")])
+@pytest.mark.parametrize(
+    ("memory", "joining"), [("paged", None), ("slab", "embed"), ("slab-shaped", "shape")]
+)
 def test_a_world_may_have_another_memory_than_its_engine(memory: str, joining: str | None) -> None:
     assert make_world(None, {"memory": memory}).joining == joining
     facts = samples.fit().engine.model_copy(update={"joining": "embed"})

@@ -1,14 +1,17 @@
-"""Leaping equals stepping where caches are swapped: the simulated worker against a plain one, to the last digit."""
+"""Leaping equals stepping where caches are swapped: the simulated worker against a plain one, to
+the last digit.
+"""
 
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_sim_continuous import law
+from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.swap import LinearSwap
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import RoundResult
@@ -82,8 +85,12 @@ class PlainWorker:
         aside = sum(cache.tokens for cache in self.at("device"))
         if self.batch.moves and self.batch.moves.overlap:
             aside += sum(self.caches[job.request_id].tokens for job in self.batch.moves.swap_in)
-        for step in range(min(self.batch.steps, *[cache.output - cache.generated for cache in rows])):
-            now_s += self.law.decode_s(len(rows), max(c.tokens for c in rows) + step - self.law.prefill_emits_token, 1)
+        for step in range(
+            min(self.batch.steps, *[cache.output - cache.generated for cache in rows])
+        ):
+            now_s += self.law.decode_s(
+                len(rows), max(c.tokens for c in rows) + step - self.law.prefill_emits_token, 1
+            )
             assert sum(cache.tokens + step + 1 for cache in rows) + aside <= CAPACITY
             yield now_s
 
@@ -99,10 +106,14 @@ class PlainWorker:
         if self.batch.moves and self.batch.moves.overlap:
             self.transfer()
             self.swap_wait_s += max(self.moved_s - self.ends_s[-1], 0.0)
-        ended = [name for name, c in self.caches.items() if c.place == "runs" and c.generated == c.output]
+        ended = [
+            name for name, c in self.caches.items() if c.place == "runs" and c.generated == c.output
+        ]
         for name in ended:
             self.caches[name].place = "none"
-        return RoundResult(self.batch.batch_id, self.batch.worker, len(self.ends_s) - 1, tuple(ended))
+        return RoundResult(
+            self.batch.batch_id, self.batch.worker, len(self.ends_s) - 1, tuple(ended)
+        )
 
     def transfer(self):
         self.put(self.batch.moves.swap_out, "host")
@@ -113,7 +124,10 @@ class PlainWorker:
 
 POLICIES = {
     "mlfq": ("mlfq", {"quantum_s": 2**-5, "starvation_s": 2**-1, "max_batch_size": 3}),
-    "mlfq, naive": ("mlfq", {"quantum_s": 2**-6, "starvation_s": 2.0, "skip_join": False, "interval_steps": 7}),
+    "mlfq, naive": (
+        "mlfq",
+        {"quantum_s": 2**-6, "starvation_s": 2.0, "skip_join": False, "interval_steps": 7},
+    ),
     "srpt-oracle": ("srpt-oracle", {"max_batch_size": 4}),
 }
 workloads = st.lists(
@@ -126,7 +140,8 @@ workloads = st.lists(
 def both(work, policy, swap, emits, overlaps=True):
     """The ledger's view of the leaping worker, and the plain worker, after the same trace."""
     columns = zip(
-        *[(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)], strict=True
+        *[(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)],
+        strict=True,
     )
     trace = Trace(*[np.array(column) for column in columns])
     name, parameters = POLICIES[policy]
@@ -135,11 +150,18 @@ def both(work, policy, swap, emits, overlaps=True):
     world = World(one, ZetaMemory(CAPACITY), 1, LIMIT, swap=link, host_tokens=HOST_TOKENS)
     requests, outputs = requests_of(trace, LIMIT)
     told = dict(zip([request.request_id for request in requests], outputs, strict=True))
-    plain = PlainWorker(one, {r.request_id: Cache(r.prompt_tokens, told[r.request_id]) for r in requests}, link)
-    run(Scheduler(chosen.told(told) if name == "srpt-oracle" else chosen, [world.worker(0)]), requests, [plain])
+    plain = PlainWorker(
+        one, {r.request_id: Cache(r.prompt_tokens, told[r.request_id]) for r in requests}, link
+    )
+    run(
+        Scheduler(chosen.told(told) if name == "srpt-oracle" else chosen, [world.worker(0)]),
+        requests,
+        [plain],
+    )
     return simulate(trace, chosen, world), plain
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     work=workloads,
@@ -153,7 +175,9 @@ def test_leaping_equals_stepping_with_swaps(work, policy, swap, emits, overlaps)
     caches = plain.caches.values()
     assert result.served.first_token_s.tolist() == [cache.times[0] for cache in caches]
     assert result.served.finish_s.tolist() == [cache.times[-1] for cache in caches]
-    assert result.served.max_gap_s.tolist() == [max(np.diff(cache.times), default=0.0) for cache in caches]
+    assert result.served.max_gap_s.tolist() == [
+        max(np.diff(cache.times), default=0.0) for cache in caches
+    ]
     assert [len(cache.times) for cache in caches] == result.served.output_tokens.tolist()
     counters = result.counters
     assert (counters["swaps_out"], counters["swap_wait_s"]) == (plain.swaps, plain.swap_wait_s)
@@ -161,7 +185,9 @@ def test_leaping_equals_stepping_with_swaps(work, policy, swap, emits, overlaps)
 
 
 def test_the_plain_worker_meets_what_it_is_there_for():
-    """The workloads above are worth their name: in both modes caches are swapped, and some find no room on the host."""
+    """The workloads above are worth their name: in both modes caches are swapped, and some find no
+    room on the host.
+    """
     work = [(k, 20 + 60 * (k % 3 == 0), 40 - 2 * k, 0) for k in range(16)]
     for swap in ("proactive", "reactive"):
         _, plain = both(work, "mlfq", swap, emits=True)
@@ -172,7 +198,11 @@ def test_the_plain_worker_meets_what_it_is_there_for():
 def test_where_transfers_do_not_overlap_compute_waits_for_all_of_them():
     """On a CPU whoever computes copies: the same moves, and every second of them is waited for."""
     work = [(k, 20 + 60 * (k % 3 == 0), 40 - 2 * k, 0) for k in range(16)]
-    beside, before = (both(work, "mlfq", "proactive", True, overlaps)[0] for overlaps in (True, False))
+    beside, before = (
+        both(work, "mlfq", "proactive", True, overlaps)[0] for overlaps in (True, False)
+    )
     assert before.counters["swap_wait_s"] > beside.counters["swap_wait_s"]
-    moved_s = before.counters["swaps_out"] * LINK.latency_s + before.counters["swaps_in"] * LINK.latency_s
+    moved_s = (
+        before.counters["swaps_out"] * LINK.latency_s + before.counters["swaps_in"] * LINK.latency_s
+    )
     assert before.counters["swap_wait_s"] > moved_s

@@ -4,11 +4,11 @@ import past_future_table1 as bench
 import pytest
 
 from toolkit.sim.api import simulate
-from toolkit.sim.settings import make_world, policy_for
-from toolkit.traces.generate import backlog
-from toolkit.traces.lengths import Lengths
+from toolkit.sim.world import make_world, policy_for
+from toolkit.traces.generate import Lengths, backlog
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "method"),
     [
@@ -23,9 +23,13 @@ def test_a_row_is_the_papers(data, method):
     requests = 800
     (paper,) = [figures for d, m, figures in bench.cells() if (d, m) == (data, method)]
     ours = bench.simulated(data, method, seed=1, requests=requests)
-    assert ours["decoding_steps"] == pytest.approx(paper["decoding_steps"] * requests / bench.REQUESTS, rel=0.07)
+    assert ours["decoding_steps"] == pytest.approx(
+        paper["decoding_steps"] * requests / bench.REQUESTS, rel=0.07
+    )
     assert ours["consumed_memory_percent"] == pytest.approx(paper["consumed_memory_percent"], abs=2)
-    assert ours["future_required_memory_percent"] == pytest.approx(paper["future_required_memory_percent"], abs=2)
+    assert ours["future_required_memory_percent"] == pytest.approx(
+        paper["future_required_memory_percent"], abs=2
+    )
     if "overcommit" not in method:  # whose evictions are one run's noise
         assert ours["evicted_percent"] == pytest.approx(paper["evicted_percent"], abs=6)
 

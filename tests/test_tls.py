@@ -1,4 +1,6 @@
-"""TLS: the server's own certificate, those of servers that are asked, and one clear line where one is not believed."""
+"""TLS: the server's own certificate, those of servers that are asked, and one clear line where one
+is not believed.
+"""
 
 import asyncio
 import json
@@ -15,13 +17,12 @@ from commands import llmctl
 from serving import Server, fake_plan
 from sse_server import sse_server
 
-from toolkit.endpoints.look import look
-from toolkit.endpoints.target import find_target
+from toolkit.endpoints.target import find_target, look
 from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import InputError
-from toolkit.serve.certificate import certificate_source
+from toolkit.serve.rereading import certificate_source
 
-pytestmark = needs_openssl
+pytestmark = [pytest.mark.slow, needs_openssl]
 NOT_TRUSTED = "its certificate is not trusted: self-signed certificate"
 
 
@@ -45,7 +46,9 @@ def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return llmctl(*words), capsys.readouterr().err
 
 
-def test_the_server_speaks_tls_and_takes_a_renewed_certificate(tmp_path: Path, ours, other, monkeypatch, capsys):
+def test_the_server_speaks_tls_and_takes_a_renewed_certificate(
+    tmp_path: Path, ours, other, monkeypatch, capsys
+):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     fake_plan(tmp_path)
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
@@ -55,9 +58,15 @@ def test_the_server_speaks_tls_and_takes_a_renewed_certificate(tmp_path: Path, o
     with Server(tmp_path / "plan.json", *options) as server:
         assert server.url.startswith("https://127.0.0.1:")
         trusting = httpx.Client(verify=ssl.create_default_context(cafile=ours[0]))
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=trusting) as client:
+        with openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", http_client=trusting
+        ) as client:
             chunks = client.completions.create(
-                model=server.ready["model"], prompt="a", max_tokens=20, stream=True, extra_body={"ignore_eos": True}
+                model=server.ready["model"],
+                prompt="a",
+                max_tokens=20,
+                stream=True,
+                extra_body={"ignore_eos": True},
             )
             assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -70,7 +79,9 @@ def test_the_server_speaks_tls_and_takes_a_renewed_certificate(tmp_path: Path, o
         key.write_text(other[1].read_text())
         while shown_by(server.url) != other[0].read_text():
             assert server.process.poll() is None
-        assert look(server.url, certificate=certificate).state == "ready", "under whatever name it was reached"
+        assert look(server.url, certificate=certificate).state == "ready", (
+            "under whatever name it was reached"
+        )
         server.process.terminate()
         _, said = server.process.communicate(timeout=60)
     assert server.process.returncode == 0
@@ -93,15 +104,37 @@ def test_what_is_no_certificate_is_one_line(tmp_path: Path, ours, other, capsys)
     fake_plan(tmp_path)
     locked, empty = tmp_path / "locked.key", tmp_path / "empty"
     empty.write_text("")
-    command = ["openssl", "pkey", "-in", str(ours[1]), "-aes256", "-passout", "pass:x", "-out", str(locked)]
+    command = [
+        "openssl",
+        "pkey",
+        "-in",
+        str(ours[1]),
+        "-aes256",
+        "-passout",
+        "pass:x",
+        "-out",
+        str(locked),
+    ]
     subprocess.run(command, check=True)
     certificate = str(ours[0])
     for options, said in (
-        (["--ssl-certfile", certificate, "--ssl-keyfile", str(other[1])], "not the key of the certificate"),
-        (["--ssl-certfile", certificate, "--ssl-keyfile", str(locked)], "locked.key: the key has a passphrase"),
+        (
+            ["--ssl-certfile", certificate, "--ssl-keyfile", str(other[1])],
+            "not the key of the certificate",
+        ),
+        (
+            ["--ssl-certfile", certificate, "--ssl-keyfile", str(locked)],
+            "locked.key: the key has a passphrase",
+        ),
         (["--ssl-certfile", certificate], "ours.pem: no certificate and its key"),
-        (["--ssl-certfile", str(empty), "--ssl-keyfile", str(ours[1])], "no certificate and its key"),
-        (["--ssl-certfile", certificate, "--ssl-keyfile", str(tmp_path)], "cannot be read: Is a directory"),
+        (
+            ["--ssl-certfile", str(empty), "--ssl-keyfile", str(ours[1])],
+            "no certificate and its key",
+        ),
+        (
+            ["--ssl-certfile", certificate, "--ssl-keyfile", str(tmp_path)],
+            "cannot be read: Is a directory",
+        ),
         (["--ssl-certfile", "nowhere"], "nowhere: cannot be read: No such file"),
         (["--ssl-keyfile", str(ours[1])], "--ssl-keyfile without a certificate"),
     ):
@@ -126,7 +159,15 @@ def test_the_recorder_verifies_its_upstream(tmp_path: Path, ours):
     out = tmp_path / "log.jsonl"
     with sse_server(tls=listening(*ours)) as server:
         command = [sys.executable, "-m", "toolkit", "trace", "record", "--upstream", server.url]
-        command += ["--listen", "127.0.0.1:0", "--out", str(out), "--json", "--upstream-ca", str(ours[0])]
+        command += [
+            "--listen",
+            "127.0.0.1:0",
+            "--out",
+            str(out),
+            "--json",
+            "--upstream-ca",
+            str(ours[0]),
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             url = json.loads(process.stdout.readline())["url"]
@@ -152,7 +193,9 @@ def test_an_upstream_that_is_not_believed_is_one_line(tmp_path: Path, ours, othe
             code, err = ended(capsys, *record, *upstream, *options)
             assert (code, err.count("error: ")) == (2, 1)
             assert said in err
-    code, err = ended(capsys, *record, "--upstream", "http://127.0.0.1:1", "--upstream-ca", str(ours[0]))
+    code, err = ended(
+        capsys, *record, "--upstream", "http://127.0.0.1:1", "--upstream-ca", str(ours[0])
+    )
     assert (code, "shows no certificate" in err) == (2, True)
 
 
@@ -164,4 +207,7 @@ def test_a_certificate_that_went_bad_is_told_to_clients_without_an_address(ours)
             return str(caught.value)
 
     with sse_server(tls=listening(*ours)) as server:
-        assert asyncio.run(ask(server.url)) == "the server behind this one shows a certificate that is not trusted"
+        assert (
+            asyncio.run(ask(server.url))
+            == "the server behind this one shows a certificate that is not trusted"
+        )

@@ -1,4 +1,6 @@
-"""`llmctl trace record`: what passes through is untouched, what is written holds lengths and times and nothing else."""
+"""`llmctl trace record`: what passes through is untouched, what is written holds lengths and times
+and nothing else.
+"""
 
 import asyncio
 import itertools
@@ -12,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import sse_server
 from commands import llmctl
@@ -21,12 +24,19 @@ from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
 from sse_server import sse_server as serving
 
 from toolkit.endpoints.upstream import Upstream
-from toolkit.serve.recorder.proxy import Recorder
-from toolkit.serve.recorder.reading import StreamReader, ask_for_usage, read_request, split
-from toolkit.serve.recorder.run import Recording, _record
+from toolkit.serve import recording as large
+from toolkit.serve.recording import (
+    Recording,
+    StreamReader,
+    TraceRecorder,
+    _record,
+    ask_for_usage,
+    read_request,
+    split,
+)
 from toolkit.serve.server import listen
-from toolkit.traces.log import TraceLog
 from toolkit.traces.read import read_trace
+from toolkit.traces.write import TraceLog
 
 SECRET = "sk-canary-7f3a"
 TEXT = "a text that nobody may find again"
@@ -44,12 +54,15 @@ def answer(body: dict) -> bytes:
 
 
 @asynccontextmanager
-async def recorder(url: str, out: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Recorder]]:
+async def recorder(url: str, out: Path) -> AsyncIterator[tuple[httpx.AsyncClient, TraceRecorder]]:
     with TraceLog(out) as log:
         async with Upstream(url, 30.0) as upstream:
-            app = Recorder(upstream, log)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+            app = TraceRecorder(upstream, log)
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://proxy"
+            ) as client:
                 yield client, app
+            await app.stop()
 
 
 def through(out: Path, use: Callable, reply: Callable = answer) -> sse_server.Server:
@@ -73,7 +86,7 @@ def body(**more) -> dict:
 
 
 def test_a_stream_is_counted_by_usage_that_the_client_does_not_see(tmp_path: Path):
-    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         got = await client.post(
             "/v1/completions", json=body(stream=True), headers={"authorization": f"Bearer {SECRET}"}
         )
@@ -83,15 +96,28 @@ def test_a_stream_is_counted_by_usage_that_the_client_does_not_see(tmp_path: Pat
     assert server.bodies == [body(stream=True, stream_options={"include_usage": True})]
     assert f"authorization: Bearer {SECRET}" in server.heads[0]
     (row,) = rows(tmp_path / "log")
-    assert (row["input_length"], row["output_length"], row["max_tokens"], row["status"]) == (1, 3, 9, "ok")
+    assert (row["input_length"], row["output_length"], row["max_tokens"], row["status"]) == (
+        1,
+        3,
+        9,
+        "ok",
+    )
     assert 0 <= row["ttft_ms"] <= row["e2e_ms"]
-    assert row.keys() == {"timestamp", "input_length", "output_length", "max_tokens", "ttft_ms", "e2e_ms", "status"}
+    assert row.keys() == {
+        "timestamp",
+        "input_length",
+        "output_length",
+        "max_tokens",
+        "ttft_ms",
+        "e2e_ms",
+        "status",
+    }
 
 
 def test_a_client_that_asks_for_usage_gets_it_and_its_body_is_not_touched(tmp_path: Path):
     asked = b'{ "stream":true, "prompt":"x","stream_options": {"include_usage":true, "other": 1},"prompt2":1}'
 
-    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         got = await client.post("/v1/chat/completions", content=asked)
         assert got.content == tokens_event(TEXT) * 3 + usage_event(3) + DONE
 
@@ -102,7 +128,7 @@ def test_a_client_that_asks_for_usage_gets_it_and_its_body_is_not_touched(tmp_pa
 
 
 def test_whole_answers_are_counted_row_by_row(tmp_path: Path):
-    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         got = await client.post("/v1/completions", json=body(prompt=["a", "b"]))
         assert got.json()["choices"][0]["text"] == TEXT
 
@@ -113,20 +139,49 @@ def test_whole_answers_are_counted_row_by_row(tmp_path: Path):
     assert (len(trace), report.dropped) == (2, {})
 
 
+@pytest.mark.parametrize(("words", "processes"), [(10, 0), (10_000, 1)])
+def test_a_large_request_is_read_beside_the_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, processes: int
+):
+    asked, read_here = body(stream=True, prompt="word " * words), []
+    monkeypatch.setattr(
+        large, "read_request", lambda text: read_here.append(text) or read_request(text)
+    )
+    monkeypatch.setattr(
+        large, "ask_for_usage", lambda text: read_here.append(text) or ask_for_usage(text)
+    )
+
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+        got = await client.post("/v1/completions", json=asked)
+        assert got.content == tokens_event(TEXT) * 3 + DONE
+        children = psutil.Process().children()
+        helpers = [child for child in children if "toolkit.serve.recording" in child.cmdline()]
+        assert len(helpers) == processes
+
+    server = through(tmp_path / "log", use)
+    assert server.bodies == [asked | {"stream_options": {"include_usage": True}}]
+    assert len(read_here) == (0 if processes else 2)
+    assert [row["output_length"] for row in rows(tmp_path / "log")] == [3]
+
+
 def test_neither_texts_nor_keys_are_in_the_file(tmp_path: Path):
-    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         for more in ({"stream": True}, {"stream": False}, {"stream": "?"}, {"user": SECRET}):
             await client.post("/v1/completions", json=body(**more), headers={"api-key": SECRET})
 
     through(tmp_path / "log", use)
     assert rows(tmp_path / "log")
-    assert not any(word in (tmp_path / "log").read_text() for word in (SECRET, "text", "canary", "tiny"))
+    assert not any(
+        word in (tmp_path / "log").read_text() for word in (SECRET, "text", "canary", "tiny")
+    )
 
 
 def test_other_routes_pass(tmp_path: Path):
-    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         assert (await client.get("/v1/models?x=1")).json() == sse_server.MODELS
-        assert (await client.get("//elsewhere.example/x")).json() == sse_server.MODELS  # the same server's
+        assert (
+            await client.get("//elsewhere.example/x")
+        ).json() == sse_server.MODELS  # the same server's
         assert (await client.post("/tokenize", content=b'{"prompt": "x"}')).status_code == 200
 
     through(tmp_path / "log", use)
@@ -136,7 +191,7 @@ def test_other_routes_pass(tmp_path: Path):
 def test_errors_of_the_server_pass_and_are_said(tmp_path: Path):
     refusal = {"error": {"message": "slow down", "type": "rate", "param": None, "code": "rate"}}
 
-    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         got = await client.post("/v1/completions", json=body(stream=True))
         assert (got.status_code, got.json()) == (429, refusal)
 
@@ -146,9 +201,11 @@ def test_errors_of_the_server_pass_and_are_said(tmp_path: Path):
 
 def test_a_server_that_does_not_know_stream_options_is_asked_again_without(tmp_path: Path):
     def reply(asked: dict) -> bytes:
-        return whole({"error": "unknown field"}, 400) if "stream_options" in asked else answer(asked)
+        return (
+            whole({"error": "unknown field"}, 400) if "stream_options" in asked else answer(asked)
+        )
 
-    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         for _ in range(2):
             got = await client.post("/v1/completions", json=body(stream=True))
             assert got.content == tokens_event(TEXT) * 3 + DONE
@@ -159,7 +216,7 @@ def test_a_server_that_does_not_know_stream_options_is_asked_again_without(tmp_p
 
 
 def test_a_bad_request_is_refused_by_the_server_in_its_own_words(tmp_path: Path):
-    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         got = await client.post("/v1/completions", json=body(stream=True, max_tokens=-1))
         assert got.status_code == 400
         assert app._asks_usage, "the server may know stream_options all the same"
@@ -183,7 +240,7 @@ def test_a_stream_that_breaks_off_breaks_off_for_the_client_too(tmp_path: Path):
     cut = chunked(tokens_event(), usage_event(1)).removesuffix(b"0\r\n\r\n")
     ends: list[bool] = []
 
-    async def use(client: httpx.AsyncClient, app: Recorder) -> None:
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         sent = await ask(app, body(stream=True))
         ends.append(sent[-1].get("more_body", True))
 
@@ -192,7 +249,7 @@ def test_a_stream_that_breaks_off_breaks_off_for_the_client_too(tmp_path: Path):
     assert [row["status"] for row in rows(tmp_path / "log")] == ["failed"]
 
 
-async def ask(app: Recorder, content: dict, leaves_after: int = 1 << 30) -> list[dict]:
+async def ask(app: TraceRecorder, content: dict, leaves_after: int = 1 << 30) -> list[dict]:
     """Call the application as a server does; a client that leaves after so many messages."""
     gone, sent, bodies = asyncio.Event(), [], [json.dumps(content).encode()]
 
@@ -208,7 +265,13 @@ async def ask(app: Recorder, content: dict, leaves_after: int = 1 << 30) -> list
             gone.set()
 
     path = "/v1/completions"
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+    }
     await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
     return sent
 
@@ -256,7 +319,7 @@ def test_events_pass_as_they_come_and_not_at_the_end(tmp_path: Path):
             asking = asyncio.create_task(ask_until_token(app))
             assert await asyncio.wait_for(asking, 30) == tokens_event()
 
-    async def ask_until_token(app: Recorder) -> bytes:
+    async def ask_until_token(app: TraceRecorder) -> bytes:
         sent = await ask(app, body(stream=True), leaves_after=2)
         held.set()
         return sent[1]["body"]
@@ -273,7 +336,9 @@ def test_a_role_is_no_token():
 
 
 EVENTS = st.lists(
-    st.sampled_from([tokens_event("x"), tokens_event("ü\n\n"), ROLE, DONE, b": waiting\n\n", b"data: {\r\n\r\n"])
+    st.sampled_from(
+        [tokens_event("x"), tokens_event("ü\n\n"), ROLE, DONE, b": waiting\n\n", b"data: {\r\n\r\n"]
+    )
 )
 
 
@@ -293,7 +358,10 @@ def test_however_it_is_cut_only_the_usage_is_left_out(before, after, cuts):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (b'{"stream":true,"x":1e400}', b'{"stream":true,"x":1e400,"stream_options":{"include_usage":true}}'),
+        (
+            b'{"stream":true,"x":1e400}',
+            b'{"stream":true,"x":1e400,"stream_options":{"include_usage":true}}',
+        ),
         (b'{"stream_options":null}', b'{"stream_options":{"include_usage":true}}'),
         (
             b'{"stream_options":{"a":[1],"include_usage":false},"b":"\\u00e9"}',
@@ -305,7 +373,9 @@ def test_nothing_but_the_option_changes(text, expected):
     assert ask_for_usage(text) == expected
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{", b'{"stream": 3}', b'{"n": "x"}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{", b'{"stream": 3}', b'{"n": "x"}', b"\xff", b"[" * 100_000]
+)
 def test_what_is_no_request_for_tokens_is_left_to_the_server(text):
     assert read_request(text) is None
 
@@ -330,17 +400,36 @@ def test_a_share_for_each_row(total, count):
     assert max(shares) - min(shares) <= 1
 
 
+@pytest.mark.slow
 def test_the_command_records_and_ends_in_order(tmp_path: Path):
     out = tmp_path / "log.jsonl"
     with serving(answer) as server:
-        command = ["trace", "record", "--upstream", server.url, "--listen", "127.0.0.1:0", "--out", str(out), "--json"]
+        command = [
+            "trace",
+            "record",
+            "--upstream",
+            server.url,
+            "--listen",
+            "127.0.0.1:0",
+            "--out",
+            str(out),
+            "--json",
+        ]
         with subprocess.Popen(
-            [sys.executable, "-m", "toolkit", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "toolkit", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         ) as process:
             assert process.stdout is not None
             url = json.loads(process.stdout.readline())["url"]
             for stream in (True, False):
-                assert httpx.post(f"{url}/v1/completions", json=body(stream=stream), timeout=240).status_code == 200
+                assert (
+                    httpx.post(
+                        f"{url}/v1/completions", json=body(stream=stream), timeout=240
+                    ).status_code
+                    == 200
+                )
             process.terminate()
             _, said = process.communicate(timeout=240)
     assert process.returncode == 0
@@ -351,10 +440,19 @@ def test_the_command_records_and_ends_in_order(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--upstream", "ftp://x", "--listen", "127.0.0.1:0"], "'ftp://x' is not the URL of a server"),
-        (["--upstream", f"http://user:{SECRET}@x", "--listen", "127.0.0.1:0"], "more than its address and a path"),
+        (
+            ["--upstream", "ftp://x", "--listen", "127.0.0.1:0"],
+            "'ftp://x' is not the URL of a server",
+        ),
+        (
+            ["--upstream", f"http://user:{SECRET}@x", "--listen", "127.0.0.1:0"],
+            "more than its address and a path",
+        ),
         (["--upstream", "http://127.0.0.1:1", "--listen", "8100"], "--listen '8100' is no address"),
-        (["--upstream", "http://127.0.0.1:1", "--listen", "0.0.0.0:0"], "can be reached from other machines"),
+        (
+            ["--upstream", "http://127.0.0.1:1", "--listen", "0.0.0.0:0"],
+            "can be reached from other machines",
+        ),
     ],
 )
 def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, options, said):
@@ -367,10 +465,16 @@ def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, options, sa
 
 UPGRADE = b"Connection: Upgrade, close\r\nUpgrade: h2c\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
 RAW = {
-    "a header without an end": (b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * (1 << 18), 431),
+    "a header without an end": (
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * (1 << 18),
+        431,
+    ),
     "no HTTP": (b"\x16\x03\x01 garbage\r\n\r\n", 400),
     "no host": (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
-    "another machine's name": (b"GET /v1/models HTTP/1.1\r\nHost: evil.com\r\nConnection: close\r\n\r\n", 403),
+    "another machine's name": (
+        b"GET /v1/models HTTP/1.1\r\nHost: evil.com\r\nConnection: close\r\n\r\n",
+        403,
+    ),
 }
 
 
@@ -385,7 +489,12 @@ def test_the_recorder_has_the_bounds_of_the_server(tmp_path: Path, what: str):
 
 def test_the_body_of_a_request_that_would_upgrade_passes(tmp_path: Path):
     asked = json.dumps(body()).encode()
-    data = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE % len(asked) + b"\r\n" + asked
+    data = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        + UPGRADE % len(asked)
+        + b"\r\n"
+        + asked
+    )
     assert talk(tmp_path, data).startswith(b"HTTP/1.1 200 ")
     assert [row["output_length"] for row in rows(tmp_path / "log")] == [5]
 
@@ -397,7 +506,9 @@ def talk(folder: Path, data: bytes) -> bytes:
         said: list[bytes] = []
 
         async def ask(address: str) -> None:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(address.rpartition(":")[2])
+            )
             writer.write(data)
             said.append(await reader.read(-1))
             writer.close()
@@ -406,7 +517,9 @@ def talk(folder: Path, data: bytes) -> bytes:
         asking: list[asyncio.Task[None]] = []
         order = Recording(upstream, "127.0.0.1", 0, folder / "log", 1 << 20, 30.0, 5.0)
         with listen(order.host, order.port) as listener, TraceLog(order.out) as log:
-            await _record(order, listener, log, lambda at: asking.append(asyncio.create_task(ask(at))))
+            await _record(
+                order, listener, log, lambda at: asking.append(asyncio.create_task(ask(at)))
+            )
         await asking[0]
         return said[0]
 

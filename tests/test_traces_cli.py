@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.errors import InputError
 from toolkit.traces.read import read_trace
-from toolkit.traces.shipped import FOLDER, trace_path
+from toolkit.traces.types import FOLDER, trace_path
 
 DOCS = (Path(__file__).parent.parent / "docs" / "traces.md").read_text(encoding="utf-8")
 COMMANDS = [line.strip() for line in DOCS.splitlines() if "trace generate --rate" in line]
@@ -30,7 +30,9 @@ def test_the_documented_command_makes_the_shipped_trace(capsys, tmp_path, monkey
 
 
 def test_every_shipped_trace_is_documented():
-    assert {file.name for file in FOLDER.iterdir()} == {shlex.split(command)[-1] for command in COMMANDS}
+    assert {file.name for file in FOLDER.iterdir()} == {
+        shlex.split(command)[-1] for command in COMMANDS
+    }
 
 
 def test_shipped_traces_read_without_a_loss():
@@ -73,7 +75,18 @@ def test_inspect_says_what_was_dropped(capsys, tmp_path):
 
 def test_convert_cuts_and_scales_and_says_so(capsys, tmp_path):
     out_file = tmp_path / "small.jsonl"
-    options = ["--start", 10, "--duration", 60, "--rate", 5, "--max-model-len", 256, "--max-new-tokens", 64]
+    options = [
+        "--start",
+        10,
+        "--duration",
+        60,
+        "--rate",
+        5,
+        "--max-model-len",
+        256,
+        "--max-new-tokens",
+        64,
+    ]
     code, out, err = llmctl(capsys, "trace", "convert", "chat-small", out_file, *options)
     trace, _ = read_trace(out_file)
     assert code == 0
@@ -87,7 +100,9 @@ def test_convert_draws_arrivals_for_a_trace_without_times(capsys, tmp_path):
     source.write_text(json.dumps([{"prompt_tokens": 5, "completion_tokens": 6}] * 50))
     code, out, _ = llmctl(capsys, "trace", "convert", source, out_file, "--draw-rate", 2, "--json")
     assert code == 0
-    assert json.loads(out)["notes"][-1] == "arrival times drawn: 2 requests/s, gaps with cv 1, seed 0"
+    assert (
+        json.loads(out)["notes"][-1] == "arrival times drawn: 2 requests/s, gaps with cv 1, seed 0"
+    )
     assert read_trace(out_file)[0].arrival_s[-1] > 10
 
 
@@ -116,12 +131,17 @@ def test_bad_input_is_one_line_and_a_hint_with_exit_code_2(capsys, tmp_path, mon
         (["generate", "--backlog", "3", "--duration", "5"], "--duration 5 changes nothing"),
         (["convert", "chat-small", "--cv", "3"], "--cv 3 changes nothing"),
         (["convert", "chat-small", "--seed", "3"], "--seed 3 changes nothing"),
-        (["convert", "chat-small", "--rate", "5", "--draw-rate", "3"], "--rate 5 and --draw-rate 3 contradict"),
+        (
+            ["convert", "chat-small", "--rate", "5", "--draw-rate", "3"],
+            "--rate 5 and --draw-rate 3 contradict",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(capsys, tmp_path, words, problem):
     out = tmp_path / "out.jsonl"
-    code, _, err = llmctl(capsys, "trace", *words, *(["--out"] if words[0] == "generate" else []), out)
+    code, _, err = llmctl(
+        capsys, "trace", *words, *(["--out"] if words[0] == "generate" else []), out
+    )
     assert code == 2
     assert problem in err
     assert not out.exists()

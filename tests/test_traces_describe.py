@@ -3,16 +3,22 @@
 import numpy as np
 import pytest
 
-from toolkit.traces.describe import describe, histogram
-from toolkit.traces.generate import Arrivals, generate
-from toolkit.traces.lengths import Lengths
+from toolkit.traces.generate import Arrivals, Lengths, generate
 from toolkit.traces.types import Trace
+from toolkit.traces.windows import describe, histogram
 
 
 def test_rates_count_from_the_first_arrival_to_the_last():
     zeros = np.zeros(3, dtype=np.int64)
-    found = describe(Trace(np.array([0.0, 1.0, 4.0]), np.array([10, 20, 30]), np.array([1, 2, 5]), zeros))
-    assert (found.duration_s, found.rate_rps, found.input_tokens_per_s, found.output_tokens_per_s) == (4, 0.5, 15, 2)
+    found = describe(
+        Trace(np.array([0.0, 1.0, 4.0]), np.array([10, 20, 30]), np.array([1, 2, 5]), zeros)
+    )
+    assert (
+        found.duration_s,
+        found.rate_rps,
+        found.input_tokens_per_s,
+        found.output_tokens_per_s,
+    ) == (4, 0.5, 15, 2)
     assert found.prompt.mean == 20
     assert found.prompt.percentiles["p50"] == 20
     assert found.output.max == 5
@@ -32,4 +38,10 @@ def test_requests_that_all_arrive_at_once_have_no_rate(count):
 
 
 def test_the_histogram_has_bins_of_powers_of_two_without_gaps():
-    assert histogram(np.array([1, 2, 3, 4, 16, 31])) == [(1, 1, 1), (2, 3, 2), (4, 7, 1), (8, 15, 0), (16, 31, 2)]
+    assert histogram(np.array([1, 2, 3, 4, 16, 31])) == [
+        (1, 1, 1),
+        (2, 3, 2),
+        (4, 7, 1),
+        (8, 15, 0),
+        (16, 31, 2),
+    ]

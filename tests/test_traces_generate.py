@@ -6,14 +6,27 @@ import numpy as np
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.traces.generate import Arrivals, backlog, draw_arrivals, generate, limited
-from toolkit.traces.lengths import Lengths, parse_lengths, usual_longest
+from toolkit.traces.generate import (
+    Arrivals,
+    Lengths,
+    backlog,
+    draw_arrivals,
+    generate,
+    limited,
+    parse_lengths,
+    usual_longest,
+)
 
-SCLS_PROMPT, SCLS_OUTPUT = Lengths("lognormal", 400, 1.0, 1024), Lengths("lognormal", 120, 0.75, 1024)
+SCLS_PROMPT, SCLS_OUTPUT = (
+    Lengths("lognormal", 400, 1.0, 1024),
+    Lengths("lognormal", 120, 0.75, 1024),
+)
 
 
 def test_the_same_seed_gives_the_same_trace_and_another_seed_another():
-    first, same, other = (generate(Arrivals(20), 30, SCLS_PROMPT, SCLS_OUTPUT, seed) for seed in (1, 1, 2))
+    first, same, other = (
+        generate(Arrivals(20), 30, SCLS_PROMPT, SCLS_OUTPUT, seed) for seed in (1, 1, 2)
+    )
     assert first.arrival_s.tobytes() == same.arrival_s.tobytes()
     assert first.output_tokens.tobytes() == same.output_tokens.tobytes()
     assert first.output_tokens.tobytes() != other.output_tokens.tobytes()
@@ -68,7 +81,9 @@ def test_drawn_arrivals_keep_the_requests():
     assert drawn.notes[-1] == "arrival times drawn: 2 requests/s, gaps with cv 1, seed 3"
 
 
-@pytest.mark.parametrize("text", ["lognormal:400:1", "uniform:32:4096", "pareto:20:1.5", "fixed:128"])
+@pytest.mark.parametrize(
+    "text", ["lognormal:400:1", "uniform:32:4096", "pareto:20:1.5", "fixed:128"]
+)
 def test_a_distribution_is_spelled_as_it_is_printed(text):
     assert str(parse_lengths(text)) == text
 
@@ -80,10 +95,22 @@ def test_a_distribution_is_spelled_as_it_is_printed(text):
         ("lognormal", "give lognormal:MEDIAN:SIGMA"),
         ("lognormal:4", "give lognormal:MEDIAN:SIGMA"),
         ("lognormal:a:b", "give lognormal:MEDIAN:SIGMA"),
-        ("lognormal:nan:1", "lognormal:MEDIAN:SIGMA, lengths from 1 to 2147483647 tokens, SIGMA above 0 and up to 10"),
-        ("lognormal:4:0", "lognormal:MEDIAN:SIGMA, lengths from 1 to 2147483647 tokens, SIGMA above 0 and up to 10"),
-        ("pareto:4:inf", "pareto:LOW:ALPHA, lengths from 1 to 2147483647 tokens, ALPHA from 0.1 to 1000"),
-        ("uniform:9:4", "uniform:LOW:HIGH, lengths from 1 to 2147483647 tokens, LOW not above HIGH"),
+        (
+            "lognormal:nan:1",
+            "lognormal:MEDIAN:SIGMA, lengths from 1 to 2147483647 tokens, SIGMA above 0 and up to 10",
+        ),
+        (
+            "lognormal:4:0",
+            "lognormal:MEDIAN:SIGMA, lengths from 1 to 2147483647 tokens, SIGMA above 0 and up to 10",
+        ),
+        (
+            "pareto:4:inf",
+            "pareto:LOW:ALPHA, lengths from 1 to 2147483647 tokens, ALPHA from 0.1 to 1000",
+        ),
+        (
+            "uniform:9:4",
+            "uniform:LOW:HIGH, lengths from 1 to 2147483647 tokens, LOW not above HIGH",
+        ),
         ("fixed:0", "fixed:TOKENS, lengths from 1 to 2147483647 tokens"),
         ("fixed:4:5", "give fixed:TOKENS"),
     ],
@@ -94,7 +121,9 @@ def test_an_impossible_distribution_names_what_is_right(text, hint):
     assert caught.value.hint == hint
 
 
-@pytest.mark.parametrize("build", [lambda: Arrivals(0), lambda: Arrivals(float("nan")), lambda: Arrivals(1, cv=-1)])
+@pytest.mark.parametrize(
+    "build", [lambda: Arrivals(0), lambda: Arrivals(float("nan")), lambda: Arrivals(1, cv=-1)]
+)
 def test_impossible_arrivals_are_refused(build):
     with pytest.raises(InputError, match="not possible"):
         build()
@@ -124,7 +153,9 @@ def test_lengths_with_a_bound_of_their_own_are_not_clipped_unasked():
     assert usual_longest("lognormal:400:1") == 1024
 
 
-@pytest.mark.parametrize("text", ["fixed:1e15", "uniform:1:1e30", "lognormal:400:1e6", "pareto:20:1e-5"])
+@pytest.mark.parametrize(
+    "text", ["fixed:1e15", "uniform:1:1e30", "lognormal:400:1e6", "pareto:20:1e-5"]
+)
 def test_a_distribution_that_would_overflow_is_refused(text):
     with pytest.raises(InputError, match="is not possible"):
         parse_lengths(text)
@@ -137,7 +168,12 @@ def test_a_variation_that_no_gaps_can_have_is_refused(cv):
 
 
 def test_gaps_that_hardly_vary_are_equal():
-    assert Arrivals(2.0, 1e-200).times(np.random.default_rng(0), 2.0).tolist() == [0.0, 0.5, 1.0, 1.5]
+    assert Arrivals(2.0, 1e-200).times(np.random.default_rng(0), 2.0).tolist() == [
+        0.0,
+        0.5,
+        1.0,
+        1.5,
+    ]
 
 
 @pytest.mark.parametrize(("rate", "duration"), [(1e12, 600.0), (1e6, 1e9), (1e-3, 1e300)])

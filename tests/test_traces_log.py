@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.traces.log import TraceLog
 from toolkit.traces.read import read_trace
-from toolkit.traces.write import Line
+from toolkit.traces.write import TraceLine, TraceLog
 
 ENDLESS = """
 import itertools, sys
 from pathlib import Path
-from toolkit.traces.log import TraceLog
+from toolkit.traces.write import TraceLog
 from toolkit.traces.write import Line
 log = TraceLog(Path(sys.argv[1]), 20_000)
 for index in itertools.count(1):
@@ -29,8 +28,8 @@ for index in itertools.count(1):
 """
 
 
-def line(index: int = 1, **more) -> Line:
-    return Line(float(index), index, 2 * index, **more)
+def line(index: int = 1, **more) -> TraceLine:
+    return TraceLine(float(index), index, 2 * index, **more)
 
 
 def test_lines_are_in_the_file_at_once(tmp_path: Path):
@@ -38,7 +37,8 @@ def test_lines_are_in_the_file_at_once(tmp_path: Path):
         log.add(line(1, max_tokens=9, ttft_ms=1.5, e2e_ms=2, status="ok"))
         written = (tmp_path / "log").read_text()
     expected = (
-        '"timestamp":1.0,"input_length":1,"output_length":2,"max_tokens":9,"ttft_ms":1.5,"e2e_ms":2,"status":"ok"'
+        '"timestamp":1.0,"input_length":1,"output_length":2,"max_tokens":9,'
+        '"ttft_ms":1.5,"e2e_ms":2,"status":"ok"'
     )
     assert written == "{" + expected + "}\n"
 
@@ -46,14 +46,18 @@ def test_lines_are_in_the_file_at_once(tmp_path: Path):
 def test_a_later_process_goes_on_where_an_earlier_one_ended(tmp_path: Path):
     for index in (1, 2):
         with TraceLog(tmp_path / "log") as log:
-            log.add(Line(log.timestamp(index), 5, 6))
+            log.add(TraceLine(log.timestamp(index), 5, 6))
     trace, report = read_trace(tmp_path / "log")
     assert report.kept == 2
-    assert trace.arrival_s.tolist() == pytest.approx([0, 1], abs=0.5)  # both were opened at about the same time
+    assert trace.arrival_s.tolist() == pytest.approx(
+        [0, 1], abs=0.5
+    )  # both were opened at about the same time
 
 
 def test_a_torn_last_line_costs_no_other(tmp_path: Path):
-    (tmp_path / "log").write_text('{"timestamp":1,"input_length":1,"output_length":1}\n{"timestamp":2,"inp')
+    (tmp_path / "log").write_text(
+        '{"timestamp":1,"input_length":1,"output_length":1}\n{"timestamp":2,"inp'
+    )
     with TraceLog(tmp_path / "log") as log:
         log.add(line(3))
     _, report = read_trace(tmp_path / "log")
@@ -71,6 +75,7 @@ def test_two_files_of_bounded_size_hold_the_last_requests(tmp_path: Path):
     assert kept == list(range(101 - len(kept), 101))
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path):
     command = [sys.executable, "-c", ENDLESS, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

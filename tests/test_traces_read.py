@@ -68,7 +68,9 @@ def test_each_format_is_recognised_by_its_columns(tmp_path, text, form, arrivals
 
 
 def test_columns_are_found_by_name_wherever_they_stand(tmp_path):
-    trace, _ = read_trace(_file(tmp_path, "GeneratedTokens,x, TIMESTAMP,ContextTokens\n7,?,2023-11-16 18:15:46,5\n"))
+    trace, _ = read_trace(
+        _file(tmp_path, "GeneratedTokens,x, TIMESTAMP,ContextTokens\n7,?,2023-11-16 18:15:46,5\n")
+    )
     assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([5], [7])
 
 
@@ -110,9 +112,15 @@ def test_a_csv_row_that_cannot_be_is_counted_with_its_reason(tmp_path, row, reas
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("1e300,5,5", "1 with a time beyond the year 9999 (row 2: arrived_at is '1e300', must be at most 2.534e+11 s)"),
+        (
+            "1e300,5,5",
+            "1 with a time beyond the year 9999 (row 2: arrived_at is '1e300', must be at most 2.534e+11 s)",
+        ),
         ("-3,5,5", "1 with a negative time (row 2: arrived_at is '-3', must be at least 0 s)"),
-        ("-1e300,5,5", "1 with a negative time (row 2: arrived_at is '-1e300', must be at least 0 s)"),
+        (
+            "-1e300,5,5",
+            "1 with a negative time (row 2: arrived_at is '-1e300', must be at least 0 s)",
+        ),
         ("inf,5,5", "1 unparsable (row 2: arrived_at is 'inf', must be a finite number of s)"),
         ("nan,5,5", "1 unparsable (row 2: arrived_at is 'nan', must be a finite number of s)"),
         (",5,5", "1 unparsable (row 2: arrived_at is '', must be a finite number of s)"),
@@ -120,8 +128,14 @@ def test_a_csv_row_that_cannot_be_is_counted_with_its_reason(tmp_path, row, reas
             "0,five,5",
             "1 unparsable (row 2: num_prefill_tokens is 'five', must be a whole number from 1 to 2,147,483,647)",
         ),
-        ("0,5", "1 unparsable (row 2: no num_decode_tokens, must be a whole number from 1 to 2,147,483,647)"),
-        ("0,5," + "x" * 99, f"1 unparsable (row 2: num_decode_tokens is '{'x' * 39}..., must be a whole number"),
+        (
+            "0,5",
+            "1 unparsable (row 2: no num_decode_tokens, must be a whole number from 1 to 2,147,483,647)",
+        ),
+        (
+            "0,5," + "x" * 99,
+            f"1 unparsable (row 2: num_decode_tokens is '{'x' * 39}..., must be a whole number",
+        ),
     ],
 )
 def test_the_first_bad_row_is_shown_with_its_value_and_the_limit(tmp_path, row, said):
@@ -135,13 +149,21 @@ def test_json_of_nans_says_which_value_is_one(tmp_path, array):
     rows = ['{"timestamp": NaN, "input_length": 5, "output_length": 5}'] * 3
     with pytest.raises(InputError) as caught:
         read_trace(_file(tmp_path, "[" + ",".join(rows) + "]" if array else "\n".join(rows)))
-    assert "3 unparsable (row 1: timestamp is nan, must be a finite number of ms)" in caught.value.message
+    assert (
+        "3 unparsable (row 1: timestamp is nan, must be a finite number of ms)"
+        in caught.value.message
+    )
     assert caught.value.hint.startswith("mend these rows")
 
 
 def test_nanoseconds_are_not_taken_for_milliseconds(tmp_path):
-    rows = [{"timestamp": 1_700_000_000_000_000_000 + k, "input_length": 5, "output_length": 5} for k in range(2)]
-    with pytest.raises(InputError, match=r"timestamp is 1700000000000000000, must be at most 2.534e\+14 ms"):
+    rows = [
+        {"timestamp": 1_700_000_000_000_000_000 + k, "input_length": 5, "output_length": 5}
+        for k in range(2)
+    ]
+    with pytest.raises(
+        InputError, match=r"timestamp is 1700000000000000000, must be at most 2.534e\+14 ms"
+    ):
         read_trace(_file(tmp_path, "\n".join(map(json.dumps, rows))))
 
 
@@ -152,7 +174,10 @@ ODD = st.one_of(
 )  # fmt: skip
 ROWS = st.lists(
     st.dictionaries(
-        st.sampled_from(["timestamp", "input_length", "output_length", "max_tokens", "priority", "status"]), ODD
+        st.sampled_from(
+            ["timestamp", "input_length", "output_length", "max_tokens", "priority", "status"]
+        ),
+        ODD,
     ),
     max_size=4,
 )
@@ -180,10 +205,22 @@ def test_of_any_rows_a_trace_has_only_what_can_be(tmp_path_factory, rows, lenien
         ('{"timestamp": 0, "input_length": 5}', "unparsable"),
         ('{"timestamp": 0, "input_length": true, "output_length": 5}', "unparsable"),
         ('{"timestamp": NaN, "input_length": 5, "output_length": 5}', "unparsable"),
-        ('{"timestamp": 0, "input_length": 5, "output_length": 5, "status": "timeout"}', "failed responses"),
-        ('{"timestamp": 0, "input_length": 5, "output_length": 5, "status": ["ok"]}', "failed responses"),
-        ('{"timestamp": 0, "input_length": 5, "output_length": 9, "max_tokens": 8}', "longer than their max_tokens"),
-        ('{"timestamp": 0, "input_length": 5, "output_length": 9, "max_tokens": -1}', "with a non-positive length"),
+        (
+            '{"timestamp": 0, "input_length": 5, "output_length": 5, "status": "timeout"}',
+            "failed responses",
+        ),
+        (
+            '{"timestamp": 0, "input_length": 5, "output_length": 5, "status": ["ok"]}',
+            "failed responses",
+        ),
+        (
+            '{"timestamp": 0, "input_length": 5, "output_length": 9, "max_tokens": 8}',
+            "longer than their max_tokens",
+        ),
+        (
+            '{"timestamp": 0, "input_length": 5, "output_length": 9, "max_tokens": -1}',
+            "with a non-positive length",
+        ),
     ],
 )
 def test_a_json_line_that_cannot_be_is_counted_with_its_reason(tmp_path, line, reason):
@@ -235,8 +272,14 @@ def test_a_missing_column_is_named_with_those_found(tmp_path):
         (b"[1, 2]", "no JSON object"),
         (b"{\n", "no JSON object"),
         (b"arrived_at,num_prefill_tokens,num_decode_tokens\n", "no usable row: read 0 of 0 rows"),
-        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,0,0\n", "1 with a non-positive length"),
-        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,1," + b"9" * 200_000, "line 2: field larger than"),
+        (
+            b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,0,0\n",
+            "1 with a non-positive length",
+        ),
+        (
+            b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,1," + b"9" * 200_000,
+            "line 2: field larger than",
+        ),
     ],
 )
 def test_a_file_that_is_no_trace_is_one_clear_error(tmp_path, content, message):

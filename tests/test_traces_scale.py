@@ -6,15 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
-from toolkit.traces.scale import mean_rate, scale_lengths, scale_rate
 from toolkit.traces.types import Trace
+from toolkit.traces.windows import mean_rate, scale_lengths, scale_rate
 
-LENGTHS = st.lists(st.tuples(st.integers(1, 200_000), st.integers(1, 200_000)), min_size=1, max_size=60)
+LENGTHS = st.lists(
+    st.tuples(st.integers(1, 200_000), st.integers(1, 200_000)), min_size=1, max_size=60
+)
 
 
 def trace_of(prompts, outputs, arrivals=None, max_tokens=None) -> Trace:
     count = len(prompts)
-    arrivals = np.arange(count, dtype=float) if arrivals is None else np.array(arrivals, dtype=float)
+    arrivals = (
+        np.arange(count, dtype=float) if arrivals is None else np.array(arrivals, dtype=float)
+    )
     limits = np.zeros(count, dtype=np.int64) if max_tokens is None else np.array(max_tokens)
     return Trace(arrivals, np.array(prompts), np.array(outputs), limits, source="t.csv")
 
@@ -26,7 +30,7 @@ def test_the_rate_is_scaled_by_stretching_time():
     assert scaled.notes == ("arrival times scaled by 0.25: 0.5 -> 2 requests/s",)
 
 
-@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf"), 1e-300, 1e12])
 def test_an_impossible_rate_is_refused(rate):
     with pytest.raises(InputError, match="not possible"):
         scale_rate(trace_of([1, 2], [1, 2]), rate)
@@ -66,7 +70,9 @@ def test_lengths_are_divided_so_that_the_99th_percentile_fits_and_the_rest_is_cl
 def test_lengths_that_fit_are_left_alone():
     scaled = scale_lengths(trace_of([5, 6], [7, 8]), 100, 50)
     assert scaled.prompt_tokens.tolist() == [5, 6]
-    assert scaled.notes == ("prompts unchanged: all within 50 tokens; outputs unchanged: all within 50 tokens",)
+    assert scaled.notes == (
+        "prompts unchanged: all within 50 tokens; outputs unchanged: all within 50 tokens",
+    )
 
 
 def test_a_single_long_request_is_clipped_and_does_not_shrink_the_others():

@@ -8,15 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
-from toolkit.traces.scale import scale_rate
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import COVERED, cut, fit_windows, split_windows
+from toolkit.traces.windows import COVERED, cut, fit_windows, scale_rate, split_windows
 
 
 def trace_of(arrivals) -> Trace:
     count = len(arrivals)
     lengths = np.arange(1, count + 1)
-    return Trace(np.array(arrivals, dtype=float), lengths, lengths, np.zeros(count, dtype=np.int64), source="t.csv")
+    return Trace(
+        np.array(arrivals, dtype=float),
+        lengths,
+        lengths,
+        np.zeros(count, dtype=np.int64),
+        source="t.csv",
+    )
 
 
 STEADY = trace_of(np.arange(0, 100.01, 0.5))  # 100 s
@@ -38,7 +43,12 @@ def test_a_cut_without_requests_is_an_input_error():
         cut(STEADY, 200, 210)
 
 
-@given(search=st.integers(0, 6), held_out=st.integers(0, 6), seed=st.integers(0, 2**32), share=st.floats(0.1, 1))
+@given(
+    search=st.integers(0, 6),
+    held_out=st.integers(0, 6),
+    seed=st.integers(0, 2**32),
+    share=st.floats(0.1, 1),
+)
 def test_windows_are_as_many_as_asked_disjoint_and_spread(search, held_out, seed, share):
     count = search + held_out
     if count == 0:
@@ -56,7 +66,9 @@ def test_windows_are_as_many_as_asked_disjoint_and_spread(search, held_out, seed
 
 def test_the_two_kinds_take_turns():
     searched, held = split_windows(STEADY, 10, 2, 2, seed=0)
-    starts = sorted([(w.start_s, "search") for w in searched] + [(w.start_s, "held out") for w in held])
+    starts = sorted(
+        [(w.start_s, "search") for w in searched] + [(w.start_s, "held out") for w in held]
+    )
     kinds = [kind for _, kind in starts]
     assert kinds in (["search", "held out"] * 2, ["held out", "search"] * 2)
 
@@ -95,7 +107,9 @@ def test_windows_are_as_long_as_wished_where_the_trace_allows_it(wish):
     assert notes == (
         ()
         if kept or wish is None
-        else (f"windows of 20 s instead of {wish:,g} s: t.csv lasts 100 s at 2 requests/s, for 4 windows",)
+        else (
+            f"windows of 20 s instead of {wish:,g} s: t.csv lasts 100 s at 2 requests/s, for 4 windows",
+        )
     )
 
 
@@ -116,7 +130,12 @@ def test_requests_that_arrive_at_once_have_no_windows():
     assert "--draw-rate" in caught.value.hint
 
 
-@given(gaps=st.floats(2, 1e6), rate=st.floats(0.01, 1e4), search=st.integers(1, 5), held_out=st.integers(1, 4))
+@given(
+    gaps=st.floats(2, 1e6),
+    rate=st.floats(0.01, 1e4),
+    search=st.integers(1, 5),
+    held_out=st.integers(1, 4),
+)
 def test_no_wish_is_too_long_at_any_rate(gaps, rate, search, held_out):
     fitted, wish = scale_rate(STEADY, rate), gaps / rate
     found = fit_windows(fitted, wish, search, held_out)
@@ -124,7 +143,9 @@ def test_no_wish_is_too_long_at_any_rate(gaps, rate, search, held_out):
     assert (len(found.search), len(found.held_out)) == (search, held_out)
 
 
-@pytest.mark.parametrize(("window_s", "search", "held_out"), [(0, 1, 1), (-5, 1, 1), (float("nan"), 1, 1), (5, 0, 0)])
+@pytest.mark.parametrize(
+    ("window_s", "search", "held_out"), [(0, 1, 1), (-5, 1, 1), (float("nan"), 1, 1), (5, 0, 0)]
+)
 def test_impossible_windows_are_refused(window_s, search, held_out):
     with pytest.raises(InputError, match="cannot be cut"):
         split_windows(STEADY, window_s, search, held_out)

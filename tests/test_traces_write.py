@@ -13,7 +13,7 @@ from toolkit.sim.api import requests_of
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import cut
-from toolkit.traces.write import Line, write_lines, write_trace
+from toolkit.traces.write import TraceLine, write_lines, write_trace
 
 URGENCIES = np.array([0, -3, 7])
 ROWS = st.lists(
@@ -31,7 +31,10 @@ ROWS = st.lists(
 def test_a_written_trace_reads_back_to_the_microsecond(tmp_path_factory, rows):
     path = tmp_path_factory.getbasetemp() / "trace.jsonl"
     trace = _trace(
-        [(us - min(row[0] for row in rows), prompt, output, limited) for us, prompt, output, limited in rows]
+        [
+            (us - min(row[0] for row in rows), prompt, output, limited)
+            for us, prompt, output, limited in rows
+        ]
     )
     write_trace(trace, path)
     again, report = read_trace(path)
@@ -52,7 +55,13 @@ def test_writing_what_was_read_gives_the_same_bytes(tmp_path):
 
 def test_a_line_holds_only_what_there_is_to_say(tmp_path):
     path = tmp_path / "log.jsonl"
-    write_lines([Line(0, 5, 6), Line(1.5, 7, 8, max_tokens=9, ttft_ms=2.0, e2e_ms=3.0, status="ok")], path)
+    write_lines(
+        [
+            TraceLine(0, 5, 6),
+            TraceLine(1.5, 7, 8, max_tokens=9, ttft_ms=2.0, e2e_ms=3.0, status="ok"),
+        ],
+        path,
+    )
     assert path.read_text() == (
         '{"timestamp":0,"input_length":5,"output_length":6}\n'
         '{"timestamp":1.5,"input_length":7,"output_length":8,'
@@ -66,7 +75,9 @@ def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path):
 
 
 def _trace(rows):
-    """Rows of (arrival in microseconds, prompt, output, whether max_tokens is set), sorted by arrival."""
+    """Rows of (arrival in microseconds, prompt, output, whether max_tokens is set), sorted by
+    arrival.
+    """
     rows = sorted(rows, key=lambda row: row[0])
     return Trace(
         arrival_s=np.array([us / 1e6 for us, *_ in rows]),
@@ -78,7 +89,10 @@ def _trace(rows):
 
 def test_priorities_are_read_and_written_cut_and_simulated(tmp_path):
     path = tmp_path / "trace.jsonl"
-    trace = replace(_trace([(0, 8, 4, False), (2_000_000, 8, 4, False), (3_000_000, 8, 4, False)]), priority=URGENCIES)
+    trace = replace(
+        _trace([(0, 8, 4, False), (2_000_000, 8, 4, False), (3_000_000, 8, 4, False)]),
+        priority=URGENCIES,
+    )
     write_trace(trace, path)
     again, _ = read_trace(path)
     assert again.priorities == [0, -3, 7]
@@ -91,6 +105,8 @@ def test_priorities_are_read_and_written_cut_and_simulated(tmp_path):
 def test_what_is_no_priority_is_dropped_and_counted(tmp_path, priority):
     line = {"timestamp": 0, "input_length": 8, "output_length": 4}
     path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in (line, line | {"priority": priority})))
+    path.write_text(
+        "".join(json.dumps(each) + "\n" for each in (line, line | {"priority": priority}))
+    )
     trace, report = read_trace(path)
     assert (len(trace), trace.priority, report.dropped) == (1, None, {"unparsable": 1})

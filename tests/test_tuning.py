@@ -1,4 +1,6 @@
-"""The tuner: same seed same bytes, defaults first, a verdict on other windows, an interrupted search goes on."""
+"""The tuner: same seed same bytes, defaults first, a verdict on other windows, an interrupted
+search goes on.
+"""
 
 from itertools import pairwise
 
@@ -7,18 +9,32 @@ import pytest
 import samples
 
 from toolkit.errors import InputError
-from toolkit.files.tuning import Outcome, Tuning
+from toolkit.files.tuning import Outcome, Tuning, breaks
+from toolkit.report.verdict import verdict
 from toolkit.sched.policies.parameters import defaults
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.slice import SlicePolicy
-from toolkit.traces.prepare import prepare
 from toolkit.traces.types import Trace
-from toolkit.tuning.crew import Alone, Crew, Runner, collect
-from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task
-from toolkit.tuning.memo import JournalFile, Remembering
-from toolkit.tuning.space import search_space
+from toolkit.traces.windows import prepare
+from toolkit.tuning.evaluate import (
+    CandidateLimits,
+    Evaluation,
+    EvaluationSetup,
+    Task,
+    capacity_rps,
+    make_workload,
+    make_world,
+)
+from toolkit.tuning.executor import (
+    InProcessRunner,
+    JournalFile,
+    ProcessPool,
+    Remembering,
+    Runner,
+    collect,
+)
+from toolkit.tuning.search import search_space
 from toolkit.tuning.tune import Inputs, tune
-from toolkit.tuning.workload import capacity_rps, make_workload, make_world
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 TUNE = {"trials": 12, "window_s": 4, "load": 1.0, "draws": 4, "policies": ["own"]}
@@ -27,16 +43,22 @@ TUNE = {"trials": 12, "window_s": 4, "load": 1.0, "draws": 4, "policies": ["own"
 def trace(n: int = 2000, seed: int = 0) -> Trace:
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(0.1, n))
-    prompts, outputs = (np.clip(rng.lognormal(m, 0.8, n), 1, 400).astype(np.int64) for m in (4.5, 3.5))
+    prompts, outputs = (
+        np.clip(rng.lognormal(m, 0.8, n), 1, 400).astype(np.int64) for m in (4.5, 3.5)
+    )
     return Trace(arrival, prompts, outputs, np.zeros(n, np.int64), source="test")
 
 
-def run(runner: Runner | None = None, sla: dict[str, float] | None = None, **changes: object) -> Tuning:
+def run(
+    runner: Runner | None = None, sla: dict[str, float] | None = None, **changes: object
+) -> Tuning:
     recipe = samples.recipe(
-        engine={"name": "transformers"}, tune=TUNE | changes, **({} if sla is None else {"sla": sla})
+        engine={"name": "transformers"},
+        tune=TUNE | changes,
+        **({} if sla is None else {"sla": sla}),
     )
     inputs = Inputs(recipe, samples.fit(), make_workload(recipe, samples.fit(), trace()))
-    return tune(inputs, runner or Alone(), HEAD, lambda best: None)
+    return tune(inputs, runner or InProcessRunner(), HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +72,25 @@ def searched() -> Tuning:
     return run(policies=["sequence", "past-future"], trials=20)
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes(tuned):
     assert run().model_dump_json() == tuned.model_dump_json()
 
 
+@pytest.mark.slow
 def test_processes_change_no_byte(searched):
-    with Crew(2) as crew:
+    with ProcessPool(2) as crew:
         assert (
-            run(crew, policies=["sequence", "past-future"], trials=20).model_dump_json() == searched.model_dump_json()
+            run(crew, policies=["sequence", "past-future"], trials=20).model_dump_json()
+            == searched.model_dump_json()
         )
 
 
+@pytest.mark.slow
 def test_another_seed_searches_elsewhere(tuned):
-    assert [t.outcome.parameters for t in run(seed=1).trials] != [t.outcome.parameters for t in tuned.trials]
+    assert [t.outcome.parameters for t in run(seed=1).trials] != [
+        t.outcome.parameters for t in tuned.trials
+    ]
 
 
 def test_trial_0_is_the_recipes_policy(searched):
@@ -89,9 +117,12 @@ def test_a_policy_that_the_engine_cannot_serve_is_searched_and_says_so(searched)
     refusals = {one.policy: one.refusal for one in searched.policies}
     assert refusals["slice"] is None
     assert refusals["past-future"] is not None
-    assert refusals["past-future"].startswith("policy 'past-future' needs an engine that re-batches")
+    assert refusals["past-future"].startswith(
+        "policy 'past-future' needs an engine that re-batches"
+    )
 
 
+@pytest.mark.slow
 def test_a_policys_importances_are_its_own_parameters_and_sum_to_one():
     result = run(trials=24, policies=[])
     assert set(result.policies[0].importance) == set(search_space("slice", {}, {}))
@@ -105,14 +136,17 @@ def test_no_trial_beats_one_of_the_front(searched):
     for number in searched.front:
         mine = points[number]
         assert not any(
-            one["goodput_rps"] > mine["goodput_rps"] and one[latency] < mine[latency] for one in points.values()
+            one["goodput_rps"] > mine["goodput_rps"] and one[latency] < mine[latency]
+            for one in points.values()
         )
 
 
 def test_the_best_is_feasible_if_any_trial_is_and_has_the_most_goodput(tuned):
     feasible = [t for t in tuned.trials if t.feasible] or tuned.trials
     best = [t for t in feasible if t.outcome.parameters == tuned.best_held_out.parameters]
-    assert best[0].outcome.metrics["goodput_rps"] >= 0.999 * max(t.outcome.metrics["goodput_rps"] for t in feasible)
+    assert best[0].outcome.metrics["goodput_rps"] >= 0.999 * max(
+        t.outcome.metrics["goodput_rps"] for t in feasible
+    )
 
 
 def test_verdict_windows_are_not_search_windows(tuned):
@@ -122,7 +156,9 @@ def test_verdict_windows_are_not_search_windows(tuned):
 
 
 def test_gain_and_binding_target_follow_from_the_verdict(tuned):
-    before, after = (o.metrics["goodput_rps"] for o in (tuned.defaults_held_out, tuned.best_held_out))
+    before, after = (
+        o.metrics["goodput_rps"] for o in (tuned.defaults_held_out, tuned.best_held_out)
+    )
     assert tuned.gain_percent == pytest.approx(100 * (after / before - 1))
     assert tuned.binding_sla in tuned.sla
     assert tuned.binding_ratio == tuned.usage[tuned.binding_sla]
@@ -139,16 +175,23 @@ def test_sensitivity_sweeps_every_searched_parameter(tuned):
 
 
 def test_limits_beside_the_targets_are_used_up_to_a_share():
-    metrics = {"goodput_rps": 1.0, "oom_percent": 0.5, "evicted_percent": 3.0, "sla_attainment_lower_percent": 92.0}
-    one = Evaluation(Outcome(policy="aggressive", parameters={}, metrics=metrics), {"ttft_p99_s": 0.8})
-    assert one.usage(Limits(1.0)) == {"ttft_p99_s": 0.8, "oom_percent": 0.5}
-    both = Limits(1.0, max_evicted_percent=2.0, min_attainment_percent=90.0)
-    assert one.usage(both) == pytest.approx(
-        one.usage(Limits(1.0)) | {"evicted_percent": 1.5, "sla_attainment_percent": 0.8}
+    metrics = {
+        "goodput_rps": 1.0,
+        "oom_percent": 0.5,
+        "evicted_percent": 3.0,
+        "sla_attainment_lower_percent": 92.0,
+    }
+    one = Evaluation(
+        Outcome(policy="aggressive", parameters={}, metrics=metrics), {"ttft_p99_s": 0.8}
     )
-    assert one.feasible(Limits(1.0))
+    assert one.usage(CandidateLimits(1.0)) == {"ttft_p99_s": 0.8, "oom_percent": 0.5}
+    both = CandidateLimits(1.0, max_evicted_percent=2.0, min_attainment_percent=90.0)
+    assert one.usage(both) == pytest.approx(
+        one.usage(CandidateLimits(1.0)) | {"evicted_percent": 1.5, "sla_attainment_percent": 0.8}
+    )
+    assert one.feasible(CandidateLimits(1.0))
     assert not one.feasible(both)
-    assert not one.feasible(Limits(0.0))
+    assert not one.feasible(CandidateLimits(0.0))
 
 
 def test_an_interval_spans_its_median_and_holds_the_gain(tuned):
@@ -159,24 +202,27 @@ def test_an_interval_spans_its_median_and_holds_the_gain(tuned):
     assert drawn.better_percent in (0.0, 25.0, 50.0, 75.0, 100.0)
 
 
+@pytest.mark.slow
 def test_without_draws_there_is_no_interval():
     assert run(draws=0).uncertainty is None
 
 
+@pytest.mark.slow
 def test_drawn_laws_rule_the_workers_and_not_the_scheduler(monkeypatch):
-    seen = []
-    monkeypatch.setattr("toolkit.tuning.uncertainty.collect", lambda runner, tasks, tick: seen.extend(tasks) or stop())
+    batches = []
 
-    def stop():
-        raise KeyboardInterrupt
+    def remembering(runner, tasks, tick):
+        batches.append(list(tasks))
+        return collect(runner, tasks, tick)
 
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    worlds = [task.bench.world for task in seen]
+    monkeypatch.setattr("toolkit.tuning.tune.collect", remembering)
+    run()
+    worlds = [task.bench.world for task in batches[-1]]
     assert len({world.latency.prefill_s(8, 100) for world in worlds}) == 4
     assert len({world.believed.prefill_s(8, 100) for world in worlds}) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on_and_ends_the_same(tuned, tmp_path):
     path = tmp_path / "tuning.json.partial"
 
@@ -194,24 +240,33 @@ def test_an_interrupted_search_goes_on_and_ends_the_same(tuned, tmp_path):
         run(Remembering(Interrupted(), JournalFile(path, "same")))
     with path.open("a") as torn:
         torn.write('["half a li')
-    again = Remembering(Alone(), JournalFile(path, "same"))
+    again = Remembering(InProcessRunner(), JournalFile(path, "same"))
     assert again.remembered == 4
     assert run(again).model_dump_json() == tuned.model_dump_json()
-    whole = Remembering(Alone(), JournalFile(path, "same"))
-    assert run(Remembering(Interrupted(), JournalFile(path, "same"))).model_dump_json() == tuned.model_dump_json()
+    whole = Remembering(InProcessRunner(), JournalFile(path, "same"))
+    assert (
+        run(Remembering(Interrupted(), JournalFile(path, "same"))).model_dump_json()
+        == tuned.model_dump_json()
+    )
     assert whole.remembered > len(tuned.trials)
 
 
 def test_other_inputs_forget_what_was_kept(tmp_path):
     path = tmp_path / "memo"
-    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {})
-    collect(Remembering(Alone(), JournalFile(path, "one")), [Task(bench, "slice"), Task(bench, "slice")])
-    assert Remembering(Alone(), JournalFile(path, "one")).remembered == 1
-    assert Remembering(Alone(), JournalFile(path, "two")).remembered == 0
+    bench = EvaluationSetup(make_world(samples.recipe(), samples.fit()), [trace(50)], {})
+    collect(
+        Remembering(InProcessRunner(), JournalFile(path, "one")),
+        [Task(bench, "slice"), Task(bench, "slice")],
+    )
+    assert Remembering(InProcessRunner(), JournalFile(path, "one")).remembered == 1
+    assert Remembering(InProcessRunner(), JournalFile(path, "two")).remembered == 0
 
 
 def test_a_trace_without_requests_is_refused():
-    empty = Trace(*(np.zeros(0, dtype) for dtype in (float, np.int64, np.int64, np.int64)), source="nothing.csv")
+    empty = Trace(
+        *(np.zeros(0, dtype) for dtype in (float, np.int64, np.int64, np.int64)),
+        source="nothing.csv",
+    )
     with pytest.raises(InputError) as caught:
         make_workload(samples.recipe(), samples.fit(), empty)
     assert caught.value.message == "nothing.csv: there are no requests in it"
@@ -229,3 +284,26 @@ def test_load_is_relative_to_what_the_untuned_policy_can_serve():
     workload = make_workload(recipe, fit, trace())
     capacity = capacity_rps(recipe, make_world(recipe, fit), prepare(trace(), recipe))
     assert workload.rate_rps == pytest.approx(capacity, abs=1e-3)
+
+
+def test_where_no_request_is_served_the_targets_are_broken_and_it_says_so() -> None:
+    recipe = samples.recipe(
+        engine={"name": "transformers"}, tune=TUNE | {"load": None, "request_rate_rps": 5.0}
+    )
+    fit, count = samples.fit(capacity_tokens=64), 2000
+    long = Trace(
+        np.arange(count) / 5,
+        np.full(count, 300),
+        np.full(count, 9),
+        np.zeros(count, np.int64),
+        source="long",
+    )
+    inputs = Inputs(recipe, fit, make_workload(recipe, fit, long))
+    result = tune(inputs, InProcessRunner(), HEAD, lambda best: None)
+    assert not any(trial.feasible for trial in result.trials)
+    assert not result.keeps_limits
+    kept = {limit.name: limit.kept for limit in result.limits}
+    assert {key: kept[key] for key in recipe.sla} == dict.fromkeys(recipe.sla, False)
+    assert "ttft_p99_s is unknown: no request is served (at most 2 s)" in breaks(result.limits)
+    assert "broken, since no request is served" in " ".join(verdict(result))
+    assert Tuning.model_validate_json(result.model_dump_json()) == result

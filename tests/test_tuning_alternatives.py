@@ -1,4 +1,6 @@
-"""What else would serve the traffic: the highest rate, sibling recipes, one server for `auto`, and the words."""
+"""What else would serve the traffic: the highest rate, sibling recipes, one server for `auto`, and
+the words.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -14,38 +16,52 @@ from toolkit.files.plan import Kind
 from toolkit.files.tuning import Alternatives, SizingRow, Tuning
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies import KNOWN
-from toolkit.sched.policies.servable import OURS, engines_for, footnote, marked, refusal
-from toolkit.tuning.alternatives import BISECTIONS, HALVINGS, highest_rate
-from toolkit.tuning.crew import Alone
-from toolkit.tuning.evaluate import Bench
-from toolkit.tuning.sizing import Sizes, nothing_suffices
+from toolkit.sched.policies.servable import STARTED, engines_for, footnote, marked, refusal
+from toolkit.tuning.alternatives import (
+    BISECTIONS,
+    HALVINGS,
+    WorkerCounts,
+    highest_rate,
+    nothing_suffices,
+)
+from toolkit.tuning.evaluate import EvaluationSetup, make_workload, make_world
+from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.tune import Inputs, limits_of, tune, tune_to_size
-from toolkit.tuning.workload import make_workload, make_world
 
 TUNE = {"trials": 2, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
 RATES = st.floats(0.01, 1000.0)
 
 
 def inputs(sla: dict[str, float], siblings: tuple[Kind, ...] = (), **changes: object) -> Inputs:
-    recipe = samples.recipe(sla=sla, **({"engine": {"name": "transformers"}, "tune": TUNE} | changes))
-    fit = samples.paged_fit() if recipe.engine.name == "vllm" else samples.fit(engine=recipe.engine.name)
+    recipe = samples.recipe(
+        sla=sla, **({"engine": {"name": "transformers"}, "tune": TUNE} | changes)
+    )
+    fit = (
+        samples.paged_fit()
+        if recipe.engine.name == "vllm"
+        else samples.fit(engine=recipe.engine.name)
+    )
     return Inputs(recipe, fit, make_workload(recipe, fit, trace(1000)), siblings=siblings)
 
 
 def sibling() -> Kind:
     """A recipe for vLLM."""
-    recipe = samples.recipe(name="bare", engine={"name": "vllm"}, workers=1, policy={"name": "vllm"})
+    recipe = samples.recipe(
+        name="bare", engine={"name": "vllm"}, workers=1, policy={"name": "vllm"}
+    )
     return Kind(recipe=recipe, fit=samples.paged_fit(capacity_tokens=65536), workers=1)
 
 
 def tuned(given: Inputs, auto: bool = False) -> tuple[Tuning, Alternatives]:
-    result = (tune_to_size if auto else tune)(given, Alone(), HEAD, lambda best: None)
+    result = (tune_to_size if auto else tune)(given, InProcessRunner(), HEAD, lambda best: None)
     assert result.alternatives is not None
     return result, result.alternatives
 
 
 @given(RATES, RATES, RATES)
-def test_the_highest_rate_keeps_and_one_five_percent_above_it_does_not(start: float, most: float, edge: float) -> None:
+def test_the_highest_rate_keeps_and_one_five_percent_above_it_does_not(
+    start: float, most: float, edge: float
+) -> None:
     asked: list[float] = []
 
     def keeps(rate: float) -> bool:
@@ -74,12 +90,15 @@ def test_a_sibling_that_keeps_the_limits_comes_before_fewer_requests_and_more_wo
     assert found.workers is None
     lines = verdict(result)
     places = [
-        k for k, line in enumerate(lines) if line.startswith(("  another engine: recipe bare", "  fewer", "  not f"))
+        k
+        for k, line in enumerate(lines)
+        if line.startswith(("  another engine: recipe bare", "  fewer", "  not f"))
     ]
     assert len(places) == 2
     assert all(one < other for one, other in pairwise(places))
 
 
+@pytest.mark.slow
 def test_without_one_the_workers_are_counted_and_the_rate_is_searched() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}))
     assert not found.feasible
@@ -89,10 +108,13 @@ def test_without_one_the_workers_are_counted_and_the_rate_is_searched() -> None:
     assert found.up_to_rps is not None
     assert found.up_to_rps < result.request_rate_rps
     assert f"  more workers: {found.workers} with the best settings" in verdict(result)
-    fewer, kept = tuned(inputs({"ttft_p99_s": 0.5}, tune=TUNE | {"request_rate_rps": found.up_to_rps / 2}))
+    fewer, kept = tuned(
+        inputs({"ttft_p99_s": 0.5}, tune=TUNE | {"request_rate_rps": found.up_to_rps / 2})
+    )
     assert kept.feasible, fewer.usage
 
 
+@pytest.mark.slow
 def test_a_sibling_that_serves_clearly_more_gets_a_line_where_limits_are_kept() -> None:
     given = inputs({"e2e_p95_s": 3.0}, (sibling(),), tune=TUNE | {"request_rate_rps": 2.0})
     result, found = tuned(given)
@@ -101,23 +123,30 @@ def test_a_sibling_that_serves_clearly_more_gets_a_line_where_limits_are_kept() 
     assert own is not None
     assert other is not None
     assert other > 1.25 * own
-    assert any(line.startswith("recipe bare (engine vllm) keeps all limits up to ") for line in verdict(result))
+    assert any(
+        line.startswith("recipe bare (engine vllm) keeps all limits up to ")
+        for line in verdict(result)
+    )
 
 
+@pytest.mark.slow
 def test_before_more_workers_are_asked_for_the_sibling_is_named() -> None:
     result, found = tuned(inputs({"ttft_p99_s": 0.5}, (sibling(),)), auto=True)
     assert result.sizing is not None
     assert result.sizing.workers > 1
     assert found.siblings[0].workers == 1
     lines = verdict(result)
-    before = next(k for k, line in enumerate(lines) if line.startswith("before you add workers: recipe bare"))
+    before = next(
+        k for k, line in enumerate(lines) if line.startswith("before you add workers: recipe bare")
+    )
     assert lines[before + 1].startswith("workers needed: ")
 
 
+@pytest.mark.slow
 def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
     given = inputs({"ttft_p99_s": 0.5}, (sibling(),))
     _, found = tuned(given)
-    bench = Bench(make_world(given.recipe, given.fit), [], given.recipe.sla)
+    bench = EvaluationSetup(make_world(given.recipe, given.fit), [], given.recipe.sla)
     row = SizingRow(
         settings="recipe",
         workers=256,
@@ -127,24 +156,34 @@ def test_where_no_number_of_workers_suffices_the_hint_is_the_sibling() -> None:
         binding="x",
         binding_ratio=2.0,
     )
-    sizes = Sizes(bench, Alone(), limits_of(given.recipe), lambda: None, [row])
-    assert nothing_suffices(sizes, found.siblings).hint == "tune bare (engine vllm): on 1 it keeps them"
+    sizes = WorkerCounts(bench, InProcessRunner(), limits_of(given.recipe), lambda: None, [row])
+    assert (
+        nothing_suffices(sizes, found.siblings).hint
+        == "tune bare (engine vllm): on 1 it keeps them"
+    )
     assert nothing_suffices(sizes).hint.startswith("a looser target")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "suffices"), [(5.0, True), (400.0, False)])
 def test_a_server_is_one_worker_for_auto(rate: float, suffices: bool) -> None:
     spec = {"engine": {"name": "vllm"}, "workers": 1, "policy": {"name": "vllm"}}
-    result, found = tuned(inputs({"e2e_p95_s": 3.0}, tune=TUNE | {"request_rate_rps": rate}, **spec), auto=True)
+    result, found = tuned(
+        inputs({"e2e_p95_s": 3.0}, tune=TUNE | {"request_rate_rps": rate}, **spec), auto=True
+    )
     assert found.feasible == suffices
     assert (result.sizing is not None) == suffices
     if result.sizing:
         assert (result.sizing.workers, result.sizing.one_more_keeps) == (1, None)
-        assert verdict(result)[0] == "workers needed: 1, with the best settings; a server is one worker"
+        assert (
+            verdict(result)[0]
+            == "workers needed: 1, with the best settings; a server is one worker"
+        )
     else:
         assert any("a server is one worker" in line for line in verdict(result))
 
 
+@pytest.mark.slow
 def test_half_of_the_trials_are_for_what_the_engine_runs_and_the_others_go_round() -> None:
     result, _ = tuned(inputs({"ttft_p99_s": 2.0}, tune=TUNE | {"trials": 32, "policies": ["all"]}))
     trials = {one.policy: one.trials for one in result.policies}
@@ -157,7 +196,7 @@ def test_half_of_the_trials_are_for_what_the_engine_runs_and_the_others_go_round
 def test_what_marks_a_policy_is_what_refuses_to_serve_it() -> None:
     for policy in KNOWN:
         able = engines_for(policy)
-        for engine in OURS:
+        for engine in STARTED:
             assert (refusal(policy, [engine]) is None) == (engine in able)
             assert (marked(policy, [engine]) == policy) == (engine in able)
             assert (footnote([policy], [engine]) == "") == (engine in able)
@@ -174,4 +213,7 @@ def test_several_servers_cannot_be_asked_for(
     monkeypatch.chdir(tmp_path)
     words = ["tune", "qwen3-8b-h200", "--fit", "qwen3-8b-h200", "--rate", "2", "--workers", "2"]
     assert llmctl(*words) == 2
-    assert "error: --workers 2: engine 'vllm' is a server, which is one worker" in capsys.readouterr().err
+    assert (
+        "error: --workers 2: engine 'vllm' is a server, which is one worker"
+        in capsys.readouterr().err
+    )

@@ -1,9 +1,11 @@
-"""The lower bound of the attainment: covers what it says, and knows that neighbours share their fate."""
+"""The lower bound of the attainment: covers what it says, and knows that neighbours share their
+fate.
+"""
 
 import numpy as np
 import pytest
 
-from toolkit.tuning.attainment import lower_bound_percent, wilson_lower
+from toolkit.tuning.evaluate import lower_bound_percent, wilson_lower
 
 
 def stretches(rng: np.random.Generator, count: int, mean_length: float, share: float) -> np.ndarray:
@@ -32,7 +34,9 @@ def test_it_covers_where_a_bound_for_independent_requests_does_not():
     rng = np.random.default_rng(0)
     drawn = [[stretches(rng, 600, 20, 0.9) for _ in range(2)] for _ in range(400)]
     mine = np.mean([lower_bound_percent(windows) <= 90.0 for windows in drawn])
-    plain = np.mean([100 * wilson_lower(float(np.mean(windows)), 1200) <= 90.0 for windows in drawn])
+    plain = np.mean(
+        [100 * wilson_lower(float(np.mean(windows)), 1200) <= 90.0 for windows in drawn]
+    )
     assert mine > 0.87  # of the 95 % that are meant: late stretches are few
     assert plain < 0.6
 

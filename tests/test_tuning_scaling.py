@@ -10,12 +10,10 @@ from commands import llmctl
 
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.files.scaling import ScaledLengths, Scaling
-from toolkit.files.tuning import Tuning
-from toolkit.traces.prepare import prepare
+from toolkit.files.tuning import ScaledLengths, Scaling, Tuning
 from toolkit.traces.read import read_trace
-from toolkit.traces.scale import scale_lengths
-from toolkit.traces.shipped import trace_path
+from toolkit.traces.types import trace_path
+from toolkit.traces.windows import prepare, scale_lengths
 
 RECIPE = """\
 name: test
@@ -39,7 +37,9 @@ def lengths(divisor: float, longest: int = 100, limit: int = 384) -> ScaledLengt
     )  # fmt: skip
 
 
-def scaling(prompts: float, outputs: float = 1.0, longest: int = 100, context: int | None = None) -> Scaling:
+def scaling(
+    prompts: float, outputs: float = 1.0, longest: int = 100, context: int | None = None
+) -> Scaling:
     return Scaling(
         requests=9, max_model_len=512, max_new_tokens=128, model_context=context,
         prompts=lengths(prompts, longest), outputs=lengths(outputs, limit=128),
@@ -47,7 +47,10 @@ def scaling(prompts: float, outputs: float = 1.0, longest: int = 100, context: i
 
 
 def write_trace(shortest: int) -> None:
-    rows = [{"timestamp": 250 * k, "input_length": shortest + k % 300, "output_length": 8 + k % 60} for k in range(400)]
+    rows = [
+        {"timestamp": 250 * k, "input_length": shortest + k % 300, "output_length": 8 + k % 60}
+        for k in range(400)
+    ]
     Path("trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -112,14 +115,18 @@ def test_the_model_s_own_context_comes_from_the_recipe() -> None:
         assert prepared.scaling.model_context == context
 
 
-def test_the_verdict_the_plan_and_the_page_say_it(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_the_plan_and_the_page_say_it(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fit = ["--fit", "fit.json"]
     assert llmctl("tune", "recipe.yaml", *fit, "--trace", "trace.jsonl", "--jobs", "1") == 0
     out, err = capsys.readouterr()
     assert err.splitlines()[0].startswith("warning: trace: prompts divided by 8.5")
     verdict = re.sub(r"\s+", " ", out[out.index("warning: ") :])
     assert verdict.startswith("warning: not the trace's own requests: prompts are divided by 8.5")
-    cuts = "the model takes 8,192 tokens, so every prompt as it is; max_model_len: 512 in the recipe"
+    cuts = (
+        "the model takes 8,192 tokens, so every prompt as it is; max_model_len: 512 in the recipe"
+    )
     assert f"warning: {cuts} is what cuts" in verdict
     tuning = read_file(Tuning, "tuning.json")
     assert tuning.scaling is not None
@@ -140,7 +147,10 @@ def test_the_verdict_the_plan_and_the_page_say_it(files: Path, capsys: pytest.Ca
     assert page.count(cuts) >= 2, "in the verdict, and beside the plan"
 
 
-def test_requests_that_fit_are_not_warned_of(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_requests_that_fit_are_not_warned_of(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_trace(20)
     words = ["--trace", "trace.jsonl", "--jobs", "1"]
     assert llmctl("tune", "recipe.yaml", "--fit", "fit.json", *words) == 0

@@ -1,4 +1,6 @@
-"""How few workers suffice: the search for the count, its verification, and what is said where none does."""
+"""How few workers suffice: the search for the count, its verification, and what is said where none
+does.
+"""
 
 import pytest
 import samples
@@ -8,10 +10,10 @@ from test_tuning import HEAD, trace
 
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.tuning import Tuning
-from toolkit.tuning.crew import Alone, Crew, Runner
-from toolkit.tuning.sizing import WORKERS_MAX, fewest
+from toolkit.tuning.alternatives import WORKERS_MAX, fewest
+from toolkit.tuning.evaluate import make_workload
+from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner
 from toolkit.tuning.tune import Inputs, tune_to_size
-from toolkit.tuning.workload import make_workload
 
 TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
 
@@ -19,7 +21,7 @@ TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "polic
 def size(sla: dict[str, float], runner: Runner | None = None) -> Tuning:
     recipe = samples.recipe(tune=TUNE, sla=sla)
     inputs = Inputs(recipe, samples.fit(), make_workload(recipe, samples.fit(), trace()))
-    return tune_to_size(inputs, runner or Alone(), HEAD, lambda best: None)
+    return tune_to_size(inputs, runner or InProcessRunner(), HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,9 @@ def test_where_more_is_better_the_fewest_are_found(needed: int) -> None:
 
 
 @given(st.sets(st.integers(1, WORKERS_MAX)), st.integers(1, WORKERS_MAX))
-def test_wherever_it_is_not_the_answer_keeps_and_its_lower_neighbour_does_not(good: set[int], known: int) -> None:
+def test_wherever_it_is_not_the_answer_keeps_and_its_lower_neighbour_does_not(
+    good: set[int], known: int
+) -> None:
     found = fewest((good | {known}).__contains__, known)
     assert found is not None
     assert found in good | {known}
@@ -51,6 +55,7 @@ def test_none_where_no_count_suffices() -> None:
     assert fewest(lambda count: False) is None
 
 
+@pytest.mark.slow
 def test_the_answer_and_its_neighbours_were_simulated(sized: Tuning) -> None:
     sizing = sized.sizing
     assert sizing is not None
@@ -62,12 +67,15 @@ def test_the_answer_and_its_neighbours_were_simulated(sized: Tuning) -> None:
 
 def test_the_tuning_is_of_the_answer(sized: Tuning) -> None:
     assert sized.sizing is not None
-    recipes = [row.workers for row in sized.sizing.rows if row.settings == "recipe" and row.feasible]
+    recipes = [
+        row.workers for row in sized.sizing.rows if row.settings == "recipe" and row.feasible
+    ]
     assert sized.workers <= min(recipes)
 
 
+@pytest.mark.slow
 def test_processes_change_no_byte(sized: Tuning) -> None:
-    with Crew(2) as crew:
+    with ProcessPool(2) as crew:
         assert size({"e2e_p95_s": 3.0}, crew).model_dump_json() == sized.model_dump_json()
 
 

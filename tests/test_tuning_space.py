@@ -7,10 +7,9 @@ from toolkit.errors import InputError
 from toolkit.files.recipe import PolicySpec
 from toolkit.sched.policies import ORACLES, POLICIES
 from toolkit.sim.world import world_from_fit
-from toolkit.traces.generate import backlog
-from toolkit.traces.lengths import Lengths
-from toolkit.tuning.evaluate import Bench, Task
-from toolkit.tuning.space import PolicySpace, make_spaces, search_space, sweep
+from toolkit.traces.generate import Lengths, backlog
+from toolkit.tuning.evaluate import EvaluationSetup, Task
+from toolkit.tuning.search import PolicySpace, make_spaces, search_space, sweep
 
 SLICE = PolicySpec(name="slice", parameters={"slice_tokens": 128})
 
@@ -32,7 +31,9 @@ def test_all_means_all_but_the_oracles():
 
 
 def test_parameters_of_a_policy_are_named_with_it_and_plain_ones_are_the_recipes_own():
-    spaces = make_spaces(SLICE, ["sequence"], {"slice_tokens": [100, 200], "sequence.batch_size": [2, 4]}, 2)
+    spaces = make_spaces(
+        SLICE, ["sequence"], {"slice_tokens": [100, 200], "sequence.batch_size": [2, 4]}, 2
+    )
     ranges = [(one.distributions[key].low, one.distributions[key].high) for one, key in
               zip(spaces, ("slice_tokens", "batch_size"), strict=True)]  # fmt: skip
     assert ranges == [(100, 200), (2, 16)]  # 16 is where sequence starts
@@ -66,13 +67,29 @@ def test_every_policy_can_be_searched(policy):
     [
         ([], {"slice_token": [1, 2]}, "tune.space: policy 'slice' has no parameter 'slice_token'"),
         ([], {"eager": [0, 1]}, "tune.space: eager: 0 is none of its choices"),
-        ([], {"memory_reserve": [0.0, 2.0]}, "tune.space: memory_reserve: [0, 2] is not a range within [0, 0.99]"),
-        ([], {"memory_reserve": [0.1]}, "tune.space: memory_reserve: [0.1] is not a range within [0, 0.99]"),
-        ([], {"memory_reserve": ["a", True]}, "tune.space: memory_reserve: [a, true] is not a range within [0, 0.99]"),
+        (
+            [],
+            {"memory_reserve": [0.0, 2.0]},
+            "tune.space: memory_reserve: [0, 2] is not a range within [0, 0.99]",
+        ),
+        (
+            [],
+            {"memory_reserve": [0.1]},
+            "tune.space: memory_reserve: [0.1] is not a range within [0, 0.99]",
+        ),
+        (
+            [],
+            {"memory_reserve": ["a", True]},
+            "tune.space: memory_reserve: [a, true] is not a range within [0, 0.99]",
+        ),
         ([], {"past-future.router": ["x"]}, "tune.space: router: x is none of its choices"),
         ([], {"slices.eager": [True]}, "tune.space: slices.eager: there is no policy 'slices'"),
         (["slices"], {}, "tune.policies: there is no policy 'slices'"),
-        (["past-future-oracle"], {}, "policy 'past-future-oracle' knows the true output lengths, so it exists in"),
+        (
+            ["past-future-oracle"],
+            {},
+            "policy 'past-future-oracle' knows the true output lengths, so it exists in",
+        ),
     ],
 )
 def test_what_cannot_be_searched_is_named(policies, narrowed, message):
@@ -100,7 +117,9 @@ def test_the_0_of_a_logarithmic_range_is_searched_as_its_upper_end():
     space = PolicySpace("fcfs", {}, search_space("fcfs", {}, {"chunk_tokens": [16, 512]}))
     assert (space.distributions["chunk_tokens"].low, space.first()["chunk_tokens"]) == (16, 512)
     assert (space.meant("chunk_tokens", 512), space.meant("chunk_tokens", 511)) == (0, 511)
-    bounded = PolicySpace("fcfs", {"chunk_tokens": 64}, search_space("fcfs", {"chunk_tokens": 64}, {}))
+    bounded = PolicySpace(
+        "fcfs", {"chunk_tokens": 64}, search_space("fcfs", {"chunk_tokens": 64}, {})
+    )
     assert (bounded.first()["chunk_tokens"], bounded.meant("chunk_tokens", 16_384)) == (64, 16_384)
 
 
@@ -108,7 +127,13 @@ def test_vllms_flags_that_bound_one_another_are_tried_as_near_as_it_takes_them()
     world = world_from_fit(samples.paged_fit(), workers=1, max_new_tokens=64)
     drawn = {"max_num_seqs": 100, "max_num_batched_tokens": 32}
     tried = (
-        Task(Bench(world, [backlog(40, Lengths("fixed", 60), Lengths("fixed", 20), seed=0)], {}), "vllm", drawn)
+        Task(
+            EvaluationSetup(
+                world, [backlog(40, Lengths("fixed", 60), Lengths("fixed", 20), seed=0)], {}
+            ),
+            "vllm",
+            drawn,
+        )
         .run()
         .outcome
     )

@@ -1,4 +1,6 @@
-"""Evaluations in a database, found again after an interruption: SQLite, and a PostgreSQL server that starts here."""
+"""Evaluations in a database, found again after an interruption: SQLite, and a PostgreSQL server
+that starts here.
+"""
 
 import os
 import shutil
@@ -17,11 +19,10 @@ from test_cli_tune import files, tune
 from test_tuning import trace
 
 from toolkit.errors import InputError
-from toolkit.tuning.crew import Alone, collect
-from toolkit.tuning.evaluate import Bench, Task
-from toolkit.tuning.memo import Remembering
-from toolkit.tuning.storage import Studies
-from toolkit.tuning.workload import make_world
+from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
+from toolkit.tuning.executor import InProcessRunner, JournalFile, Remembering, Studies, collect
+
+pytestmark = pytest.mark.slow
 
 __all__ = ["files"]
 CANARY = "canary/7f3a:@"
@@ -54,10 +55,25 @@ def server() -> Iterator[str]:
             os.chown(path, 65534, 65534)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = ["--auth=scram-sha-256", "--username=tuner", f"--pwfile={password}", "--no-sync", "--encoding=UTF8"]
+    options = [
+        "--auth=scram-sha-256",
+        "--username=tuner",
+        f"--pwfile={password}",
+        "--no-sync",
+        "--encoding=UTF8",
+    ]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
     subprocess.run([*as_user, where / "initdb", "-D", data, *options], check=True, **quiet)
-    settings = ["-p", str(port), "-k", folder, "-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"]
+    settings = [
+        "-p",
+        str(port),
+        "-k",
+        folder,
+        "-c",
+        "listen_addresses=127.0.0.1",
+        "-c",
+        "fsync=off",
+    ]
     running = subprocess.Popen([*as_user, where / "postgres", "-D", data, *settings], **quiet)
     try:
         url = f"postgresql://tuner:{ESCAPED}@127.0.0.1:{port}/postgres"
@@ -69,7 +85,9 @@ def server() -> Iterator[str]:
                 assert running.poll() is None
         yield url
     finally:
-        running.send_signal(signal.SIGINT)  # with SIGTERM it would wait until all connections are closed
+        running.send_signal(
+            signal.SIGINT
+        )  # with SIGTERM it would wait until all connections are closed
         running.wait()
         shutil.rmtree(folder)
 
@@ -92,22 +110,33 @@ class Interrupted:
 
 
 def test_what_was_kept_is_found_again_and_the_result_is_the_same(url: str) -> None:
-    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {"ttft_p99_s": 2.0})
-    tasks = [Task(bench, "slice", {"slice_tokens": 8 * k, "max_min": bool(k % 2)}) for k in range(1, 5)]
+    bench = EvaluationSetup(
+        make_world(samples.recipe(), samples.fit()), [trace(50)], {"ttft_p99_s": 2.0}
+    )
+    tasks = [
+        Task(bench, "slice", {"slice_tokens": 8 * k, "max_min": bool(k % 2)}) for k in range(1, 5)
+    ]
     with pytest.raises(KeyboardInterrupt):
         collect(Remembering(Interrupted(), Studies(url, "test", "one")), tasks)
-    again = Remembering(Alone(), Studies(url, "test", "one"))
+    again = Remembering(InProcessRunner(), Studies(url, "test", "one"))
     assert again.remembered == 2
-    assert collect(again, tasks) == collect(Alone(), tasks)
-    assert Remembering(Alone(), Studies(url, "test", "two")).remembered == 0
+    assert collect(again, tasks) == collect(InProcessRunner(), tasks)
+    assert Remembering(InProcessRunner(), Studies(url, "test", "two")).remembered == 0
     everything = Studies(url, "test", "one")
-    assert collect(Remembering(Interrupted(), everything), tasks) == collect(Alone(), tasks)
+    assert collect(Remembering(Interrupted(), everything), tasks) == collect(
+        InProcessRunner(), tasks
+    )
 
 
 def test_the_studies_are_optunas(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
-    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers")
-    (found,) = collect(Remembering(Alone(), Studies(url, "test", "one")), [Task(bench, "slice", {"slice_tokens": 8})])
+    bench = EvaluationSetup(
+        make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
+    )
+    (found,) = collect(
+        Remembering(InProcessRunner(), Studies(url, "test", "one")),
+        [Task(bench, "slice", {"slice_tokens": 8})],
+    )
     storage = optuna.storages.RDBStorage(url)
     (name,) = optuna.get_all_study_names(storage)
     assert name.startswith("llmctl test ")
@@ -117,11 +146,17 @@ def test_the_studies_are_optunas(tmp_path: Path) -> None:
     assert trial.params["slice.slice_tokens"] == 8
 
 
-def test_a_storage_changes_no_byte_of_the_result(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_storage_changes_no_byte_of_the_result(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune("--out", "without.json") == 0
     assert tune("--out", "with.json", "--storage", "sqlite:///trials.db") == 0
     assert tune("--out", "again.json", "--storage", "sqlite:///trials.db") == 0
-    assert Path("without.json").read_bytes() == Path("with.json").read_bytes() == Path("again.json").read_bytes()
+    assert (
+        Path("without.json").read_bytes()
+        == Path("with.json").read_bytes()
+        == Path("again.json").read_bytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,12 +165,20 @@ def test_a_storage_changes_no_byte_of_the_result(files: Path, capsys: pytest.Cap
         ("mysql://me:{}@host/db", "'mysql' is not a database that can be used"),
         ("{}", "'...' is not a database that can be used"),
         ("postgresql://me:{}@host:port/db", "it is not a URL"),
-        ("postgresql://me:{}@127.0.0.1:1/db", "storage postgresql+psycopg://me:***@127.0.0.1:1/db: "),
-        ("postgresql://127.0.0.1:1/db?user=me&password={}", "storage postgresql+psycopg://127.0.0.1:1/db: "),
+        (
+            "postgresql://me:{}@127.0.0.1:1/db",
+            "storage postgresql+psycopg://me:***@127.0.0.1:1/db: ",
+        ),
+        (
+            "postgresql://127.0.0.1:1/db?user=me&password={}",
+            "storage postgresql+psycopg://127.0.0.1:1/db: ",
+        ),
         ("sqlite:////nowhere/trials.db", "unable to open database file"),
     ],
 )
-def test_no_password_is_shown(url: str, said: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_password_is_shown(
+    url: str, said: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tune("--storage", url.format(ESCAPED)) == 2
     out, err = capsys.readouterr()
     assert said in err
@@ -151,18 +194,69 @@ def test_a_password_that_is_wrong_is_not_shown(server: str) -> None:
 
 
 def test_a_database_that_goes_away_is_one_line(tmp_path: Path) -> None:
-    bench = Bench(make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers")
+    bench = EvaluationSetup(
+        make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
+    )
     studies = Studies(f"sqlite:///{tmp_path}/trials.db", "test", "one")
     (tmp_path / "trials.db").unlink()
     (tmp_path / "trials.db").touch()
     with pytest.raises(InputError, match=r"storage sqlite:///.*trials.db: \(sqlite3"):
-        collect(Remembering(Alone(), studies), [Task(bench, "slice")])
+        collect(Remembering(InProcessRunner(), studies), [Task(bench, "slice")])
 
 
-def test_a_damaged_line_of_the_memo_is_said_in_one_line(tmp_path):
-    from toolkit.tuning.memo import _read
+GOOD = b'["k", {"policy": "slice", "parameters": {}, "metrics": {"goodput_rps": 1.0}}, {"ttft_p99_s": 0.5}]\n'
+DAMAGED = [
+    b"\x00" * 64,
+    b"\xff\xfe no UTF-8",
+    b"[" * 100_000,
+    b"[1]",
+    b"",
+    b'{"key":"slice/7","result":{"seconds":[1.0]}}',  # of profile's journal
+    GOOD[:-1].replace(b'"k"', b"5"),
+    GOOD[:-1].replace(b'{"ttft_p99_s": 0.5}', b'"x"'),
+    GOOD[:-1].replace(b"0.5", b'"fast"'),
+    GOOD[:-1].replace(b'{"goodput_rps": 1.0}', b"{}"),
+]
 
-    for damaged in (b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"[1]\n"):
-        (tmp_path / "memo").write_bytes(b'"mine"\n' + damaged)
-        with pytest.raises(InputError, match="memo: a line of it is damaged"):
-            _read(tmp_path / "memo", "mine")
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_line_of_the_memo_is_said_in_one_line_and_kept(
+    damaged: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "memo"
+    for content, number in (
+        (b'"mine"\n' + GOOD + damaged + b"\n" + GOOD, 3),
+        (damaged + b"\n" + GOOD, 1),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(
+            InputError, match=f"memo: line {number} is damaged, or the file is no journal of tune"
+        ):
+            JournalFile(path, "mine")
+        assert path.read_bytes() == content
+
+
+def test_a_line_of_the_memo_that_a_kill_has_torn_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "memo"
+    for content, found in ((b'"mi', []), (b'"mine"', []), (b'"mine"\n' + GOOD + GOOD[:30], ["k"])):
+        path.write_bytes(content)
+        assert list(JournalFile(path, "mine").known) == found
+        assert path.read_bytes() == b'"mine"\n' + GOOD * len(found)
+
+
+def test_a_damaged_trial_of_a_database_is_said_in_one_line(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/trials.db"
+    bench = EvaluationSetup(
+        make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
+    )
+    collect(
+        Remembering(InProcessRunner(), Studies(url, "test", "one")),
+        [Task(bench, "slice", {"slice_tokens": 8})],
+    )
+    storage = optuna.storages.RDBStorage(url)
+    (name,) = optuna.get_all_study_names(storage)
+    optuna.load_study(study_name=name, storage=storage).add_trial(
+        optuna.trial.create_trial(value=1.0, user_attrs={"llmctl_key": "k", "llmctl_outcome": [1]})
+    )
+    with pytest.raises(InputError, match=r"trial 1 of study 'llmctl test .*' is damaged"):
+        Studies(url, "test", "one")

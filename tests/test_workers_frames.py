@@ -16,8 +16,8 @@ from toolkit.workers.frames import (
     Progress,
     Ready,
     Refused,
-    Run,
     RunRound,
+    RunSlice,
     Start,
     Stop,
     ToWorker,
@@ -25,13 +25,13 @@ from toolkit.workers.frames import (
     pack,
     worker_side,
 )
+from toolkit.workers.pool import BatchRecord
 from toolkit.workers.protocol import Times
-from toolkit.workers.record import BatchRecord
 
 SAMPLED = SamplingParams(temperature=0.5, seed=-3, stop_token_ids=(1, 2))
 TO_WORKER = [
     Start("{}", "{}", "{}", 0.05),
-    Run(7, (Row("a", (1, 2, 70_000), 1, 9, SAMPLED, end_after=4), Row("b", (), 0, 1)), 32),
+    RunSlice(7, (Row("a", (1, 2, 70_000), 1, 9, SAMPLED, end_after=4), Row("b", (), 0, 1)), 32),
     Cancel(7, ("a",)),
     Stop(),
 ]
@@ -97,7 +97,7 @@ class Slice:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.channel = FakeChannel()
-        run = Run(3, (Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9)
+        run = RunSlice(3, (Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9)
         self.outbox = Outbox(self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
         self.outbox.begin(3)
         self.running = RunningSlice(run, self.channel, self.outbox)  # type: ignore[arg-type]

@@ -7,13 +7,15 @@ import pytest
 import samples
 from commands import llmctl
 
+from toolkit.backends.local import LocalBackend
+from toolkit.backends.vllm import launch as vllm_launch
+from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.errors import EngineError
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import Recipe
-from toolkit.profiling import run as profiling
-from toolkit.serve import launch, vllm_launch
-from toolkit.workers.gpus import require_gpu, share_gpus, visible_gpus
+from toolkit.serve import launch
+from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -28,7 +30,9 @@ from toolkit.workers.gpus import require_gpu, share_gpus, visible_gpus
         ([2, 1, 0, 1], ["0", "1", "2", "3"], ["0,1", "2", None, "3"]),
     ],
 )
-def test_each_worker_has_gpus_of_its_own(sizes: list[int], visible: list[str], expected: list[str | None]):
+def test_each_worker_has_gpus_of_its_own(
+    sizes: list[int], visible: list[str], expected: list[str | None]
+):
     assert share_gpus(sizes, visible) == expected
 
 
@@ -52,15 +56,29 @@ GPU_RECIPE = samples.recipe(**orders.GPU)
         (GPU_RECIPE, {}, "nvidia0", ""),
         (GPU_RECIPE, {}, "dxg", ""),
         (GPU_RECIPE, {}, "kfd", ""),
-        (GPU_RECIPE, {"CUDA_VISIBLE_DEVICES": ""}, "nvidia0", "CUDA_VISIBLE_DEVICES hides all GPUs"),
-        (GPU_RECIPE, {"CUDA_VISIBLE_DEVICES": "-1"}, "nvidia0", "CUDA_VISIBLE_DEVICES hides all GPUs"),
+        (
+            GPU_RECIPE,
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "nvidia0",
+            "CUDA_VISIBLE_DEVICES hides all GPUs",
+        ),
+        (
+            GPU_RECIPE,
+            {"CUDA_VISIBLE_DEVICES": "-1"},
+            "nvidia0",
+            "CUDA_VISIBLE_DEVICES hides all GPUs",
+        ),
         (GPU_RECIPE, {"CUDA_VISIBLE_DEVICES": "1"}, "nvidia1", ""),
         (samples.recipe(**orders.GPU | {"engine": {"name": "fake"}}), {}, None, ""),
         (samples.recipe(), {}, None, ""),
     ],
 )
 def test_a_recipe_for_a_gpu_needs_one(
-    recipe: Recipe, environment: dict[str, str], device_file: str | None, refused: str, tmp_path: Path
+    recipe: Recipe,
+    environment: dict[str, str],
+    device_file: str | None,
+    refused: str,
+    tmp_path: Path,
 ) -> None:
     if device_file:
         (tmp_path / device_file).touch()
@@ -92,9 +110,14 @@ def test_serve_looks_for_the_gpu_before_anything_slow(
     monkeypatch.setattr(vllm_launch, "saved_model", never)
     changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}
     policy = PlannedPolicy(name="past-future" if engine == "vllm" else "slice", parameters={})
-    write_file(orders.plan(tmp_path, policy, samples.fit(workers=1), **changes), tmp_path / "plan.json")
+    write_file(
+        orders.plan(tmp_path, policy, samples.fit(workers=1), **changes), tmp_path / "plan.json"
+    )
     assert llmctl("serve", tmp_path / "plan.json", "--port", 0) == 3
-    assert "error: recipe 'test' needs a GPU, H200: CUDA_VISIBLE_DEVICES hides all GPUs" in capsys.readouterr().err
+    assert (
+        "error: recipe 'test' needs a GPU, H200: CUDA_VISIBLE_DEVICES hides all GPUs"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
@@ -102,7 +125,8 @@ def test_so_does_profile(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(profiling, "_bench", never)
+    monkeypatch.setattr(LocalBackend, "timed", never)
+    monkeypatch.setattr(VllmBackend, "timed", never)
     changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}
     write_file(samples.recipe(**changes), tmp_path / "recipe.json")
     assert llmctl("profile", tmp_path / "recipe.json", "--out", tmp_path / "profile.json") == 3

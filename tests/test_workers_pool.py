@@ -1,4 +1,6 @@
-"""Workers in real processes: what they serve, and what happens when they die, run out of memory, or are not wanted."""
+"""Workers in real processes: what they serve, and what happens when they die, run out of memory, or
+are not wanted.
+"""
 
 import asyncio
 import os
@@ -21,9 +23,8 @@ from toolkit.engines.protocol import Round, Row, SamplingParams, SliceOutput, St
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
 from toolkit.workers.frames import Alive, Progress, Ready, pack
-from toolkit.workers.lifeline import ALIVE, Signs
-from toolkit.workers.pool import MAX_FAILED_LOADS, OnFrame, Pool
-from toolkit.workers.processes import ProcessWorkers
+from toolkit.workers.lifeline import ALIVE, LifeSigns
+from toolkit.workers.pool import MAX_FAILED_LOADS, OnFrame, ProcessWorkers, WorkerPool
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -35,27 +36,44 @@ from toolkit.workers.protocol import (
 )
 from toolkit.workers.supervisor import Patience
 
+pytestmark = pytest.mark.slow
+
 CRASH, HANG = 200, 201
 LONG = SamplingParams(ignore_eos=True)
 ROWS = [Row("a", (1, 2, 3), 0, 40), Row("b", (4, 5), 0, 40, end_after=7)]
-STUCK = [Row("a", (HANG, 1), 0, 40, LONG), Row("b", (2,), 0, 40, LONG)]  # one token each, then never again
+STUCK = [
+    Row("a", (HANG, 1), 0, 40, LONG),
+    Row("b", (2,), 0, 40, LONG),
+]  # one token each, then never again
 
 
 def fake(**config: object) -> ModelSpec:
-    return tiny.model_spec("fake", config={"model_type": "fake", "crash_token": CRASH, "hang_token": HANG, **config})
+    return tiny.model_spec(
+        "fake", config={"model_type": "fake", "crash_token": CRASH, "hang_token": HANG, **config}
+    )
 
 
-ENDLESS = [Row("a", (1,), 0, 10**6, LONG), Row("b", (2,), 0, 10**6, LONG)]  # an hour and more of steps
+ENDLESS = [
+    Row("a", (1,), 0, 10**6, LONG),
+    Row("b", (2,), 0, 10**6, LONG),
+]  # an hour and more of steps
 
 
 def slow_workers(size: int = 1, **options: float) -> ProcessWorkers:
     """Workers that take their time for every step."""
     return ProcessWorkers(
-        fake(decode_s=0.005), tiny.engine_spec("fake", budget_mib=4096), tiny.CPU, size, flush_s=0.01, **options
+        fake(decode_s=0.005),
+        tiny.engine_spec("fake", budget_mib=4096),
+        tiny.CPU,
+        size,
+        flush_s=0.01,
+        **options,
     )
 
 
-def process_workers(size: int = 1, model: ModelSpec | None = None, budget_mib: float = 1.0) -> ProcessWorkers:
+def process_workers(
+    size: int = 1, model: ModelSpec | None = None, budget_mib: float = 1.0
+) -> ProcessWorkers:
     engine = tiny.engine_spec("fake", budget_mib=budget_mib)
     return ProcessWorkers(model or fake(), engine, tiny.CPU, size, backoff_s=0.0)
 
@@ -82,7 +100,8 @@ class Events:
 
 
 def with_workers(
-    scenario: Callable[[ProcessWorkers, Events], Awaitable[None]], workers: ProcessWorkers | None = None
+    scenario: Callable[[ProcessWorkers, Events], Awaitable[None]],
+    workers: ProcessWorkers | None = None,
 ) -> None:
     """Run a scenario with started workers, and see that no process is left."""
 
@@ -201,7 +220,10 @@ def test_an_engine_that_raises_ends_its_process_and_says_why() -> None:
         workers.run(0, 1, [Row("poison", (CRASH,), 0, 4)], 4)
         (lost,) = await events.until(WorkerLost)
         assert isinstance(lost, WorkerLost)
-        assert lost.reason == "exit code 1: RuntimeError: a prompt holds the token 200 that crashes this engine"
+        assert (
+            lost.reason
+            == "exit code 1: RuntimeError: a prompt holds the token 200 that crashes this engine"
+        )
         await events.until(WorkerReady, 2)
 
     with_workers(scenario)
@@ -260,7 +282,9 @@ def test_stop_kills_what_hangs() -> None:
         workers.run(0, 1, STUCK, 40)
         await events.until(BatchProgress)
 
-    with_workers(scenario, ProcessWorkers(fake(), tiny.engine_spec("fake"), tiny.CPU, 1, stop_timeout_s=0.0))
+    with_workers(
+        scenario, ProcessWorkers(fake(), tiny.engine_spec("fake"), tiny.CPU, 1, stop_timeout_s=0.0)
+    )
 
 
 async def never(workers: ProcessWorkers, events: Events) -> None:
@@ -275,7 +299,9 @@ def test_an_engine_that_cannot_be_loaded_says_so_in_its_own_words() -> None:
 
 
 def test_a_worker_that_dies_while_it_loads_is_an_engine_error() -> None:
-    with pytest.raises(EngineError, match="worker 0 ended while it loaded its engine: exit code 1: RuntimeError"):
+    with pytest.raises(
+        EngineError, match="worker 0 ended while it loaded its engine: exit code 1: RuntimeError"
+    ):
         with_workers(never, process_workers(1, fake(crash_token=0)))  # the warm-up holds it
 
 
@@ -297,7 +323,7 @@ class Hand:
         return await self.end
 
 
-class HandPool(Pool):
+class HandPool(WorkerPool):
     """A pool of such bodies, those of the first start loaded at once."""
 
     def __init__(self, size: int, **options: Any) -> None:
@@ -340,8 +366,9 @@ def test_where_no_worker_can_be_loaded_again_the_pool_gives_up_and_says_why() ->
         await fail_to_load(pool, MAX_FAILED_LOADS)
         (failed,) = await events.until(WorkersFailed)
         assert isinstance(failed, WorkersFailed)
-        assert "none could be loaded again in 5 tries; worker 0: exit code 1: RuntimeError: no such device" in str(
-            failed.error
+        assert (
+            "none could be loaded again in 5 tries; worker 0: exit code 1: RuntimeError: no such device"
+            in str(failed.error)
         )
         assert len(pool.bodies) == 1 + MAX_FAILED_LOADS
         await pool.stop()
@@ -396,7 +423,9 @@ def test_a_load_that_hangs_is_ended_and_tried_again() -> None:
 
 
 class Silence:
-    """A pool's bodies, and a clock that a test moves: `after(5, 0)` is five seconds in which worker 0 said nothing."""
+    """A pool's bodies, and a clock that a test moves: `after(5, 0)` is five seconds in which worker
+    0 said nothing.
+    """
 
     def __init__(self, pool: HandPool) -> None:
         self.pool = pool
@@ -407,11 +436,15 @@ class Silence:
         self.pool.supervisor.check()
 
 
-def supervised(scenario: Callable[[HandPool, Silence, Events], Awaitable[None]], size: int = 1) -> None:
+def supervised(
+    scenario: Callable[[HandPool, Silence, Events], Awaitable[None]], size: int = 1
+) -> None:
     async def main() -> None:
         pool, events = HandPool(size, patience=Patience(grace_s=10.0, load_s=1000.0)), Events()
         await pool.start(events)
-        while any(slot.body is None for slot in pool._slots):  # they were ready before they were there
+        while any(
+            slot.body is None for slot in pool._slots
+        ):  # they were ready before they were there
             await asyncio.sleep(0)
         await scenario(pool, Silence(pool), events)
         await pool.stop()
@@ -482,7 +515,9 @@ def test_the_first_load_has_a_deadline_too_and_the_error_says_so() -> None:
     asyncio.run(main())
 
 
-def test_an_idle_worker_that_gave_signs_and_stops_is_killed_and_one_that_gives_none_is_left_alone() -> None:
+def test_an_idle_worker_that_gave_signs_and_stops_is_killed_and_one_that_gives_none_is_left_alone() -> (
+    None
+):
     async def scenario(pool: HandPool, silence: Silence, events: Events) -> None:
         silence.after(3600.0, worker=1)
         assert not pool.bodies[1].end.done()
@@ -527,7 +562,7 @@ def test_time_in_which_the_front_itself_stood_still_is_not_the_workers() -> None
 
 
 def test_signs_of_a_worker_that_loads_are_signs_of_work() -> None:
-    signs = Signs.__new__(Signs)  # no thread: the test looks
+    signs = LifeSigns.__new__(LifeSigns)  # no thread: the test looks
     signs.state, signs._idle, signs._seen, signs._children_s = "loading", True, (-1.0, -1), 0.0
     assert signs._lives()
     assert [signs._lives() for _ in range(3)][-1] is False  # nothing happened
@@ -576,6 +611,37 @@ def test_workers_end_when_their_front_is_killed_whatever_they_do() -> None:
     assert (front.returncode, len(workers), alive) == (-signal.SIGKILL, 4, [])
 
 
+NEWBORN = """
+import asyncio, os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import test_workers_pool as shared
+
+async def main():
+    workers, events = shared.process_workers(), shared.Events()
+    await workers.start(events)
+    before = workers.pid(0)
+    workers.kill(0)
+    while workers.pid(0) in (None, before):
+        await asyncio.sleep(0)
+    os.kill(workers.pid(0), signal.SIGSTOP)  # before its interpreter has run a line
+    print(workers.pid(0), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_that_is_stopped_before_its_code_runs_ends_with_its_front() -> None:
+    command = [sys.executable, "-c", NEWBORN, str(Path(__file__).parent)]
+    front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    pid = int(front.stdout)
+    left = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
+    _, alive = psutil.wait_procs(left, timeout=30)
+    for process in alive:
+        process.kill()
+    assert (front.returncode, alive) == (-signal.SIGKILL, [])
+
+
 BENCH = """
 import os, signal, sys
 from pathlib import Path
@@ -592,7 +658,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_an_engine_on_the_bench_ends_with_the_profiler_though_it_hears_nothing(tmp_path: Path) -> None:
+def test_an_engine_on_the_bench_ends_with_the_profiler_though_it_hears_nothing(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, "-c", BENCH, str(Path(__file__).parent), str(tmp_path)]
     front = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     pid = int(front.stdout)
@@ -619,7 +687,10 @@ def test_a_process_that_is_stopped_while_it_loads_is_replaced() -> None:
 
 
 def test_a_real_model_in_a_process() -> None:
-    rows = [Row("a", (1, 2, 3), 0, 12), Row("b", tuple(range(30)), 0, 12, SamplingParams(temperature=1.0, seed=3))]
+    rows = [
+        Row("a", (1, 2, 3), 0, 12),
+        Row("b", tuple(range(30)), 0, 12, SamplingParams(temperature=1.0, seed=3)),
+    ]
 
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.run(0, 1, rows, 8)
@@ -647,7 +718,12 @@ def test_rows_keep_their_places_between_rounds() -> None:
         alone = expected(ROWS, 40).tokens
         workers.run_round(0, 1, Round(4, (ROWS[0],), (7,)))
         (first,) = await events.until(RoundDone)
-        assert (first.failure, first.output.steps, first.output.joined, first.output.ended) == ("", 4, ((7, 0),), ())
+        assert (first.failure, first.output.steps, first.output.joined, first.output.ended) == (
+            "",
+            4,
+            ((7, 0),),
+            (),
+        )
         workers.run_round(0, 2, Round(40, (ROWS[1],), (9,)))
         second = (await events.until(RoundDone, 2))[1]
         assert second.output.ended == (9,)

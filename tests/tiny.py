@@ -1,4 +1,6 @@
-"""Tiny models for tests: every architecture that the engines' contract is held on, built offline in milliseconds."""
+"""Tiny models for tests: every architecture that the engines' contract is held on, built offline in
+milliseconds.
+"""
 
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
@@ -18,7 +20,13 @@ _SIZES = {
 }
 CONFIGS: dict[str, dict[str, object]] = {
     "llama": {"model_type": "llama", "intermediate_size": 64, "num_key_value_heads": 2, **_SIZES},
-    "qwen3": {"model_type": "qwen3", "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16, **_SIZES},
+    "qwen3": {
+        "model_type": "qwen3",
+        "intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        **_SIZES,
+    },
     "gpt2": {"model_type": "gpt2", "tie_word_embeddings": False, **_SIZES},
     "qwen2": {"model_type": "qwen2", "intermediate_size": 64, "num_key_value_heads": 2, **_SIZES},
     "mistral": {
@@ -29,7 +37,13 @@ CONFIGS: dict[str, dict[str, object]] = {
         **_SIZES,
     },
     "gpt_neox": {"model_type": "gpt_neox", "intermediate_size": 64, **_SIZES},
-    "opt": {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.12, **_SIZES},
+    "opt": {
+        "model_type": "opt",
+        "ffn_dim": 64,
+        "word_embed_proj_dim": 32,
+        "init_std": 0.12,
+        **_SIZES,
+    },
     "fake": {"model_type": "fake", "eos_one_in": 12},
 }
 CONFIGS["rebatch"] = CONFIGS["deepspeed"] = CONFIGS["llama"]  # served by the engines of these names

@@ -1,7 +1,8 @@
 """The errors a user can cause or meet, one small tree, each with its exit code.
 
-Everything else that is raised is a bug and stays loud. The command line prints the message and the hint of a
-`LlmctlError`, one line each, and exits with its code; the codes are documented in docs/errors.md.
+Everything else that is raised is a bug and stays loud. The command line prints the message and the
+hint of a `LlmctlError`, one line each, and exits with its code; the codes are documented in
+docs/errors.md.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ class InputError(LlmctlError):
 
 
 class StaleError(InputError):
-    """A file was made from other inputs, or from inputs that have changed since; the hint names the command that
-    makes it of these."""
+    """A file was made from other inputs, or from inputs that have changed since; the hint names the
+    command that makes it of these.
+    """
 
 
 class ForeignError(InputError):
-    """What was measured on another device, engine, version or model would be used here; both sides are named."""
+    """What was measured on another device, engine, version or model would be used here; both sides
+    are named.
+    """
 
 
 class EngineError(LlmctlError):
@@ -47,7 +51,9 @@ class EngineError(LlmctlError):
 
 
 class TargetMissedError(LlmctlError):
-    """The work was done, and its result is outside a limit that the user set (`--max-error` and the like)."""
+    """The work was done, and its result is outside a limit that the user set (`--max-error` and the
+    like).
+    """
 
     exit_code = 4
 

@@ -1,7 +1,7 @@
 """Summaries of served requests: the same functions for simulated and for measured ones.
 
-TPOT = (E2E - TTFT) / (output tokens - 1); ITL is each gap between tokens; MTPOT the largest gap within a request;
-goodput the requests per second that meet every latency target.
+TPOT = (E2E - TTFT) / (output tokens - 1); ITL is each gap between tokens; MTPOT the largest gap
+within a request; goodput the requests per second that meet every latency target.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.files.tuning import UNSERVED
+
 Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True, frozen=True)
 class Served:
-    """Requests that ended, as parallel arrays in seconds on one clock; `ok` is False where one was refused."""
+    """Requests that ended, as parallel arrays in seconds on one clock; `ok` is False where one was
+    refused.
+    """
 
     arrival_s: Floats
     first_token_s: Floats
@@ -31,7 +35,9 @@ class Served:
 
 
 def latencies(served: Served) -> dict[str, Floats]:
-    """TTFT, TPOT, MTPOT and E2E of each request that is ok, in seconds. TPOT leaves out requests of one token."""
+    """TTFT, TPOT, MTPOT and E2E of each request that is ok, in seconds. TPOT leaves out requests of
+    one token.
+    """
     ok = served.ok
     ttft = (served.first_token_s - served.arrival_s)[ok]
     e2e = (served.finish_s - served.arrival_s)[ok]
@@ -57,7 +63,9 @@ def statistic(values: Floats, name: str) -> float:
 
 
 def meets_sla(served: Served, sla: Mapping[str, float]) -> NDArray[np.bool_]:
-    """Per request: ok, and within the limit of every target (`ttft_p99_s: 2` asks TTFT <= 2 s of each)."""
+    """Per request: ok, and within the limit of every target (`ttft_p99_s: 2` asks TTFT <= 2 s of
+    each).
+    """
     good = served.ok.copy()
     ttft = served.first_token_s - served.arrival_s
     e2e = served.finish_s - served.arrival_s
@@ -76,11 +84,16 @@ def meets_sla(served: Served, sla: Mapping[str, float]) -> NDArray[np.bool_]:
 def summarize(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
     """Metric name (unit in the name) to value.
 
-    Throughput is requests that ended well over the time from the first arrival to the last completion; goodput counts
-    those that also meet `sla`.
+    Throughput is requests that ended well over the time from the first arrival to the last
+    completion; goodput counts those that also meet `sla`.
     """
     if not served.ok.any():
-        return {"requests": float(len(served)), "failed": float(len(served)), "throughput_rps": 0.0, "goodput_rps": 0.0}
+        return {
+            "requests": float(len(served)),
+            "failed": float(len(served)),
+            "throughput_rps": 0.0,
+            "goodput_rps": 0.0,
+        }
     ok = served.ok
     span_s = max(float(served.finish_s[ok].max() - served.arrival_s.min()), 1e-12)
     good = meets_sla(served, sla)
@@ -100,7 +113,13 @@ def summarize(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
 
 
 def sla_ratios(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
-    """Each target's measured value over its limit: above 1 is a miss, and the largest is the target that binds."""
+    """Each target's measured value over its limit: above 1 is a miss, and the largest is the target
+    that binds.
+
+    Where there are requests and none is served, every target is missed: `UNSERVED`.
+    """
+    if len(served) and not served.ok.any():
+        return dict.fromkeys(sla, UNSERVED)
     values = latencies(served)
     values["itl"] = values["mtpot"]
     ratios = {}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 def number(value: float) -> str:
-    """Three significant digits, or all of a whole number, with thousands separated: 12,345  3.14  0.00271."""
+    """Three significant digits, or all of a whole number, with thousands separated: 12,345  3.14
+    0.00271.
+    """
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1):
         return f"{int(value):,}"
     if abs(value) >= 100:

@@ -1,8 +1,9 @@
 """`bench/oom.py` puts this on workers' path: every n-th batch of several rows runs out of memory.
 
-It does so after a pass and not at its first allocation, so that what it had computed is to be computed again. In a
-round some passes in a row fail: with one of them, making it again helps; with two it takes parts, and with six somebody
-has to go. Batches of one row are spared: one that fails alone twice is given up, which is another promise.
+It does so after a pass and not at its first allocation, so that what it had computed is to be
+computed again. In a round some passes in a row fail: with one of them, making it again helps; with
+two it takes parts, and with six somebody has to go. Batches of one row are spared: one that fails
+alone twice is given up, which is another promise.
 """
 
 import os
@@ -17,7 +18,9 @@ LATEST = 16  # the pass or step of a batch at which it fails, at the latest
 
 
 def install() -> None:
-    """Engines that the factory makes from now on fail so. Nothing heavy is imported before it makes one."""
+    """Engines that the factory makes from now on fail so. Nothing heavy is imported before it makes
+    one.
+    """
     from toolkit.engines import factory
 
     make = factory.make_engine
@@ -33,7 +36,9 @@ def install() -> None:
 
 
 class Turns:
-    """Which batches fail, and when: each n-th of several rows, or the next one that lasts long enough."""
+    """Which batches fail, and when: each n-th of several rows, or the next one that lasts long
+    enough.
+    """
 
     def __init__(self) -> None:
         self._rng, self._crowded, self._due = random.Random(0), 0, 0

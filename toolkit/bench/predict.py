@@ -1,27 +1,43 @@
-"""What the simulator says of the very requests that are replayed, under the plan that the server runs."""
+"""What the simulator says of the very requests that are replayed, under the plan that the server
+runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.bench.report import served
+from toolkit.endpoints.target import Target, scrape, version
+from toolkit.endpoints.wire import Sample
+from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError
 from toolkit.estimators.laws import WithOverhead
+from toolkit.files.bench import Front, Scheduling, Warmup
 from toolkit.files.plan import Plan
+from toolkit.files.profile import Identity, OnForeign, refuse_foreign
+from toolkit.metrics import Served
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import SimResult, simulate
-from toolkit.sim.front import FrontDelay
+from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.sim.world import World, fleet, world_of
 from toolkit.traces.types import Trace
+from toolkit.traces.windows import scale_lengths, scale_rate
 
 
 @dataclass(slots=True, frozen=True)
-class Conditions:
+class ServerConditions:
     """What a fit cannot know of a server as it runs now; a warm-up shows it.
 
-    Every batch takes `slowdown` times as long as the scheduler believes; clients see tokens later by the `front`'s
-    delay (None: what the fit knows of it). `finished` are the output lengths that the scheduler has seen before:
-    Past-Future admits by them. `arrival_cost_s` is what each request that arrives adds to every static batch
-    that runs then.
+    Every batch takes `slowdown` times as long as the scheduler believes; clients see tokens later
+    by the `front`'s delay (None: what the fit knows of it). `finished` are the output lengths that
+    the scheduler has seen before: Past-Future admits by them. `arrival_cost_s` is what each request
+    that arrives adds to every static batch that runs then.
     """
 
     slowdown: float = 1.0
@@ -30,15 +46,17 @@ class Conditions:
     arrival_cost_s: float = 0.0
 
 
-AS_FITTED = Conditions()
+AS_FITTED = ServerConditions()
 
 
-def predict(plan: Plan, trace: Trace, sla: Mapping[str, float], conditions: Conditions = AS_FITTED) -> dict[str, float]:
+def predict(
+    plan: Plan, trace: Trace, sla: Mapping[str, float], conditions: ServerConditions = AS_FITTED
+) -> dict[str, float]:
     """Metric name to value, as in `toolkit.metrics.summarize`, for `trace` served by the plan."""
     return predicted(plan, trace, conditions).metrics(sla)
 
 
-def predicted(plan: Plan, trace: Trace, conditions: Conditions = AS_FITTED) -> SimResult:
+def predicted(plan: Plan, trace: Trace, conditions: ServerConditions = AS_FITTED) -> SimResult:
     """What becomes of each request of `trace` under the plan."""
     recipe = plan.recipe
     world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
@@ -51,7 +69,7 @@ def predicted(plan: Plan, trace: Trace, conditions: Conditions = AS_FITTED) -> S
     return simulate(trace, policy, world)
 
 
-def _slowed(world: World, conditions: Conditions) -> World:
+def _slowed(world: World, conditions: ServerConditions) -> World:
     """Its workers take so much longer than their scheduler believes."""
     return replace(
         world,
@@ -59,3 +77,176 @@ def _slowed(world: World, conditions: Conditions) -> World:
         believed=world.latency,
         arrival_cost_s=conditions.arrival_cost_s,
     )
+
+
+# How a server does today that tells nothing of itself: read off what clients saw of other
+# requests.
+#
+# Two numbers are found, in this order. The slowdown is that at which the simulated requests take
+# as long from their first to their last tokens as the measured ones did, summed over all of them:
+# it is of steps, and of what prompts of others put between them. The front is what is then left
+# of the mean time to the first token: HTTP and text on a machine that is at work, which a profile
+# asks one request at a time for. What is left out: that either changes within a minute.
+
+FACTOR_MAX = 16.0  # a slowdown is between this and its inverse
+# of that range: to 0.14 %. Rows that last longer meet others, so seconds are no line in the
+# slowdown
+HALVINGS = 12
+
+Chosen = NDArray[np.bool_]
+
+
+def seen_by_clients(
+    plan: Plan, trace: Trace, samples: Sequence[Sample], finished: Sequence[int]
+) -> Warmup | None:
+    """What `samples`, the requests of `trace` as they were served, show of a server under `plan`.
+
+    `finished` are the output lengths of requests before them. None where no request had two tokens.
+    """
+    measured = served(samples)
+    simulated = predicted(plan, trace, ServerConditions(finished=tuple(finished))).served
+    both = measured.ok & simulated.ok
+    seconds, expected = _streamed_s(measured, both), _streamed_s(simulated, both)
+    if seconds <= 0.0 or expected <= 0.0:
+        return None
+    low, high = 1.0 / FACTOR_MAX, FACTOR_MAX
+    for _ in range(HALVINGS):
+        slowdown = math.sqrt(low * high)
+        simulated = predicted(
+            plan, trace, ServerConditions(slowdown, NO_DELAY, tuple(finished))
+        ).served
+        if _streamed_s(simulated, both) < seconds:
+            low = slowdown
+        else:
+            high = slowdown
+    left_s = max(_first_s(measured, both) - _first_s(simulated, both), 0.0)
+    return Warmup(
+        requests=len(samples),
+        batch_s=seconds,
+        predicted_batch_s=expected,
+        slowdown=slowdown,
+        front=Front(first_s=left_s, last_s=left_s),
+    )
+
+
+def _streamed_s(requests: Served, chosen: Chosen) -> float:
+    return float((requests.finish_s - requests.first_token_s)[chosen].sum())
+
+
+def _first_s(requests: Served, chosen: Chosen) -> float:
+    return float((requests.first_token_s - requests.arrival_s)[chosen].mean())
+
+
+# What scheduling cost while a replay ran: read from a server of llmctl's, which counts it
+# (docs/serving.md).
+
+COUNTED = {  # field of `Scheduling`, and the series it is the growth of
+    "batches": "llmctl_batches_total",
+    "steps": "llmctl_engine_steps_total",
+    "engine_s": "llmctl_engine_seconds_total",
+    "reporting_s": "llmctl_reporting_seconds_total",
+    "deciding_s": "llmctl_deciding_seconds_sum",
+    "hops": "llmctl_hop_seconds_count",
+    "hop_s": "llmctl_hop_seconds_sum",
+}
+
+
+def counts(target: Target) -> dict[str, float]:
+    """What a server of llmctl's counts, by series, and sums of several kinds by `name:kind`.
+
+    `InputError` where it does not answer.
+    """
+    return {
+        f"{sample.name}:{sample.labels['of']}"
+        if "of" in sample.labels
+        else sample.name: sample.value
+        for sample in scrape(target)
+    }
+
+
+def counts_or_none(target: Target) -> dict[str, float]:
+    """The same; empty where it is silent."""
+    try:
+        return counts(target)
+    except InputError:
+        return {}
+
+
+def scheduling(before: dict[str, float], after: dict[str, float]) -> Scheduling | None:
+    """What it cost between two looks; None where nothing ran, or the server does not count it."""
+    if not set(COUNTED.values()) <= before.keys() & after.keys():
+        return None
+    grown = {field: after[series] - before[series] for field, series in COUNTED.items()}
+    return Scheduling.model_validate(grown) if grown["batches"] and grown["engine_s"] else None
+
+
+# Whether a plan's predictions are of the engine that serves, as far as a server tells who it is.
+
+ENGINE_INFO = "llmctl_engine_info"
+PREDICTED = "llmctl_predicted_batch_seconds_total"
+
+
+def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None) -> None:
+    """`ForeignError` where the plan's fit is of another engine, model or device than `target`'s;
+    see `refuse_foreign`.
+
+    llmctl's own servers say all of it in /metrics; of others /version and the model's name are
+    compared.
+    """
+    refuse_foreign(plan.fit.engine, [_served(plan, target)], on_foreign)
+
+
+def tells_of_its_laws(plan: Plan, target: Target) -> bool:
+    """Whether the server's predicted batch times are by the plan's laws: not where it was fitted
+    from outside.
+
+    vLLM's tells of them where llmctl started it.
+    """
+    if not traits_of(plan.fit.engine.engine).started:
+        return False
+    return target.own or PREDICTED in counts_or_none(target)
+
+
+def _served(plan: Plan, target: Target) -> Identity:
+    engine = plan.fit.engine.engine
+    if not traits_of(
+        engine
+    ).started:  # whatever it is: it was asked the same two questions when it was profiled
+        return {"engine": f"{engine} {version(target)}".strip(), "model": target.model}
+    if not target.own:
+        return {"engine": f"{engine} {version(target)}".strip()}
+    return next((labels for name, labels, _ in scrape(target) if name == ENGINE_INFO), {})
+
+
+# What requests must keep to, and a trace that does.
+
+DEFAULT_LIMIT = 256  # tokens, as in recipes
+SAFE_VOCABULARY = 256  # tokens that every tokenizer has
+
+
+class LengthLimits(NamedTuple):
+    """In tokens."""
+
+    context: int | None  # prompt + output; None: the server does not say
+    output: int
+    vocabulary: int
+
+
+def limits_of(
+    plan: Plan | None, target: Target, output: int | None = None, vocabulary: int | None = None
+) -> LengthLimits:
+    """What was asked for, else the plan's, else what the server says, else what any server can do."""
+    if plan is not None:
+        recipe = plan.recipe
+        given = recipe.model.max_model_len, recipe.serve.max_new_tokens, plan.fit.engine.vocab_size
+        return LengthLimits(given[0], output or given[1], vocabulary or given[2])
+    context = target.max_model_len
+    usual = DEFAULT_LIMIT if context is None else min(DEFAULT_LIMIT, context // 2)
+    return LengthLimits(context, output or usual, vocabulary or SAFE_VOCABULARY)
+
+
+def fitted(trace: Trace, limits: LengthLimits, rate: float | None) -> Trace:
+    """The trace with lengths that the server takes and the wanted rate, in requests per second."""
+    if limits.context is not None:
+        trace = scale_lengths(trace, limits.context, limits.output)
+    return trace if rate is None else scale_rate(trace, rate)

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.bench.client import Lengths, Replay, send_lag_s
-from toolkit.endpoints.connection import INTERRUPTED
-from toolkit.endpoints.stream import Sample
+from toolkit.endpoints.wire import INTERRUPTED, Sample
 from toolkit.files.bench import BenchReport, Compared, Front, Scheduling, TargetResult, Warmup
-from toolkit.files.io import Head
+from toolkit.files.io import EnvelopeFields
 from toolkit.metrics import Served, sla_ratios, summarize
-from toolkit.traces.write import Line, to_ms
+from toolkit.traces.write import TraceLine, to_ms
 
 COMPARED = (
     "throughput_rps",
@@ -27,7 +26,9 @@ NOT_SENT = Sample.__dataclass_fields__["failure"].default
 
 @dataclass(slots=True, frozen=True)
 class Prediction:
-    """What was predicted before the replay, at the speed that the warm-up showed and as fitted; empty: no plan."""
+    """What was predicted before the replay, at the speed that the warm-up showed and as fitted;
+    empty: no plan.
+    """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     as_fitted: Mapping[str, float] = field(default_factory=dict)
@@ -49,7 +50,7 @@ def served(samples: Sequence[Sample]) -> Served:
 
 def report(
     replay: Replay,
-    head: Head,
+    head: EnvelopeFields,
     *,
     model: str,
     lengths: Lengths,
@@ -85,7 +86,9 @@ def report(
         answered=len(answered),
         failures=_failures(one.failure for one in answered if one.failure),
         refused=sum(one.refused for one in answered),
-        wrong_length=sum(not one.failure and one.output_tokens != one.wanted_tokens for one in answered),
+        wrong_length=sum(
+            not one.failure and one.output_tokens != one.wanted_tokens for one in answered
+        ),
         send_lag_p99_s=send_lag_s(replay.samples),
         sla=dict(sla),
         warmup=predicted.warmup,
@@ -107,7 +110,9 @@ def values_of(ratios: Mapping[str, float], sla: Mapping[str, float]) -> dict[str
     return {target: ratio * sla[target] for target, ratio in ratios.items()}
 
 
-def _targets(seen: Served, sla: Mapping[str, float], predicted: Mapping[str, float]) -> list[TargetResult]:
+def _targets(
+    seen: Served, sla: Mapping[str, float], predicted: Mapping[str, float]
+) -> list[TargetResult]:
     return [
         TargetResult(
             target=target,
@@ -122,11 +127,15 @@ def _targets(seen: Served, sla: Mapping[str, float], predicted: Mapping[str, flo
 
 
 def _failures(reasons: Iterable[str]) -> dict[str, int]:
-    """Reason to count. Reasons that differ in numbers alone, such as forecast seconds, are one, with dots for them."""
+    """Reason to count. Reasons that differ in numbers alone, such as forecast seconds, are one,
+    with dots for them.
+    """
     alike: dict[str, list[str]] = {}
     for reason in reasons:
         status, _, words = reason.partition(": ")
-        alike.setdefault(f"{status}: {NUMBER.sub('...', words)}" if words else reason, []).append(reason)
+        alike.setdefault(f"{status}: {NUMBER.sub('...', words)}" if words else reason, []).append(
+            reason
+        )
     return {(same[0] if len(set(same)) == 1 else form): len(same) for form, same in alike.items()}
 
 
@@ -152,10 +161,12 @@ def _error_percent(measured: float | None, predicted: float | None) -> float | N
     return 100.0 * (predicted / measured - 1.0) if measured and predicted is not None else None
 
 
-def request_lines(samples: Sequence[Sample]) -> list[Line]:
-    """The requests as a canonical trace with what was measured; those that failed say why in `status`."""
+def request_lines(samples: Sequence[Sample]) -> list[TraceLine]:
+    """The requests as a canonical trace with what was measured; those that failed say why in
+    `status`.
+    """
     return [
-        Line(
+        TraceLine(
             timestamp=to_ms(one.scheduled_s),
             input_length=one.prompt_tokens,
             output_length=one.output_tokens,

@@ -1,32 +1,257 @@
-"""Windows of a trace against a running server, one after the other: warm-up, prediction, replay, and what came of each.
+"""Windows of a trace against a running server, one after the other: warm-up, prediction, replay,
+and what came of each.
 
-Every window is predicted before it is replayed, with what the warm-up just before it has shown. How far one gets is
-told through a `Progress`; nothing is printed or written here.
+Every window is predicted before it is replayed, with what the warm-up just before it has shown. How
+far one gets is told through a `Progress`; nothing is printed or written here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit.bench.client import Progress, Replay, run
-from toolkit.bench.costs import counts_or_none
-from toolkit.bench.foreign import tells_of_its_laws
-from toolkit.bench.outside import seen_by_clients
-from toolkit.bench.predict import Conditions, predict, predicted
-from toolkit.bench.report import served
-from toolkit.bench.subject import Subject
-from toolkit.bench.validate import Pair, metric_errors, request_errors, request_lines
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.bench.client import Lengths, LoadSpec, Progress, Replay, run, try_out
+from toolkit.bench.predict import (
+    ServerConditions,
+    check_server,
+    counts_or_none,
+    fitted,
+    limits_of,
+    predict,
+    predicted,
+    scheduling,
+    seen_by_clients,
+    tells_of_its_laws,
+)
+from toolkit.bench.report import Prediction, report, served, values_of
 from toolkit.bench.warmup import ServerTimes, conditions, others, times_between, warm_up
-from toolkit.files.bench import Warmup
+from toolkit.endpoints.target import Target
+from toolkit.errors import TargetMissedError
+from toolkit.files.bench import (
+    BenchReport,
+    MetricError,
+    RequestError,
+    Validation,
+    Warmup,
+    WindowResult,
+)
 from toolkit.files.io import head
 from toolkit.files.plan import Plan
-from toolkit.files.validation import Validation, WindowResult
-from toolkit.metrics import summarize
+from toolkit.files.profile import OnForeign
+from toolkit.metrics import Served, summarize
 from toolkit.sim.api import SimResult
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import Window
+from toolkit.traces.windows import TraceWindow, mean_rate
+from toolkit.traces.write import to_ms
+from toolkit.units import seconds
+
+# Predictions held against a running server: by metric over windows of a trace, and request by
+# request.
+
+METRICS = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s", "e2e_p95_s")
+HELD_TO = (
+    "throughput_rps",
+    "ttft_mean_s",
+    "tpot_mean_s",
+    "e2e_mean_s",
+)  # what --max-error is about
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True, frozen=True)
+class Pair:
+    """The requests of one window as they were served and as they were predicted, in the same order."""
+
+    measured: Served
+    predicted: Served
+
+
+def metric_errors(windows: Sequence[WindowResult]) -> list[MetricError]:
+    """Each of `METRICS` over the windows, those left out that nothing was measured of."""
+    found = []
+    for name in METRICS:
+        measured = np.array([window.measured.get(name, 0.0) for window in windows])
+        predicted = np.array([window.predicted.get(name, 0.0) for window in windows])
+        if not measured.size or (measured <= 0.0).any():
+            continue
+        errors = 100.0 * (predicted / measured - 1.0)
+        found.append(
+            MetricError(
+                metric=name,
+                measured=float(measured.mean()),
+                predicted=float(predicted.mean()),
+                error_percent=float(100.0 * (predicted.mean() / measured.mean() - 1.0)),
+                worst_percent=float(errors[np.abs(errors).argmax()]),
+            )
+        )
+    return found
+
+
+def request_errors(pairs: Sequence[Pair]) -> list[RequestError]:
+    """TTFT and E2E of every request that was served here and there."""
+    found = []
+    for name in ("ttft", "e2e"):
+        errors = np.concatenate([_errors(pair, name) for pair in pairs]) if pairs else np.empty(0)
+        if not errors.size:
+            continue
+        found.append(
+            RequestError(
+                latency=name,
+                median_percent=float(np.median(errors)),
+                median_absolute_percent=float(np.median(np.abs(errors))),
+                p90_absolute_percent=float(np.percentile(np.abs(errors), 90)),
+                requests=errors.size,
+            )
+        )
+    return found
+
+
+class RequestLine(msgspec.Struct, frozen=True):
+    """A request of a validation, as measured and as predicted. A prediction of a warm-up knows
+    nothing of today.
+    """
+
+    window: int
+    part: str  # warm-up or window
+    timestamp: float  # ms
+    input_length: int
+    output_length: int
+    ttft_ms: float | None
+    e2e_ms: float | None
+    predicted_ttft_ms: float | None
+    predicted_e2e_ms: float | None
+
+
+def request_lines(number: int, part: str, trace: Trace, pair: Pair) -> list[str]:
+    """The requests of window `number`'s `part`, a line of JSON each; None stands where one was not
+    served.
+    """
+    latencies = [
+        [
+            to_ms(value) if ok else None
+            for value, ok in zip(_latency(one, name).tolist(), one.ok.tolist(), strict=True)
+        ]
+        for one in (pair.measured, pair.predicted)
+        for name in ("ttft", "e2e")
+    ]
+    columns = (
+        trace.arrival_s.tolist(),
+        trace.prompt_tokens.tolist(),
+        trace.output_tokens.tolist(),
+        *latencies,
+    )
+    encode = msgspec.json.Encoder().encode
+    return [
+        encode(RequestLine(number, part, to_ms(arrival_s), *rest)).decode() + "\n"
+        for arrival_s, *rest in zip(*columns, strict=True)
+    ]
+
+
+def hold(errors: Iterable[tuple[str, float | None]], limit_percent: float) -> None:
+    """`TargetMissedError` where one of `HELD_TO` is predicted further off; None stands where
+    nothing was predicted.
+    """
+    known = [(metric, error) for metric, error in errors if metric in HELD_TO and error is not None]
+    wrong = [f"{metric} {error:+.1f} %" for metric, error in known if abs(error) > limit_percent]
+    if wrong:
+        told = f"beyond {limit_percent:g} %: {', '.join(wrong)}"
+        raise TargetMissedError(told, "profile and fit again, on the machine as it is now")
+
+
+def _errors(pair: Pair, name: str) -> Floats:
+    both = pair.measured.ok & pair.predicted.ok
+    measured, predicted = (
+        _latency(served, name)[both] for served in (pair.measured, pair.predicted)
+    )
+    seen = measured > 0.0
+    return np.asarray(100.0 * (predicted[seen] / measured[seen] - 1.0))
+
+
+def _latency(served: Served, name: str) -> Floats:
+    return (served.first_token_s if name == "ttft" else served.finish_s) - served.arrival_s
+
+
+# A server that was looked at, a trace as it takes it, and how it is asked: what every replay
+# begins with.
+
+GIVEN = "each request asks for exactly its output: the scheduler knows the lengths as limits"
+HIDDEN = "the scheduler sees each request's limit; the engine alone knows the lengths"
+
+
+@dataclass(slots=True, frozen=True)
+class Wanted:
+    """What somebody asks of the requests besides their trace; None: as the plan has it, else as any
+    server takes it.
+
+    `rate` is in requests per second; `lengths` are by default hidden from a server that allows it
+    (llmctl's with `--allow-end-after`), and given to others.
+    """
+
+    rate: float | None = None
+    lengths: Lengths | None = None
+    max_new_tokens: int | None = None
+    vocab_size: int | None = None
+    timeout_s: float = 600.0
+    seed: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Subject:
+    """`trace` with the lengths that `target` takes and the rate that is wanted, and how it becomes
+    requests.
+
+    Its limits are those that the requests name: where lengths are given, each is the request's
+    output, so that a prediction simulates what is asked.
+    """
+
+    target: Target
+    trace: Trace
+    load: LoadSpec
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know of how the server was asked."""
+        lacks = self.load.dialect.lacks
+        given = self.load.lengths == "given"
+        return [
+            f"the server does not take {lacking}: lengths may differ from the trace's"
+            for lacking in lacks
+        ] + [f"replay: {GIVEN if given else HIDDEN}"]
+
+
+def look_at(
+    target: Target,
+    trace: Trace,
+    plan: Plan | None,
+    wanted: Wanted,
+    on_foreign: OnForeign | None = None,
+) -> Subject:
+    """Ask the server what it takes, with a few requests of its own.
+
+    `ForeignError` where it is not the one that `plan` was fitted to (with `on_foreign` that is told
+    instead), `InputError` in the server's own words where it refuses.
+    """
+    if plan is not None:
+        check_server(plan, target, on_foreign)
+    limits = limits_of(plan, target, wanted.max_new_tokens, wanted.vocab_size)
+    whole = fitted(trace, limits, wanted.rate)
+    lengths, dialect = try_out(target, wanted.lengths, limits.output)
+    asked = (
+        whole.output_tokens
+        if lengths == "given"
+        else np.where(whole.max_tokens, whole.max_tokens, limits.output)
+    )
+    whole = replace(whole, max_tokens=asked)
+    load = LoadSpec(
+        lengths, limits.output, limits.vocabulary, wanted.timeout_s, wanted.seed, dialect
+    )
+    return Subject(target, whole, load)
 
 
 class Session:
@@ -49,7 +274,7 @@ class Session:
         self._pairs: list[Pair] = []
         self._finished: list[int] = []  # output lengths that the server's scheduler has seen
 
-    def run(self, windows: Sequence[Window]) -> bool:
+    def run(self, windows: Sequence[TraceWindow]) -> bool:
         """Replay them; whether that was interrupted."""
         for number, window in enumerate(windows, start=1):
             shown = self._warm_up(number, window)
@@ -69,7 +294,7 @@ class Session:
             requests=request_errors(self._pairs),
         )
 
-    def _warm_up(self, number: int, window: Window) -> Conditions | None:
+    def _warm_up(self, number: int, window: TraceWindow) -> ServerConditions | None:
         """What other requests show of the server as it is now; None: interrupted."""
         count = round(self._warmup_s * predict(self._plan, window.trace, {})["throughput_rps"])
         if not count:
@@ -87,19 +312,25 @@ class Session:
             return self._unwarmed()
         return conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
 
-    def _unwarmed(self) -> Conditions:
-        return Conditions(finished=tuple(self._finished))
+    def _unwarmed(self) -> ServerConditions:
+        return ServerConditions(finished=tuple(self._finished))
 
-    def _look(self, number: int, trace: Trace, advance: Callable[..., None]) -> tuple[Warmup | None, bool]:
+    def _look(
+        self, number: int, trace: Trace, advance: Callable[..., None]
+    ) -> tuple[Warmup | None, bool]:
         """`warm_up` of a server that tells nothing of its batches."""
         expected = predicted(self._plan, trace, self._unwarmed()).served
         replay = run(self._target, trace, replace(self._load, seed=self._load.seed + 1), advance)
         if replay.interrupted:
             return None, True
-        self.lines += request_lines(number, "warm-up", trace, Pair(served(replay.samples), expected))
+        self.lines += request_lines(
+            number, "warm-up", trace, Pair(served(replay.samples), expected)
+        )
         return seen_by_clients(self._plan, trace, replay.samples, self._finished), False
 
-    def _replay(self, number: int, count: int, window: Window, shown: Conditions) -> bool:
+    def _replay(
+        self, number: int, count: int, window: TraceWindow, shown: ServerConditions
+    ) -> bool:
         """One window; whether that was interrupted."""
         simulated = predicted(self._plan, window.trace, shown)
         before = counts_or_none(self._target) if self._tells else {}
@@ -107,7 +338,11 @@ class Session:
             replay = run(self._target, window.trace, self._load, advance)
         if replay.interrupted:
             return True
-        times = times_between(before, counts_or_none(self._target), replay.samples) if self._tells else None
+        times = (
+            times_between(before, counts_or_none(self._target), replay.samples)
+            if self._tells
+            else None
+        )
         pair = Pair(served(replay.samples), simulated.served)
         self._finished += window.trace.output_tokens.tolist()
         self._pairs.append(pair)
@@ -116,7 +351,12 @@ class Session:
         return False
 
     def _result(
-        self, window: Window, replay: Replay, simulated: SimResult, shown: Conditions, times: ServerTimes | None
+        self,
+        window: TraceWindow,
+        replay: Replay,
+        simulated: SimResult,
+        shown: ServerConditions,
+        times: ServerTimes | None,
     ) -> WindowResult:
         sla, meanwhile = self._plan.recipe.sla, times.slowdown if times else None
         known: dict[str, float] = {}
@@ -137,4 +377,131 @@ class Session:
             predicted=simulated.metrics(sla),
             slowdown_meanwhile=meanwhile,
             predicted_in_hindsight=known,
+        )
+
+
+# A part of a trace against a running server, once: warm-up, prediction, replay, and what came of
+# it.
+#
+# It is predicted before it is replayed, with what the warm-up has shown. What a person should
+# know meanwhile is told through `note` and a `Progress`; nothing is printed or written here.
+
+
+class Measurement:
+    """One part of a subject's trace.
+
+    Args:
+        subject: the server, and the whole trace.
+        part: what is replayed of it.
+        plan: what the server runs; without one nothing is predicted, and no warm-up is needed.
+        sla: targets that attainment is counted by.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        part: Trace,
+        plan: Plan | None,
+        sla: Mapping[str, float],
+        note: Callable[[str], None],
+        progress: Progress,
+    ) -> None:
+        self._target, self._whole, self._load = subject.target, subject.trace, subject.load
+        self._part, self._plan, self._sla = part, plan, sla
+        self._note, self._progress = note, progress
+        self._predicted = Prediction()
+        self._finished: list[int] = []  # output lengths that the server's scheduler has seen
+        self._counted: dict[str, float] = {}  # by the server, before and after the replay
+        self._counted_later: dict[str, float] = {}
+
+    def warm_up(self, about_s: float, after_s: float) -> bool:
+        """Serve the requests behind `after_s` of the trace for `about_s` seconds, and predict;
+        False: interrupted.
+        """
+        if self._plan is None:
+            return True
+        found = predicted(self._plan, self._part)
+        as_fitted = found.metrics(self._sla)
+        count = (
+            round(about_s * as_fitted["throughput_rps"])
+            if tells_of_its_laws(self._plan, self._target)
+            else 0
+        )
+        trace = others(self._whole, after_s, count)
+        warm, interrupted = self._warm_up(trace, about_s) if count else (None, False)
+        if interrupted:
+            return False
+        self._finished = trace.output_tokens.tolist()
+        if warm:
+            shown = conditions(warm.slowdown, warm.front, self._finished, warm.arrival_cost_s)
+            found = predicted(self._plan, self._part, shown)
+        metrics = found.metrics(self._sla)
+        targets = values_of(found.sla_ratios(self._sla), self._sla) if found.served.ok.any() else {}
+        self._predicted = Prediction(metrics, as_fitted, warm, targets)
+        return True
+
+    def _warm_up(self, trace: Trace, about_s: float) -> tuple[Warmup | None, bool]:
+        """`warm_up`, in words for whoever watches."""
+        self._note(f"warming up with {len(trace):,} other requests: about {seconds(about_s)}")
+        with self._progress("warming up", len(trace)) as advance:
+            warm, interrupted = warm_up(self._target, trace, self._load, advance)
+        if warm:
+            slow = f"batches take {warm.slowdown:.2f} times as long as fitted"
+            each = seconds(warm.arrival_cost_s)
+            more = (
+                f", and {each} more for each request that arrives meanwhile"
+                if warm.arrival_cost_s
+                else ""
+            )
+            self._note(f"warm-up: {slow}{more}; the prediction takes that over")
+        if warm and warm.front:
+            delays = f"{seconds(warm.front.first_s)} to first tokens and {seconds(warm.front.last_s)} to last ones"
+            self._note(
+                f"warm-up: HTTP and the front add {delays}; so do the prediction's latencies"
+            )
+        return warm, interrupted
+
+    def replay(self) -> Replay:
+        """The part itself."""
+        expected_s = self._predicted.metrics.get("makespan_s", float(self._part.arrival_s[-1]))
+        self._note(
+            f"replaying {len(self._part):,} requests against {self._target.model}: about {seconds(expected_s)}"
+        )
+        self._counted = counts_or_none(self._target) if self._target.own else {}
+        with self._progress("replaying", len(self._part)) as advance:
+            replay = run(self._target, self._part, self._load, advance)
+        self._counted_later = counts_or_none(self._target) if self._counted else {}
+        return replay
+
+    def report(self, replay: Replay, inputs: Mapping[str, Path]) -> BenchReport:
+        """What `replay` measured beside what was predicted; `inputs` are the files that this was
+        made from.
+        """
+        counted, later = self._counted, self._counted_later
+        times = times_between(counted, later, replay.samples) if self._predicted.warmup else None
+        slowdown, front = (times.slowdown, times.front) if times else (None, None)
+        cost_s = times.arrivals.cost_s if times else 0.0
+        known: dict[str, float] = {}
+        if self._plan and slowdown:
+            known = predict(
+                self._plan,
+                self._part,
+                self._sla,
+                conditions(slowdown, front, self._finished, cost_s),
+            )
+        return report(
+            replay,
+            head(dict(inputs)),
+            model=self._target.model,
+            lengths=self._load.lengths,
+            trace_notes=self._part.notes,
+            sla=self._sla,
+            predicted=self._predicted,
+            replay_slowdown=slowdown,
+            replay_arrival_cost_s=cost_s,
+            replay_front=front,
+            in_hindsight=known,
+            scheduling=scheduling(counted, later) if counted else None,
+            policy=self._plan.policy.name if self._plan else None,
+            request_rate_rps=mean_rate(self._whole) or None,
         )

@@ -1,10 +1,12 @@
-"""Other requests before the replay: they warm the server up, and show how fast the machine is today.
+"""Other requests before the replay: they warm the server up, and show how fast the machine is
+today.
 
-A machine that others share is not as fast as it was while it was profiled. The server knows how long its batches took
-and how long its laws say they take; the ratio, over requests that are not replayed, corrects the prediction before
-anything is measured. Where workers compute on the front's cores, a request that arrives takes time from the batches
-that run; the server counts how many arrived during each, which tells the two apart. It also knows when it had each
-token: clients see it later, by what HTTP, tokenizing and streams take, which is in no law.
+A machine that others share is not as fast as it was while it was profiled. The server knows how
+long its batches took and how long its laws say they take; the ratio, over requests that are not
+replayed, corrects the prediction before anything is measured. Where workers compute on the front's
+cores, a request that arrives takes time from the batches that run; the server counts how many
+arrived during each, which tells the two apart. It also knows when it had each token: clients see it
+later, by what HTTP, tokenizing and streams take, which is in no law.
 """
 
 from __future__ import annotations
@@ -16,19 +18,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from toolkit.bench.client import Load, run
-from toolkit.bench.costs import counts
-from toolkit.bench.predict import Conditions
-from toolkit.endpoints.stream import Sample
+from toolkit.bench.client import LoadSpec, run
+from toolkit.bench.predict import ServerConditions, counts
 from toolkit.endpoints.target import Target
+from toolkit.endpoints.wire import Sample
 from toolkit.errors import InputError
 from toolkit.files.bench import Front, Warmup
-from toolkit.sim.front import FrontDelay
+from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Trace
 
 TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
 SUM_NAMES = (
-    *("batches", "took", "expected", "arrived", "due", "took_took", "took_expected", "took_arrived"),
+    *(
+        "batches",
+        "took",
+        "expected",
+        "arrived",
+        "due",
+        "took_took",
+        "took_expected",
+        "took_arrived",
+    ),
     *("expected_expected", "expected_arrived", "arrived_arrived"),
     *("due_took", "due_expected", "due_arrived", "due_due"),
 )
@@ -37,11 +47,16 @@ FEWEST = 40  # batches: over fewer the machine's own drift looks like what arriv
 ROUNDING = 1e-9  # of a sum: what is less is a difference of equals
 SURE = 2.0  # standard errors that a cost must be above 0
 MOST_OF_IT = 0.9  # of what batches took: arrivals cost no more
-TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"  # from submission to the driver's having a token
+TTFT, E2E = (
+    "llmctl_ttft_seconds",
+    "llmctl_e2e_seconds",
+)  # from submission to the driver's having a token
 
 
 def others(trace: Trace, after_s: float, count: int) -> Trace:
-    """`count` requests of `trace` from `after_s` on, as they arrive there; from its start again where it ends."""
+    """`count` requests of `trace` from `after_s` on, as they arrive there; from its start again
+    where it ends.
+    """
     first = int(np.searchsorted(trace.arrival_s, after_s))
     rows = (first + np.arange(count)) % len(trace)
     gaps_s = np.diff(trace.arrival_s[rows], prepend=trace.arrival_s[rows[:1]])
@@ -56,7 +71,9 @@ def others(trace: Trace, after_s: float, count: int) -> Trace:
 
 
 class ArrivalCost(NamedTuple):
-    """What each request that arrives adds to the batches that run then, and how many such meetings there were."""
+    """What each request that arrives adds to the batches that run then, and how many such meetings
+    there were.
+    """
 
     cost_s: float = 0.0
     arrived: float = 0.0
@@ -76,25 +93,31 @@ class ServerTimes:
 
     @property
     def slowdown(self) -> float | None:
-        """How many times as long as the laws say batches took, without what requests that arrived meanwhile took.
+        """How many times as long as the laws say batches took, without what requests that arrived
+        meanwhile took.
 
         None where none ended that they can be held against.
         """
         if self.predicted_batch_s <= 0.0:
             return None
-        return (self.batch_s - self.arrivals.cost_s * self.arrivals.arrived) / self.predicted_batch_s
+        return (
+            self.batch_s - self.arrivals.cost_s * self.arrivals.arrived
+        ) / self.predicted_batch_s
 
 
 def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
     """The cost that a server's `llmctl_slice_sums` over some batches show.
 
-    A batch takes `slowdown` times what the law says, and `cost_s` for each request that arrives meanwhile. Together
-    they are what all batches took; the second equation weighs each batch by its arrivals that were due in the law's
-    time. Plain least squares would not do: a batch that is late for another reason meets more arrivals, which would
-    then seem to cost that. Where the cost does not stand out of its error (`SURE` standard errors), as where requests
-    arrive so evenly that the two cannot be told apart, it is 0 and the slowdown has it all.
+    A batch takes `slowdown` times what the law says, and `cost_s` for each request that arrives
+    meanwhile. Together they are what all batches took; the second equation weighs each batch by its
+    arrivals that were due in the law's time. Plain least squares would not do: a batch that is late
+    for another reason meets more arrivals, which would then seem to cost that. Where the cost does
+    not stand out of its error (`SURE` standard errors), as where requests arrive so evenly that the
+    two cannot be told apart, it is 0 and the slowdown has it all.
     """
-    count, took, expected, arrived = (sums[name] for name in ("batches", "took", "expected", "arrived"))
+    count, took, expected, arrived = (
+        sums[name] for name in ("batches", "took", "expected", "arrived")
+    )
     if count < FEWEST or expected <= 0.0 or arrived <= 0.0:
         return NO_COST
     mean_due = sums["due_expected"] / expected
@@ -103,7 +126,11 @@ def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
         return NO_COST
     cost_s = (sums["due_took"] - mean_due * took) / told
     slowdown = (took - cost_s * arrived) / expected
-    left = sums["took_took"] + slowdown**2 * sums["expected_expected"] + cost_s**2 * sums["arrived_arrived"]
+    left = (
+        sums["took_took"]
+        + slowdown**2 * sums["expected_expected"]
+        + cost_s**2 * sums["arrived_arrived"]
+    )
     left -= 2.0 * (slowdown * sums["took_expected"] + cost_s * sums["took_arrived"])
     left += 2.0 * slowdown * cost_s * sums["expected_arrived"]
     spread = sums["due_due"] - 2.0 * mean_due * sums["due"] + count * mean_due**2
@@ -113,7 +140,9 @@ def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
     return ArrivalCost(min(cost_s, MOST_OF_IT * took / arrived), arrived)
 
 
-def times_between(before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]) -> ServerTimes | None:
+def times_between(
+    before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]
+) -> ServerTimes | None:
     """The growth of a server's counters while `samples` were served; None where it does not count."""
     if not {TOOK, PREDICTED} <= before.keys() & after.keys():
         return None
@@ -126,19 +155,25 @@ def times_between(before: dict[str, float], after: dict[str, float], samples: Se
     )
 
 
-def _front_delay(before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]) -> Front | None:
+def _front_delay(
+    before: dict[str, float], after: dict[str, float], samples: Sequence[Sample]
+) -> Front | None:
     """Mean latencies at the clients less those at the server's driver, of the same requests.
 
-    Requests that were refused never came to the driver; where it counted others than those that were
-    served, the delay is not known.
+    Requests that were refused never came to the driver; where it counted others than those that
+    were served, the delay is not known.
     """
     served = [one for one in samples if not one.failure]
-    clients = [(one.first_token_s - one.scheduled_s, one.last_token_s - one.scheduled_s) for one in served]
+    clients = [
+        (one.first_token_s - one.scheduled_s, one.last_token_s - one.scheduled_s) for one in served
+    ]
     if not clients or any(one.failure and not one.refused for one in samples):
         return None
     delays_s = []
     for name, seen_s in zip((TTFT, E2E), np.mean(clients, axis=0).tolist(), strict=True):
-        grown = [after.get(key, 0.0) - before.get(key, 0.0) for key in (f"{name}_count", f"{name}_sum")]
+        grown = [
+            after.get(key, 0.0) - before.get(key, 0.0) for key in (f"{name}_count", f"{name}_sum")
+        ]
         if grown[0] != len(clients):
             return None
         delays_s.append(max(seen_s - grown[1] / grown[0], 0.0))
@@ -150,12 +185,18 @@ def counts_of_times(target: Target) -> dict[str, float]:
     found = counts(target)
     missing = sorted({TOOK, PREDICTED} - found.keys())
     if missing:
-        raise InputError(f"{target.url}/metrics has no {missing[0]}", "is it llmctl's server? --warmup 0 does without")
+        raise InputError(
+            f"{target.url}/metrics has no {missing[0]}",
+            "is it llmctl's server? --warmup 0 does without",
+        )
     return found
 
 
-def warm_up(target: Target, trace: Trace, load: Load, on_done: Callable[[], None]) -> tuple[Warmup | None, bool]:
-    """Serve `trace`, with other prompts than the replay's; what it shows, and whether it was interrupted.
+def warm_up(
+    target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
+) -> tuple[Warmup | None, bool]:
+    """Serve `trace`, with other prompts than the replay's; what it shows, and whether it was
+    interrupted.
 
     None where no batch ended that the laws can be held against.
     """
@@ -181,7 +222,7 @@ def warm_up(target: Target, trace: Trace, load: Load, on_done: Callable[[], None
 
 def conditions(
     slowdown: float, front: Front | None, finished: Sequence[int], arrival_cost_s: float = 0.0
-) -> Conditions:
+) -> ServerConditions:
     """What a prediction may know; without a `front`, what the fit knows of one."""
     delay = FrontDelay(front.first_s, front.last_s) if front else None
-    return Conditions(slowdown, delay, tuple(finished), arrival_cost_s)
+    return ServerConditions(slowdown, delay, tuple(finished), arrival_cost_s)

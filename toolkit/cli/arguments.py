@@ -25,7 +25,7 @@ def resolve_recipe(recipe: Path | None) -> Path | None:
 
 def resolve_fit(fit: Path | None) -> Path | None:
     """A fit's file, from what an option was given: a path, or a name."""
-    from toolkit.files.fits import fit_path
+    from toolkit.files.io import fit_path
 
     return None if fit is None else fit_path(fit)
 
@@ -50,7 +50,9 @@ RecipeArgument = Annotated[
     ),
 ]
 FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe whose fit ships."
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout; notes go to stderr.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object to stdout; notes go to stderr.")
+]
 
 
 def open_recipe(path: Path) -> Recipe:
@@ -69,50 +71,71 @@ def open_recipe(path: Path) -> Recipe:
 
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the policy, like slice_tokens=64; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A parameter of the policy, like slice_tokens=64; repeatable.",
+    ),
 ]
 SlaOption = Annotated[
     list[str] | None,
-    typer.Option("--sla", metavar="KEY=SECONDS", help="A latency target, like ttft_p99_s=2; repeatable."),
+    typer.Option(
+        "--sla", metavar="KEY=SECONDS", help="A latency target, like ttft_p99_s=2; repeatable."
+    ),
 ]
 
 
 MaxErrorOption = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Exit code 4 where throughput or a mean latency is off by more percent."),
+    typer.Option(
+        min=0.0, help="Exit code 4 where throughput or a mean latency is off by more percent."
+    ),
 ]
-ModelOption = Annotated[str | None, typer.Option(help="The model's name; default: the first that the server has.")]
+ModelOption = Annotated[
+    str | None, typer.Option(help="The model's name; default: the first that the server has.")
+]
 ApiKeyOption = Annotated[str, typer.Option(envvar="LLMCTL_API_KEY", help="The server's key.")]
 ForeignOption = Annotated[
-    bool, typer.Option("--force", help="Go on though the plan is of another device, engine, version or model.")
+    bool,
+    typer.Option(
+        "--force", help="Go on though the plan is of another device, engine, version or model."
+    ),
 ]
 
 BrokenOption = Annotated[
     bool,
     typer.Option(
-        "--allow-broken-limits", help="Go on though the settings are predicted to break limits; --force does, too."
+        "--allow-broken-limits",
+        help="Go on though the settings are predicted to break limits; --force does, too.",
     ),
 ]
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:
-    """`key=value` words as a dict: whole numbers, numbers, true and false, else text. `InputError` without a '='."""
+    """`key=value` words as a dict: whole numbers, numbers, true and false, else text. `InputError`
+    without a '='.
+    """
     from toolkit.sched.policies.parameters import from_words
 
     return from_words(settings or [])
 
 
 def parse_sla(targets: list[str] | None) -> dict[str, float]:
-    """`key=seconds` words as targets. `InputError` for a key that is no target, or no positive number."""
+    """`key=seconds` words as targets. `InputError` for a key that is no target, or no positive
+    number.
+    """
     from toolkit.errors import InputError
-    from toolkit.files.sla import sla_problem
+    from toolkit.files.recipe import sla_problem
     from toolkit.sched.policies.parameters import split, value
 
     sla = {}
     for key, text in (split(word, SLA_EXAMPLE) for word in targets or []):
         limit = value(text)
         if isinstance(limit, (bool, str)) or not 0 < limit < float("inf"):
-            raise InputError(f"--sla {key}={text}: not a positive number of seconds", f"for example {SLA_EXAMPLE}")
+            raise InputError(
+                f"--sla {key}={text}: not a positive number of seconds",
+                f"for example {SLA_EXAMPLE}",
+            )
         problem = sla_problem(key, limit)
         if problem:
             raise InputError(f"--sla {key}={text}: {problem}", f"for example {SLA_EXAMPLE}")

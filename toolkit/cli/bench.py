@@ -32,13 +32,24 @@ def command(
         str | None,
         typer.Option(help="The server; default: the plan's address, or http://127.0.0.1:8000."),
     ] = None,
-    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
+    trace: Annotated[
+        str, typer.Option(help="A trace file, or the name of a shipped trace.")
+    ] = "chat-small",
     plan: Annotated[
-        Path | None, typer.Option(help="What the server runs: lengths are fitted to it, metrics predicted from it.")
+        Path | None,
+        typer.Option(
+            help="What the server runs: lengths are fitted to it, metrics predicted from it."
+        ),
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
-    start: Annotated[float, typer.Option(min=0.0, help="First second of the (scaled) trace to replay.")] = 0.0,
-    duration: Annotated[float | None, typer.Option(min=0.0, help="Seconds to replay; default: to the end.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Scale arrivals to this many requests per second.")
+    ] = None,
+    start: Annotated[
+        float, typer.Option(min=0.0, help="First second of the (scaled) trace to replay.")
+    ] = 0.0,
+    duration: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds to replay; default: to the end.")
+    ] = None,
     warmup: Annotated[
         float,
         typer.Option(
@@ -61,36 +72,42 @@ def command(
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Limit of requests whose trace names none; default: the plan's, or 256.")
+        int | None,
+        typer.Option(
+            min=1, help="Limit of requests whose trace names none; default: the plan's, or 256."
+        ),
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts are random tokens below this; default: the plan's, or 256.")
+        int | None,
+        typer.Option(
+            min=1, help="Prompts are random tokens below this; default: the plan's, or 256."
+        ),
     ] = None,
     model: ModelOption = None,
     api_key: ApiKeyOption = "",
-    timeout: Annotated[float, typer.Option(min=0.001, help="Give a request up after so many seconds.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Give a request up after so many seconds.")
+    ] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
     force: ForeignOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay a trace against a running server and print what was measured, beside what the plan predicts.
+    """Replay a trace against a running server and print what was measured, beside what the plan
+    predicts.
 
-    Requests go out at the trace's times, whatever the server does; latencies count from there. Ctrl-C ends the replay
-    early and reports what was answered.
+    Requests go out at the trace's times, whatever the server does; latencies count from there.
+    Ctrl-C ends the replay early and reports what was answered.
     """
-    from toolkit.bench.measurement import Measurement
     from toolkit.bench.report import request_lines
-    from toolkit.bench.subject import Wanted, look_at
-    from toolkit.bench.validate import hold
-    from toolkit.cli.basis import plan_address, warn_of_foreign
+    from toolkit.bench.session import Measurement, Wanted, hold, look_at
+    from toolkit.cli.basis import note_trace, plan_address, warn_of_foreign
     from toolkit.cli.output import emit, note, progress
-    from toolkit.cli.trace_notes import note_trace
     from toolkit.endpoints.target import find_target
     from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, read_file, write_file
     from toolkit.files.plan import Plan
     from toolkit.traces.read import read_trace
-    from toolkit.traces.shipped import trace_path
+    from toolkit.traces.types import trace_path
     from toolkit.traces.write import write_lines
 
     for written in filter(None, (out, save_requests)):
@@ -123,7 +140,9 @@ def command(
     if replay.interrupted:
         raise typer.Exit(130)
     if not result.measured["throughput_rps"]:
-        raise LlmctlError(f"not one of {result.requests:,} requests was served", "the reasons are above")
+        raise LlmctlError(
+            f"not one of {result.requests:,} requests was served", "the reasons are above"
+        )
     if max_error is not None:
         hold(((row.metric, row.error_percent) for row in result.compared), max_error)
 
@@ -137,8 +156,10 @@ def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
-    """A line where the trace's rate is not the one that the plan was tuned for: its promise is about that one."""
-    from toolkit.traces.scale import mean_rate
+    """A line where the trace's rate is not the one that the plan was tuned for: its promise is
+    about that one.
+    """
+    from toolkit.traces.windows import mean_rate
 
     if plan is None or plan.workload is None:
         return []
@@ -198,29 +219,43 @@ def _remark(result: BenchReport) -> None:
         slow = f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up {warm.slowdown:.2f}"
         note(f"during the replay batches took {slow}")
         if any(costs_s):
-            note(f"a request that arrived added {seconds(costs_s[0])} to each; in the warm-up {seconds(costs_s[1])}")
+            note(
+                f"a request that arrived added {seconds(costs_s[0])} to each; in the warm-up {seconds(costs_s[1])}"
+            )
         note(_hindsight(result))
     if result.scheduling:
         note(result.scheduling.text())
     if result.interrupted:
-        note(f"interrupted: {result.answered:,} of {result.requests:,} requests were answered, and are reported")
+        note(
+            f"interrupted: {result.answered:,} of {result.requests:,} requests were answered, and are reported"
+        )
     for reason, count in result.failures.items():
         note(f"{count:,} requests failed: {reason}")
     if result.refused:
         counted = "attainment and goodput count them as missed"
         told = "; the prediction serves every request" if result.predicted else ""
-        note(f"{result.refused:,} of {result.requests:,} requests were refused for load: {counted}{told}")
+        note(
+            f"{result.refused:,} of {result.requests:,} requests were refused for load: {counted}{told}"
+        )
     if result.wrong_length:
         note(f"{result.wrong_length:,} outputs had another length than in the trace")
     if result.send_lag_p99_s > LATE_S:
-        note(f"the client was short of CPU: requests left up to {seconds(result.send_lag_p99_s)} late (p99)")
+        note(
+            f"the client was short of CPU: requests left up to {seconds(result.send_lag_p99_s)} late (p99)"
+        )
 
 
 def _hindsight(result: BenchReport) -> str:
-    """The prediction's errors had it known how fast the machine would be: what is left is the laws'."""
+    """The prediction's errors had it known how fast the machine would be: what is left is the
+    laws'.
+    """
     from toolkit.cli.output import percent
 
     names = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")
     found, told = result.predicted_in_hindsight, result.measured
-    errors = [f"{name} {percent(100.0 * (found[name] / told[name] - 1.0))}" for name in names if told.get(name)]
+    errors = [
+        f"{name} {percent(100.0 * (found[name] / told[name] - 1.0))}"
+        for name in names
+        if told.get(name)
+    ]
     return f"had it known that speed, the prediction's errors were: {', '.join(errors)}"

@@ -10,7 +10,7 @@ import typer
 
 from toolkit.cli import completion
 from toolkit.cli.arguments import JsonOption, SetOption, SlaOption, parse_settings, parse_sla
-from toolkit.cli.fleet import FleetOption
+from toolkit.cli.basis import FleetOption
 from toolkit.cli.stage import (
     FitLengthsOption,
     FitOption,
@@ -25,9 +25,9 @@ from toolkit.cli.stage import (
 )
 
 if TYPE_CHECKING:
-    from toolkit.cli.figure import Panel
+    from toolkit.cli.figure import FigurePanel
     from toolkit.cli.results import ComparedRun
-    from toolkit.sim.comparison import Run
+    from toolkit.sim.api import PolicyRun
     from toolkit.sim.world import World
 
 # goodput first: it is what the rows are sorted by
@@ -51,12 +51,17 @@ def command(
     sla: SlaOption = None,
     workers: WorkersOption = None,
     rate: Annotated[
-        list[str] | None, typer.Option(help="Scale arrivals to so many requests per second; several: 5,10,20.")
+        list[str] | None,
+        typer.Option(help="Scale arrivals to so many requests per second; several: 5,10,20."),
     ] = None,
-    columns: Annotated[str | None, typer.Option(help="Metrics to show, with commas between; --json has all.")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Metrics to show, with commas between; --json has all.")
+    ] = None,
     max_new_tokens: MaxNewTokensOption = None,
     fit_lengths: FitLengthsOption = True,
-    png: Annotated[Path | None, typer.Option(help="Draw the plots into this file; needs llmctl[plot].")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the plots into this file; needs llmctl[plot].")
+    ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -65,20 +70,22 @@ def command(
     --set policy.key=value is that policy's parameter, key=value that of every policy which has it. Ctrl-C prints the
     runs that are done.
     """
+    from toolkit.cli.basis import note_rest, plain
     from toolkit.cli.figure import draw, require_matplotlib
     from toolkit.cli.output import emit, note, progress
     from toolkit.cli.results import Comparison
-    from toolkit.cli.trace_notes import note_rest, plain
     from toolkit.files.io import check_writable
     from toolkit.sched.policies import KNOWN
-    from toolkit.sim.comparison import compare, usual_policies
-    from toolkit.sim.settings import assign_settings, check_capacity, policy_for
+    from toolkit.sim.api import compare, usual_policies
+    from toolkit.sim.world import assign_settings, check_capacity, policy_for
 
     if png:
         require_matplotlib()
         check_writable(png)
     given = None if policies is None else list(dict.fromkeys(_words("--policies", policies)))
-    assign_settings(given or list(KNOWN), parse_settings(settings))  # what is wrong in it is said before files are read
+    assign_settings(
+        given or list(KNOWN), parse_settings(settings)
+    )  # what is wrong in it is said before files are read
     targets, rates = parse_sla(sla), _rates(rate)
     stage = open_stage(trace, fit, max_new_tokens, fit_lengths, fleet, recipe)
     names = usual_policies(stage.fit) if given is None else given
@@ -87,7 +94,7 @@ def command(
     world = stage.world(of_world, workers, seed)
     check_capacity(of_world, world, stage.trace)
     note_rest(stage.trace)
-    runs: list[Run] = []
+    runs: list[PolicyRun] = []
     total = len(names) * max(len(rates), 1)
     interrupted = False
     try:
@@ -125,7 +132,9 @@ def _words(option: str, text: str) -> list[str]:
 
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
-        raise InputError(f"{option} '{text}': it names nothing", "leave the option out for the default")
+        raise InputError(
+            f"{option} '{text}': it names nothing", "leave the option out for the default"
+        )
     return words
 
 
@@ -137,11 +146,13 @@ def _rates(words: Sequence[str] | None) -> list[float]:
         try:
             rates.append(float(word))
         except ValueError:
-            raise InputError(f"--rate {word}: not a number of requests per second", "for example 5,10,20") from None
+            raise InputError(
+                f"--rate {word}: not a number of requests per second", "for example 5,10,20"
+            ) from None
     return sorted(set(rates))
 
 
-def _columns(text: str | None, runs: Sequence[Run]) -> Sequence[str]:
+def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
     """The metrics to show. `InputError` for one that no run has."""
     from toolkit.errors import InputError, nearest
 
@@ -155,7 +166,7 @@ def _columns(text: str | None, runs: Sequence[Run]) -> Sequence[str]:
     return wanted
 
 
-def _of_run(run: Run, engines: Sequence[str]) -> ComparedRun:
+def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
     from toolkit.cli.results import ComparedRun
     from toolkit.sched.policies.servable import refusal
 
@@ -171,36 +182,44 @@ def _of_run(run: Run, engines: Sequence[str]) -> ComparedRun:
     )
 
 
-def _remark(runs: Sequence[Run], world: World, sla: Mapping[str, float]) -> None:
+def _remark(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, float]) -> None:
     """What a reader must know before believing the table."""
     from toolkit.cli.output import note, number
 
     if not sla:
         note("no --sla was given: goodput counts every request that ended")
     for run in runs:
-        lines = [run.problem] if run.problem else [*refusal_notes(run.refusals), *unfinished_notes(run.metrics)]
+        lines = (
+            [run.problem]
+            if run.problem
+            else [*refusal_notes(run.refusals), *unfinished_notes(run.metrics)]
+        )
         for line in lines:
             note(f"{_name(run, runs)}: {line}")
     beyond: dict[str, list[str]] = {}
     for run in runs:
         share = run.metrics.get("extrapolated_batches_percent", 0.0)
         if share:
-            beyond.setdefault(str(world.range_of(run.policy)), []).append(f"{_name(run, runs)} {number(share)} %")
+            beyond.setdefault(str(world.range_of(run.policy)), []).append(
+                f"{_name(run, runs)} {number(share)} %"
+            )
     for valid, shares in beyond.items():
-        note(f"warning: batches outside what the fit measured ({valid}) are extrapolated: {', '.join(shares)}")
+        note(
+            f"warning: batches outside what the fit measured ({valid}) are extrapolated: {', '.join(shares)}"
+        )
 
 
-def _name(run: Run, runs: Sequence[Run]) -> str:
+def _name(run: PolicyRun, runs: Sequence[PolicyRun]) -> str:
     from toolkit.cli.output import number
 
     return f"{run.policy} at {number(run.rate_rps)}/s" if _rates_of(runs) > 1 else run.policy
 
 
-def _rates_of(runs: Sequence[Run]) -> int:
+def _rates_of(runs: Sequence[PolicyRun]) -> int:
     return len({run.rate_rps for run in runs})
 
 
-def _show(runs: Sequence[Run], columns: Sequence[str], engines: Sequence[str]) -> None:
+def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[str]) -> None:
     from textwrap import fill
 
     from toolkit.cli.output import WIDTH, table
@@ -226,30 +245,43 @@ def _show(runs: Sequence[Run], columns: Sequence[str], engines: Sequence[str]) -
             print("\n".join(chart(panel.curves, x_name=panel.x_name, log_x=panel.log_x)))
 
 
-def _panels(runs: Sequence[Run]) -> list[Panel]:
-    """Goodput and tail latency over rates where there are several, else bars and the distribution of latencies."""
+def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
+    """Goodput and tail latency over rates where there are several, else bars and the distribution
+    of latencies.
+    """
     import numpy as np
 
-    from toolkit.cli.figure import Panel
+    from toolkit.cli.figure import FigurePanel
 
     done = [run for run in runs if len(run.e2e_s)]
     if not done:
         return []
     if _rates_of(runs) > 1:
         return [
-            Panel(title, curves=_over_rates(done, metric), x_name="requests/s that arrive")
-            for title, metric in (("goodput, requests/s", "goodput_rps"), ("TTFT, p99, s", "ttft_p99_s"))
+            FigurePanel(title, curves=_over_rates(done, metric), x_name="requests/s that arrive")
+            for title, metric in (
+                ("goodput, requests/s", "goodput_rps"),
+                ("TTFT, p99, s", "ttft_p99_s"),
+            )
         ]
     shares = np.linspace(0.0, 100.0, CDF_POINTS)
-    curves = {run.policy: (np.percentile(run.e2e_s, shares).tolist(), shares.tolist()) for run in done}
+    curves = {
+        run.policy: (np.percentile(run.e2e_s, shares).tolist(), shares.tolist()) for run in done
+    }
     return [
-        Panel("goodput, requests/s", bars={run.policy: run.metrics["goodput_rps"] for run in done}),
-        Panel("E2E, p99, s", bars={run.policy: run.metrics["e2e_p99_s"] for run in done}),
-        Panel("requests whose E2E is at most x, %", curves=curves, x_name="E2E, s (log)", log_x=True),
+        FigurePanel(
+            "goodput, requests/s", bars={run.policy: run.metrics["goodput_rps"] for run in done}
+        ),
+        FigurePanel("E2E, p99, s", bars={run.policy: run.metrics["e2e_p99_s"] for run in done}),
+        FigurePanel(
+            "requests whose E2E is at most x, %", curves=curves, x_name="E2E, s (log)", log_x=True
+        ),
     ]
 
 
-def _over_rates(runs: Sequence[Run], metric: str) -> dict[str, tuple[list[float], list[float]]]:
+def _over_rates(
+    runs: Sequence[PolicyRun], metric: str
+) -> dict[str, tuple[list[float], list[float]]]:
     curves: dict[str, tuple[list[float], list[float]]] = {}
     for run in runs:  # by rate, ascending
         xs, ys = curves.setdefault(run.policy, ([], []))

@@ -1,7 +1,7 @@
 """What the shell completes: names that ship, and files here. Imports no more than the names need.
 
-Each function takes the beginning of a word and gives the words that start with it. Where there is none the shell
-completes files by itself.
+Each function takes the beginning of a word and gives the words that start with it. Where there is
+none the shell completes files by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def fits(incomplete: str) -> list[str]:
     """Recipes whose fits ship, and JSON files of this folder."""
     from toolkit.files.shipped import shipped_profiles
 
-    return _words(incomplete, (path.parent.name for path in shipped_profiles().glob("*/fit.json")), "*.json")
+    return _words(
+        incomplete, (path.parent.name for path in shipped_profiles().glob("*/fit.json")), "*.json"
+    )
 
 
 def fits_and_clock(incomplete: str) -> list[str]:

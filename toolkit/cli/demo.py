@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from toolkit.files.recipe import Recipe
     from toolkit.files.tuning import Tuning
 
-OVERLOAD = 2.5  # requests arrive at so many times the rate that the tuned policy is predicted to serve
+OVERLOAD = (
+    2.5  # requests arrive at so many times the rate that the tuned policy is predicted to serve
+)
 REPLAY_S = 24.0  # about how long the tuned policy needs for the replayed requests
 WARMUP_S = 12.0  # of other requests before each replay
 START_TIMEOUT_S = 120.0
@@ -31,14 +33,20 @@ FILES = ("profile", "fit", "tuning", "plan", "plan-sls", "bench-tuned", "bench",
 
 def command(
     recipe: RecipeArgument = Path("tiny-llama-cpu"),
-    out: Annotated[Path, typer.Option(help="Folder for the files of all stages.")] = Path("demo-out"),
-    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = "chat-small",
+    out: Annotated[Path, typer.Option(help="Folder for the files of all stages.")] = Path(
+        "demo-out"
+    ),
+    trace: Annotated[
+        str, typer.Option(help="A trace file, or the name of a shipped trace.")
+    ] = "chat-small",
     as_json: JsonOption = False,
 ) -> None:
-    """Profile, fit, tune, serve and check a model on this machine, then compare with sequence-level scheduling.
+    """Profile, fit, tune, serve and check a model on this machine, then compare with sequence-level
+    scheduling.
 
-    The tuned server is held to what `tune` promised, at the tuned rate; then both schedulers get more than they can
-    serve. Each stage is one command, shown before it runs; its files stay in the output folder.
+    The tuned server is held to what `tune` promised, at the tuned rate; then both schedulers get
+    more than they can serve. Each stage is one command, shown before it runs; its files stay in the
+    output folder.
     """
     from toolkit.cli.output import emit
     from toolkit.deploy.order import ALLOW_BROKEN
@@ -48,7 +56,9 @@ def command(
     from toolkit.files.tuning import Tuning
 
     out.mkdir(parents=True, exist_ok=True)
-    profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (out / f"{name}.json" for name in FILES)
+    profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (
+        out / f"{name}.json" for name in FILES
+    )
     start = time.monotonic()
     stage = Stages(sys.stderr if as_json else sys.stdout)
     stage.title("1/6  measure the engine")
@@ -59,7 +69,9 @@ def command(
     words = ["tune", recipe, "--fit", fit, "--trace", trace, "--out", tuning]
     allowed = [ALLOW_BROKEN] if stage.llmctl(*words, survives=LimitsBrokenError.exit_code) else []
     if allowed:
-        stage.say(f"No setting keeps every limit on this machine. The demo goes on all the same, with {ALLOW_BROKEN}.")
+        stage.say(
+            f"No setting keeps every limit on this machine. The demo goes on all the same, with {ALLOW_BROKEN}."
+        )
     stage.title("4/6  serve what was found, at the rate that it was tuned for")
     stage.llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
     promised = read_file(Tuning, tuning)
@@ -87,7 +99,8 @@ def command(
 
 @dataclass(slots=True, frozen=True)
 class Held:
-    """What `tune` promised of a metric, what was predicted just before the replay, and what was measured.
+    """What `tune` promised of a metric, what was predicted just before the replay, and what was
+    measured.
 
     `limit` is a target's, and `kept` whether the measured value is within it; None: no target.
     """
@@ -120,7 +133,11 @@ class Achieved:
         beside = f", {goodput.predicted:.3g} predicted" if goodput.predicted is not None else ""
         rate = f"At {self.request_rate_rps:.3g} requests/s the tuned server {kept} (goodput {goodput.measured:.3g}/s"
         found = self.overload["throughput_rps"]
-        more = f"{found['scls'] / found['sls']:.2f} times the throughput of SLS" if found["sls"] else "more than SLS"
+        more = (
+            f"{found['scls'] / found['sls']:.2f} times the throughput of SLS"
+            if found["sls"]
+            else "more than SLS"
+        )
         return f"{rate}{beside}), and under overload it served {more}."
 
 
@@ -161,7 +178,9 @@ class Stages:
     def server(self, plan: Path, *options: object) -> Iterator[str]:
         """`llmctl serve` in the background until the block ends; yields its URL once it is ready."""
         port = _free_port()
-        server = self._start(["serve", "--plan", plan, "--port", port, "--allow-end-after", *options], " &")
+        server = self._start(
+            ["serve", "--plan", plan, "--port", port, "--allow-end-after", *options], " &"
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url, server)
@@ -196,19 +215,29 @@ def _wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def _tuned_window(tuning: Tuning) -> list[str]:
-    """Which part of the trace to replay, and at what rate: the first window that the tuning held out."""
+    """Which part of the trace to replay, and at what rate: the first window that the tuning held
+    out.
+    """
     window = tuning.held_out_windows[0]
-    span = ["--start", f"{window.start_s:.3f}", "--duration", f"{window.end_s - window.start_s:.3f}"]
+    span = [
+        "--start",
+        f"{window.start_s:.3f}",
+        "--duration",
+        f"{window.end_s - window.start_s:.3f}",
+    ]
     return ["--rate", f"{tuning.request_rate_rps:.6g}", *span]
 
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     """Each target, then goodput and throughput, which have no limit."""
+    from toolkit.files.tuning import UNSERVED
+
+    served = {target for target, share in tuning.usage.items() if share < UNSERVED}
     targets = [
         Held(
             metric=one.target,
             limit=one.limit_s,
-            promised=tuning.usage[one.target] * one.limit_s if one.target in tuning.usage else None,
+            promised=tuning.usage[one.target] * one.limit_s if one.target in served else None,
             predicted=one.predicted_s,
             measured=one.measured_s,
             kept=one.kept,
@@ -218,20 +247,29 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     promised = tuning.best_held_out.metrics
     metrics = ("goodput_rps", "throughput_rps", "sla_attainment_percent")
     return targets + [
-        Held(name, None, promised.get(name), tuned.predicted.get(name), tuned.measured.get(name, 0.0), None)
+        Held(
+            name,
+            None,
+            promised.get(name),
+            tuned.predicted.get(name),
+            tuned.measured.get(name, 0.0),
+            None,
+        )
         for name in metrics
     ]
 
 
 def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
-    """Which part of the trace to replay, and at what rate: more than the tuned policy is predicted to serve."""
+    """Which part of the trace to replay, and at what rate: more than the tuned policy is predicted
+    to serve.
+    """
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
     from toolkit.files.recipe import PolicySpec
-    from toolkit.traces.prepare import prepare
     from toolkit.traces.read import read_trace
-    from toolkit.traces.shipped import trace_path
-    from toolkit.tuning.workload import capacity_rps, make_world
+    from toolkit.traces.types import trace_path
+    from toolkit.traces.windows import prepare
+    from toolkit.tuning.evaluate import capacity_rps, make_world
 
     plan = read_file(Plan, planned)
     policy = PolicySpec(name=plan.policy.name, parameters=plan.policy.parameters)
@@ -267,15 +305,23 @@ def _show(result: Achieved, folder: Path) -> None:
 
     words = {True: "yes", False: "NO", None: None}
     rows = [
-        [one.metric, one.limit, one.promised, one.predicted, one.measured, words[one.kept]] for one in result.promise
+        [one.metric, one.limit, one.promised, one.predicted, one.measured, words[one.kept]]
+        for one in result.promise
     ]
     title = f"what tune promised, at the tuned rate: {result.request_rate_rps:.4g} requests/s"
     table(["", ">limit", ">tune said", ">predicted", ">measured", "kept"], rows, title)
     ratios = [
-        [key, both["sls"], both["scls"], f"{both['scls'] / both['sls']:.2f}x" if both["sls"] else "-"]
+        [
+            key,
+            both["sls"],
+            both["scls"],
+            f"{both['scls'] / both['sls']:.2f}x" if both["sls"] else "-",
+        ]
         for key, both in result.overload.items()
     ]
-    table(["measured live, same requests", "SLS", "SCLS, tuned", ">ratio"], ratios, "under overload")
+    table(
+        ["measured live, same requests", "SLS", "SCLS, tuned", ">ratio"], ratios, "under overload"
+    )
     print(f"the demo took {seconds(result.took_s)}; its files are in {folder}/")
     print(f"the page about it: {result.report}\n")
     print(textwrap.fill(result.text, WIDTH))

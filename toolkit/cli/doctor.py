@@ -12,19 +12,23 @@ from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 from toolkit.cli.output import WIDTH, emit, table
 
 if TYPE_CHECKING:
-    from toolkit.deploy.checks import Check
+    from toolkit.backends import Check
 
 StrictOption = Annotated[bool, typer.Option("--strict", help="Exit 3 where something is missing.")]
 
 
-def command(recipe: RecipeArgument = None, strict: StrictOption = False, as_json: JsonOption = False) -> None:  # type: ignore[assignment]
+def command(
+    recipe: RecipeArgument = None,  # type: ignore[assignment]
+    strict: StrictOption = False,
+    as_json: JsonOption = False,
+) -> None:
     """Check this machine, and with RECIPE whether that recipe can be used on it.
 
-    Says what is missing and what to do about it. A recipe for hardware that is elsewhere is fine (exit 0), unless
+    Says what is missing and what to do about it. A recipe for hardware that is elsewhere is fine
+    (exit 0), unless
     --strict; a recipe that is wrong is an error (exit 2).
     """
-    from toolkit.deploy.machine import check_machine
-    from toolkit.deploy.readiness import check_engine, check_recipe, missing
+    from toolkit.deploy.doctor import check_engine, check_machine, check_recipe, missing
     from toolkit.engines.devices import find_devices
     from toolkit.errors import EngineError
 
@@ -39,7 +43,8 @@ def command(recipe: RecipeArgument = None, strict: StrictOption = False, as_json
     emit(as_json, result, lambda: _show(checks, loaded.name if loaded else ""))
     if strict and absent:
         raise EngineError(
-            f"missing: {', '.join(check.name for check in absent)}", "run it without --strict for details"
+            f"missing: {', '.join(check.name for check in absent)}",
+            "run it without --strict for details",
         )
 
 

@@ -13,7 +13,7 @@ from toolkit.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class FigurePanel:
     """Bars by name, or curves by name."""
 
     title: str
@@ -28,10 +28,12 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise InputError("--png needs matplotlib, which is not installed", "pip install 'llmctl[plot]'") from None
+        raise InputError(
+            "--png needs matplotlib, which is not installed", "pip install 'llmctl[plot]'"
+        ) from None
 
 
-def draw(panels: Sequence[Panel], path: Path) -> None:
+def draw(panels: Sequence[FigurePanel], path: Path) -> None:
     """Write the panels side by side as a PNG. `InputError` where the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -47,7 +49,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     write_bytes(path, picture.getvalue())
 
 
-def _draw_panel(axes: Any, panel: Panel) -> None:
+def _draw_panel(axes: Any, panel: FigurePanel) -> None:
     axes.set_title(panel.title)
     if panel.bars is not None:
         axes.barh(list(panel.bars), list(panel.bars.values()))

@@ -14,16 +14,26 @@ if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
     from toolkit.files.fit import Fit, HeldOutError, MemoryFit, PartFit, Segment, SwapFit
 
-LARGE_PERCENT = 15.0  # of a law's held-out error; beyond it predictions of latencies cannot be better either
+LARGE_PERCENT = (
+    15.0  # of a law's held-out error; beyond it predictions of latencies cannot be better either
+)
 
-ProfileArgument = Annotated[Path, typer.Argument(metavar="PROFILE", help="profile.json, from `llmctl profile`.")]
+ProfileArgument = Annotated[
+    Path, typer.Argument(metavar="PROFILE", help="profile.json, from `llmctl profile`.")
+]
 OutOption = Annotated[Path, typer.Option("--out", help="Where to write the fit.")]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Deals the points into held-out parts.")]
-PointsOption = Annotated[bool, typer.Option("--points", help="Show the held-out error of every point too.")]
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=0, help="Deals the points into held-out parts.")
+]
+PointsOption = Annotated[
+    bool, typer.Option("--points", help="Show the held-out error of every point too.")
+]
 MaxErrorOption = Annotated[
     float | None,
     typer.Option(
-        "--max-error", min=0.0, help="Exit with 4 where a law's held-out median error is above this percentage."
+        "--max-error",
+        min=0.0,
+        help="Exit with 4 where a law's held-out median error is above this percentage.",
     ),
 ]
 
@@ -36,9 +46,11 @@ def command(
     max_error: MaxErrorOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit the laws of time and memory to a profile, and say how far off they are on points they did not see.
+    """Fit the laws of time and memory to a profile, and say how far off they are on points they did
+    not see.
 
-    Several forms of each law compete; the one with the least held-out error is kept and fitted to all points.
+    Several forms of each law compete; the one with the least held-out error is kept and fitted to
+    all points.
     """
     from toolkit.estimators.fitting import fit_file, fit_profile
     from toolkit.files.io import head, read_file, write_file
@@ -46,7 +58,9 @@ def command(
 
     measured = read_file(Profile, profile)
     fitted = fit_profile(measured, seed)
-    fit = fit_file(measured, fitted, head(inputs={"profile": profile}, device=measured.environment.device))
+    fit = fit_file(
+        measured, fitted, head(inputs={"profile": profile}, device=measured.environment.device)
+    )
     write_file(fit, out)
     emit(as_json, fit, lambda: show(fit, fitted if points else None))
     if measured.engine.analytic:
@@ -61,12 +75,22 @@ def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
     """Print a fit for people; with `fitted`, every point's held-out error too."""
     laws = (("prefill", fit.prefill), ("decode", fit.decode))
     rows: list[tuple[object, ...]] = [
-        (name, law.form, *_errors(law.error), f"N {law.valid.batch_size_max}, L {law.valid.length_max}")
+        (
+            name,
+            law.form,
+            *_errors(law.error),
+            f"N {law.valid.batch_size_max}, L {law.valid.length_max}",
+        )
         for name, law in laws
     ]
     overhead = f"{seconds(fit.overhead.batch_s)} + {number(fit.overhead.stretch)} x laws"
     rows.append(
-        ("slice", overhead, *_errors(fit.overhead.error), f"{fit.workers} worker{'s' * (fit.workers != 1)} busy")
+        (
+            "slice",
+            overhead,
+            *_errors(fit.overhead.error),
+            f"{fit.workers} worker{'s' * (fit.workers != 1)} busy",
+        )
     )
     rows += _of_rounds(fit)
     title = f"{fit.recipe_name}: absolute error on held-out points"
@@ -74,10 +98,18 @@ def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
     print(f"memory: {_memory(fit.memory)}")
     if fit.rounds:
         usable = int(fit.rounds.usable_share * fit.memory.capacity_tokens)
-        print(f"in rounds: rows x longest <= {number(usable)} tokens, {fit.rounds.usable_share:.3f} of the capacity")
+        print(
+            f"in rounds: rows x longest <= {number(usable)} tokens, {fit.rounds.usable_share:.3f} of the capacity"
+        )
     print()
-    coefficients = [(name, *_coefficients(segment)) for name, law in laws for segment in law.segments]
-    table(["law", ">N from", ">N*L", ">N", ">L", ">1", ">N*L^2"], coefficients, "coefficients in microseconds")
+    coefficients = [
+        (name, *_coefficients(segment)) for name, law in laws for segment in law.segments
+    ]
+    table(
+        ["law", ">N from", ">N*L", ">N", ">L", ">1", ">N*L^2"],
+        coefficients,
+        "coefficients in microseconds",
+    )
     _show_candidates(fit)
     if fitted:
         _show_points("prefill", fitted.prefill)
@@ -90,14 +122,29 @@ def _of_rounds(fit: Fit) -> list[tuple[object, ...]]:
     if fit.rounds:
         overhead = fit.rounds.overhead
         form = f"{seconds(overhead.batch_s)} + {number(overhead.stretch)} x laws"
-        lines.append(("round", form, *_errors(overhead.error), f"{fit.workers} worker{'s' * (fit.workers != 1)} busy"))
-        for name, part in (("join", fit.rounds.join), ("leave", fit.rounds.leave), ("grow", fit.rounds.grow)):
+        lines.append(
+            (
+                "round",
+                form,
+                *_errors(overhead.error),
+                f"{fit.workers} worker{'s' * (fit.workers != 1)} busy",
+            )
+        )
+        for name, part in (
+            ("join", fit.rounds.join),
+            ("leave", fit.rounds.leave),
+            ("grow", fit.rounds.grow),
+        ):
             lines.append((name, _terms(part), *_errors(part.error), f"{part.error.points} points"))
     if fit.swap and fit.swap.error:
-        lines.append(("swap", _swap(fit.swap), *_errors(fit.swap.error), f"{fit.swap.error.points} points"))
+        lines.append(
+            ("swap", _swap(fit.swap), *_errors(fit.swap.error), f"{fit.swap.error.points} points")
+        )
     if fit.steps:
         form = f"knots {', '.join(map(str, fit.steps.knots))}"
-        lines.append(("pass", form, *_errors(fit.steps.error), f"{fit.steps.valid.tokens_max:,} new tokens"))
+        lines.append(
+            ("pass", form, *_errors(fit.steps.error), f"{fit.steps.valid.tokens_max:,} new tokens")
+        )
     return lines
 
 
@@ -122,7 +169,11 @@ def _warn_of_rounds(fit: Fit) -> None:
 
 
 def _errors(error: HeldOutError) -> tuple[str, str, str]:
-    return (f"{error.median_percent:.1f} %", f"{error.p95_percent:.1f} %", f"{error.worst_percent:.1f} %")
+    return (
+        f"{error.median_percent:.1f} %",
+        f"{error.p95_percent:.1f} %",
+        f"{error.worst_percent:.1f} %",
+    )
 
 
 def _coefficients(segment: Segment) -> tuple[str, ...]:
@@ -135,7 +186,9 @@ def _memory(fit: MemoryFit) -> str:
         length = f"L * {1 + fit.workspace:.3g}" if fit.workspace else "L"
         share = f"zeta {fit.zeta:.3f} (+- {fit.zeta_std:.3f})"
         return f"N <= {share} * {number(fit.capacity_tokens)} tokens / ({length} + S)"
-    rules = "; ".join(f"L+S > {rule.length_above}: N <= {rule.max_batch_size}" for rule in fit.rules)
+    rules = "; ".join(
+        f"L+S > {rule.length_above}: N <= {rule.max_batch_size}" for rule in fit.rules
+    )
     return f"no zeta explains the probes, so rules: {rules}"
 
 
@@ -156,7 +209,11 @@ def _show_candidates(fit: Fit) -> None:
 
 
 def _tried(error: HeldOutError | None, mark: str) -> tuple[str, str]:
-    return (f"{error.median_percent:.1f} %", f"{error.p95_percent:.1f} %{mark}") if error else ("-", "-")
+    return (
+        (f"{error.median_percent:.1f} %", f"{error.p95_percent:.1f} %{mark}")
+        if error
+        else ("-", "-")
+    )
 
 
 def _show_points(name: str, law: FittedLaw) -> None:

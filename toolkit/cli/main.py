@@ -1,6 +1,8 @@
-"""`llmctl`: the table of commands, each loaded only when it is called, and where errors become exit codes.
+"""`llmctl`: the table of commands, each loaded only when it is called, and where errors become exit
+codes.
 
-`llmctl --help` lists commands from the table below and imports none of them; that is what keeps it fast.
+`llmctl --help` lists commands from the table below and imports none of them; that is what keeps it
+fast.
 """
 
 from __future__ import annotations
@@ -26,41 +28,47 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of the machine, not of ll
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A command: its help line, and what a person should know who interrupted it. Lives in toolkit.cli.<name>."""
+class CommandEntry:
+    """A command: its help line, and what a person should know who interrupted it. Lives in
+    toolkit.cli.<name>.
+    """
 
     help: str
     interrupted: str = "nothing was written"
 
 
 COMMANDS = {
-    "doctor": Entry("Check this machine, and a recipe against it."),
-    "profile": Entry(
+    "doctor": CommandEntry("Check this machine, and a recipe against it."),
+    "profile": CommandEntry(
         "Measure an engine: prefill, decode, whole slices and the memory edge.",
         "the points measured so far are kept; the same command goes on from there",
     ),
-    "fit": Entry("Fit the laws of time and memory to a profile."),
-    "tune": Entry(
+    "fit": CommandEntry("Fit the laws of time and memory to a profile."),
+    "tune": CommandEntry(
         "Search the scheduler's settings on a trace, with the simulator.",
         "finished trials are kept; the same command goes on from there",
     ),
-    "render": Entry("Write the plan that `serve` starts, every value explained."),
-    "serve": Entry("Start the server: OpenAI's API, N workers, one scheduler.", "the server has stopped"),
-    "status": Entry("What runs here: health, load, as fast as predicted or not."),
-    "stop": Entry("End a server in order, and say what was drained.", "the server goes on draining"),
-    "bench": Entry("Replay a trace against a server; measured beside predicted."),
-    "validate": Entry("Hold a plan's predictions against the server that runs it."),
-    "report": Entry("One offline HTML page: fits, tuning, validation, plan."),
-    "simulate": Entry("Run a trace through the scheduler with fitted laws, no model."),
-    "compare": Entry("Several policies on one trace: a table, and plots."),
-    "trace": Entry("Inspect, convert, generate and record traces."),
-    "demo": Entry(
+    "render": CommandEntry("Write the plan that `serve` starts, every value explained."),
+    "serve": CommandEntry(
+        "Start the server: OpenAI's API, N workers, one scheduler.", "the server has stopped"
+    ),
+    "status": CommandEntry("What runs here: health, load, as fast as predicted or not."),
+    "stop": CommandEntry(
+        "End a server in order, and say what was drained.", "the server goes on draining"
+    ),
+    "bench": CommandEntry("Replay a trace against a server; measured beside predicted."),
+    "validate": CommandEntry("Hold a plan's predictions against the server that runs it."),
+    "report": CommandEntry("One offline HTML page: fits, tuning, validation, plan."),
+    "simulate": CommandEntry("Run a trace through the scheduler with fitted laws, no model."),
+    "compare": CommandEntry("Several policies on one trace: a table, and plots."),
+    "trace": CommandEntry("Inspect, convert, generate and record traces."),
+    "demo": CommandEntry(
         "The whole way on this machine: profile, fit, tune, serve, bench.",
         "finished stages are kept in the output folder; the same command goes on from there",
     ),
-    "recipes": Entry("List the recipes that ship, a line each."),
-    "policies": Entry("List the policies: what each does, and which engines run it."),
-    "schema": Entry("Print the JSON Schema of recipes."),
+    "recipes": CommandEntry("List the recipes that ship, a line each."),
+    "policies": CommandEntry("List the policies: what each does, and which engines run it."),
+    "schema": CommandEntry("Print the JSON Schema of recipes."),
 }
 
 
@@ -90,11 +98,12 @@ class LazyGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            entry = COMMANDS.get(ctx.invoked_subcommand or "", Entry(""))
+            entry = COMMANDS.get(ctx.invoked_subcommand or "", CommandEntry(""))
             print(f"\ninterrupted; {entry.interrupted}", file=sys.stderr)
             raise typer.Exit(130) from None
         except BrokenPipeError as error:
-            # Typer would end quietly whatever broke; only stdout's reader may leave (`llmctl ... | head`).
+            # Typer would end quietly whatever broke; only stdout's reader may leave (`llmctl ... |
+            # head`).
             if _stdout_is_read():
                 raise RuntimeError("a pipe broke, and it was not stdout") from error
             raise typer.Exit(_drop_output()) from None
@@ -108,13 +117,17 @@ def _stdout_is_read() -> bool:
 
 
 def _drop_output() -> int:
-    """Let what is still to be printed go nowhere, or Python complains once more when it flushes at exit; the code."""
+    """Let what is still to be printed go nowhere, or Python complains once more when it flushes at
+    exit; the code.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
 
 
 def _load(name: str) -> Any:
-    """The command of toolkit.cli.<name>: its function `command`, or its typer application `app` with subcommands."""
+    """The command of toolkit.cli.<name>: its function `command`, or its typer application `app`
+    with subcommands.
+    """
     module = importlib.import_module(_module(name))
     if hasattr(module, "app"):
         group: Any = typer.main.get_command(module.app)
@@ -127,7 +140,9 @@ def _load(name: str) -> Any:
 
 
 def _paragraphs(doc: str | None) -> str:
-    """A docstring whose lines are joined within paragraphs: typer would break lines where the source does."""
+    """A docstring whose lines are joined within paragraphs: typer would break lines where the
+    source does.
+    """
     return "\n\n".join(" ".join(text.split()) for text in (doc or "").split("\n\n"))
 
 
@@ -143,13 +158,17 @@ def _print_version(wanted: bool) -> None:
 @application.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
-    """Measure an LLM engine, fit its time and memory, find the scheduler settings that serve your traffic best, and
-    start exactly that.
+    """Measure an LLM engine, fit its time and memory, find the scheduler settings that serve your
+    traffic best, and start exactly that.
 
-    recipe.yaml --profile--> profile.json --fit--> fit.json --tune--> tuning.json --render--> plan.json
+    recipe.yaml --profile--> profile.json --fit--> fit.json --tune--> tuning.json --render-->
+    plan.json
     """
 
 
@@ -158,17 +177,23 @@ def run(args: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if args is None else args) or ["--help"]
     show_any_text()
     try:
-        code = typer.main.get_command(application).main(words, prog_name="llmctl", standalone_mode=False)
+        code = typer.main.get_command(application).main(
+            words, prog_name="llmctl", standalone_mode=False
+        )
         sys.stdout.flush()
     except LlmctlError as error:
         code = _report(error.message, error.hint, error.exit_code)
     except typer.TyperException as error:
         context, message = getattr(error, "ctx", None), error.format_message()
-        hint = f"see {context.command_path} --help" if context and message else ""  # no message: help was printed
+        hint = (
+            f"see {context.command_path} --help" if context and message else ""
+        )  # no message: help was printed
         code = _report(message, hint, error.exit_code)
     except BrokenPipeError:
         code = _drop_output()
-    except SystemExit as left:  # rich, which prints tables and help, leaves with 1 where its pipe breaks
+    except (
+        SystemExit
+    ) as left:  # rich, which prints tables and help, leaves with 1 where its pipe breaks
         if not isinstance(left.__context__, BrokenPipeError):
             raise
         code = _drop_output()
@@ -176,7 +201,9 @@ def run(args: Sequence[str] | None = None) -> None:
         if error.errno not in NO_ROOM:
             raise
         _drop_output()
-        code = _report(f"{error.filename or 'the output'}: {error.strerror}", "make room, and run it again", 1)
+        code = _report(
+            f"{error.filename or 'the output'}: {error.strerror}", "make room, and run it again", 1
+        )
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -1,4 +1,5 @@
-"""What commands print: results on stdout, progress and notes on stderr, so that `--json` output is one JSON object.
+"""What commands print: results on stdout, progress and notes on stderr, so that `--json` output is
+one JSON object.
 
 Everything fits 80 columns; a table takes the width of a wider terminal. Numbers are rounded for
 reading here and nowhere else; the files keep every digit.
@@ -41,7 +42,12 @@ __all__ = [
 WIDTH = 80
 TEXT_ROOM = 24  # columns that a column of text needs to be read; what is longer wraps
 JUSTIFY = {"<": "left", ">": "right", "^": "center"}
-NEAREST = {"\N{FULL BLOCK}": "#", "\N{EN DASH}": "-", "\N{EM DASH}": "-", "\N{MULTIPLICATION SIGN}": "x"}
+NEAREST = {
+    "\N{FULL BLOCK}": "#",
+    "\N{EN DASH}": "-",
+    "\N{EM DASH}": "-",
+    "\N{MULTIPLICATION SIGN}": "x",
+}
 
 
 def show_any_text() -> None:
@@ -50,7 +56,10 @@ def show_any_text() -> None:
     An ASCII stdout (`LC_ALL=C` without UTF-8 mode, `PYTHONIOENCODING=ascii`) shows the nearest
     ASCII text, or '?'. UTF-8 cannot encode the bytes of a file's name that are not UTF-8.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in (
+        "strict",
+        "surrogateescape",
+    ):
         codecs.register_error("llmctl-nearest", _nearest_text)
         sys.stdout.reconfigure(errors="llmctl-nearest")
 
@@ -71,7 +80,9 @@ def shows_unicode() -> bool:
     return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
 
 
-def emit(as_json: bool, result: BaseModel | Mapping[str, Any] | Any, render: Callable[[], None]) -> None:
+def emit(
+    as_json: bool, result: BaseModel | Mapping[str, Any] | Any, render: Callable[[], None]
+) -> None:
     """Print `result` as one JSON object, or let `render` print it for people.
 
     `result` is a pydantic model, a dataclass or a mapping, of plain values or of more of these.
@@ -98,11 +109,13 @@ def note(text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Print rows under `columns`: 80 columns wide at most, or as wide as the terminal; long text wraps.
+    """Print rows under `columns`: 80 columns wide at most, or as wide as the terminal; long text
+    wraps.
 
-    A column's name may start with '<' or '>' for its alignment; without, columns of numbers go right, others left.
-    Cells are text as it is (no markup); floats are rounded by `number`. The first column names things and stays whole.
-    Numbers never wrap: where not all columns fit, the table goes on below, with the first column again.
+    A column's name may start with '<' or '>' for its alignment; without, columns of numbers go
+    right, others left. Cells are text as it is (no markup); floats are rounded by `number`. The
+    first column names things and stays whole. Numbers never wrap: where not all columns fit, the
+    table goes on below, with the first column again.
     """
     from rich.console import Console
     from rich.text import Text
@@ -115,8 +128,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     unbounded = console.options.update(width=sys.maxsize)
     groups: list[list[int]] = [[0]]
     for index in range(1, len(columns)):
-        wider = _view(console, columns, rows, [*groups[-1], index], narrow=True, text_room=TEXT_ROOM)
-        if len(groups[-1]) > 1 and console.measure(wider, options=unbounded).minimum > console.width:
+        wider = _view(
+            console, columns, rows, [*groups[-1], index], narrow=True, text_room=TEXT_ROOM
+        )
+        if (
+            len(groups[-1]) > 1
+            and console.measure(wider, options=unbounded).minimum > console.width
+        ):
             groups.append([0])
         groups[-1].append(index)
     for shown in groups:
@@ -135,7 +153,8 @@ def _view(
     narrow: bool = False,
     text_room: int | None = None,
 ) -> Table:
-    """A table of the columns `shown`; with `narrow` the names of columns that stay whole have a line per word.
+    """A table of the columns `shown`; with `narrow` the names of columns that stay whole have a
+    line per word.
 
     Columns of text are at most `text_room` wide; None: as wide as they need.
     """
@@ -149,7 +168,9 @@ def _view(
     view = Table(box=lines, pad_edge=False)
     for index in shown:
         name, cells = columns[index], [row[index] for row in rows]
-        right = any(map(_is_number, cells)) and all(_is_number(cell) or cell is None for cell in cells)
+        right = any(map(_is_number, cells)) and all(
+            _is_number(cell) or cell is None for cell in cells
+        )
         align = name[0] if name[:1] in JUSTIFY else "><"[not right]
         longest = max((len(_cell(cell)) for cell in cells), default=0)
         whole = longest <= WIDTH // 2 if index == 0 else align == ">" and longest <= TEXT_ROOM
@@ -175,7 +196,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], None]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def show(row: Sequence[str]) -> None:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
 
     return show
 
@@ -188,14 +211,21 @@ def _cell(value: object) -> str:
 
 @contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; yields `advance(steps=1, text='')`. Silent where stderr is no terminal.
+    """A progress bar on stderr; yields `advance(steps=1, text='')`. Silent where stderr is no
+    terminal.
 
     with progress("measuring", len(points)) as advance:
         for point in points:
             advance(text=f"prefill N={point.batch_size}")
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
     columns = (
@@ -205,7 +235,9 @@ def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[text]}", markup=False),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
         task = bar.add_task(description, total=total, text="")
 
         def advance(steps: int = 1, text: str = "") -> None:

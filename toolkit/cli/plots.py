@@ -1,4 +1,6 @@
-"""Plots of a few lines for the terminal: bars, curves of a letter each, points. Plain text, no escape codes."""
+"""Plots of a few lines for the terminal: bars, curves of a letter each, points. Plain text, no
+escape codes.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def chart(curves: Mapping[str, Curve], *, x_name: str, log_x: bool = False) -> l
 
 
 @dataclass(slots=True, frozen=True)
-class Point:
+class PlotPoint:
     """Where, and the one character that marks it. Later points are drawn over earlier ones."""
 
     x: float
@@ -74,8 +76,10 @@ class Point:
     mark: str
 
 
-def scatter(points: Sequence[Point], *, x_name: str) -> list[str]:
-    """Points, both axes from the least value to the greatest; that of x is logarithmic where all are positive."""
+def scatter(points: Sequence[PlotPoint], *, x_name: str) -> list[str]:
+    """Points, both axes from the least value to the greatest; that of x is logarithmic where all
+    are positive.
+    """
     if not points:
         return []
     xs, ys = [point.x for point in points], [point.y for point in points]

@@ -9,7 +9,7 @@ from toolkit.cli.output import aligned, emit
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PolicyLine:
     """A policy. `engines` are those that can serve with it; none: it exists in simulations alone."""
 
     name: str
@@ -24,23 +24,33 @@ class Line:
 
 
 def command(as_json: JsonOption = False) -> None:
-    """List the policies: what each does, which paper or system describes it, and which engines run it.
+    """List the policies: what each does, which paper or system describes it, and which engines run
+    it.
 
-    A policy that needs the future runs in simulations only. docs/policies.md tells more, with the parameters.
+    A policy that needs the future runs in simulations only. docs/policies.md tells more, with the
+    parameters.
     """
     from toolkit.sched.catalogue import ABOUT
     from toolkit.sched.policies import KNOWN
     from toolkit.sched.policies.servable import engines_for
 
-    lines = [Line(name, ABOUT[name].does, ABOUT[name].source, engines_for(name)) for name in KNOWN]
+    lines = [
+        PolicyLine(name, ABOUT[name].does, ABOUT[name].source, engines_for(name)) for name in KNOWN
+    ]
     found = [
-        {"name": one.name, "does": one.does, "source": one.source, "engines": one.engines, "live": one.live}
+        {
+            "name": one.name,
+            "does": one.does,
+            "source": one.source,
+            "engines": one.engines,
+            "live": one.live,
+        }
         for one in lines
     ]
     emit(as_json, {"policies": found}, lambda: _show(lines))
 
 
-def _show(lines: list[Line]) -> None:
+def _show(lines: list[PolicyLine]) -> None:
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for one in sorted(lines, key=lambda line: not line.live):
         groups.setdefault(tuple(one.engines), []).append((f"  {one.name}", one.does, one.source))
@@ -48,6 +58,13 @@ def _show(lines: list[Line]) -> None:
     show = aligned([heads, *(row for rows in groups.values() for row in rows)])
     show(heads)
     for engines, rows in groups.items():
-        print("\n" + (f"live on {', '.join(engines)}" if engines else "in simulations only: they need the future"))
+        print(
+            "\n"
+            + (
+                f"live on {', '.join(engines)}"
+                if engines
+                else "in simulations only: they need the future"
+            )
+        )
         for row in rows:
             show(row)

@@ -14,12 +14,15 @@ from toolkit.cli.output import emit, note, number, progress, seconds, size, tabl
 
 if TYPE_CHECKING:
     from toolkit.files.profile import Profile, RoundsProfile
-    from toolkit.profiling.plan import Plan
+    from toolkit.profiling.run import ProfileEstimate
 
 OutOption = Annotated[Path, typer.Option("--out", help="Where to write the profile.")]
 AnalyticOption = Annotated[
     bool,
-    typer.Option("--analytic", help="Measure nothing: a roofline from the recipe's hardware and model numbers."),
+    typer.Option(
+        "--analytic",
+        help="Measure nothing: a roofline from the recipe's hardware and model numbers.",
+    ),
 ]
 LikeOption = Annotated[
     tuple[Path, Path] | None,
@@ -29,7 +32,9 @@ LikeOption = Annotated[
         help="With --analytic: take the efficiency from a measured profile of the same engine, and its recipe.",
     ),
 ]
-FreshOption = Annotated[bool, typer.Option("--fresh", help="Begin anew, though an interrupted run left results.")]
+FreshOption = Annotated[
+    bool, typer.Option("--fresh", help="Begin anew, though an interrupted run left results.")
+]
 
 OTHERS_MAX_PERCENT = 10.0  # of all CPUs; more than that shows in the laws
 
@@ -42,14 +47,15 @@ def command(
     like: LikeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure an engine: prefills and decode steps over a grid, whole slices on all workers, and the memory edge.
+    """Measure an engine: prefills and decode steps over a grid, whole slices on all workers, and
+    the memory edge.
 
-    It can be interrupted, by kill -9 too: the same command goes on with what was measured, which is beside the profile
-    until that is written.
+    It can be interrupted, by kill -9 too: the same command goes on with what was measured, which is
+    beside the profile until that is written.
     """
+    from toolkit.backends import backend_of
     from toolkit.files.io import check_writable, write_file
-    from toolkit.profiling.noise import OtherLoad
-    from toolkit.profiling.run import journal_path, profile
+    from toolkit.profiling.run import OtherLoad, journal_path, profile
 
     check_writable(out)
     if analytic or like:
@@ -57,7 +63,9 @@ def command(
         return
     others = OtherLoad()
     with ExitStack() as stack:
-        measured = profile(open_recipe(recipe), recipe, out, TerminalWatch(stack), fresh=fresh)
+        loaded = open_recipe(recipe)
+        timed = backend_of(loaded.engine.name).timed
+        measured = profile(loaded, recipe, out, TerminalWatch(stack), fresh=fresh, timed=timed)
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
     if not measured.engine.is_server:  # whose own time would count as others'
@@ -80,8 +88,12 @@ def _profile_analytically(
     basis = None
     if like is not None:
         measured, made_with = like[0], recipe_path(like[1])
-        basis = basis_of(read_file(Profile, measured, inputs={"recipe": made_with}), open_recipe(made_with))
-    made = analytic_profile(loaded, head(inputs={"recipe": recipe}, device=loaded.hardware.name), basis)
+        basis = basis_of(
+            read_file(Profile, measured, inputs={"recipe": made_with}), open_recipe(made_with)
+        )
+    made = analytic_profile(
+        loaded, head(inputs={"recipe": recipe}, device=loaded.hardware.name), basis
+    )
     write_file(made, out)
     emit(as_json, made, lambda: show(made))
     note(f"analytic, nothing was measured: {made.engine.analytic}")
@@ -94,13 +106,15 @@ class TerminalWatch:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: ProfileEstimate) -> None:
         if plan.set_aside:
             note(f"the results of an earlier run are set aside: {plan.set_aside}")
         for reason, count in plan.skipped.items():
             note(f"{_points(count)} skipped: {reason}")
         resumed = f", {plan.resumed} results of an earlier run are kept" if plan.resumed else ""
-        note(f"{_points(plan.points)}, {plan.steps} measurements to go, about {seconds(plan.about_s)}{resumed}")
+        note(
+            f"{_points(plan.points)}, {plan.steps} measurements to go, about {seconds(plan.about_s)}{resumed}"
+        )
         self._advance = self._stack.enter_context(progress("measuring", plan.steps))
 
     def advanced(self, text: str) -> None:
@@ -109,7 +123,9 @@ class TerminalWatch:
 
 def _say_how_quiet_it_was(others_percent: float) -> None:
     if others_percent > OTHERS_MAX_PERCENT:
-        note(f"other programs used {others_percent:.0f} % of the CPUs meanwhile: expect laws that are too slow")
+        note(
+            f"other programs used {others_percent:.0f} % of the CPUs meanwhile: expect laws that are too slow"
+        )
 
 
 def show(profile: Profile) -> None:
@@ -125,8 +141,12 @@ def show(profile: Profile) -> None:
     workers = f"{profile.workers} worker{'s' * (profile.workers != 1)}"
     print(f"KV cache {kv_cache}; times in {profile.clock} seconds, {workers}\n")
     grids = {
-        "prefill": [(point.batch_size, point.input_length, point.seconds) for point in profile.prefill],
-        "decode step": [(point.batch_size, point.cached_length, point.seconds) for point in profile.decode],
+        "prefill": [
+            (point.batch_size, point.input_length, point.seconds) for point in profile.prefill
+        ],
+        "decode step": [
+            (point.batch_size, point.cached_length, point.seconds) for point in profile.decode
+        ],
     }
     for name, points in grids.items():
         _show_grid(name, points)
@@ -135,7 +155,9 @@ def show(profile: Profile) -> None:
         for point in profile.memory
     ]
     if edges:
-        table([">L", ">S", ">largest batch that ran", ">smallest that did not"], edges, "memory edge")
+        table(
+            [">L", ">S", ">largest batch that ran", ">smallest that did not"], edges, "memory edge"
+        )
     if facts.max_rows is not None:
         note(f"at most {facts.max_rows} requests ran at once")
     for lacking in facts.lacks:
@@ -150,7 +172,8 @@ def _show_rounds(rounds: RoundsProfile) -> None:
     from statistics import median
 
     rows: list[tuple[object, ...]] = [
-        (point.part, point.rows, point.length, point.others, seconds(median(point.seconds))) for point in rounds.parts
+        (point.part, point.rows, point.length, point.others, seconds(median(point.seconds)))
+        for point in rounds.parts
     ]
     table(["part", ">rows", ">L", ">beside", ">median"], rows, "parts of rounds (grow: per step)")
     entered = [(point.input_length, point.largest_ok) for point in rounds.memory]

@@ -1,7 +1,10 @@
-"""`llmctl render`: a plan from a recipe, its fit and perhaps its tuning; the plan as files for where it will run."""
+"""`llmctl render`: a plan from a recipe, its fit and perhaps its tuning; the plan as files for
+where it will run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,15 +12,28 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli import completion
-from toolkit.cli.arguments import FIT_HELP, BrokenOption, JsonOption, SetOption, parse_settings, resolve_fit
+from toolkit.cli.arguments import (
+    FIT_HELP,
+    BrokenOption,
+    JsonOption,
+    SetOption,
+    parse_settings,
+    resolve_fit,
+)
 from toolkit.cli.output import emit, note, table
 
 if TYPE_CHECKING:
-    from toolkit.deploy.compare import Difference
+    from toolkit.deploy.folder import Change
+    from toolkit.deploy.order import Options, Order
+    from toolkit.deploy.plan import Difference
     from toolkit.files.plan import Plan, PlannedPolicy
+    from toolkit.traces.types import Trace
 
 PREDICTED = "predicted "
-HEADLINES = {PREDICTED + name for name in ("goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s")}
+HEADLINES = {
+    PREDICTED + name
+    for name in ("goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s")
+}
 PLAN = Path("plan.json")
 Source = Annotated[
     Path,
@@ -29,9 +45,16 @@ Source = Annotated[
 ]
 FitOption = Annotated[
     Path | None,
-    typer.Option("--fit", callback=resolve_fit, autocompletion=completion.fits, help=f"With a recipe: {FIT_HELP}"),
+    typer.Option(
+        "--fit",
+        callback=resolve_fit,
+        autocompletion=completion.fits,
+        help=f"With a recipe: {FIT_HELP}",
+    ),
 ]
-TuningOption = Annotated[Path | None, typer.Option("--tuning", help="tuning.json; without it, the recipe's policy.")]
+TuningOption = Annotated[
+    Path | None, typer.Option("--tuning", help="tuning.json; without it, the recipe's policy.")
+]
 PolicyOption = Annotated[
     str | None,
     typer.Option(
@@ -51,10 +74,15 @@ TargetOption = Annotated[
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", help="Where to write: plan.json; with --target a folder, by default named like it."),
+    typer.Option(
+        "--out", help="Where to write: plan.json; with --target a folder, by default named like it."
+    ),
 ]
 CheckOption = Annotated[
-    bool, typer.Option("--check", help="Write nothing; compare with what is at --out, exit 4 if it differs.")
+    bool,
+    typer.Option(
+        "--check", help="Write nothing; compare with what is at --out, exit 4 if it differs."
+    ),
 ]
 ForceOption = Annotated[
     bool,
@@ -67,16 +95,27 @@ TraceOption = Annotated[
     str | None,
     typer.Option(
         "--trace",
-        help="Lengths for the autoscaling threshold; default: the tuning's trace, if it ships, or chat-small.",
+        help="Lengths for the autoscaling threshold; default: the tuning's trace, if it ships, or the recipe's.",
     ),
 ]
-ImageOption = Annotated[str, typer.Option("--image", help="Container image, pinned by tag or digest.")]
+ImageOption = Annotated[
+    str, typer.Option("--image", help="Container image, pinned by tag or digest.")
+]
 NamespaceOption = Annotated[str, typer.Option("--namespace", help="Kubernetes namespace.")]
-ReplicasOption = Annotated[int, typer.Option("--replicas", min=0, help="Pods; 0: what the tuning found, or 1.")]
-MaxReplicasOption = Annotated[int, typer.Option("--max-replicas", min=0, help="Most pods; 0: twice the replicas.")]
-PrometheusOption = Annotated[str, typer.Option("--prometheus", help="Prometheus' address in the cluster, for KEDA.")]
+ReplicasOption = Annotated[
+    int, typer.Option("--replicas", min=0, help="Pods; 0: what the tuning found, or 1.")
+]
+MaxReplicasOption = Annotated[
+    int, typer.Option("--max-replicas", min=0, help="Most pods; 0: twice the replicas.")
+]
+PrometheusOption = Annotated[
+    str, typer.Option("--prometheus", help="Prometheus' address in the cluster, for KEDA.")
+]
 ClaimOption = Annotated[
-    str, typer.Option("--model-claim", help="Volume claim that keeps the models; '': each pod downloads anew.")
+    str,
+    typer.Option(
+        "--model-claim", help="Volume claim that keeps the models; '': each pod downloads anew."
+    ),
 ]
 ProductOption = Annotated[
     list[str] | None,
@@ -86,7 +125,9 @@ ProductOption = Annotated[
         help="Nodes must have this nvidia.com/gpu.product; may be repeated. Default: prefer the fit's.",
     ),
 ]
-ProgramOption = Annotated[str, typer.Option("--program", help="Path of llmctl on the machine that runs the unit.")]
+ProgramOption = Annotated[
+    str, typer.Option("--program", help="Path of llmctl on the machine that runs the unit.")
+]
 
 
 def command(
@@ -113,15 +154,15 @@ def command(
 ) -> None:
     """Write the plan that `llmctl serve` starts, and say where every value of it comes from.
 
-    With --target it becomes a folder of files for where the plan will run, explained in EXPLAIN.md, with a bench.sh
-    that checks what it claims. The same files give the same output, to the byte; --check is for CI.
+    With --target it becomes a folder of files for where the plan will run, explained in EXPLAIN.md,
+    with a bench.sh that checks what it claims. The same files give the same output, to the byte;
+    --check is for CI.
     """
     from toolkit.cli.basis import accept
 
     made = _make(source, fit, tuning, _given(policy, settings))
     accept(made.plan, str(tuning or source), broken=force or allow_broken_limits)
     if target is not None:
-        from toolkit.cli.render_target import Request, render_to
         from toolkit.deploy.order import Options
 
         folder = out or Path(target)
@@ -136,7 +177,20 @@ def command(
             str(folder.absolute()),
             tuple(gpu_product or ()),
         )
-        render_to(Request(made.plan, made.file, made.near, target, folder, options, trace, check, force, as_json))
+        render_to(
+            RenderRequest(
+                made.plan,
+                made.file,
+                made.near,
+                target,
+                folder,
+                options,
+                trace,
+                check,
+                force,
+                as_json,
+            )
+        )
         return
     if made.file is not None:
         from toolkit.errors import InputError
@@ -148,7 +202,7 @@ def command(
     from toolkit.cli.basis import note_basis
     from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.files.io import write_file
-    from toolkit.files.limits import broken
+    from toolkit.files.tuning import broken
 
     out = out or PLAN
     write_file(made.plan, out)
@@ -160,7 +214,9 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A plan, the file that it was read from (None: it was made here), and one beside which a validation may lie."""
+    """A plan, the file that it was read from (None: it was made here), and one beside which a
+    validation may lie.
+    """
 
     plan: Plan
     file: Path | None
@@ -185,11 +241,13 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
     from toolkit.files.fleet import is_fleet
     from toolkit.files.io import read_file, recipe_path
     from toolkit.files.plan import Plan
-    from toolkit.files.recipes import is_recipe
+    from toolkit.files.shipped import is_recipe
 
     if not is_recipe(source):
         if fit or tuning or given:
-            raise InputError("a plan holds its fit, tuning and policy", "give a recipe to make another plan")
+            raise InputError(
+                "a plan holds its fit, tuning and policy", "give a recipe to make another plan"
+            )
         return Made(read_file(Plan, source), source, source)
     if is_fleet(source):
         return _make_of_fleet(source, fit, tuning, given)
@@ -199,8 +257,10 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
     return Made(plan_of_recipe(source, fit, tuning, given), None, fit)
 
 
-def _make_of_fleet(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None) -> Made:
-    from toolkit.cli.fleet import plan_of_fleet
+def _make_of_fleet(
+    source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None
+) -> Made:
+    from toolkit.cli.basis import plan_of_fleet
     from toolkit.errors import InputError
 
     if fit is not None:
@@ -210,13 +270,21 @@ def _make_of_fleet(source: Path, fit: Path | None, tuning: Path | None, given: P
 
 
 def _show(plan: Plan) -> None:
-    told = {key: item for key, item in plan.explained.items() if not key.startswith(PREDICTED) or key in HEADLINES}
+    told = {
+        key: item
+        for key, item in plan.explained.items()
+        if not key.startswith(PREDICTED) or key in HEADLINES
+    }
     rows = [(key, item.value, item.source) for key, item in told.items()]
-    table(["what", "<planned", "because"], rows, title=f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": "))
+    table(
+        ["what", "<planned", "because"],
+        rows,
+        title=f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": "),
+    )
 
 
 def _compare(plan: Plan, existing: Path, as_json: bool) -> None:
-    from toolkit.deploy.compare import differences
+    from toolkit.deploy.plan import differences
     from toolkit.errors import TargetMissedError
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
@@ -224,7 +292,9 @@ def _compare(plan: Plan, existing: Path, as_json: bool) -> None:
     found = differences(read_file(Plan, existing), plan)
     emit(as_json, {"differences": found}, lambda: _show_differences(found))
     if found:
-        raise TargetMissedError(f"{existing} is out of date: {len(found)} values differ", "run it without --check")
+        raise TargetMissedError(
+            f"{existing} is out of date: {len(found)} values differ", "run it without --check"
+        )
 
 
 def _show_differences(found: list[Difference]) -> None:
@@ -232,3 +302,111 @@ def _show_differences(found: list[Difference]) -> None:
         table(["value", "<in the file", "<now"], [(each.key, each.old, each.new) for each in found])
     else:
         print("up to date")
+
+
+# `llmctl render --target`: the files of a target, written to a folder or held against what lies
+# there.
+
+
+@dataclass(frozen=True, slots=True)
+class RenderRequest:
+    """What was asked for. `near` is a file beside which a validation.json about its fit may lie."""
+
+    plan: Plan
+    plan_file: Path | None
+    near: Path
+    target: str
+    folder: Path
+    options: Options
+    trace: str | None
+    check: bool
+    force: bool
+    as_json: bool
+
+
+def render_to(asked: RenderRequest) -> None:
+    """Write the folder, or compare it. `TargetMissedError` where a comparison finds anything."""
+    from toolkit.cli.basis import note_analytic
+    from toolkit.deploy.folder import changes, manifest_of, write
+    from toolkit.deploy.reckon import default_trace, ttft_targets
+    from toolkit.deploy.render import render_target
+
+    order = _order(asked)
+    files = render_target(asked.target, order)
+    if asked.check:
+        _compare_folder(asked, changes(files, asked.folder))
+        return
+    manifest = manifest_of(files, asked.target, order.name, order.stamp())
+    write(files, asked.folder, manifest, force=asked.force)
+    emit(
+        asked.as_json,
+        {"folder": str(asked.folder), **manifest.model_dump()},
+        lambda: _show_files(asked.folder, files),
+    )
+    note_analytic(asked.plan.fit)
+    if order.trace is None and ttft_targets(asked.plan.recipe):
+        trace = default_trace(asked.plan.recipe)
+        note(f"no --trace was given: how many may wait is reckoned for the lengths of {trace}")
+    if order.validation:
+        note(order.validation.summary())
+    note(f"{asked.folder / 'EXPLAIN.md'} says where each value comes from, and how to start it")
+
+
+def _order(asked: RenderRequest) -> Order:
+    from toolkit.cli.basis import find_validation
+    from toolkit.deploy.folder import digest
+    from toolkit.deploy.order import Order
+
+    text, fit = _plan_text(asked), asked.plan.inputs.get("fit")
+    validation = find_validation(asked.near, fit.sha256) if fit else None
+    return Order(asked.plan, text, digest(text.encode()), asked.options, validation, _trace(asked))
+
+
+def _plan_text(asked: RenderRequest) -> str:
+    """The plan's file. One in the folder that says the same stays: it may have been made on another
+    machine.
+
+    One that cannot be read, as of another version of llmctl, says something else.
+    """
+    from toolkit.deploy.plan import differences
+    from toolkit.errors import InputError
+    from toolkit.files.io import file_text, read_file
+    from toolkit.files.plan import Plan
+
+    if asked.plan_file is not None:
+        return asked.plan_file.read_text(encoding="utf-8")
+    for existing in (asked.folder / "plan.json", asked.folder / "core" / "plan.json"):
+        with contextlib.suppress(InputError):
+            if existing.is_file() and not differences(read_file(Plan, existing), asked.plan):
+                return existing.read_text(encoding="utf-8")
+    return file_text(asked.plan)
+
+
+def _trace(asked: RenderRequest) -> Trace | None:
+    """The trace that was given, or the tuning's where it ships."""
+    from toolkit.deploy.render import shipped_trace
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
+
+    name = asked.trace or shipped_trace(asked.plan)
+    return read_trace(trace_path(name))[0] if name else None
+
+
+def _show_files(folder: Path, files: dict[str, str]) -> None:
+    rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
+    table(["file", ">bytes"], rows)
+
+
+def _compare_folder(asked: RenderRequest, found: list[Change]) -> None:
+    from toolkit.errors import TargetMissedError
+
+    emit(asked.as_json, {"changes": found}, lambda: _show_changes(found))
+    if found:
+        names = ", ".join(each.file for each in found)
+        raise TargetMissedError(
+            f"{asked.folder} differs from what would be rendered: {names}", "run it without --check"
+        )
+
+
+def _show_changes(found: list[Change]) -> None:
+    print("\n".join(each.diff.rstrip("\n") for each in found) if found else "up to date")

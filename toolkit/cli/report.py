@@ -23,14 +23,19 @@ def command(
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     folder: Annotated[
-        Path | None, typer.Option(help="Where profile.json and the others are; default: beside the plan, or here.")
+        Path | None,
+        typer.Option(
+            help="Where profile.json and the others are; default: beside the plan, or here."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one HTML page about a recipe: the verdict first, then benches, validation, tuning, fit and plan.
+    """Write one HTML page about a recipe: the verdict first, then benches, validation, tuning, fit
+    and plan.
 
-    Files of `llmctl bench --out` are found by what they hold. The page needs no network and runs no script. What is
-    not there yet is named with the command that makes it; a file that is about another fit is not shown.
+    Files of `llmctl bench --out` are found by what they hold. The page needs no network and runs no
+    script. What is not there yet is named with the command that makes it; a file that is about
+    another fit is not shown.
     """
     from toolkit.errors import InputError
     from toolkit.files.io import check_writable, write_text
@@ -50,4 +55,8 @@ def command(
         note(f"{role} is not shown: {why}")
     shown = [one.role for one in found.sources]
     text = f"wrote {out} ({size(len(page.encode()))}), from: {', '.join(shown)}"
-    emit(as_json, {"out": str(out), "bytes": len(page.encode()), "shown": shown, "why": found.why}, lambda: print(text))
+    emit(
+        as_json,
+        {"out": str(out), "bytes": len(page.encode()), "shown": shown, "why": found.why},
+        lambda: print(text),
+    )

@@ -1,7 +1,7 @@
 """What `simulate --json` and `compare --json` print, version 1.
 
-Keys are added within a version; one that is removed, renamed or given another meaning makes the next version.
-docs/simulating.md lists the keys, and a test holds that page to these models.
+Keys are added within a version; one that is removed, renamed or given another meaning makes the
+next version. docs/simulating.md lists the keys, and a test holds that page to these models.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from toolkit.files.scaling import Scaling
+from toolkit.files.tuning import Scaling
 
 Value = bool | int | float | str
 
@@ -23,18 +23,24 @@ class Requests(BaseModel):
     source: str = Field(description="the trace's file")
     requests: int = Field(description="how many")
     notes: list[str] = Field(description="what was done to them since they were read")
-    scaling: Scaling | None = Field(description="how their lengths were scaled; null: they are the trace's own")
+    scaling: Scaling | None = Field(
+        description="how their lengths were scaled; null: they are the trace's own"
+    )
 
 
 class Simulation(BaseModel):
-    """`simulate --json`: these keys, and beside them every metric, a number with its unit in its name."""
+    """`simulate --json`: these keys, and beside them every metric, a number with its unit in its
+    name.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, float] = Field(init=False)
 
     schema_version: Literal[1] = 1
     policy: str = Field(description="its name")
-    parameters: dict[str, Value] = Field(description="all parameters of the policy, defaults included")
+    parameters: dict[str, Value] = Field(
+        description="all parameters of the policy, defaults included"
+    )
     workers: int = Field(description="of all kinds")
     seed: int = Field(description="of the draws")
     sla: dict[str, float] = Field(description="the targets that were given with --sla, in seconds")
@@ -47,8 +53,12 @@ class ComparedRun(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: str = Field(description="its name")
-    parameters: dict[str, Value] = Field(description="all parameters of the policy, defaults included")
-    rate_rps: float = Field(description="mean rate of arrivals, requests per second; 0: all come at once")
+    parameters: dict[str, Value] = Field(
+        description="all parameters of the policy, defaults included"
+    )
+    rate_rps: float = Field(
+        description="mean rate of arrivals, requests per second; 0: all come at once"
+    )
     servable: bool = Field(description="false: the fit's engine cannot run the policy")
     refusal: str | None = Field(description="why the engine cannot run it; null where it can")
     problem: str = Field(description="why there are no metrics; empty where there are")

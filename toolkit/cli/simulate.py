@@ -1,4 +1,6 @@
-"""`llmctl simulate`: one trace, one policy, fitted laws or the token-step world; no model, no device."""
+"""`llmctl simulate`: one trace, one policy, fitted laws or the token-step world; no model, no
+device.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import typer
 
 from toolkit.cli import completion
 from toolkit.cli.arguments import JsonOption, SetOption, SlaOption, parse_settings, parse_sla
-from toolkit.cli.fleet import FleetOption
+from toolkit.cli.basis import FleetOption
 from toolkit.cli.stage import (
     FitLengthsOption,
     FitOption,
@@ -29,12 +31,15 @@ def command(
     recipe: RecipeOption = None,
     fleet: FleetOption = None,
     policy: Annotated[
-        str, typer.Option(autocompletion=completion.policy, help="The policy; see docs/policies.md.")
+        str,
+        typer.Option(autocompletion=completion.policy, help="The policy; see docs/policies.md."),
     ] = "slice",
     settings: SetOption = None,
     sla: SlaOption = None,
     workers: WorkersOption = None,
-    rate: Annotated[float | None, typer.Option(help="Scale arrivals to this many requests per second.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Scale arrivals to this many requests per second.")
+    ] = None,
     max_new_tokens: MaxNewTokensOption = None,
     fit_lengths: FitLengthsOption = True,
     seed: SeedOption = 0,
@@ -43,17 +48,17 @@ def command(
     """Run a trace through a policy by the fitted laws, and print what it would give.
 
     --json has the metrics with their units in their names: throughput_rps, ttft_p99_s, batch_size_mean, ...; `trace`
-    says which requests they are about. With --fit unit-step a second is a decode step, as in Past-Future's Table 1;
-    see docs/simulating.md.
+    says which requests they are about. With --fit unit-step a second is a decode step, as in
+    Past-Future's Table 1; see docs/simulating.md.
     """
+    from toolkit.cli.basis import note_rest, plain
     from toolkit.cli.output import emit, note, table
     from toolkit.cli.results import Simulation
-    from toolkit.cli.trace_notes import note_rest, plain
     from toolkit.sched.policies.parameters import parameters
     from toolkit.sched.policies.servable import footnote, marked
     from toolkit.sim.api import simulate
-    from toolkit.sim.settings import assign_settings, check_capacity, policy_for
-    from toolkit.traces.scale import scale_rate
+    from toolkit.sim.world import assign_settings, check_capacity, policy_for
+    from toolkit.traces.windows import scale_rate
 
     of_world, of_policy = assign_settings([policy], parse_settings(settings))
     targets = parse_sla(sla)
@@ -79,4 +84,8 @@ def command(
         trace=plain(requests),
         **metrics,
     )
-    emit(as_json, found, lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'"))
+    emit(
+        as_json,
+        found,
+        lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'"),
+    )

@@ -1,4 +1,6 @@
-"""What `simulate` and `compare` set up alike: a trace, laws or the token-step world, and what to say about them."""
+"""What `simulate` and `compare` set up alike: a trace, laws or the token-step world, and what to
+say about them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
     from toolkit.traces.types import Trace
 
 TraceOption = Annotated[
-    str, typer.Option(autocompletion=completion.traces, help="A trace file, or the name of a shipped trace.")
+    str,
+    typer.Option(
+        autocompletion=completion.traces, help="A trace file, or the name of a shipped trace."
+    ),
 ]
 FitOption = Annotated[
     str,
@@ -33,11 +38,15 @@ FitOption = Annotated[
     ),
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option(min=1, callback=limit_workers, help="Workers; default: as profiled, or 1.")
+    int | None,
+    typer.Option(min=1, callback=limit_workers, help="Workers; default: as profiled, or 1."),
 ]
 MaxNewTokensOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Limit of requests whose trace names none; default: the recipe's, or 4096 in unit-step."),
+    typer.Option(
+        min=1,
+        help="Limit of requests whose trace names none; default: the recipe's, or 4096 in unit-step.",
+    ),
 ]
 RecipeOption = Annotated[
     Path | None,
@@ -47,8 +56,12 @@ RecipeOption = Annotated[
         help="The fit's recipe, which limits lengths; default: beside the fit, here, or shipped.",
     ),
 ]
-FitLengthsOption = Annotated[bool, typer.Option(help="Scale lengths into the model's context first.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the memory edge's and the policies' draws.")]
+FitLengthsOption = Annotated[
+    bool, typer.Option(help="Scale lengths into the model's context first.")
+]
+SeedOption = Annotated[
+    int, typer.Option(min=0, help="Seed of the memory edge's and the policies' draws.")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +81,19 @@ class Stage:
         return [self.fit.engine.engine] if self.fit else []
 
     def world(self, given: Mapping[str, Value], workers: int | None, seed: int) -> World:
-        """What is simulated, with the settings that were given. `InputError` for one that cannot be."""
-        from toolkit.cli.fleet import refuse_workers
-        from toolkit.sim.settings import make_world
+        """What is simulated, with the settings that were given. `InputError` for one that cannot
+        be.
+        """
+        from toolkit.cli.basis import refuse_workers
+        from toolkit.sim.world import make_world
 
         if self.kinds:
             refuse_workers(workers)
         count = self.kinds[0].workers if self.kinds else workers or 0
         others, limit = self.kinds[1:], self.max_new_tokens
-        return make_world(self.fit, given, workers=count, max_new_tokens=limit, seed=seed, others=others)
+        return make_world(
+            self.fit, given, workers=count, max_new_tokens=limit, seed=seed, others=others
+        )
 
 
 def open_stage(
@@ -87,30 +104,28 @@ def open_stage(
     fleet: Path | None = None,
     recipe: Path | None = None,
 ) -> Stage:
-    """Read the trace, and the fit or the fleet; say what was done to the lengths, and what the fit rests on.
+    """Read the trace, and the fit or the fleet; say what was done to the lengths, and what the fit
+    rests on.
 
     Lengths are scaled as `tune` does it, by the limits of the recipe that the fit was made from;
-    `max_new_tokens` takes the place of the recipe's. `InputError` for files that are not there or not
-    of their kind, and where that recipe is not found; without a fit it names those that ship.
+    `max_new_tokens` takes the place of the recipe's. `InputError` for files that are not there or
+    not of their kind, and where that recipe is not found; without a fit it names those that ship.
     """
-    from toolkit.cli.basis import note_basis
-    from toolkit.cli.trace_notes import note_scaling
+    from toolkit.cli.basis import note_basis, note_scaling
     from toolkit.errors import InputError
     from toolkit.files.fit import Fit
-    from toolkit.files.fits import fit_path, shipped_fits
-    from toolkit.files.io import read_file
-    from toolkit.sim.settings import UNIT_STEP
-    from toolkit.traces.prepare import prepare
+    from toolkit.files.io import fit_path, read_file, shipped_fits
+    from toolkit.sim.world import UNIT_STEP
     from toolkit.traces.read import read_trace
-    from toolkit.traces.scale import scale_lengths
-    from toolkit.traces.shipped import trace_path
+    from toolkit.traces.types import trace_path
+    from toolkit.traces.windows import prepare, scale_lengths
 
     kinds: Sequence[Kind] = ()
     spec: Recipe | None = None
     fitted: Fit | None = None
     note_bases: Callable[[], None] | None = None
     if fleet is not None:
-        from toolkit.cli.fleet import open_fleet
+        from toolkit.cli.basis import open_fleet
 
         _refuse_recipe(recipe, "a fleet names its recipes")
         opened = open_fleet(fleet)
@@ -122,7 +137,9 @@ def open_stage(
         path = fit_path(fit)
         if not path.exists():
             made = "make it with: llmctl fit PROFILE; or name one that ships with --fit"
-            raise InputError(f"{path}: no such file", f"{made}: {', '.join([UNIT_STEP, *shipped_fits()])}")
+            raise InputError(
+                f"{path}: no such file", f"{made}: {', '.join([UNIT_STEP, *shipped_fits()])}"
+            )
         fitted = read_file(Fit, path)
         spec = _recipe_of(fitted, path, recipe, needed=max_new_tokens is None)
         note_bases = partial(note_basis, fitted, path)
@@ -153,8 +170,7 @@ def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Rec
     """
     from toolkit.errors import InputError
     from toolkit.files.fit import Fit
-    from toolkit.files.fits import find_recipe
-    from toolkit.files.io import load_recipe, read_file
+    from toolkit.files.io import find_recipe, load_recipe, read_file
 
     if given is not None:
         read_file(Fit, path, {"recipe": given})
@@ -179,8 +195,10 @@ def refusal_notes(refusals: Sequence[Refusal]) -> list[str]:
 
 
 def world_notes(world: World, policy: str, metrics: Mapping[str, float]) -> list[str]:
-    """What a reader must know before believing the figures of one simulation, of the policy of this name."""
-    from toolkit.sim.validity import extrapolation_warning
+    """What a reader must know before believing the figures of one simulation, of the policy of this
+    name.
+    """
+    from toolkit.sim.world import extrapolation_warning
 
     lines, valid = [], world.range_of(policy)
     if valid is not None:
@@ -193,4 +211,6 @@ def unfinished_notes(metrics: Mapping[str, float]) -> list[str]:
     """A line that counts those whom a simulation without `drain` left; none where there are none."""
     if not metrics["unfinished"]:
         return []
-    return [f"stopped when the last request was admitted: {metrics['unfinished']:,.0f} had not ended"]
+    return [
+        f"stopped when the last request was admitted: {metrics['unfinished']:,.0f} had not ended"
+    ]

@@ -14,19 +14,25 @@ if TYPE_CHECKING:
     from toolkit.deploy.running import Running
 
 KeyOption = Annotated[
-    str, typer.Option("--api-key", envvar="LLMCTL_API_KEY", show_default=False, help="The servers' key.")
+    str,
+    typer.Option(
+        "--api-key", envvar="LLMCTL_API_KEY", show_default=False, help="The servers' key."
+    ),
 ]
 
 
 def command(
     urls: Annotated[
         list[str] | None,
-        typer.Option("--url", help="Look at this server instead, wherever it was started; repeatable."),
+        typer.Option(
+            "--url", help="Look at this server instead, wherever it was started; repeatable."
+        ),
     ] = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show the servers that run here: health, readiness, load, and whether they are as fast as predicted.
+    """Show the servers that run here: health, readiness, load, and whether they are as fast as
+    predicted.
 
     Exit code 1 where none runs, or one is not healthy.
     """
@@ -44,7 +50,9 @@ def command(
 
 
 def alive() -> list[Running]:
-    """The servers that run. The others are forgotten, which is said of those that did not end in order."""
+    """The servers that run. The others are forgotten, which is said of those that did not end in
+    order.
+    """
     from toolkit.deploy.running import forget, remembered
 
     running = []
@@ -54,21 +62,28 @@ def alive() -> list[Running]:
             continue
         forget(server)
         if server.ended is None:
-            note(f"{server.name} (process {server.pid}) is gone and did not end in order; forgotten")
+            note(
+                f"{server.name} (process {server.pid}) is gone and did not end in order; forgotten"
+            )
     return running
 
 
 def _all(api_key: str) -> list[dict[str, Any]]:
-    return [_of(one.name, one.url, one.target, api_key, one.certificate, one.breaks) for one in alive()]
+    return [
+        _of(one.name, one.url, one.target, api_key, one.certificate, one.breaks) for one in alive()
+    ]
 
 
 def _of(
     name: str, url: str, target: str, api_key: str, certificate: str | None = None, breaks: str = ""
 ) -> dict[str, Any]:
-    from toolkit.endpoints.look import KV_USAGE, RUNNING, WAITING, look
+    from toolkit.endpoints.target import KV_USAGE, RUNNING, WAITING, look
 
     seen = look(url, api_key, Path(certificate) if certificate else None)
-    seconds, predicted = seen.total("llmctl_batch_seconds_total"), seen.total("llmctl_predicted_batch_seconds_total")
+    seconds, predicted = (
+        seen.total("llmctl_batch_seconds_total"),
+        seen.total("llmctl_predicted_batch_seconds_total"),
+    )
     return {
         "name": name,
         "target": target,

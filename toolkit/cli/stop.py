@@ -1,4 +1,6 @@
-"""`llmctl stop`: end a server in order, wait until it has drained, and say what became of its requests."""
+"""`llmctl stop`: end a server in order, wait until it has drained, and say what became of its
+requests.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,20 @@ POLL_S = 0.05
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="As `llmctl status` shows it; default: the one.")
+        str | None,
+        typer.Argument(metavar="[NAME]", help="As `llmctl status` shows it; default: the one."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All servers that run here.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the drain; nothing is killed.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to wait for the drain; nothing is killed.")
+    ] = 600.0,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """End servers that were started here: SIGTERM, then wait while running requests finish.
 
-    What a service manager runs is stopped by it. Exit code 1 where a server has not ended within --timeout.
+    What a service manager runs is stopped by it. Exit code 1 where a server has not ended within
+    --timeout.
     """
     ended = [_stop(server, timeout, api_key) for server in _chosen(name, every)]
     emit(as_json, {"stopped": ended}, lambda: print("\n".join(str(one["said"]) for one in ended)))
@@ -47,7 +53,9 @@ def _chosen(name: str | None, every: bool) -> list[Running]:
     if not running:
         raise InputError("no server runs here", "llmctl serve starts one")
     if len(running) > 1 and not every:
-        raise InputError(f"{len(running)} servers run here: {', '.join(names)}", "name one, or give --all")
+        raise InputError(
+            f"{len(running)} servers run here: {', '.join(names)}", "name one, or give --all"
+        )
     return running
 
 
@@ -61,7 +69,11 @@ def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
     forget(server)
     done = {reason: count - before.get(reason, 0) for reason, count in ended.items()}
     finished = done.get("stop", 0) + done.get("length", 0)
-    lost = {reason: count for reason, count in done.items() if count and reason not in ("stop", "length")}
+    lost = {
+        reason: count
+        for reason, count in done.items()
+        if count and reason not in ("stop", "length")
+    }
     told = "".join(f", {count} {reason}" for reason, count in lost.items())
     known = "" if before else " since it started"  # without the key, what ended before is not known
     said = f"{server.name} has ended; requests finished: {finished}{told}{known}"
@@ -70,7 +82,7 @@ def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
 
 def _requests(server: Running, api_key: str) -> dict[str, int]:
     """How requests have ended up to now, by reason; {} where /metrics does not say."""
-    from toolkit.endpoints.look import RUNNING, WAITING, look
+    from toolkit.endpoints.target import RUNNING, WAITING, look
 
     seen = look(server.url, api_key, Path(server.certificate) if server.certificate else None)
     inside = (seen.total(*RUNNING) or 0) + (seen.total(*WAITING) or 0)
@@ -79,7 +91,9 @@ def _requests(server: Running, api_key: str) -> dict[str, int]:
 
 
 def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
-    """SIGTERM, and how all its requests ended. `LlmctlError` where it takes too long, or was killed by another."""
+    """SIGTERM, and how all its requests ended. `LlmctlError` where it takes too long, or was killed
+    by another.
+    """
     import os
     import signal
     import time
@@ -91,7 +105,10 @@ def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
     until = time.monotonic() + timeout
     while server.alive:
         if time.monotonic() > until:
-            raise LlmctlError(f"{server.name} still drains after {timeout:g} s", "a second llmctl stop ends it at once")
+            raise LlmctlError(
+                f"{server.name} still drains after {timeout:g} s",
+                "a second llmctl stop ends it at once",
+            )
         time.sleep(POLL_S)
     ended = recall(server.name).ended
     if ended is None:
@@ -101,14 +118,15 @@ def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
 
 def _stop_managed(server: Running) -> dict[str, object]:
     from toolkit.deploy.folder import read_manifest
-    from toolkit.deploy.managers import stop
-    from toolkit.deploy.running import forget
+    from toolkit.deploy.running import forget, stop
     from toolkit.errors import InputError
 
     folder = Path(server.folder or "")
     manifest = read_manifest(folder)
     if manifest is None:
-        raise InputError(f"{folder}: what was rendered is gone", f"stop it with {server.target} itself")
+        raise InputError(
+            f"{folder}: what was rendered is gone", f"stop it with {server.target} itself"
+        )
     stop(folder, manifest)
     forget(server)
     return {"name": server.name, "said": f"{server.name} has been stopped by {server.target}"}

@@ -1,7 +1,11 @@
-"""`llmctl trace`: inspect, convert, generate and record workloads. Lengths and times only, never text."""
+"""`llmctl trace`: inspect, convert, generate and record workloads. Lengths and times only, never
+text.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,17 +14,104 @@ import typer
 from toolkit.cli import completion
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, number, seconds, table
-from toolkit.cli.trace_record import record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from toolkit.traces.describe import Description
     from toolkit.traces.types import Trace
+    from toolkit.traces.windows import Description
+
+# `llmctl trace record`: a reverse proxy that notes lengths and times, in front of any
+# OpenAI-compatible server.
+
+
+def record(
+    upstream: Annotated[str, typer.Option(metavar="URL", help="The server to stand in front of.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The trace to write, canonical JSONL; it goes on in a file that is there."
+        ),
+    ],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where clients connect.")
+    ] = "127.0.0.1:8100",
+    max_mib: Annotated[
+        int,
+        typer.Option(
+            "--max-mib", min=1, help="At this size OUT becomes OUT.1, in place of an older one."
+        ),
+    ] = 256,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that the server may be silent in a request.")
+    ] = 600.0,
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            "--shutdown-timeout", min=0.0, help="Seconds that running requests get after a signal."
+        ),
+    ] = 30.0,
+    upstream_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--upstream-ca",
+            help="For https: trust these authorities (PEM) instead of the system's.",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen for other machines.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Record a trace in front of a running server: lengths and times, never text or keys.
+
+    Clients talk to --listen as they would to the server. Streams pass through as they come; tokens
+    are counted by the server's own usage, which is asked for where a client did not and is then
+    left out of its answer. SIGTERM or Ctrl-C ends it in order.
+    """
+    from toolkit.serve.recording import Recording, record
+
+    host, port = _address(listen)
+    order = Recording(
+        upstream, host, port, out, max_mib << 20, timeout, shutdown_timeout, insecure, upstream_ca
+    )
+    ended = record(order, lambda url: _announce(as_json, url, upstream, out))
+    note(_summary(ended, out))
+
+
+def _address(text: str) -> tuple[str, int]:
+    """`InputError` for what is no HOST:PORT."""
+    from toolkit.errors import InputError
+
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 1 << 16):
+        raise InputError(
+            f"--listen '{text}' is no address", "for example 127.0.0.1:8100, or [::1]:8100"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _announce(as_json: bool, url: str, upstream: str, out: Path) -> None:
+    emit(
+        as_json,
+        {"url": url, "upstream": upstream, "out": str(out)},
+        lambda: print(f"recording: {url} to {out}"),
+    )
+    sys.stdout.flush()
+
+
+def _summary(ended: Counter[str], out: Path) -> str:
+    if not ended:
+        return "no request asked for tokens; nothing was recorded"
+    counts = ", ".join(f"{count:,} {status}" for status, count in sorted(ended.items()))
+    return f"requests: {counts}; see them with: llmctl trace inspect {out}"
+
 
 BAR_WIDTH = 18
 
-app = typer.Typer(help="Inspect, convert, generate and record traces.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Inspect, convert, generate and record traces.", no_args_is_help=True, add_completion=False
+)
 app.command()(record)
 
 TraceArgument = Annotated[
@@ -39,9 +130,9 @@ def inspect(trace: TraceArgument, as_json: JsonOption = False) -> None:
     """Show what a trace holds: rows kept and dropped, duration, rate, burstiness, lengths."""
     from dataclasses import asdict
 
-    from toolkit.traces.describe import describe
     from toolkit.traces.read import read_trace
-    from toolkit.traces.shipped import trace_path
+    from toolkit.traces.types import trace_path
+    from toolkit.traces.windows import describe
 
     loaded, report = read_trace(trace_path(trace))
     found = describe(loaded)
@@ -53,21 +144,33 @@ def convert(
     trace: TraceArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, canonical JSONL.")],
     start: Annotated[
-        float, typer.Option(min=0.0, help="Leave out what arrives before this second (after scaling).")
+        float,
+        typer.Option(min=0.0, help="Leave out what arrives before this second (after scaling)."),
     ] = 0.0,
-    duration: Annotated[float | None, typer.Option(min=0.0, help="Seconds to keep from --start on.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Scale arrival times to this mean rate, requests/s.")] = None,
+    duration: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds to keep from --start on.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Scale arrival times to this mean rate, requests/s.")
+    ] = None,
     draw_rate: Annotated[
-        float | None, typer.Option(help="Draw new arrival times at this rate: for traces without times.")
+        float | None,
+        typer.Option(help="Draw new arrival times at this rate: for traces without times."),
     ] = None,
     cv: Annotated[
-        float | None, typer.Option(help="With --draw-rate: variation of the gaps; default: 1, Poisson.")
+        float | None,
+        typer.Option(help="With --draw-rate: variation of the gaps; default: 1, Poisson."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="With --draw-rate: same seed, same times.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="With --draw-rate: same seed, same times.")
+    ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Scale lengths to this context, in tokens; needs --max-new-tokens.")
+        int | None,
+        typer.Option(help="Scale lengths to this context, in tokens; needs --max-new-tokens."),
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Scale outputs to this many tokens.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Scale outputs to this many tokens.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a trace of any known format as canonical JSONL, cut and scaled where asked.
@@ -77,17 +180,23 @@ def convert(
     from toolkit.errors import InputError
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.read import read_trace
-    from toolkit.traces.scale import scale_lengths, scale_rate
-    from toolkit.traces.shipped import trace_path
-    from toolkit.traces.windows import cut
+    from toolkit.traces.types import trace_path
+    from toolkit.traces.windows import cut, scale_lengths, scale_rate
     from toolkit.traces.write import write_trace
 
     if (max_model_len is None) != (max_new_tokens is None):
-        raise InputError("--max-model-len and --max-new-tokens belong together", "give both, or neither")
+        raise InputError(
+            "--max-model-len and --max-new-tokens belong together", "give both, or neither"
+        )
     if rate is not None and draw_rate is not None:
-        raise InputError(f"--rate {rate:g} and --draw-rate {draw_rate:g} contradict each other", "give one of them")
+        raise InputError(
+            f"--rate {rate:g} and --draw-rate {draw_rate:g} contradict each other",
+            "give one of them",
+        )
     if draw_rate is None:
-        _refuse({"--cv": cv, "--seed": seed}, "without --draw-rate nothing is drawn", "add --draw-rate")
+        _refuse(
+            {"--cv": cv, "--seed": seed}, "without --draw-rate nothing is drawn", "add --draw-rate"
+        )
     loaded, _ = read_trace(trace_path(trace))
     if draw_rate is not None:
         loaded = draw_arrivals(loaded, Arrivals(draw_rate, 1.0 if cv is None else cv), seed or 0)
@@ -104,35 +213,51 @@ def convert(
 @app.command()
 def generate(
     out: Annotated[Path, typer.Option(help="The file to write, canonical JSONL.")],
-    rate: Annotated[float | None, typer.Option(help="Mean arrival rate, requests/s; default: 20.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Mean arrival rate, requests/s; default: 20.")
+    ] = None,
     duration: Annotated[float | None, typer.Option(help="Seconds; default: 600.")] = None,
     cv: Annotated[
         float | None,
         typer.Option(help="Variation of the gaps: above 1 is bursty; default: 1, Poisson."),
     ] = None,
     prompt: Annotated[
-        str, typer.Option(help="lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS.")
+        str,
+        typer.Option(
+            help="lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS."
+        ),
     ] = "lognormal:400:1",
-    output: Annotated[str, typer.Option(help="The same for output lengths.")] = "lognormal:120:0.75",
+    output: Annotated[
+        str, typer.Option(help="The same for output lengths.")
+    ] = "lognormal:120:0.75",
     longest: Annotated[
         int | None,
-        typer.Option(min=1, help="Clip lengths to this many tokens; default: 1024 for lognormal and pareto."),
+        typer.Option(
+            min=1, help="Clip lengths to this many tokens; default: 1024 for lognormal and pareto."
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=0, help="The limit that clients set; 0: none.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(min=0, help="The limit that clients set; 0: none.")
+    ] = 0,
     all_at_once: Annotated[
         int | None,
-        typer.Option("--backlog", min=1, help="So many requests, all at 0 s, instead of --rate and --duration."),
+        typer.Option(
+            "--backlog",
+            min=1,
+            help="So many requests, all at 0 s, instead of --rate and --duration.",
+        ),
     ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
-    from toolkit.traces.generate import Arrivals, backlog, limited
+    from toolkit.traces.generate import Arrivals, backlog, limited, parse_lengths, usual_longest
     from toolkit.traces.generate import generate as synthesize
-    from toolkit.traces.lengths import parse_lengths, usual_longest
     from toolkit.traces.write import write_trace
 
-    prompts, outputs = (parse_lengths(text, longest or usual_longest(text)) for text in (prompt, output))
+    prompts, outputs = (
+        parse_lengths(text, longest or usual_longest(text)) for text in (prompt, output)
+    )
     if all_at_once is not None:
         given = {"--rate": rate, "--duration": duration, "--cv": cv}
         _refuse(given, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out")
@@ -175,7 +300,10 @@ def _show(trace: Trace, found: Description) -> None:
     spreads = {"prompt": found.prompt, "output": found.output}
     table(
         ["tokens", *(f">{name}" for name in ("mean", *found.prompt.percentiles, "max"))],
-        [[name, *map(round, (s.mean, *s.percentiles.values(), s.max))] for name, s in spreads.items()],
+        [
+            [name, *map(round, (s.mean, *s.percentiles.values(), s.max))]
+            for name, s in spreads.items()
+        ],
     )
     table(["<length", ">prompts", "<", ">outputs", "<"], _bars(found))
 

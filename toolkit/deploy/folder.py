@@ -1,7 +1,9 @@
-"""A folder of rendered files: written whole, never over what somebody edited, and compared with what would be written.
+"""A folder of rendered files: written whole, never over what somebody edited, and compared with
+what would be written.
 
-`rendered.json` in it says which files are ours, with their sha256. A file that is there and has another content than
-was rendered, then or now, was changed by hand: it stays, and the error names it.
+`rendered.json` in it says which files are ours, with their sha256. A file that is there and has
+another content than was rendered, then or now, was changed by hand: it stays, and the error names
+it.
 """
 
 from __future__ import annotations
@@ -15,11 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 import toolkit
-from toolkit.deploy.names import inside
+from toolkit.deploy.order import inside
 from toolkit.errors import InputError
-from toolkit.files.envelope import Strict
 from toolkit.files.io import write_file, write_text
-from toolkit.files.validate import read_bytes, validate
+from toolkit.files.strict import Strict, read_bytes, validate
 
 MANIFEST = "rendered.json"
 NAMED = 3  # in an error; the rest are counted
@@ -38,7 +39,9 @@ class Manifest(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A file that differs from what would be rendered, as a unified diff; `new` where it is not there yet."""
+    """A file that differs from what would be rendered, as a unified diff; `new` where it is not
+    there yet.
+    """
 
     file: str
     diff: str
@@ -57,19 +60,25 @@ def changes(files: Mapping[str, str], folder: Path) -> list[Change]:
     manifest = read_manifest(folder)
     gone = [name for name in manifest.files if name not in files] if manifest else []
     found = [_change(inside(folder, name), name, content) for name, content in files.items()]
-    found += [_change(inside(folder, name), name, "") for name in gone if inside(folder, name).exists()]
+    found += [
+        _change(inside(folder, name), name, "") for name in gone if inside(folder, name).exists()
+    ]
     return [each for each in found if each.diff]
 
 
 def write(files: Mapping[str, str], folder: Path, manifest: Manifest, *, force: bool) -> None:
-    """Write all files, each atomically, and then the manifest; what was rendered earlier and is no more, is removed.
+    """Write all files, each atomically, and then the manifest; what was rendered earlier and is no
+    more, is removed.
 
-    `InputError`, before anything is written, naming files that were changed by hand, unless `force`.
+    `InputError`, before anything is written, naming files that were changed by hand, unless
+    `force`.
     """
     before = read_manifest(folder)
     known = before.files if before else {}
     ours = {**dict.fromkeys(known, ""), **files}
-    edited = [name for name in ours if _edited(inside(folder, name), known.get(name, ""), ours[name])]
+    edited = [
+        name for name in ours if _edited(inside(folder, name), known.get(name, ""), ours[name])
+    ]
     if edited and not force:
         more = f" and {len(edited) - NAMED} more" if len(edited) > NAMED else ""
         names = ", ".join(str(folder / name) for name in edited[:NAMED])
@@ -84,7 +93,9 @@ def write(files: Mapping[str, str], folder: Path, manifest: Manifest, *, force: 
     write_file(manifest, folder / MANIFEST)
 
 
-def manifest_of(files: Mapping[str, str], target: str, name: str, made_from: Mapping[str, str]) -> Manifest:
+def manifest_of(
+    files: Mapping[str, str], target: str, name: str, made_from: Mapping[str, str]
+) -> Manifest:
     """The manifest of what is about to be written."""
     return Manifest(
         tool_version=toolkit.__version__,
@@ -123,8 +134,14 @@ def _edited(path: Path, recorded: str, content: str) -> bool:
 def _change(path: Path, name: str, content: str) -> Change:
     old = read_bytes(path).decode(errors="replace") if path.exists() else ""
     lines = difflib.unified_diff(
-        old.splitlines(keepends=True), content.splitlines(keepends=True), f"{name} (there)", f"{name} (rendered)"
+        old.splitlines(keepends=True),
+        content.splitlines(keepends=True),
+        f"{name} (there)",
+        f"{name} (rendered)",
     )
     return Change(
-        name, "".join(line if line.endswith("\n") else f"{line}\n\\ no newline at the end\n" for line in lines)
+        name,
+        "".join(
+            line if line.endswith("\n") else f"{line}\n\\ no newline at the end\n" for line in lines
+        ),
     )

@@ -2,13 +2,65 @@
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import msgspec
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
-from toolkit.endpoints.trust import HINT, distrusted, verify
 from toolkit.errors import InputError
+
+# Whose certificates are believed: the system's authorities, one file's, or a server's very own.
+#
+# The system's are OpenSSL's: SSL_CERT_FILE and SSL_CERT_DIR name others. Nothing here turns
+# verification off.
+
+HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
+
+
+def trust(authorities: Path | None = None) -> ssl.SSLContext:
+    """Believe the authorities in a file and no others, or by default the system's. `InputError` for
+    a file of none.
+    """
+    try:
+        return ssl.create_default_context(cafile=authorities)
+    except ssl.SSLError:
+        reason = "no certificate in it"
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    raise InputError(f"{authorities}: {reason}", "it holds certificates of authorities, in PEM")
+
+
+def trust_itself(certificate: Path) -> ssl.SSLContext:
+    """Believe the server that shows this very certificate, under whatever name it was reached."""
+    context = trust(certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it
+    return context
+
+
+def verify(url: str, certificate: Path | None = None) -> ssl.SSLContext | bool:
+    """httpx's argument of that name; `certificate` is the server's own, where it is known."""
+    if not url.startswith("https:"):
+        return False  # there is nothing to verify, and reading the authorities takes its time
+    return trust_itself(certificate) if certificate else trust()
+
+
+def distrusted(error: BaseException) -> str:
+    """Why a certificate was not believed; '' where something else failed."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"its certificate is not trusted: {cause.verify_message.rstrip('.')}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
 
 HINTS = {
     401: "give the key in LLMCTL_API_KEY",
@@ -38,7 +90,7 @@ class Problem(msgspec.Struct):
     message: str = ""
 
 
-class ErrorBody(msgspec.Struct):
+class ForeignErrorBody(msgspec.Struct):
     """OpenAI's error object; some servers put a string there, or leave the outer level out."""
 
     error: Problem | str | None = None
@@ -52,7 +104,9 @@ class ErrorBody(msgspec.Struct):
 
 @dataclass(slots=True, frozen=True)
 class Target:
-    """A server that answered. `own` says that it is llmctl's, which can hide the trace's lengths from its scheduler."""
+    """A server that answered. `own` says that it is llmctl's, which can hide the trace's lengths
+    from its scheduler.
+    """
 
     url: str  # scheme, host, port and any path before /v1
     api_key: str
@@ -77,7 +131,9 @@ def find_target(url: str, model: str | None = None, api_key: str = "") -> Target
         found = msgspec.json.decode(body, type=Models).data
     except msgspec.DecodeError as error:
         raise InputError(f"{base}/v1/models is not OpenAI's list of models: {error}") from error
-    listed = found or ([Model(model)] if model else [])  # transformers' serve lists its cache, and serves folders, too
+    listed = found or (
+        [Model(model)] if model else []
+    )  # transformers' serve lists its cache, and serves folders, too
     chosen = next((one for one in listed if model in (None, one.id)), None)
     if chosen is None:
         names = ", ".join(one.id for one in found) or "none"
@@ -96,31 +152,39 @@ def version(target: Target) -> str:
 def error_text(body: bytes) -> str:
     """What an error's body says, in one line of at most 200 characters."""
     try:
-        text = msgspec.json.decode(body, type=ErrorBody).text
+        text = msgspec.json.decode(body, type=ForeignErrorBody).text
     except msgspec.DecodeError:
         text = body.decode(errors="replace")
     return " ".join(text.split())[:200]
 
 
 def base_url(url: str) -> str:
-    """The address without query, trailing slash and /v1. `InputError` for what is no URL of a server."""
+    """The address without query, trailing slash and /v1. `InputError` for what is no URL of a
+    server.
+    """
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise InputError(f"'{url}' is not a URL: {error}", "for example http://127.0.0.1:8000") from error
+        raise InputError(
+            f"'{url}' is not a URL: {error}", "for example http://127.0.0.1:8000"
+        ) from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise InputError(f"'{url}' is not the URL of a server", "for example http://127.0.0.1:8000")
     return str(parsed.copy_with(query=None, fragment=None)).rstrip("/").removesuffix("/v1")
 
 
 def post(target: Target, path: str, fields: dict[str, object]) -> tuple[int, bytes]:
-    """Status and body of an answer, whatever it is. `InputError`, naming the URL, where nobody answers."""
+    """Status and body of an answer, whatever it is. `InputError`, naming the URL, where nobody
+    answers.
+    """
     answer = _answer(target, "POST", path, fields)
     return answer.status_code, answer.content
 
 
 def get(target: Target, path: str) -> bytes:
-    """The body of an answer. `InputError`, naming the URL, where nobody answers, or with anything but 200."""
+    """The body of an answer. `InputError`, naming the URL, where nobody answers, or with anything
+    but 200.
+    """
     answer = _answer(target, "GET", path, None)
     if answer.status_code != 200:
         raise refusal(target, path, answer.status_code, answer.content)
@@ -133,7 +197,9 @@ def refusal(target: Target, path: str, status: int, body: bytes, hint: str = "")
     return InputError(f"{target.url}{path}: HTTP {status}: {error_text(body)}", hint)
 
 
-def _answer(target: Target, method: str, path: str, fields: dict[str, object] | None) -> httpx.Response:
+def _answer(
+    target: Target, method: str, path: str, fields: dict[str, object] | None
+) -> httpx.Response:
     url = target.url + path
     try:
         return httpx.request(
@@ -152,3 +218,275 @@ def _answer(target: Target, method: str, path: str, fields: dict[str, object] | 
         raise InputError(
             f"{url} does not answer: {reason}", "is the server running? start one: llmctl serve"
         ) from error
+
+
+# How a server wants to be asked. Not all that speak OpenAI's API take the same fields; one
+# request each tells.
+#
+# vLLM, SGLang and llmctl take token ids and `ignore_eos`; transformers' `serve` takes text alone
+# and refuses fields that it does not know. Without token ids a prompt's length is only near what
+# was wanted: the server's own count says it.
+
+# Short words, one token each in the usual vocabularies.
+_TEXT = (
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work number night point home water room mother area money "
+    "story fact month lot right study book eye job word business issue side kind head house service friend father "
+    "power hour game line end member law car city"
+)
+WORDS = _TEXT.split()
+CALIBRATION = (16, 80)  # words of the two prompts from which tokens per word are taken
+COMPLETIONS = "/v1/completions"
+REFUSED = (400, 422)  # what a server answers that does not like a field
+
+Prompt = list[int] | str
+
+
+@dataclass(slots=True, frozen=True)
+class Dialect:
+    """What may stand in a request, and for prompts of text how many tokens words have."""
+
+    token_ids: bool = True  # a prompt may be a list of token ids
+    ignore_eos: bool = True
+    usage_option: bool = True  # stream_options.include_usage; without it usage must come by itself
+    tokens_per_word: float = 1.0
+    flat_tokens: float = 0.0  # what the server puts around a prompt
+
+    def prompt(self, rng: np.random.Generator, tokens: int, vocab_size: int) -> Prompt:
+        """A random prompt of `tokens` tokens, as nearly as the server lets one say: no cache of
+        prefixes helps.
+        """
+        if self.token_ids:
+            return [int(token) for token in rng.integers(0, vocab_size, tokens)]
+        count = max(round((tokens - self.flat_tokens) / self.tokens_per_word), 1)
+        return " ".join(WORDS[index] for index in rng.integers(0, len(WORDS), count))
+
+    def request(
+        self,
+        model: str,
+        prompt: Prompt,
+        max_tokens: int,
+        *,
+        end_after: int | None = None,
+        stream: bool = True,
+        priority: int = 0,
+    ) -> dict[str, object]:
+        """The body of a greedy completion of `max_tokens`, or of `end_after`, which llmctl's engine
+        alone knows.
+
+        A `priority` of 0 is every server's default, and not named: some refuse fields that they do
+        not know.
+        """
+        fields: dict[str, object] = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
+        if self.ignore_eos:
+            fields["ignore_eos"] = True
+        fields["stream"] = stream
+        if stream and self.usage_option:
+            fields["stream_options"] = {"include_usage": True}
+        if priority:
+            fields["priority"] = priority
+        return fields if end_after is None else fields | {"llmctl_end_after": end_after}
+
+    @property
+    def lacks(self) -> list[str]:
+        """What this server does not do, for people."""
+        missing = {"prompts of token ids": self.token_ids, "ignore_eos": self.ignore_eos}
+        return [name for name, there in missing.items() if not there]
+
+
+FULL = Dialect()
+
+
+class TargetUsage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Answer(msgspec.Struct):
+    usage: TargetUsage
+
+
+def learn(target: Target) -> Dialect:
+    """The fullest dialect that the server takes.
+
+    Raises `InputError` with the server's own words where it takes none, and where it does not count tokens.
+    """
+    first: tuple[int, bytes] | None = None
+    for dialect in _dialects():
+        status, body = post(target, COMPLETIONS, dialect.request(target.model, _probe(dialect), 1))
+        if status == 200:
+            return dialect if dialect.token_ids else _calibrated(target, dialect)
+        if status not in REFUSED:
+            first = status, body
+            break
+        first = first or (status, body)
+    assert first
+    raise refusal(target, COMPLETIONS, *first, "llmctl asks servers of text completions")
+
+
+def _dialects() -> Iterator[Dialect]:
+    """The fullest first."""
+    for fields in sorted(product((True, False), repeat=3), key=lambda fields: -sum(fields)):
+        yield Dialect(*fields)
+
+
+def _probe(dialect: Dialect) -> Prompt:
+    return dialect.prompt(np.random.default_rng(0), 8, 64)
+
+
+def _calibrated(target: Target, dialect: Dialect) -> Dialect:
+    few, many = (_counted(target, dialect, words) for words in CALIBRATION)
+    per_word = (many - few) / (CALIBRATION[1] - CALIBRATION[0])
+    if per_word <= 0:
+        raise InputError(
+            f"{target.url}: prompts of {CALIBRATION[0]} and {CALIBRATION[1]} words count as {few} and {many} tokens",
+            "the server's usage.prompt_tokens cannot be right",
+        )
+    return Dialect(
+        dialect.token_ids,
+        dialect.ignore_eos,
+        dialect.usage_option,
+        per_word,
+        few - CALIBRATION[0] * per_word,
+    )
+
+
+def _counted(target: Target, dialect: Dialect, words: int) -> int:
+    prompt = dialect.prompt(np.random.default_rng(words), words, 0)
+    status, body = post(target, COMPLETIONS, dialect.request(target.model, prompt, 1, stream=False))
+    try:
+        if status == 200:
+            return msgspec.json.decode(body, type=Answer).usage.prompt_tokens
+    except msgspec.DecodeError:
+        pass
+    raise InputError(
+        f"{target.url}: HTTP {status} without usage for {words} words",
+        "a server must count its tokens",
+    )
+
+
+# A server's /metrics, in Prometheus' text format.
+
+
+class Metric(NamedTuple):
+    """One line of the page."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
+    """All metrics; none where the server has no such page. `InputError` where it does not answer.
+
+    `certificate` is the server's own, where it is known.
+    """
+    url = f"{target.url}/metrics"
+    try:
+        trusted = verify(url, certificate)
+        answer = httpx.get(
+            url, headers=target.headers, timeout=PATIENCE_S, trust_env=False, verify=trusted
+        )
+    except httpx.HTTPError as error:
+        raise InputError(f"{url} does not answer: {error}") from error
+    if answer.status_code != 200:
+        return []
+    try:
+        families = list(text_string_to_metric_families(answer.text))
+    except ValueError:  # it is not Prometheus' format
+        return []
+    return [
+        Metric(sample.name, sample.labels, sample.value)
+        for family in families
+        for sample in family.samples
+    ]
+
+
+# A running server at one glance: is it healthy, is it ready, and what do its metrics say now.
+#
+# It may be llmctl's own or vLLM's, which has names of its own for some metrics, and no /ready.
+
+LOOK_PATIENCE_S = 5.0
+OK, NOT_FOUND = 200, 404
+RUNNING = "llmctl_requests_running", "vllm:num_requests_running"
+WAITING = "llmctl_requests_waiting", "vllm:num_requests_waiting"
+KV_USAGE = "llmctl_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"  # a share, all the same
+ENDED = (
+    ("llmctl_requests_total", "finish_reason"),
+    ("vllm:request_success_total", "finished_reason"),
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Look:
+    """What was seen. None: nobody answered there; no metrics: none were shown without the key."""
+
+    healthy: bool | None
+    ready: bool | None
+    metrics: list[Metric]
+    problem: str = "no answer"  # where nobody was healthy or not
+
+    @property
+    def state(self) -> str:
+        """In a word or two. Loading and draining look alike from outside: both are healthy and not
+        ready.
+        """
+        if self.healthy is None:
+            return self.problem
+        if not self.healthy:
+            return "unhealthy"
+        return "ready" if self.ready else "not ready"
+
+    def total(self, *names: str) -> float | None:
+        """The sum over its labels of the first of these metrics that is there; None where none is."""
+        for name in names:
+            values = [each.value for each in self.metrics if each.name == name]
+            if values:
+                return sum(values)
+        return None
+
+    @property
+    def ended(self) -> dict[str, int]:
+        """How requests have ended so far, by reason."""
+        found = [self.by_label(name, label) for name, label in ENDED]
+        return {reason: int(count) for reason, count in next(filter(None, found), {}).items()}
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The values of a metric by one of its labels."""
+        return {
+            each.labels.get(label, ""): each.value for each in self.metrics if each.name == name
+        }
+
+
+def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
+    """Ask /health, /ready and /metrics. Never raises for a server that does not answer, or that is
+    not believed.
+
+    `certificate` is the server's own, where it is known.
+    """
+    try:
+        trusted = verify(url, certificate)
+        status = _status(f"{url}/health", trusted)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return Look(None, None, [], "not trusted" if distrusted(error) else "no answer")
+    except InputError:  # its certificate's file is gone
+        return Look(None, None, [], "not trusted")
+    healthy = status == OK
+    try:
+        metrics = scrape(Target(url, api_key, "", None, own=True), certificate)
+    except InputError:  # it went away in between
+        metrics = []
+    try:
+        ready = _status(f"{url}/ready", trusted)
+    except httpx.HTTPError:
+        ready = None
+    return Look(healthy, healthy if ready == NOT_FOUND else ready == OK, metrics)
+
+
+def _status(url: str, trusted: ssl.SSLContext | bool) -> int:
+    return httpx.get(url, timeout=LOOK_PATIENCE_S, trust_env=False, verify=trusted).status_code

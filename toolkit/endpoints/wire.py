@@ -1,17 +1,25 @@
-"""One HTTP/1.1 connection to a server: requests go out as bytes, answers come back in pieces as they arrive.
+"""One HTTP/1.1 connection to a server: requests go out as bytes, answers come back in pieces as
+they arrive.
 
-An asyncio protocol over httptools' parser, for what stands between a client and its server: with httpx and h11 an event
-of a stream cost 130 us of CPU (`bench/record_proxy.py`). Pieces that come before the last one was read merge, and a
-server is not read from while more of its answer is held than `MAX_HELD_BYTES`. It decodes nothing and follows nothing.
+An asyncio protocol over httptools' parser, for what stands between a client and its server: with
+httpx and h11 an event of a stream cost 130 us of CPU (`bench/record_proxy.py`). Pieces that come
+before the last one was read merge, and a server is not read from while more of its answer is held
+than `MAX_HELD_BYTES`. It decodes nothing and follows nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import cast
+from urllib.parse import urlsplit
 
 import httptools
+import msgspec
+
+from toolkit.endpoints.target import Problem, Target, error_text
 
 MAX_HELD_BYTES = 1 << 18
 MAX_HEAD_BYTES = 1 << 18
@@ -27,7 +35,9 @@ class WireError(Exception):
 
 
 class Link(asyncio.Protocol):
-    """A connection. It is asked one request at a time; `reusable` says whether it may be asked another."""
+    """A connection. It is asked one request at a time; `reusable` says whether it may be asked
+    another.
+    """
 
     def __init__(self) -> None:
         self.status = 0
@@ -52,8 +62,16 @@ class Link(asyncio.Protocol):
         return self._complete and self._kept and not self._closed
 
     async def ask(self, request: bytes, silence_s: float, *, bodyless: bool) -> None:
-        """Send a request, and wait for the head of its answer; `bodyless`: it is a HEAD. `WireError`: none came."""
-        self.status, self.headers, self._pieces, self._held_bytes, self._head_bytes = 0, [], [], 0, 0
+        """Send a request, and wait for the head of its answer; `bodyless`: it is a HEAD.
+        `WireError`: none came.
+        """
+        self.status, self.headers, self._pieces, self._held_bytes, self._head_bytes = (
+            0,
+            [],
+            [],
+            0,
+            0,
+        )
         self.heard = self._has_head = self._complete = self._kept = False
         self._ends_with_connection, self._bodyless = True, bodyless
         if self._transport is None or self._closed:
@@ -68,7 +86,11 @@ class Link(asyncio.Protocol):
             if self._pieces:
                 piece = b"".join(self._pieces)
                 self._pieces.clear()
-                if self._held_bytes > MAX_HELD_BYTES and self._transport is not None and not self._closed:
+                if (
+                    self._held_bytes > MAX_HELD_BYTES
+                    and self._transport is not None
+                    and not self._closed
+                ):
                     self._transport.resume_reading()
                 self._held_bytes = 0
                 yield piece
@@ -96,7 +118,9 @@ class Link(asyncio.Protocol):
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class is no subclass of it
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's own class is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         if self._complete:  # nobody has asked
@@ -130,7 +154,9 @@ class Link(asyncio.Protocol):
         if self.status < 200:  # it goes on
             return
         self._has_head = True
-        if self._bodyless:  # the parser does not know, and would wait for a body; so the connection is not kept
+        if (
+            self._bodyless
+        ):  # the parser does not know, and would wait for a body; so the connection is not kept
             self._complete = True
 
     def on_body(self, body: bytes) -> None:
@@ -147,3 +173,221 @@ class Link(asyncio.Protocol):
             return
         self._complete = True
         self._kept = not self._bodyless and self._parser.should_keep_alive()
+
+
+# One streaming request on its own connection: the bytes go out, and the times at which tokens
+# come back are noted.
+#
+# An asyncio protocol over httptools' parser, because the load generator shares the machine with
+# the server it measures: 16 us of CPU per token with uvloop, beside 460 us with httpx and 39 us
+# with h11 (200 streams at once; docs/bench.md). It reads OpenAI's event streams and nothing else:
+# no redirects, no compression, no keep-alive.
+
+MAX_ERROR_BYTES = 1 << 16
+OVERLOADED = (429, 503)  # what a server answers that refuses a request for its load
+
+
+class StreamUsage(msgspec.Struct):
+    completion_tokens: int
+
+
+class StreamEvent(msgspec.Struct):
+    """An event, as far as it matters: whether it brings tokens, how many there were in the end,
+    what went wrong.
+    """
+
+    choices: list[msgspec.Raw] = []
+    usage: StreamUsage | None = None
+    error: Problem | str | None = None
+
+
+_decode = msgspec.json.Decoder(StreamEvent).decode
+
+
+@dataclass(slots=True)
+class Sample:
+    """What the client saw of one request, in seconds since the replay began; NaN for what did not
+    happen.
+
+    `failure` is empty for a request that was served; `refused` says that the server had too much to
+    do and took nothing of it (HTTP 429 or 503). `max_gap_s` is the longest wait between two events
+    with tokens.
+    """
+
+    scheduled_s: float
+    prompt_tokens: int
+    wanted_tokens: int
+    sent_s: float = math.nan
+    first_token_s: float = math.nan
+    last_token_s: float = math.nan
+    max_gap_s: float = 0.0
+    output_tokens: int = 0
+    failure: str = "not sent"
+    refused: bool = False
+
+
+class StreamCall(asyncio.Protocol):
+    """Sends `request` when connected and fills in `sample`; `closed` is set when all is over,
+    however it ended.
+    """
+
+    def __init__(self, request: bytes, sample: Sample, clock: Callable[[], float]) -> None:
+        self.closed = asyncio.Event()
+        self.ended = False
+        self._request = request
+        self._sample = sample
+        self._clock = clock
+        self._now_s = math.nan
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._rest = b""
+        self._status = 0
+        self._counted = False
+
+    def end(self, failure: str = "") -> None:
+        """It is over. The first reason given stands; a connection that was made is closed."""
+        if self.ended:
+            return
+        self.ended = True
+        self._sample.failure = failure
+        if self._transport is None:
+            self.closed.set()
+        else:
+            self._transport.abort()
+
+    # asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's own class is no subclass of it
+        self._sample.sent_s = self._clock()
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._now_s = self._clock()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.end("the answer is not HTTP")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish(cut_off=True)
+        self.closed.set()
+
+    # httptools' callbacks
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        if self._status != 200:
+            self._rest = (self._rest + body)[:MAX_ERROR_BYTES]
+            return
+        *lines, self._rest = (self._rest + body).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._on_event(line[5:].strip())
+
+    def on_message_complete(self) -> None:
+        self._finish(cut_off=False)
+
+    def _on_event(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            return
+        try:
+            chunk = _decode(data)
+        except msgspec.DecodeError:
+            self.end("an event is not OpenAI's")
+            return
+        if chunk.error is not None:
+            self.end(f"error in the stream: {error_text(data)}")
+        if chunk.choices:
+            self._on_tokens()
+        if chunk.usage is not None:
+            self._counted = True
+            self._sample.output_tokens = chunk.usage.completion_tokens
+
+    def _on_tokens(self) -> None:
+        sample, now_s = self._sample, self._now_s
+        if math.isnan(sample.first_token_s):
+            sample.first_token_s = now_s
+        else:
+            sample.max_gap_s = max(sample.max_gap_s, now_s - sample.last_token_s)
+        sample.last_token_s = now_s
+
+    def _finish(self, *, cut_off: bool) -> None:
+        """Judge what has arrived. Without usage nobody knows how many tokens there were: events are
+        not tokens.
+        """
+        if self.ended:
+            return
+        if self._status not in (0, 200):
+            self._sample.refused = self._status in OVERLOADED
+            self.end(f"HTTP {self._status}: {error_text(self._rest)}")
+        elif (
+            self._counted
+            and self._sample.output_tokens > 0
+            and not math.isnan(self._sample.first_token_s)
+        ):
+            self.end()
+        else:
+            self.end(
+                "the connection was lost"
+                if cut_off
+                else "the stream ended without tokens or their usage"
+            )
+
+
+# Requests as bytes, each on a connection of its own, and the wait for their ends.
+
+INTERRUPTED = "interrupted"
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop's where there is one: the client shares the machine with what it measures."""
+    try:
+        import uvloop
+    except ImportError:  # Windows
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+class ClientConnection:
+    """How a target is reached. What is made before the clock starts costs nothing while it runs."""
+
+    def __init__(self, target: Target) -> None:
+        parts = urlsplit(target.url)
+        self._tls = parts.scheme == "https"
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if self._tls else 80)
+        host = parts.netloc.rpartition("@")[2]
+        lines = [f"POST {parts.path}/v1/completions HTTP/1.1", f"host: {host}", "connection: close"]
+        lines += ["content-type: application/json", "accept: text/event-stream"]
+        lines += [f"{name}: {value}" for name, value in target.headers.items()]
+        self._head = "\r\n".join(lines).encode()
+
+    def request(self, fields: dict[str, object]) -> bytes:
+        """The bytes of one request, head and body."""
+        body = msgspec.json.encode(fields)
+        return b"%s\r\ncontent-length: %d\r\n\r\n%s" % (self._head, len(body), body)
+
+    async def send(
+        self, request: bytes, sample: Sample, clock: Callable[[], float], timeout_s: float
+    ) -> None:
+        """Send one request and wait for its end, whatever it is; only `sample` tells."""
+        call = StreamCall(request, sample, clock)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: call, self._host, self._port, ssl=self._tls or None
+                )
+                await call.closed.wait()
+        except TimeoutError:
+            call.end(f"no end within {timeout_s:g} s")
+        except OSError as error:
+            call.end(f"cannot connect: {error.strerror or error}")
+        except asyncio.CancelledError:
+            call.end(INTERRUPTED)
+        await call.closed.wait()

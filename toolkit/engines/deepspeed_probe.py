@@ -1,8 +1,9 @@
-"""Whether DeepSpeed's kernels can serve slices of a model: `python -m toolkit.engines.deepspeed_probe < task.json`.
+"""Whether DeepSpeed's kernels can serve slices of a model: `python -m
+toolkit.engines.deepspeed_probe < task.json`.
 
-A model of one layer with random weights goes through a prefill and a decode step of a padded batch, before injection
-and after it. The logits must agree, and keys and values must be where slices put them. Exits with 1 and one line on
-stderr where that is not so.
+A model of one layer with random weights goes through a prefill and a decode step of a padded batch,
+before injection and after it. The logits must agree, and keys and values must be where slices put
+them. Exits with 1 and one line on stderr where that is not so.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from toolkit.engines.batch import PaddedBatch
 from toolkit.engines.deepspeed_engine import import_deepspeed, modules_of, wrap
 from toolkit.engines.loading import DTYPES, load_config
-from toolkit.engines.slab import SlabCache
+from toolkit.engines.slab import PaddedBatch, SlabCache
 from toolkit.files.recipe import HardwareSpec, ModelSpec
 
 ROWS = ((1, 2, 3, 4, 5), (6, 7))
@@ -73,7 +73,10 @@ def _passes(network: Callable[..., Any], device: torch.device) -> tuple[torch.Te
     width = len(ROWS[0])
     batch = PaddedBatch(ROWS, width + 1, width, SlabCache(1, width + 1), device)
     logits = []
-    for columns, tokens in ((slice(0, width), batch.input_ids), (slice(width, None), batch.input_ids[:, -1:])):
+    for columns, tokens in (
+        (slice(0, width), batch.input_ids),
+        (slice(width, None), batch.input_ids[:, -1:]),
+    ):
         output = network(
             input_ids=tokens,
             attention_mask=batch.mask[:, : columns.stop],

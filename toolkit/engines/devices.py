@@ -13,7 +13,9 @@ NVIDIA_VERSION = Path("/proc/driver/nvidia/version")
 
 @dataclass(slots=True, frozen=True)
 class CudaDevice:
-    """One GPU as a process sees it; `memory_bytes` is what the driver leaves to it, a little less than the GPU has."""
+    """One GPU as a process sees it; `memory_bytes` is what the driver leaves to it, a little less
+    than the GPU has.
+    """
 
     index: int
     name: str
@@ -40,7 +42,9 @@ def find_devices() -> Devices:
         gpus = tuple(_gpu(index) for index in range(count))
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise EngineError(f"the GPU cannot be used: {reason}", "see nvidia-smi for who uses it") from None
+        raise EngineError(
+            f"the GPU cannot be used: {reason}", "see nvidia-smi for who uses it"
+        ) from None
     return Devices(str(torch.__version__), torch.version.cuda or "", _driver(), gpus)
 
 

@@ -1,7 +1,7 @@
 """Random-looking numbers that are a function of their key alone (SplitMix64).
 
-A generator's state would tie a draw to what was drawn before it; here a row that is moved to another batch, or run
-again after a crash, draws the same.
+A generator's state would tie a draw to what was drawn before it; here a row that is moved to
+another batch, or run again after a crash, draws the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ def mix(*words: int) -> int:
 
 
 def uniform(*words: int) -> float:
-    """A number in [0, 1) with 32 random bits, so that its product with a float64 sum stays below that sum."""
+    """A number in [0, 1) with 32 random bits, so that its product with a float64 sum stays below
+    that sum.
+    """
     return (mix(*words) >> 32) * 2.0**-32
 
 

@@ -1,7 +1,8 @@
 """From a recipe's `model` to a transformers model on its device.
 
-Random weights are drawn from the recipe's seed, so every worker builds the same model. Real ones come from safetensors
-only: nothing is unpickled. What is not covered here: tokenizers, memory budgets, and making slices of it.
+Random weights are drawn from the recipe's seed, so every worker builds the same model. Real ones
+come from safetensors only: nothing is unpickled. What is not covered here: tokenizers, memory
+budgets, and making slices of it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -19,10 +23,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from toolkit.engines.bytes_tokenizer import BOS, EOS, PAD, VOCAB_SIZE
 from toolkit.engines.memory import is_out_of_memory
-from toolkit.engines.shards import Share, cut
 from toolkit.engines.slab import check_caches
+from toolkit.engines.tensor_parallel import RankShare, cut
+from toolkit.engines.tokenizer import BOS, EOS, PAD, VOCAB_SIZE
 from toolkit.errors import EngineError, nearest
 from toolkit.files.recipe import HardwareSpec, ModelSpec
 
@@ -31,34 +35,45 @@ NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "architecture
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(spec: ModelSpec, hardware: HardwareSpec, share: Share | None = None) -> PreTrainedModel:
-    """The model, in evaluation mode on its device. `EngineError`, one line, for all that can be wrong with it.
+def load_model(
+    spec: ModelSpec, hardware: HardwareSpec, share: RankShare | None = None
+) -> PreTrainedModel:
+    """The model, in evaluation mode on its device. `EngineError`, one line, for all that can be
+    wrong with it.
 
-    Of a `share` it is loaded into host memory, cut, and then moved: it need not fit into one device.
+    Of a `share` it is loaded into host memory, cut, and then moved: it need not fit into one
+    device.
     """
     device = _device(hardware, share)
     if share is not None:
         whole = load_model(spec, hardware.model_copy(update={"device": "cpu"}))
         cut(whole, share)
         return whole.to(device)
-    transformers_logging.set_verbosity_error()  # its warnings and bars are for notebooks; what matters is raised here
+    # its warnings and bars are for notebooks; what matters is raised here
+    transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     config = load_config(spec)
     check_caches(config, spec.max_model_len)
     _check_lengths(spec, config)
     try:
-        model = _random_model(spec, config, device) if _is_random(spec) else _stored_model(spec, device)
+        model = (
+            _random_model(spec, config, device) if _is_random(spec) else _stored_model(spec, device)
+        )
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise EngineError(f"{_name(spec)} does not fit into {hardware.name}'s memory", "use a smaller model") from None
+        raise EngineError(
+            f"{_name(spec)} does not fit into {hardware.name}'s memory", "use a smaller model"
+        ) from None
     _check_interface(model)
     _check_cache_kind(model)
     return model.eval()
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The model's config: built from `spec.config`, or the stored one, which `spec.config` must agree with."""
+    """The model's config: built from `spec.config`, or the stored one, which `spec.config` must
+    agree with.
+    """
     if spec.source == "random" or (spec.load_format == "dummy" and "model_type" in spec.config):
         return _built_config(spec)
     config = _stored_config(spec)
@@ -72,13 +87,17 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def config_digest(config: PreTrainedConfig) -> str:
-    """The sha256 of what a model's config says of the model: not where it lies, nor what it was saved with."""
+    """The sha256 of what a model's config says of the model: not where it lies, nor what it was
+    saved with.
+    """
     content = {key: value for key, value in config.to_dict().items() if key not in NOT_THE_MODEL}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a text: those of the generation config, which may name several, or of the config."""
+    """The tokens that end a text: those of the generation config, which may name several, or of the
+    config.
+    """
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
@@ -87,7 +106,7 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
 
-def _device(hardware: HardwareSpec, share: Share | None) -> torch.device:
+def _device(hardware: HardwareSpec, share: RankShare | None) -> torch.device:
     if hardware.device == "cuda" and not torch.cuda.is_available():
         raise EngineError(
             "hardware.device is cuda, and torch finds no CUDA device",
@@ -109,7 +128,11 @@ def _is_random(spec: ModelSpec) -> bool:
 
 
 def _name(spec: ModelSpec) -> str:
-    return f"a random {spec.config['model_type']}" if spec.source == "random" else f"model {spec.source}"
+    return (
+        f"a random {spec.config['model_type']}"
+        if spec.source == "random"
+        else f"model {spec.source}"
+    )
 
 
 def _built_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -118,7 +141,9 @@ def _built_config(spec: ModelSpec) -> PreTrainedConfig:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise EngineError(
             f"model.config.model_type '{kind}' is not a causal language model of transformers",
-            nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if _is_near(kind) else "like llama, qwen3, mistral, gpt2",
+            nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+            if _is_near(kind)
+            else "like llama, qwen3, mistral, gpt2",
         )
     known = _known_keys(kind)
     for key in keys:
@@ -129,7 +154,9 @@ def _built_config(spec: ModelSpec) -> PreTrainedConfig:
     try:
         config = AutoConfig.for_model(kind, **keys)
     except (StrictDataclassError, ValueError, TypeError) as error:
-        raise EngineError(f"model.config: {_one_line(error)}", f"see the {kind} config in transformers") from None
+        raise EngineError(
+            f"model.config: {_one_line(error)}", f"see the {kind} config in transformers"
+        ) from None
     if spec.tokenizer == "bytes" and config.vocab_size < VOCAB_SIZE:
         raise EngineError(
             f"model.config.vocab_size is {config.vocab_size}; the byte tokenizer has {VOCAB_SIZE} tokens",
@@ -151,21 +178,30 @@ def _known_keys(kind: str) -> set[str]:
 def _stored_config(spec: ModelSpec) -> PreTrainedConfig:
     _check_folder(spec)
     try:
-        return AutoConfig.from_pretrained(spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        )
     except OSError:
         raise _not_found(spec) from None
     except (StrictDataclassError, ValueError, KeyError) as error:
-        raise EngineError(f"model {spec.source}: its config cannot be used: {_one_line(error)}") from None
+        raise EngineError(
+            f"model {spec.source}: its config cannot be used: {_one_line(error)}"
+        ) from None
 
 
 def _check_folder(spec: ModelSpec) -> None:
     folder = Path(spec.source)
     if not folder.is_dir():
         if spec.source.startswith((".", "/", "~")):
-            raise EngineError(f"model folder {spec.source} does not exist", "give a folder with config.json")
+            raise EngineError(
+                f"model folder {spec.source} does not exist", "give a folder with config.json"
+            )
         return
     if not (folder / "config.json").is_file():
-        raise EngineError(f"model folder {spec.source} has no config.json", "give a folder that transformers saved")
+        raise EngineError(
+            f"model folder {spec.source} has no config.json",
+            "give a folder that transformers saved",
+        )
     if spec.load_format != "dummy" and not any(folder.glob("*.safetensors")):
         raise _no_safetensors(spec)
 
@@ -185,7 +221,9 @@ def _no_safetensors(spec: ModelSpec) -> EngineError:
     )
 
 
-def _random_model(spec: ModelSpec, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+def _random_model(
+    spec: ModelSpec, config: PreTrainedConfig, device: torch.device
+) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(spec.seed)
         try:
@@ -230,13 +268,17 @@ def _check_lengths(spec: ModelSpec, config: PreTrainedConfig) -> None:
 
 
 def _check_interface(model: PreTrainedModel) -> None:
-    """Left padding needs positions that the caller can set; ALiBi models derive them from a mask of their own."""
+    """Left padding needs positions that the caller can set; ALiBi models derive them from a mask of
+    their own.
+    """
     arguments = inspect.signature(model.forward).parameters
     kind = model.config.model_type
     lacks = [name for name in ("position_ids", "logits_to_keep") if name not in arguments]
     if lacks or getattr(model.config, "alibi", False):
         why = f"its forward takes no {lacks[0]}" if lacks else "it uses ALiBi"
-        raise EngineError(f"model_type '{kind}' cannot be served in padded batches: {why}", "choose another model")
+        raise EngineError(
+            f"model_type '{kind}' cannot be served in padded batches: {why}", "choose another model"
+        )
 
 
 def _check_cache_kind(model: PreTrainedModel) -> None:
@@ -253,3 +295,78 @@ def _one_line(error: Exception) -> str:
     """The last line of a message: transformers puts the reason there."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__
+
+
+# Random models on disk, for engines that read theirs from there: drawn once from the recipe, kept
+# for next time.
+#
+# They have a tokenizer.json of bytes beside them, a token for each, so that such an engine pays
+# for text as it does with a real model. It is the built-in byte tokenizer but for its special
+# tokens, which have names here.
+
+SPECIAL = {BOS: "<s>", EOS: "</s>", PAD: "<pad>"}
+
+
+def saved_model(spec: ModelSpec, hardware: HardwareSpec) -> str:
+    """What an engine loads: the recipe's folder or hub id, or the folder of its random model, made
+    where it is not.
+
+    `EngineError` for a config that is no model's.
+    """
+    if spec.source != "random":
+        return spec.source
+    folder = _folder(spec)
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+            _save(spec, hardware, Path(name))
+            made = shutil.copytree(name, f"{name}.done")
+        try:
+            os.rename(made, folder)
+        except OSError:  # somebody else was faster, with the same
+            shutil.rmtree(made)
+    return str(folder)
+
+
+def _folder(spec: ModelSpec) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(spec.model_dump_json().encode()).hexdigest()[:16]
+    return cache / "llmctl" / "models" / f"{spec.config['model_type']}-{digest}"
+
+
+def _save(spec: ModelSpec, hardware: HardwareSpec, folder: Path) -> None:
+
+    load_model(spec, hardware).save_pretrained(folder)
+    _save_tokenizer(folder, spec.max_model_len)
+
+
+def _save_tokenizer(folder: Path, max_model_len: int) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: byte for byte, symbol in enumerate(_symbols())}
+    vocabulary |= {name: token for token, name in SPECIAL.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL.values()])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=SPECIAL[BOS],
+        eos_token=SPECIAL[EOS],
+        pad_token=SPECIAL[PAD],
+        model_max_length=max_model_len,
+    ).save_pretrained(folder)
+
+
+def _symbols() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's
+    `bytes_to_unicode`).
+    """
+    shown = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
+    hidden = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]

@@ -1,8 +1,8 @@
 """How many bytes a slice takes, and a ledger that refuses what is past its budget.
 
-On a CPU nothing stops a process from taking all memory, so the ledger is asked before anything is allocated; past its
-budget it raises what CUDA raises. On a GPU without an explicit KV budget the device's own allocator is the limit, and
-the ledger only counts.
+On a CPU nothing stops a process from taking all memory, so the ledger is asked before anything is
+allocated; past its budget it raises what CUDA raises. On a GPU without an explicit KV budget the
+device's own allocator is the limit, and the ledger only counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import EngineSpec
 
 MIB = 1 << 20
-OUT_OF_MEMORY_SIGNS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+OUT_OF_MEMORY_SIGNS = (
+    "DefaultCPUAllocator",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+)
 
 Result = TypeVar("Result")
 
@@ -73,7 +77,9 @@ class ByteLedger:
 
     @contextmanager
     def hold(self, size_bytes: int) -> Iterator[None]:
-        """Hold `size_bytes` from now on, unless the context raises: then what they were for was not allocated."""
+        """Hold `size_bytes` from now on, unless the context raises: then what they were for was not
+        allocated.
+        """
         self.take(size_bytes)
         try:
             yield
@@ -82,9 +88,11 @@ class ByteLedger:
             raise
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """`work()`, which gives something, or None where memory ran out: then what it had allocated is free again.
+        """`work()`, which gives something, or None where memory ran out: then what it had allocated
+        is free again.
 
-        `work` has to leave everything else as it was. Not within the handler: that keeps the work's tensors alive.
+        `work` has to leave everything else as it was. Not within the handler: that keeps the work's
+        tensors alive.
         """
         try:
             return work()
@@ -115,7 +123,10 @@ class ModelShape:
         heads = text.num_attention_heads
         return cls(
             hidden=text.hidden_size,
-            intermediate=(_first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size) // shares,
+            intermediate=(
+                _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size
+            )
+            // shares,
             heads=heads // shares,
             kv_heads=(_first(text, "num_key_value_heads") or heads) // shares,
             head_dim=_first(text, "head_dim") or text.hidden_size // heads,
@@ -124,21 +135,26 @@ class ModelShape:
         )
 
     def prefill_bytes(self, batch_size: int, length: int, cached: int = 0) -> int:
-        """What the prefill of [N, L] after `cached` columns holds beside the cache, at its largest, estimated.
+        """What the prefill of [N, L] after `cached` columns holds beside the cache, at its largest,
+        estimated.
 
-        Layers run one after another, so one layer counts: the embeddings, the residual stream and its normalised copy,
-        and the larger of
-        - attention: Q, K and V, Q and K once more while they are rotated, K and V repeated for grouped queries, the
+        Layers run one after another, so one layer counts: the embeddings, the residual stream and
+        its normalised copy, and the larger of
+        - attention: Q, K and V, Q and K once more while they are rotated, K and V repeated for
+          grouped queries, the
           output, and the mask in the compute dtype, which attention makes of the boolean one;
         - the MLP: gate, its activation, and their product.
-        To these add the mask [N, 1, L, L], a byte each, and the logits of the last column, once more in float32 for
-        sampling. Not counted: what the allocator loses, and temporaries inside an activation function. Against traced
-        prefills: within 10 % for Llama and Qwen with grouped queries, a third off for GPT-2 (below) and OPT (above).
+        To these add the mask [N, 1, L, L], a byte each, and the logits of the last column, once
+        more in float32 for sampling. Not counted: what the allocator loses, and temporaries inside
+        an activation function. Against traced prefills: within 10 % for Llama and Qwen with grouped
+        queries, a third off for GPT-2 (below) and OPT (above).
         """
         tokens, columns = batch_size * length, cached + length
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         repeated = 2 * query if self.kv_heads != self.heads else 0
-        attention = tokens * (3 * query + 3 * key) + batch_size * columns * repeated + tokens * columns
+        attention = (
+            tokens * (3 * query + 3 * key) + batch_size * columns * repeated + tokens * columns
+        )
         mlp = tokens * 3 * self.intermediate
         layer = (tokens * 3 * self.hidden + max(attention, mlp)) * self.value_bytes
         return layer + tokens * columns + batch_size * self.vocab * (self.value_bytes + 4)
@@ -153,8 +169,9 @@ def _first(config: Any, *names: str) -> int | None:
 def kv_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
     """The KV budget of one worker; call it after the weights are loaded.
 
-    `engine.kv_cache_memory_mib`, or on a GPU what `gpu_memory_utilization` leaves beside the weights; there that share
-    is also made the allocator's limit. Raises `InputError` where neither is known, `EngineError` where nothing is left.
+    `engine.kv_cache_memory_mib`, or on a GPU what `gpu_memory_utilization` leaves beside the
+    weights; there that share is also made the allocator's limit. Raises `InputError` where neither
+    is known, `EngineError` where nothing is left.
     """
     if device.type == "cuda":
         return _cuda_budget_bytes(engine, device)
@@ -183,14 +200,19 @@ def _cuda_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA and the ledger raise `torch.OutOfMemoryError`; the CPU allocator and cuBLAS a plain one that says so."""
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY_SIGNS)
+    """CUDA and the ledger raise `torch.OutOfMemoryError`; the CPU allocator and cuBLAS a plain one
+    that says so.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        sign in str(error) for sign in OUT_OF_MEMORY_SIGNS
+    )
 
 
 def at_the_seam(work: Callable[[], Result]) -> Result:
     """`work()`, with running out of memory turned into `OutOfMemory`.
 
-    It is raised after the handler, not in it: otherwise its context would keep the batch's tensors alive.
+    It is raised after the handler, not in it: otherwise its context would keep the batch's tensors
+    alive.
     """
     try:
         return work()

@@ -1,8 +1,9 @@
-"""Rows that do not decode but keep their caches: paused ones on the device, swapped ones in host memory.
+"""Rows that do not decode but keep their caches: paused ones on the device, swapped ones in host
+memory.
 
-A row's cache is one block, so that a swap is one transfer. On CUDA blocks in host memory are pinned and transfers run
-on a stream of their own, beside compute. On a CPU device and host memory are the same: a swap only changes what is
-charged, and the copy is the one out of the batch.
+A row's cache is one block, so that a swap is one transfer. On CUDA blocks in host memory are pinned
+and transfers run on a stream of their own, beside compute. On a CPU device and host memory are the
+same: a swap only changes what is charged, and the copy is the one out of the batch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from toolkit.engines.endings import LiveRow
 from toolkit.engines.memory import ByteLedger
+from toolkit.engines.protocol import LiveRow
 from toolkit.engines.rebatch_cache import RowKV
 from toolkit.engines.slab import KVShape
 
@@ -43,7 +44,11 @@ class ParkedRows:
     """
 
     def __init__(
-        self, shapes: Sequence[KVShape], like: torch.Tensor, device_ledger: ByteLedger, host_ledger: ByteLedger
+        self,
+        shapes: Sequence[KVShape],
+        like: torch.Tensor,
+        device_ledger: ByteLedger,
+        host_ledger: ByteLedger,
     ) -> None:
         self._shapes = shapes
         self._like = like
@@ -51,7 +56,9 @@ class ParkedRows:
         self._ledgers = (device_ledger, host_ledger)
         self._rows: dict[int, Parked] = {}
         self._leaving: list[torch.cuda.Event] = []  # transfers to the host
-        self._came: list[torch.Tensor] = []  # blocks in host memory whose transfers to the device may still go on
+        self._came: list[
+            torch.Tensor
+        ] = []  # blocks in host memory whose transfers to the device may still go on
         self._stream: torch.cuda.Stream | None = None
         if like.is_cuda:
             self._stream = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
@@ -77,9 +84,11 @@ class ParkedRows:
         return sum(row.length for row in self._rows.values() if row.on_host)
 
     def copy_of(self, live: LiveRow, cached: RowKV | None) -> Parked:
-        """A row that leaves the batch, or the queue before its prefill (`cached` None), and its cache in a block.
+        """A row that leaves the batch, or the queue before its prefill (`cached` None), and its
+        cache in a block.
 
-        Nothing is charged yet, so that a row can leave when memory is full: first it is copied, then its place is free.
+        Nothing is charged yet, so that a row can leave when memory is full: first it is copied,
+        then its place is free.
         """
         row = Parked(live)
         if cached is not None:

@@ -1,19 +1,23 @@
-"""A KV cache whose rows come and go: all rows end in the same column, and each begins where its own tokens do.
+"""A KV cache whose rows come and go: all rows end in the same column, and each begins where its own
+tokens do.
 
     slab     [rows, kv_heads, columns, head_dim], per layer, for keys and for values
     window   columns start..end of the slab's first N rows, which is what attention reads
     row i    columns begin[i]..end; what lies before, in the window, is masked
 
-A step writes column `end`. A row that joins is copied so that it ends at `end`, and the window grows to the left if it
-is the longest; a row that leaves makes room for the last one; columns that no row needs any more leave the window
-(BATON, section 4: embedding, left growth, releasing). Keys are cached after their rotation by position, so columns may
-be moved. With room on both sides of the window, none of this copies the other rows; where a side runs out, the window
-slides within the slab or moves to a larger one, which copies it once for many steps.
+A step writes column `end`. A row that joins is copied so that it ends at `end`, and the window
+grows to the left if it is the longest; a row that leaves makes room for the last one; columns that
+no row needs any more leave the window (BATON, section 4: embedding, left growth, releasing). Keys
+are cached after their rotation by position, so columns may be moved. With room on both sides of the
+window, none of this copies the other rows; where a side runs out, the window slides within the slab
+or moves to a larger one, which copies it once for many steps.
 
-In the window, what is not a row's own is zero: a row that overflowed leaves nothing behind that could reach another.
+In the window, what is not a row's own is zero: a row that overflowed leaves nothing behind that
+could reach another.
 
-Memory may run out at any allocation, on a device also where the ledger saw room: all rows are then as they were. Where
-some layers have moved already, all are narrowed to the columns that the old place and the new one have in common.
+Memory may run out at any allocation, on a device also where the ledger saw room: all rows are then
+as they were. Where some layers have moved already, all are narrowed to the columns that the old
+place and the new one have in common.
 """
 
 from __future__ import annotations
@@ -22,18 +26,70 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from toolkit.engines.memory import ByteLedger, PastBudget
 from toolkit.engines.slab import KVShape
-from toolkit.engines.window import Window, WindowLayer
 
-RowKV = list[tuple[torch.Tensor, torch.Tensor]]  # per layer, a row's keys and values [kv_heads, length, head_dim]
+# The layers of a cache that attention reads through a window: the first N rows, and columns
+# start..end, of a slab.
 
-# Columns to spare in a new slab, as a share of the width and a number beside it: as much as memory allows.
+
+class ColumnWindow:
+    """The columns that hold the rows now. One for all layers."""
+
+    __slots__ = ("end", "first_row", "start")
+
+    def __init__(self) -> None:
+        self.start = self.end = 0
+        self.first_row = 0  # that the next pass is over
+
+
+class WindowLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer's slabs. A pass reads the window and writes after its end; the window moves when
+    the pass is over.
+    """
+
+    def __init__(self, window: ColumnWindow) -> None:
+        super().__init__()
+        self._window = window
+        self.is_initialized = True
+        self.key_slab = self.value_slab = torch.empty(0, 0, 0, 0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        start, old, first = self._window.start, self._window.end, self._window.first_row
+        rows = slice(first, first + key_states.shape[0])
+        end = old + key_states.shape[-2]
+        if end > self.key_slab.shape[2]:
+            raise IndexError(f"column {end} lies outside of a slab of {self.key_slab.shape[2]}")
+        self.key_slab[rows, :, old:end] = key_states
+        self.value_slab[rows, :, old:end] = value_states
+        return self.key_slab[rows, :, start:end], self.value_slab[rows, :, start:end]
+
+    def get_seq_length(self) -> int:
+        return self._window.end - self._window.start
+
+    def narrow(self, start: int, end: int) -> None:
+        """Keep these columns of the slabs, which costs no memory and gives none back."""
+        self.key_slab, self.value_slab = (
+            self.key_slab[:, :, start:end],
+            self.value_slab[:, :, start:end],
+        )
+
+
+RowKV = list[
+    tuple[torch.Tensor, torch.Tensor]
+]  # per layer, a row's keys and values [kv_heads, length, head_dim]
+
+# Columns to spare in a new slab, as a share of the width and a number beside it: as much as memory
+# allows.
 SPARE_COLUMNS = ((0.5, 64), (0.125, 16), (0.0, 4), (0.0, 0))
 SHRINK = 4  # a slab that could be so many times smaller is left for a smaller one
-LEFT_SHARE = 4  # a quarter of the columns to spare lies to the left: newcomers need it, steps need the right
+LEFT_SHARE = (
+    4  # a quarter of the columns to spare lies to the left: newcomers need it, steps need the right
+)
 
 
 class RebatchCache(Cache):  # type: ignore[misc]
@@ -46,7 +102,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, shapes: Sequence[KVShape], like: torch.Tensor, ledger: ByteLedger) -> None:
-        self._window = Window()
+        self._window = ColumnWindow()
         super().__init__(layers=[WindowLayer(self._window) for _ in shapes])
         self._shapes = shapes
         self._like = like
@@ -56,7 +112,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._held_bytes = 0
         self._begin: list[int] = []
         self._is_padded = False
-        self._begins: torch.Tensor | None = None  # as a tensor, and which columns a row may look at; None: to be made
+        self._begins: torch.Tensor | None = (
+            None  # as a tensor, and which columns a row may look at; None: to be made
+        )
         self._visible: torch.Tensor | None = None
 
     @property
@@ -117,7 +175,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
         )
 
     def growth_bytes(self, newcomers: int, width: int) -> int:
-        """What `make_room` would have to take, at least, for so many rows more of at most `width` tokens."""
+        """What `make_room` would have to take, at least, for so many rows more of at most `width`
+        tokens.
+        """
         rows, columns = self.rows + newcomers, max(width, self.width) + 1
         if rows <= self.row_capacity and columns <= self.columns:
             return 0
@@ -125,7 +185,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
         return max(needed - self._held_bytes, 0) + min(needed, self._held_bytes) // len(self.layers)
 
     def join(self, row: RowKV) -> None:
-        """Put a row after the others; `make_room` has been called. The tensors may lie on another device."""
+        """Put a row after the others; `make_room` has been called. The tensors may lie on another
+        device.
+        """
         length = row[0][0].shape[1]
         index, end = self.rows, self._window.end
         self._grow_left_to(end - length)
@@ -139,10 +201,15 @@ class RebatchCache(Cache):  # type: ignore[misc]
     def read(self, index: int) -> RowKV:
         """A row's keys and values; views, valid until the cache changes."""
         columns = slice(self._begin[index], self._window.end)
-        return [(layer.key_slab[index, :, columns], layer.value_slab[index, :, columns]) for layer in self.layers]
+        return [
+            (layer.key_slab[index, :, columns], layer.value_slab[index, :, columns])
+            for layer in self.layers
+        ]
 
     def leave(self, indices: Sequence[int]) -> list[int]:
-        """Drop rows; the last ones move into their places. The old indices of the others, in their new order."""
+        """Drop rows; the last ones move into their places. The old indices of the others, in their
+        new order.
+        """
         order = list(range(self.rows))
         for index in sorted(indices, reverse=True):
             last = len(order) - 1
@@ -168,16 +235,23 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._window.end += 1
 
     def clear_behind(self, count: int) -> None:
-        """The next pass has `count` newcomers behind the rows: what it reads of the window for them is zero."""
-        rows, columns = slice(self.rows, self.rows + count), slice(self._window.start, self._window.end)
+        """The next pass has `count` newcomers behind the rows: what it reads of the window for them
+        is zero.
+        """
+        rows, columns = (
+            slice(self.rows, self.rows + count),
+            slice(self._window.start, self._window.end),
+        )
         for slab in self._slabs():
             slab[rows, :, columns].zero_()
 
     def take_in(self, pass_width: int, lengths: Sequence[int]) -> None:
-        """A pass of `pass_width` tokens, padded on the left, over all rows and newcomers of `lengths` has been written.
+        """A pass of `pass_width` tokens, padded on the left, over all rows and newcomers of
+        `lengths` has been written.
 
-        Each row keeps its last token, each newcomer its own ones; they move left so that all end one column on, and no
-        padding stays in the middle of a row. Where memory runs out, the pass can be written again.
+        Each row keeps its last token, each newcomer its own ones; they move left so that all end
+        one column on, and no padding stays in the middle of a row. Where memory runs out, the pass
+        can be written again.
         """
         old, rows = self._window.end, self.rows
         end = old + 1
@@ -194,14 +268,17 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._refresh()
 
     def mask(self, *, as_4d: bool) -> torch.Tensor | None:
-        """Of the next step: [N, width + 1], True where a row may look; None where all may look at everything.
+        """Of the next step: [N, width + 1], True where a row may look; None where all may look at
+        everything.
 
         In four dimensions, [N, 1, 1, width + 1], a model takes it as it is instead of making one.
         """
         if not self._is_padded:
             return None
         if self._visible is None:
-            self._visible = torch.arange(self.columns, device=self.device)[None, :] >= self._begin_column()
+            self._visible = (
+                torch.arange(self.columns, device=self.device)[None, :] >= self._begin_column()
+            )
         mask = self._visible[:, self._window.start : self._window.end + 1]
         return mask[:, None, None, :] if as_4d else mask
 
@@ -217,7 +294,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
             self.fit(columns)
 
     def fit(self, columns: int = 0) -> None:
-        """Go to slabs with room for these rows and no more, and for `columns` columns, if these are fewer than now.
+        """Go to slabs with room for these rows and no more, and for `columns` columns, if these are
+        fewer than now.
 
         Where memory is too short for the move, they stay where they are.
         """
@@ -241,7 +319,12 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     def _slide(self, end: int) -> None:
         """Move the window within its slabs."""
-        rows, start, old, distance = self.rows, self._window.start, self._window.end, end - self._window.end
+        rows, start, old, distance = (
+            self.rows,
+            self._window.start,
+            self._window.end,
+            end - self._window.end,
+        )
         overlaps = abs(distance) < old - start
         with self._layers_moving(self.row_capacity, self.columns, end) as moved:
             for layer in self.layers:
@@ -262,10 +345,14 @@ class RebatchCache(Cache):  # type: ignore[misc]
         return bool(self._ledger.attempt(lambda: self._change_slabs(rows, columns, end, beside)))
 
     def _change_slabs(self, rows: int, columns: int, end: int, beside: int) -> bool:
-        """Move the window to new slabs, layer by layer, so that only one is there twice: `beside` bytes."""
+        """Move the window to new slabs, layer by layer, so that only one is there twice: `beside`
+        bytes.
+        """
         new_bytes = rows * columns * self.bytes_per_token
         with self._ledger.reserve(beside):
-            self._hold(max(new_bytes, self._held_bytes))  # if it fails half way, what was left may still be held
+            self._hold(
+                max(new_bytes, self._held_bytes)
+            )  # if it fails half way, what was left may still be held
             with self._layers_moving(rows, columns, end) as moved:
                 for layer, (keys, values) in zip(self.layers, self._shapes, strict=True):
                     new_keys = self._moved(layer.key_slab, keys, rows, columns, end)
@@ -277,9 +364,11 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def _layers_moving(self, rows: int, columns: int, end: int) -> Iterator[list[WindowLayer]]:
-        """Within it, layers move to slabs of these sizes, the window's end to `end`; all in the list, or it raises.
+        """Within it, layers move to slabs of these sizes, the window's end to `end`; all in the
+        list, or it raises.
 
-        If it does, the layers that have moved and those that have not are narrowed to what they have in common.
+        If it does, the layers that have moved and those that have not are narrowed to what they
+        have in common.
         """
         moved: list[WindowLayer] = []
         try:
@@ -299,7 +388,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._ledger.take(size_bytes - self._held_bytes)
         self._held_bytes = size_bytes
 
-    def _moved(self, slab: torch.Tensor, shape: torch.Size, rows: int, columns: int, end: int) -> torch.Tensor:
+    def _moved(
+        self, slab: torch.Tensor, shape: torch.Size, rows: int, columns: int, end: int
+    ) -> torch.Tensor:
         new = self._like.new_empty(rows, shape[1], columns, shape[3])
         if self.rows:
             window = slab[: self.rows, :, self._window.start : self._window.end]
@@ -341,7 +432,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._refresh()
 
     def _refresh(self) -> None:
-        """What a step needs is made by the next one, for all until rows come, go or move: leaving takes no memory."""
+        """What a step needs is made by the next one, for all until rows come, go or move: leaving
+        takes no memory.
+        """
         self._begins = self._visible = None
         self._is_padded = any(begin > self._window.start for begin in self._begin)
 

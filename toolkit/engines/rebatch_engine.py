@@ -1,78 +1,144 @@
-"""Continuous re-batching on an unmodified transformers model: rows join and leave a batch that goes on (BATON).
+"""Continuous re-batching on an unmodified transformers model: rows join and leave a batch that goes
+on (BATON).
 
-Newcomers are prefilled apart, grouped by length and in bounded passes, and embedded into the running batch between two
-of its steps; or, for comparison, within it. Rows may be paused, swapped to host memory and back without a prefill, or
-evicted. Who does what when is the scheduler's to say: this engine offers the moves, and counts tokens and bytes.
-Slices (`run_slice`) are the static engine's, beside the rows that are kept; timings are of rounds.
+Newcomers are prefilled apart, grouped by length and in bounded passes, and embedded into the
+running batch between two of its steps; or, for comparison, within it. Rows may be paused, swapped
+to host memory and back without a prefill, or evicted. Who does what when is the scheduler's to say:
+this engine offers the moves, and counts tokens and bytes. Slices (`run_slice`) are the static
+engine's, beside the rows that are kept; timings are of rounds.
 
-Memory may run out at any allocation. Each part of a round either happens or leaves everything as it was: a pass is then
-made again, in the end in parts (`toolkit.engines.retries`), and the round goes on. Where that does not help, it costs
-the rows that it was for: a move its row, a prefill the newcomers, a step one row. All others go on.
+Memory may run out at any allocation. Each part of a round either happens or leaves everything as it
+was: a pass is then made again, in the end in parts (`toolkit.engines.rebatch_engine`), and the
+round goes on. Where that does not help, it costs the rows that it was for: a move its row, a
+prefill the newcomers, a step one row. All others go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
-from toolkit.engines.endings import LiveRow
 from toolkit.engines.memory import MIB, ByteLedger, at_the_seam
 from toolkit.engines.parked import Parked, ParkedRows
-from toolkit.engines.prefill import Group, Newcomer, Prefiller
-from toolkit.engines.protocol import OnStep, Part, Round, RoundOutput, Row, StepOutput
+from toolkit.engines.protocol import LiveRow, OnStep, Part, Round, RoundOutput, Row, StepOutput
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
-from toolkit.engines.retries import Retries
 from toolkit.engines.round_parts import RoundParts
-from toolkit.engines.row_attention import use_row_attention
-from toolkit.engines.row_cache import BatchCache, RowCache
-from toolkit.engines.running import RunningBatch
+from toolkit.engines.row_cache import BatchCache, RowCache, use_row_attention
+from toolkit.engines.running import Newcomer, PrefillBatch, Prefiller, RunningBatch
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.shards import Share
+from toolkit.engines.tensor_parallel import RankShare
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import InputError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
+# What a round does when memory runs out in a pass: it makes the pass again, with more room, and
+# then in parts.
+#
+# A pass holds activations beside the cache, and fewer of them over fewer rows, or over fewer
+# columns of a prefill. So one that did not fit is made again when all that is spare has been
+# given up, which suffices where the lack was of a moment; then in two parts, and in more. It
+# takes longer, but nobody loses a cache, and the round goes on. Where the cache itself has no
+# room no number of parts helps, and somebody has to go: that is the engine's to decide.
+
+PARTS = (1, 1, 2, 4, 8)  # of a pass, try after try
+Result = TypeVar("Result")
+
+
+class Retries:
+    """The passes of one round.
+
+    Args:
+        ledger: of the device.
+        give_up: frees what memory is held without need.
+    """
+
+    def __init__(self, ledger: ByteLedger, give_up: Callable[[], None]) -> None:
+        self._ledger = ledger
+        self._give_up = give_up
+        self._first = (
+            0  # try of the next pass: where memory stays short, not every one need fail twice
+        )
+        self.ran_out = 0  # passes that had no room though nothing was to spare
+
+    def make(self, work: Callable[[int], Result], most: int = PARTS[-1]) -> Result | None:
+        """`work(parts)` with as few parts as it takes, `most` being there to be had; None where
+        memory has no room.
+
+        Where memory runs out, `work` has to leave everything as it was.
+        """
+        tries = [parts for parts in PARTS if parts < 2 * most]
+        for number in range(min(self._first, len(tries) - 1), len(tries)):
+            result = self._ledger.attempt(partial(work, tries[number]))
+            if result is not None:
+                self._first = max(number - 1, 0)
+                return result
+            self.ran_out += number > 0
+            self._give_up()
+        return None
+
 
 class RebatchEngine(TransformersEngine):
-    """`toolkit.engines.protocol.RoundEngine` on any causal language model of transformers with full attention.
+    """`toolkit.engines.protocol.RoundEngine` on any causal language model of transformers with full
+    attention.
 
     Raises `EngineError` where the model or the device cannot be used, `InputError` where the recipe lacks something.
     """
 
     name = "rebatch"
 
-    def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: Share | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        engine: EngineSpec,
+        hardware: HardwareSpec,
+        share: RankShare | None = None,
+    ) -> None:
         super().__init__(spec, engine, hardware, share)
-        self.facts = self.facts.model_copy(update={"joining": engine.joining if engine.kv_layout == "slab" else None})
+        self.facts = self.facts.model_copy(
+            update={"joining": engine.joining if engine.kv_layout == "slab" else None}
+        )
         self._shapes_in = engine.joining == "shape"
         swap = engine.swap_memory_mib
         self.host_ledger = ByteLedger(None if swap is None else int(swap * MIB))
         like = torch.empty(0, dtype=self._dtype, device=self._device)
         cache = self._make_cache(engine.kv_layout, like)
-        self._batch = RunningBatch(self._forward, cache, self._sampler, masks_as_4d=self._bool_masks)
+        self._batch = RunningBatch(
+            self._forward, cache, self._sampler, masks_as_4d=self._bool_masks
+        )
         self._parked = ParkedRows(self._kv_shapes, like, self.ledger, self.host_ledger)
         passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
         self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
-        self._parts = RoundParts(self._batch, self._prefiller, self._parked, self._kv_shapes, like, self._synchronize)
-        self._step_is_due = False  # a bounded pass was made since the last: those who run do not wait for two
+        self._parts = RoundParts(
+            self._batch, self._prefiller, self._parked, self._kv_shapes, like, self._synchronize
+        )
+        self._step_is_due = (
+            False  # a bounded pass was made since the last: those who run do not wait for two
+        )
 
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         """See `RoundEngine.run_round`."""
         return at_the_seam(lambda: self._run(plan, on_step))
 
-    def time_part(self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]) -> float:
+    def time_part(
+        self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
+    ) -> float:
         """See `RoundEngine.time_part`."""
         return self._timed(lambda: self._parts.time(part, rows, length, others, clock))
 
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_prefill`: newcomers of like length, as they are prefilled before they join."""
+        """See `Engine.time_prefill`: newcomers of like length, as they are prefilled before they
+        join.
+        """
         rows = self._timed_rows(batch_size, input_length)
         return self._timed(lambda: self._parts.prefill(rows, clock))
 
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_decode`: rows from a quarter of `cached_length` up, each at its own length in the slab."""
+        """See `Engine.time_decode`: rows from a quarter of `cached_length` up, each at its own
+        length in the slab.
+        """
         return self._timed(lambda: self._parts.step(batch_size, cached_length, clock))
 
     @torch.inference_mode()
@@ -97,10 +163,14 @@ class RebatchEngine(TransformersEngine):
         self._parked.settle()
         joined, ended = tuple(progress.joined), tuple(progress.ended)
         dropped = tuple(sorted(progress.dropped, reverse=True))
-        return RoundOutput(progress.steps, joined, ended, *self._usage(), dropped, progress.retries.ran_out)
+        return RoundOutput(
+            progress.steps, joined, ended, *self._usage(), dropped, progress.retries.ran_out
+        )
 
     def _step(self, progress: _Progress) -> None:
-        """One step of all; where memory is too short for it, whoever came last goes instead, and the round is over."""
+        """One step of all; where memory is too short for it, whoever came last goes instead, and
+        the round is over.
+        """
         step = progress.retries.make(self._batch.step, most=len(self._batch))
         if step is None:
             if not self._drop_newcomers(progress):
@@ -119,7 +189,9 @@ class RebatchEngine(TransformersEngine):
         return bool(numbers)
 
     def _drop_last(self, progress: _Progress) -> None:
-        """The last who was admitted goes, of the paused rows if there are any: nobody waits for their next tokens."""
+        """The last who was admitted goes, of the paused rows if there are any: nobody waits for
+        their next tokens.
+        """
         number = max(self._parked.on_device or self._batch.numbers)
         self._evict(number)
         progress.dropped.append(number)
@@ -145,7 +217,8 @@ class RebatchEngine(TransformersEngine):
             if number in self._batch or number in self._parked:
                 raise ValueError(f"row {number} is here already")
         self._prefiller.add(
-            (number, LiveRow(row, self._eos_ids)) for number, row in zip(plan.numbers, plan.enter, strict=True)
+            (number, LiveRow(row, self._eos_ids))
+            for number, row in zip(plan.numbers, plan.enter, strict=True)
         )
 
     def _pause(self, number: int) -> bool:
@@ -177,7 +250,9 @@ class RebatchEngine(TransformersEngine):
             self._prefiller.remove(number)
 
     def _take_out(self, number: int) -> Parked:
-        """A row that runs, is paused, or waits for its prefill; what was prefilled of the latter is lost."""
+        """A row that runs, is paused, or waits for its prefill; what was prefilled of the latter is
+        lost.
+        """
         if number in self._batch:
             row = self._parked.copy_of(*self._batch.peek(number))
             self._batch.drop(number)
@@ -211,7 +286,9 @@ class RebatchEngine(TransformersEngine):
                 progress.is_short = True
 
     def _admit(self, progress: _Progress) -> None:
-        """Prefill newcomers: all of them, or, with chunks and a batch that waits for its step, one pass."""
+        """Prefill newcomers: all of them, or, with chunks and a batch that waits for its step, one
+        pass.
+        """
         chunk_tokens = progress.plan.chunk_tokens
         if progress.is_short:
             self._drop_newcomers(progress)
@@ -223,17 +300,23 @@ class RebatchEngine(TransformersEngine):
             if chunk_tokens and progress.ended:
                 return
             bound = chunk_tokens if self._batch else 0
-            done = progress.retries.make(partial(self._prefiller.advance, bound, cuts=chunk_tokens > 0))
+            done = progress.retries.make(
+                partial(self._prefiller.advance, bound, cuts=chunk_tokens > 0)
+            )
             self._step_is_due = bound > 0
             for group, logits in done or ():
                 self._welcome(group, logits, progress)
             if done is None or progress.is_short:
                 self._drop_newcomers(progress)
-                if self._parked.on_device and not self._batch:  # or the same would happen again, for ever
+                if (
+                    self._parked.on_device and not self._batch
+                ):  # or the same would happen again, for ever
                     self._drop_last(progress)
 
-    def _welcome(self, group: Group, logits: torch.Tensor, progress: _Progress) -> None:
-        """A group's prefill has ended: its rows get their first tokens, and those who go on join the batch."""
+    def _welcome(self, group: PrefillBatch, logits: torch.Tensor, progress: _Progress) -> None:
+        """A group's prefill has ended: its rows get their first tokens, and those who go on join
+        the batch.
+        """
         newcomers = group.newcomers
         step = progress.retries.make(lambda _: self._batch.first_tokens(newcomers, logits), most=1)
         if step is None:
@@ -241,7 +324,11 @@ class RebatchEngine(TransformersEngine):
             progress.is_short = True
         else:
             ended = {number for number, _ in step.ended}
-            staying = [pair for pair in zip(newcomers, group.caches(), strict=True) if pair[0][0] not in ended]
+            staying = [
+                pair
+                for pair in zip(newcomers, group.caches(), strict=True)
+                if pair[0][0] not in ended
+            ]
             self._join([one for one, _ in staying], [cached for _, cached in staying], progress)
         self._prefiller.release(group)
         if step is not None:
@@ -253,7 +340,9 @@ class RebatchEngine(TransformersEngine):
         newcomers = self._prefiller.take_waiting()
         numbers = [number for number, _ in newcomers]
         width = max(len(live.row.tokens) for _, live in newcomers)
-        passing = self._shape.prefill_bytes(len(self._batch) + len(newcomers), width, self._batch.cache.width)
+        passing = self._shape.prefill_bytes(
+            len(self._batch) + len(newcomers), width, self._batch.cache.width
+        )
 
         def together(_: int) -> StepOutput:
             with self.ledger.reserve(passing):
@@ -299,10 +388,15 @@ class _Progress:
         self.joined: list[tuple[int, int]] = []
         self.ended: list[int] = []
         self.dropped: list[int] = []  # memory had no room for them
-        self.is_short = False  # it has none for more steps or newcomers, until somebody decides anew
+        self.is_short = (
+            False  # it has none for more steps or newcomers, until somebody decides anew
+        )
 
     def is_over(self) -> bool:
-        stopped = not self._is_wanted and (self.plan.steps_before + self.steps) % self.plan.stop_every == 0
+        stopped = (
+            not self._is_wanted
+            and (self.plan.steps_before + self.steps) % self.plan.stop_every == 0
+        )
         if self.plan.chunk_tokens and not self.steps:
             stopped = False  # a bounded pass is followed by its step
         return self.is_short or bool(self.ended) or self.steps >= self.plan.steps or stopped

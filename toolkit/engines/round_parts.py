@@ -1,7 +1,8 @@
-"""What a round is made of, timed piece by piece on rows that nobody asked for: random caches of unequal lengths.
+"""What a round is made of, timed piece by piece on rows that nobody asked for: random caches of
+unequal lengths.
 
-The pieces are those that serve: the running batch, its cache, and the places for caches that wait. Nothing is left of
-the rows afterwards.
+The pieces are those that serve: the running batch, its cache, and the places for caches that wait.
+Nothing is left of the rows afterwards.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from toolkit.engines.endings import LiveRow
 from toolkit.engines.parked import ParkedRows
-from toolkit.engines.prefill import Newcomer, Prefiller
-from toolkit.engines.protocol import Part, Row, SamplingParams
+from toolkit.engines.protocol import LiveRow, Part, Row, SamplingParams
 from toolkit.engines.rebatch_cache import RowKV
-from toolkit.engines.running import RunningBatch
+from toolkit.engines.running import Newcomer, Prefiller, RunningBatch
 from toolkit.engines.slab import KVShape
-from toolkit.sched.likeness import PADDING_SHARE
+from toolkit.sched.rounds import PADDING_SHARE
 
 SHORTEST = 4  # the shortest row of a timed batch has 1/4 of the longest one's tokens
 STEPS = 4  # that are timed at once
@@ -78,9 +77,11 @@ class RoundParts:
             self._clear(0)
 
     def step(self, rows: int, length: int, clock: Clock) -> float:
-        """A decode step of so many rows, the longest with `length` tokens cached at last; the mean of a few.
+        """A decode step of so many rows, the longest with `length` tokens cached at last; the mean
+        of a few.
 
-        They come after another one, as they do in serving: filling the cache has evicted the weights.
+        They come after another one, as they do in serving: filling the cache has evicted the
+        weights.
         """
 
         def steps() -> None:
@@ -111,10 +112,14 @@ class RoundParts:
         return self._time(leave, clock)
 
     def _grow(self, rows: int, length: int, others: int, clock: Clock) -> float:
-        """A move to slabs that are as much larger as memory allows, by the steps until the next one is due."""
+        """A move to slabs that are as much larger as memory allows, by the steps until the next one
+        is due.
+        """
         self._fill(rows + others, length)
         cache = self._batch.cache
-        seconds = self._time(lambda: cache.make_room(rows + others, length, cache.columns - cache.width + 1), clock)
+        seconds = self._time(
+            lambda: cache.make_room(rows + others, length, cache.columns - cache.width + 1), clock
+        )
         return seconds / max(cache.columns_ahead, 1)
 
     def _swap_out(self, rows: int, length: int, others: int, clock: Clock) -> float:
@@ -151,18 +156,24 @@ class RoundParts:
         return clock() - start
 
     def _fill(self, rows: int, length: int) -> None:
-        """`rows` rows join the empty batch, the first of `length` tokens, the last of a quarter of them."""
+        """`rows` rows join the empty batch, the first of `length` tokens, the last of a quarter of
+        them.
+        """
         caches = self._caches(rows, length, max(length // SHORTEST, 1))
         self._batch.join(_newcomers(caches, 0), caches)
 
     def _caches(self, rows: int, length: int, shortest: int) -> list[RowKV]:
-        """Views of one row of random keys and values: the first `length` tokens long, the others down to `shortest`."""
+        """Views of one row of random keys and values: the first `length` tokens long, the others
+        down to `shortest`.
+        """
         whole = [
             tuple(self._like.new_empty(heads, length, dim).normal_() for _, heads, _, dim in pair)
             for pair in self._kv_shapes
         ]
         lengths = [length - row * (length - shortest) // max(rows - 1, 1) for row in range(rows)]
-        return [[(keys[:, :count], values[:, :count]) for keys, values in whole] for count in lengths]
+        return [
+            [(keys[:, :count], values[:, :count]) for keys, values in whole] for count in lengths
+        ]
 
     def _clear(self, rows: int) -> None:
         self._batch.clear()
@@ -175,7 +186,9 @@ class RoundParts:
 def _newcomers(caches: Sequence[RowKV], first: int) -> list[Newcomer]:
     """Rows whose tokens but for the last are in `caches`; numbers count from `first`."""
     lengths = (cached[0][0].shape[1] for cached in caches)
-    return [(number, _live([number % 2] * (length + 1))) for number, length in enumerate(lengths, first)]
+    return [
+        (number, _live([number % 2] * (length + 1))) for number, length in enumerate(lengths, first)
+    ]
 
 
 def _live(tokens: Sequence[int]) -> LiveRow:

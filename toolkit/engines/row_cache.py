@@ -1,26 +1,35 @@
-"""A KV cache in which each row has memory of its own: no padding, and nothing moves when rows come and go.
+"""A KV cache in which each row has memory of its own: no padding, and nothing moves when rows come
+and go.
 
     block of a row   [2 * layers, kv_heads, room, head_dim]: keys and values of its first `length` tokens, by layer
 
 A step writes one token at the end of every block, and attention reads each block up to there
-(`toolkit.engines.row_attention`). Blocks grow by `GROWTH` tokens. What a batch takes is what its rows hold, so a
-scheduler that counts real tokens counts right; `RebatchCache` has the padded slab of BATON, which suits GPUs.
+(`toolkit.engines.row_cache`). Blocks grow by `GROWTH` tokens. What a batch takes is what its rows
+hold, so a scheduler that counts real tokens counts right; `RebatchCache` has the padded slab of
+BATON, which suits GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from toolkit.engines.memory import ByteLedger
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.slab import KVShape
 from toolkit.errors import EngineError
 
-GROWTH = 32  # tokens: a smaller one copies blocks more often, a larger one leaves more of them empty
+GROWTH = (
+    32  # tokens: a smaller one copies blocks more often, a larger one leaves more of them empty
+)
 Views = tuple[torch.Tensor, ...]  # one per row
 
 
@@ -36,7 +45,9 @@ class RowCache(Cache):  # type: ignore[misc]
     def __init__(self, shapes: Sequence[KVShape], like: torch.Tensor, ledger: ByteLedger) -> None:
         first = shapes[0][0]
         if any(shape != first for pair in shapes for shape in pair):
-            raise EngineError("keys and values of this model differ in shape", "set engine.kv_layout to slab")
+            raise EngineError(
+                "keys and values of this model differ in shape", "set engine.kv_layout to slab"
+            )
         super().__init__(layers=[_RowLayer(self, index) for index in range(len(shapes))])
         self._like = like
         self._ledger = ledger
@@ -44,7 +55,9 @@ class RowCache(Cache):  # type: ignore[misc]
         self.bytes_per_token = like.itemsize * 2 * len(shapes) * self._heads * self._dim
         self._blocks: list[torch.Tensor] = []
         self._lengths: list[int] = []
-        self._ends: list[Views] | None = None  # where the next step writes, by layer: keys and values in turn
+        self._ends: list[Views] | None = (
+            None  # where the next step writes, by layer: keys and values in turn
+        )
         self._read: list[Views] = []  # what it reads then
         self._positions: torch.Tensor | None = None  # of the next step; None: to be made
         self._first_row = 0  # that the next pass is over
@@ -89,7 +102,9 @@ class RowCache(Cache):  # type: ignore[misc]
         return self.columns - self.width
 
     def make_room(self, rows: int, width: int, ahead: int) -> None:
-        """See that the rows can take `ahead` tokens more. Newcomers bring their blocks: `rows`, `width` say nothing."""
+        """See that the rows can take `ahead` tokens more. Newcomers bring their blocks: `rows`,
+        `width` say nothing.
+        """
         for index, length in enumerate(self._lengths):
             if length + ahead > self._blocks[index].shape[2]:
                 old = self._blocks[index]
@@ -152,7 +167,9 @@ class RowCache(Cache):  # type: ignore[misc]
     def positions(self) -> torch.Tensor:
         """[N, 1]: the position of each row's next token."""
         if self._positions is None:
-            self._positions = torch.tensor(self._lengths, dtype=torch.long, device=self.device)[:, None]
+            self._positions = torch.tensor(self._lengths, dtype=torch.long, device=self.device)[
+                :, None
+            ]
         return self._positions
 
     def shrink(self) -> None:
@@ -166,7 +183,9 @@ class RowCache(Cache):  # type: ignore[misc]
         self.leave(range(self.rows))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[Views, Views]:
-        """A layer's next token of each row in the pass, [N, kv_heads, 1, head_dim]; what their attention then reads."""
+        """A layer's next token of each row in the pass, [N, kv_heads, 1, head_dim]; what their
+        attention then reads.
+        """
         if self._ends is None:
             self._ends = self._views()
         key, value = 2 * layer, 2 * layer + 1
@@ -178,9 +197,13 @@ class RowCache(Cache):  # type: ignore[misc]
         return self._read[key][rows], self._read[value][rows]
 
     def _views(self) -> list[Views]:
-        """Views of all blocks, made together once a step: they are most of what a step costs beside the model."""
+        """Views of all blocks, made together once a step: they are most of what a step costs beside
+        the model.
+        """
         pairs = list(zip(self._blocks, self._lengths, strict=True))
-        self._read = list(zip(*[block[:, :, : length + 1].unbind(0) for block, length in pairs], strict=True))
+        self._read = list(
+            zip(*[block[:, :, : length + 1].unbind(0) for block, length in pairs], strict=True)
+        )
         return list(zip(*[block[:, :, length].unbind(0) for block, length in pairs], strict=True))
 
     @contextmanager
@@ -218,3 +241,60 @@ def _room(tokens: int) -> int:
 
 
 BatchCache = RebatchCache | RowCache
+
+
+# Attention for a batch whose rows have caches of their own: each row's query meets its own keys,
+# and no padding.
+#
+# Registered with transformers' `AttentionInterface`, its extension point for attention functions:
+# the model is as it was. A pass over one padded batch goes to transformers' own SDPA function as
+# before. One call per row and layer is cheap on a CPU; on a GPU it is a kernel launch each, which
+# is what padded slabs are for.
+
+NAME = "sdpa_by_row"
+OneOrMany = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: OneOrMany,
+    value: OneOrMany,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """[N, 1, heads, head_dim] of queries [N, heads, 1, head_dim] that meet N keys [kv_heads,
+    length, head_dim].
+
+    Keys and values that are tensors are a padded batch. Query heads that share a key go together,
+    as more queries of one head, so that keys need not be repeated.
+    """
+    if isinstance(key, torch.Tensor):
+        padded: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **others
+        )
+        return padded
+    rows, heads, _, dim = query.shape
+    kv_heads = key[0].shape[0]
+    grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim)
+    found = [
+        scaled_dot_product_attention(one[None], keys[None], values[None], scale=scaling)
+        for one, keys, values in zip(grouped, key, value, strict=True)
+    ]
+    return torch.cat(found).view(rows, 1, heads, dim), None
+
+
+def use_row_attention(model: PreTrainedModel) -> None:
+    """Let `model` attend by row where its cache is by row. `EngineError` for a model that takes no
+    such function.
+    """
+    kind, now = model.config.model_type, model.config._attn_implementation
+    if now not in ("sdpa", NAME) or not getattr(model, "_supports_attention_backend", False):
+        raise EngineError(
+            f"model_type '{kind}' attends by '{now}' and cannot attend row by row",
+            "set engine.kv_layout to slab",
+        )
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)

@@ -1,8 +1,9 @@
 """Drawing the next token of every row of a batch.
 
-The order is vLLM's: repetition penalty, tokens forbidden before `min_tokens`, temperature, min_p, top_k, top_p. A draw
-is the inverse of the cumulative distribution, in the vocabulary's order, at a number that depends on (seed, position)
-alone: logits that differ in their last bits, as they do between batches of other shapes, then rarely move a draw.
+The order is vLLM's: repetition penalty, tokens forbidden before `min_tokens`, temperature, min_p,
+top_k, top_p. A draw is the inverse of the cumulative distribution, in the vocabulary's order, at a
+number that depends on (seed, position) alone: logits that differ in their last bits, as they do
+between batches of other shapes, then rarely move a draw.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from toolkit.engines.endings import stop_tokens
 from toolkit.engines.hashing import uniform
-from toolkit.engines.protocol import Row
+from toolkit.engines.protocol import Row, stop_tokens
 
 COLDEST = 1e-5  # a temperature below this is greedy
 
@@ -59,7 +59,9 @@ class Sampler:
             self._filter = _Filter(rows, vocab_size, device)
 
     def regrouped(self, kept: Sequence[int], joined: Sequence[Row], step: int) -> Sampler:
-        """A sampler for the rows `kept`, in this order, after `step` draws, and for those who joined, after them."""
+        """A sampler for the rows `kept`, in this order, after `step` draws, and for those who
+        joined, after them.
+        """
         rows = [self._rows[index] for index in kept] + list(joined)
         starts = [self._starts[index] + step for index in kept] + [row.generated for row in joined]
         seen = None
@@ -74,7 +76,11 @@ class Sampler:
         if self._penalties or self._forbidden:
             logits = self._adjust(logits.float(), step)
         best = _largest(logits)
-        tokens = best if all(self._greedy) else torch.where(self._is_greedy, best, self._sample(logits, step))
+        tokens = (
+            best
+            if all(self._greedy)
+            else torch.where(self._is_greedy, best, self._sample(logits, step))
+        )
         if self._penalties:
             self._seen.scatter_(1, tokens[:, None], True)
         return tokens
@@ -91,8 +97,14 @@ class Sampler:
     def _sample(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         scores = self._filter.apply(logits.float() / self._temperature)
         cumulative = scores.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        points = [uniform(row.sampling.seed, start + step) for row, start in zip(self._rows, self._starts, strict=True)]
-        targets = torch.tensor(points, dtype=torch.float64, device=self._device)[:, None] * cumulative[:, -1:]
+        points = [
+            uniform(row.sampling.seed, start + step)
+            for row, start in zip(self._rows, self._starts, strict=True)
+        ]
+        targets = (
+            torch.tensor(points, dtype=torch.float64, device=self._device)[:, None]
+            * cumulative[:, -1:]
+        )
         return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
 
     def _seen_nothing(self, count: int) -> torch.Tensor:
@@ -108,7 +120,9 @@ class _Filter:
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         params = [row.sampling for row in rows]
         self._log_min_p = torch.tensor([one.min_p for one in params], device=device).log()[:, None]
-        self._top_k = torch.tensor([min(one.top_k or vocab_size, vocab_size) for one in params], device=device)[:, None]
+        self._top_k = torch.tensor(
+            [min(one.top_k or vocab_size, vocab_size) for one in params], device=device
+        )[:, None]
         self._top_p = torch.tensor([one.top_p for one in params], device=device)[:, None]
         self._by_min_p = any(one.min_p > 0 for one in params)
         self._by_rank = any(one.top_k or one.top_p < 1 for one in params)
@@ -131,7 +145,9 @@ class _Filter:
 
 
 def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """[N]: the first of the largest logits. On a CPU numpy takes a twentieth of torch's time for it."""
+    """[N]: the first of the largest logits. On a CPU numpy takes a twentieth of torch's time for
+    it.
+    """
     if logits.is_cuda:
         return logits.argmax(dim=-1)
     return torch.from_numpy(logits.float().numpy().argmax(axis=-1))

@@ -1,7 +1,8 @@
-"""A KV cache that is allocated once per slice: keys and values are written in place, and attention reads a view.
+"""A KV cache that is allocated once per slice: keys and values are written in place, and attention
+reads a view.
 
-transformers' `DynamicCache` concatenates at every step, which copies the whole cache each time. What a layer holds is
-the same [N, kv_heads, columns, head_dim] in both, so the tokens are the same.
+transformers' `DynamicCache` concatenates at every step, which copies the whole cache each time.
+What a layer holds is the same [N, kv_heads, columns, head_dim] in both, so the tokens are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ KVShape = tuple[torch.Size, torch.Size]  # of a layer's keys and values
 
 
 class SlabLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values, with room for `columns` tokens. Allocated when the first ones come."""
+    """One layer's keys and values, with room for `columns` tokens. Allocated when the first ones
+    come.
+    """
 
     def __init__(self, columns: int) -> None:
         super().__init__()
@@ -49,7 +52,9 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
         return self._length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, as `DynamicLayer.crop` does; their columns are written again."""
+        """Forget the last `-tokens_to_remove` tokens, as `DynamicLayer.crop` does; their columns
+        are written again.
+        """
         self._length += tokens_to_remove
 
     def keep(self, length: int) -> None:
@@ -73,26 +78,36 @@ class SlabCache(Cache):  # type: ignore[misc]
         return [(layer.keys.shape, layer.values.shape) for layer in self.layers]
 
     def keep(self, length: int) -> None:
-        """Only the first `length` tokens stay, whatever a pass that failed has added to some of the layers."""
+        """Only the first `length` tokens stay, whatever a pass that failed has added to some of the
+        layers.
+        """
         for layer in self.layers:
             layer.keep(length)
 
-    def fill(self, shapes: Sequence[KVShape], batch_size: int, length: int, like: torch.Tensor) -> None:
-        """Write random keys and values for `length` tokens of `batch_size` rows, in the dtype and device of `like`.
+    def fill(
+        self, shapes: Sequence[KVShape], batch_size: int, length: int, like: torch.Tensor
+    ) -> None:
+        """Write random keys and values for `length` tokens of `batch_size` rows, in the dtype and
+        device of `like`.
 
-        `shapes` are those of any earlier cache of this model. All rows get the same numbers: timing does not depend on
-        them, as long as they are ordinary ones.
+        `shapes` are those of any earlier cache of this model. All rows get the same numbers: timing
+        does not depend on them, as long as they are ordinary ones.
         """
         for index, (keys, values) in enumerate(shapes):
             key_states = like.new_empty(1, keys[1], length, keys[3]).normal_()
             value_states = like.new_empty(1, values[1], length, values[3]).normal_()
-            self.update(key_states.expand(batch_size, -1, -1, -1), value_states.expand(batch_size, -1, -1, -1), index)
+            self.update(
+                key_states.expand(batch_size, -1, -1, -1),
+                value_states.expand(batch_size, -1, -1, -1),
+                index,
+            )
 
 
 def check_caches(config: object, max_model_len: int) -> None:
     """`EngineError`, by name, for a model with layers that a slab cannot hold.
 
-    A sliding window that covers `max_model_len` never slides: such a layer attends to everything, like a full one.
+    A sliding window that covers `max_model_len` never slides: such a layer attends to everything,
+    like a full one.
     """
     for layer in DynamicCache(config=config).layers:
         full = type(layer) is DynamicLayer
@@ -113,3 +128,49 @@ def _unsupported(config: object, layer: object, max_model_len: int) -> EngineErr
         f"model_type '{kind}' has a {type(layer).__name__}, which does not cache keys and values per token",
         "the transformers engine serves models whose layers all use full attention",
     )
+
+
+# Rows of different lengths as one padded batch: the tensors that a forward pass needs, built once
+# per slice.
+
+
+class PaddedBatch:
+    """N rows, padded on the left to `width`, with room up to `columns`.
+
+    Attributes:
+        input_ids: [N, width] token ids; 0 where padded.
+        mask: [N, columns] booleans; False where padded.
+        positions: [N, columns] the position of each real token in its row. A row that has ended runs on with its batch,
+            so positions stop at `last_position`: models with learned positions have no more.
+        cache: holds nothing yet.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[int]],
+        columns: int,
+        last_position: int,
+        cache: SlabCache,
+        device: torch.device,
+    ) -> None:
+        lengths = torch.tensor([len(row) for row in rows])
+        self.width = int(lengths.max())
+        self.cache = cache
+        padded = [[0] * (self.width - len(row)) + list(row) for row in rows]
+        real_column = torch.arange(columns)[None, :] - (self.width - lengths)[:, None]
+        self.input_ids = torch.tensor(padded, device=device)
+        self.mask = (real_column >= 0).to(device)
+        self.positions = real_column.clamp(min=0, max=last_position).to(device)
+        self._is_padded = bool((lengths < self.width).any())
+
+    def mask_up_to(self, column: int, *, as_4d: bool) -> torch.Tensor | None:
+        """The mask of a decode step that sees `column` columns; None where every row sees all of
+        them.
+
+        In four dimensions, [N, 1, 1, column], the model takes it as it is instead of building one
+        per step.
+        """
+        if not self._is_padded:
+            return None
+        mask = self.mask[:, :column]
+        return mask[:, None, None, :] if as_4d else mask

@@ -1,19 +1,209 @@
-"""Text to tokens and back, for the process that talks to clients: needs `tokenizers` and jinja2, no torch.
+"""Text to tokens and back, for the process that talks to clients: needs `tokenizers` and jinja2, no
+torch.
 
-The byte tokenizer is built in code; others are read from `tokenizer.json` in a local folder or on the hub.
+The byte tokenizer is built in code; others are read from `tokenizer.json` in a local folder or on
+the hub.
 """
 
 from __future__ import annotations
 
+import codecs
+import datetime
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from toolkit.engines.bytes_tokenizer import ByteTokenizer, utf8
-from toolkit.engines.chat import DEFAULT_TEMPLATE, ChatTemplate
-from toolkit.errors import EngineError
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
+
+# Chat templates: from a list of messages to the text that a model was trained on.
+#
+# A template comes with a model, never from a request. It runs in jinja2's immutable sandbox, with
+# bounds on its size, on what it writes and on its time, because a model's folder is data that
+# someone downloaded.
+
+MAX_TEMPLATE_CHARS = 1 << 18
+MAX_TEXT_CHARS = 1 << 24
+MAX_RENDER_S = 5.0
+
+DEFAULT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+# What a template may fail with when messages are not as it expects them: that is the sender's
+# error, and no crash.
+_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: jinja2 text; the default names each speaker.
+        special_tokens: `bos_token` and the like, which templates refer to.
+        clock: seconds, for the bound on time.
+
+    Raises `EngineError` for a template that is too large or does not compile.
+    """
+
+    def __init__(
+        self,
+        source: str = DEFAULT_TEMPLATE,
+        special_tokens: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise EngineError(
+                f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARS}"
+            )
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise EngineError(
+                f"the chat template does not compile: {error}", "it comes with the model"
+            ) from None
+        self._special_tokens = dict(special_tokens or {})
+        self._clock = clock
+
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt's text. `InputError` where the template refuses these messages or writes too
+        much.
+        """
+        stop_s = self._clock() + MAX_RENDER_S
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            ):
+                size += len(piece)
+                if size > MAX_TEXT_CHARS or self._clock() > stop_s:
+                    raise InputError(
+                        "messages: the model's chat template writes too much or takes too long"
+                    )
+                pieces.append(piece)
+        except _FAILURES as error:
+            raise InputError(f"messages: the model's chat template refuses them: {error}") from None
+        return "".join(pieces)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox bounds `range`; this also keeps a template from multiplying or padding a string
+    into gigabytes.
+    """
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        numbers = (int, float)
+        if not (isinstance(left, numbers) and isinstance(right, numbers)):
+            raise SecurityError(f"'{operator}' is for numbers here")
+        if operator == "**" and abs(right) > 64:
+            raise SecurityError(f"the exponent {right} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(value: object, indent: int | None = None, **_: object) -> str:
+    """As transformers does: plain JSON, not escaped for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+# The byte-level tokenizer: a token per UTF-8 byte, and three special ones. Built in code, it
+# needs no download.
+#
+# A model may have more tokens than this tokenizer: those, and the special ones, have no text.
+
+BOS, EOS, PAD = 256, 257, 258
+VOCAB_SIZE = 259
+
+
+class ByteTokenizer:
+    """`toolkit.engines.tokenizer.Tokenizer` without a vocabulary."""
+
+    vocab_size = VOCAB_SIZE
+    bos_token_id: int | None = BOS
+    eos_token_id: int | None = EOS
+
+    def __init__(self) -> None:
+        self._chat = ChatTemplate()
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(utf8(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return _bytes_of(tokens).decode("utf-8", "replace")
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode(self._chat.render(messages))
+
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer()
+
+
+class ByteDetokenizer:
+    """Incremental UTF-8: bytes that begin a character wait, bytes that can be none become U+FFFD."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that is certain after these tokens."""
+        return self._decoder.decode(_bytes_of(tokens))
+
+    def flush(self) -> str:
+        """What was held back."""
+        return self._decoder.decode(b"", final=True)
+
+
+def utf8(text: str) -> bytes:
+    """The text's bytes. `InputError` where it holds half of a surrogate pair, which JSON can carry
+    and UTF-8 cannot.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}, which is not text",
+            "send both halves of the pair, or none",
+        ) from None
+
+
+def _bytes_of(tokens: Sequence[int]) -> bytes:
+    return bytes([token for token in tokens if 0 <= token < 256])
+
 
 REPLACEMENT = "�"
 MAX_HELD_TOKENS = 8  # no character is longer; what is still broken after these, stays broken
@@ -23,7 +213,9 @@ class Detokenizer(Protocol):
     """Turns one request's tokens into text, piece by piece."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens; bytes of an unfinished character wait inside."""
+        """The text that is certain after these tokens; bytes of an unfinished character wait
+        inside.
+        """
         ...
 
     def flush(self) -> str:
@@ -44,13 +236,17 @@ class Tokenizer(Protocol):
     def eos_token_id(self) -> int | None: ...
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """`special` adds what the model expects around a text (BOS). `InputError` for a lone surrogate."""
+        """`special` adds what the model expects around a text (BOS). `InputError` for a lone
+        surrogate.
+        """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Messages of `role` and `content` in the model's chat template, up to where the assistant speaks."""
+        """Messages of `role` and `content` in the model's chat template, up to where the assistant
+        speaks.
+        """
         ...
 
     def detokenizer(self) -> Detokenizer: ...
@@ -61,7 +257,9 @@ def load_tokenizer(model: ModelSpec) -> Tokenizer:
     if model.tokenizer == "bytes":
         return ByteTokenizer()
     if model.source == "random":
-        raise EngineError("a random model has no tokenizer of its own", "set model.tokenizer: bytes")
+        raise EngineError(
+            "a random model has no tokenizer of its own", "set model.tokenizer: bytes"
+        )
     file = _stored(model, "tokenizer.json")
     if file is None:
         raise EngineError(
@@ -76,7 +274,9 @@ def load_tokenizer(model: ModelSpec) -> Tokenizer:
 class FileTokenizer:
     """A tokenizer.json, with the special tokens and the chat template of the files beside it."""
 
-    def __init__(self, file: Path, settings: Path | None = None, template: Path | None = None) -> None:
+    def __init__(
+        self, file: Path, settings: Path | None = None, template: Path | None = None
+    ) -> None:
         import tokenizers
 
         try:
@@ -102,7 +302,9 @@ class FileTokenizer:
         return text
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode(self._chat.render(messages), special=False)  # the template has written the special ones
+        return self.encode(
+            self._chat.render(messages), special=False
+        )  # the template has written the special ones
 
     def detokenizer(self) -> WindowDetokenizer:
         return WindowDetokenizer(self)
@@ -113,15 +315,19 @@ class FileTokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the last few tokens twice, without and with the new one: the difference is the new text.
+    """Decodes the last few tokens twice, without and with the new one: the difference is the new
+    text.
 
-    Decoding each token alone would lose what depends on its neighbours: spaces, and characters of several tokens. One
-    token at a time, so that the text does not depend on how the tokens were delivered.
+    Decoding each token alone would lose what depends on its neighbours: spaces, and characters of
+    several tokens. One token at a time, so that the text does not depend on how the tokens were
+    delivered.
     """
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the tokens of the last text that was given out, then those that wait
+        self._window: list[
+            int
+        ] = []  # the tokens of the last text that was given out, then those that wait
         self._given = 0  # how many of the window have been given out
         self._before = ""  # the text of these
 
@@ -196,11 +402,15 @@ def _special_tokens(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_source(options: Mapping[str, Any], template: Path | None) -> str:
-    """The file's template, or that of the settings, which may be a list of named ones; the default for neither."""
+    """The file's template, or that of the settings, which may be a list of named ones; the default
+    for neither.
+    """
     if template is not None:
         return template.read_text(encoding="utf-8")
     source = options.get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
+        }
         source = named.get("default")
     return source if isinstance(source, str) else DEFAULT_TEMPLATE

@@ -1,43 +1,53 @@
 """Latency laws: how long a prefill, a decode step, a whole slice takes (SCLS paper, Eq. 1-4).
 
-A law answers from its coefficients alone, in closed form: the simulator jumps over a slice's steps with one call. It
-says nothing about where the coefficients came from (`fitting`) nor how good they are (`toolkit.files.fit`).
+A law answers from its coefficients alone, in closed form: the simulator jumps over a slice's steps
+with one call. It says nothing about where the coefficients came from (`fitting`) nor how good they
+are (`toolkit.files.fit`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError
-from toolkit.files.fit import Segment
+from toolkit.files.fit import PartFit, RoundsFit, Segment, SwapFit
 from toolkit.sched.protocols import LatencyLaw
 
-TABLES_KEPT = 64  # a search over slice lengths asks for one table per trial; the old ones are not asked for again
+# a search over slice lengths asks for one table per trial; the old ones are not asked for again
+TABLES_KEPT = 64
 
 
 @dataclass(frozen=True)
 class SegmentedLaw:
-    """Eq. 3 and 4, with an optional N * L^2 term in prefill, and coefficients that may change with the batch size.
+    """Eq. 3 and 4, with an optional N * L^2 term in prefill, and coefficients that may change with
+    the batch size.
 
-    T_prefill(N, L) = nl*N*L + n*N + l*L + const + nll*N*L^2; tau(l, N) is the same with the cached length l and no
-    square. The segment that holds for N is the last one whose `batch_size_min` is not above N.
+    T_prefill(N, L) = nl*N*L + n*N + l*L + const + nll*N*L^2; tau(l, N) is the same with the cached
+    length l and no square. The segment that holds for N is the last one whose `batch_size_min` is
+    not above N.
 
-    `prefill_emits_token`: a slice of S tokens is a prefill and S - 1 decode iterations, as an engine does that samples
-    from the prefill's logits; else S iterations, as Eq. 1-2 has it.
+    `prefill_emits_token`: a slice of S tokens is a prefill and S - 1 decode iterations, as an
+    engine does that samples from the prefill's logits; else S iterations, as Eq. 1-2 has it.
     """
 
     prefill: tuple[Segment, ...]
     decode: tuple[Segment, ...]
     prefill_emits_token: bool
-    padded: bool = True  # rows cost what the longest costs; False: l is the mean of a paged engine's rows
+    padded: bool = (
+        True  # rows cost what the longest costs; False: l is the mean of a paged engine's rows
+    )
     round_s: float = 0.0  # of a round, besides its prefills and steps
-    leaving: tuple[float, float] = (0.0, 0.0)  # seconds of a row that leaves, and more per token that it has
-    # Coefficients by N as plain floats, and tables by their arguments: both are derived, and asked for once per batch.
+    leaving: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # seconds of a row that leaves, and more per token that it has
+    # Coefficients by N as plain floats, and tables by their arguments: both are derived, and asked
+    # for once per batch.
     _sizes: dict[int, tuple[float, float, float, float, float]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -54,19 +64,29 @@ class SegmentedLaw:
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """T_prefill(N, L) in seconds, Eq. 3."""
         sizes = self._sizes
-        fixed, slope, square, _, _ = sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
+        fixed, slope, square, _, _ = (
+            sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
+        )
         return fixed + input_length * (slope + input_length * square)
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        """T_prefill(N, end) - T_prefill(N, start) + T_prefill(N, 0): each pass pays what does not depend on L."""
+        """T_prefill(N, end) - T_prefill(N, start) + T_prefill(N, 0): each pass pays what does not
+        depend on L.
+        """
         sizes = self._sizes
-        fixed, slope, square, _, _ = sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
+        fixed, slope, square, _, _ = (
+            sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
+        )
         return fixed + (end - start) * (slope + (end + start) * square)
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Sum of tau(L + i, N) over i = 1..steps, in seconds: steps*e + f*(steps*L + steps*(steps+1)/2)."""
+        """Sum of tau(L + i, N) over i = 1..steps, in seconds: steps*e + f*(steps*L +
+        steps*(steps+1)/2).
+        """
         sizes = self._sizes
-        _, _, _, fixed, slope = sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
+        _, _, _, fixed, slope = (
+            sizes[batch_size] if batch_size in sizes else self._coefficients(batch_size)
+        )
         return steps * (fixed + slope * (input_length + (steps + 1) * 0.5))
 
     def leave_s(self, length: float) -> float:
@@ -81,10 +101,14 @@ class SegmentedLaw:
     def serve_s(self, batch_size: int, input_length: int, tokens: int) -> float:
         """T_serve(N, L, S) in seconds, Eq. 1: what `serve_table` holds, for one batch."""
         steps = self.iterations(tokens)
-        return self.prefill_s(batch_size, input_length) + self.decode_s(batch_size, input_length, steps)
+        return self.prefill_s(batch_size, input_length) + self.decode_s(
+            batch_size, input_length, steps
+        )
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
-        """T_serve as coefficients of 1, L and L^2: a read-only array [3, max_batch_size + 1]; column 0 is unused."""
+        """T_serve as coefficients of 1, L and L^2: a read-only array [3, max_batch_size + 1];
+        column 0 is unused.
+        """
         key = (max_batch_size, steps)
         if key not in self._tables:
             if len(self._tables) >= TABLES_KEPT:
@@ -122,7 +146,9 @@ def _by_size(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[n
 def _check_segments(name: str, segments: Sequence[Segment]) -> None:
     starts = [segment.batch_size_min for segment in segments]
     if not starts or starts[0] != 1 or starts != sorted(set(starts)):
-        raise InputError(f"{name}: segments start at batch sizes {starts}; they must begin at 1 and ascend")
+        raise InputError(
+            f"{name}: segments start at batch sizes {starts}; they must begin at 1 and ascend"
+        )
     for segment in segments:
         values = (segment.nl, segment.n, segment.l, segment.const, segment.nll)
         if not all(math.isfinite(value) for value in values):
@@ -134,7 +160,9 @@ def bilinear_law(
     d: tuple[float, float, float, float],
     prefill_emits_token: bool = False,
 ) -> SegmentedLaw:
-    """Eq. 3 and 4 as the paper writes them: p = (p1..p4), d = (d1..d4), in seconds per N*L, per N, per L, and flat."""
+    """Eq. 3 and 4 as the paper writes them: p = (p1..p4), d = (d1..d4), in seconds per N*L, per N,
+    per L, and flat.
+    """
 
     def whole(c: tuple[float, float, float, float]) -> tuple[Segment, ...]:
         return (Segment(batch_size_min=1, nl=c[0], n=c[1], l=c[2], const=c[3]),)
@@ -151,7 +179,8 @@ def unit_step() -> SegmentedLaw:
 class WithOverhead:
     """A law as a server meets it: `stretch` times as long, and `batch_s` more per batch.
 
-    The flat part is dispatch, tokenizer and pipe; the stretch is what workers side by side cost each other.
+    The flat part is dispatch, tokenizer and pipe; the stretch is what workers side by side cost
+    each other.
     """
 
     law: LatencyLaw
@@ -163,7 +192,9 @@ class WithOverhead:
 
     def __post_init__(self) -> None:
         if not (self.batch_s >= 0 and self.stretch > 0):
-            raise InputError(f"overhead: batch_s {self.batch_s} must be >= 0 and stretch {self.stretch} > 0")
+            raise InputError(
+                f"overhead: batch_s {self.batch_s} must be >= 0 and stretch {self.stretch} > 0"
+            )
 
     @property
     def prefill_emits_token(self) -> bool:
@@ -187,7 +218,9 @@ class WithOverhead:
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """A pass's seconds, and in a prefill's first one the batch's flat cost."""
-        return (0.0 if start else self.batch_s) + self.stretch * self.law.pass_s(batch_size, start, end)
+        return (0.0 if start else self.batch_s) + self.stretch * self.law.pass_s(
+            batch_size, start, end
+        )
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Seconds of `steps` decode iterations after an input of L."""
@@ -204,3 +237,97 @@ class WithOverhead:
             table.flags.writeable = False
             self._tables[key] = table
         return self._tables[key]
+
+
+# The law of rounds: what a worker that keeps its rows takes from the dispatch of a round to its
+# result.
+#
+#     seconds = batch_s + stretch * (groups' prefills and joins + decode steps and moves of the cache + rows that leave)
+#
+# The parts are measured in one process; as with slices, the flat part is dispatch and pipe, and
+# the stretch what workers cost each other. Joins go into the law of prefills, and moves of the
+# cache into that of decode steps: the round's law is a law of the same form, which scheduler and
+# simulator ask as any other.
+
+
+def law_of_parts(
+    engine: SegmentedLaw, join: PartFit, leave: PartFit, grow: PartFit
+) -> SegmentedLaw:
+    """The engine's law with what joins, leaves and moves add to it."""
+    return replace(
+        engine,
+        prefill=tuple(_with(segment, join) for segment in engine.prefill),
+        decode=tuple(_with(segment, grow) for segment in engine.decode),
+        leaving=(leave.flat_s + leave.row_s, leave.token_s),
+    )
+
+
+def law_of_rounds(engine: SegmentedLaw, fit: RoundsFit) -> SegmentedLaw:
+    """The law that holds for rounds through a worker's process, all workers busy."""
+    parts = law_of_parts(engine, fit.join, fit.leave, fit.grow)
+    stretch = fit.overhead.stretch
+    return replace(
+        parts,
+        prefill=tuple(_times(segment, stretch) for segment in parts.prefill),
+        decode=tuple(_times(segment, stretch) for segment in parts.decode),
+        round_s=fit.overhead.batch_s,
+        leaving=(stretch * parts.leaving[0], stretch * parts.leaving[1]),
+    )
+
+
+def _with(segment: Segment, part: PartFit) -> Segment:
+    return segment.model_copy(
+        update={
+            "const": segment.const + part.flat_s,
+            "n": segment.n + part.row_s,
+            "nl": segment.nl + part.token_s,
+        }
+    )
+
+
+def _times(segment: Segment, factor: float) -> Segment:
+    names = ("nl", "n", "l", "const", "nll")
+    return segment.model_copy(update={name: getattr(segment, name) * factor for name in names})
+
+
+# The law of swapping: how long a KV cache takes from the device to host memory and back.
+
+
+@dataclass(frozen=True)
+class LinearSwap:
+    """seconds = latency_s + tokens / (tokens per second), for each cache and each way.
+
+    FastServe's example: OPT-175B's caches over PCIe 4.0 x16, 36 ms beside a decode step of 250 ms.
+    """
+
+    latency_s: float
+    out_tokens_per_s: float
+    in_tokens_per_s: float
+    overlaps: bool = True  # beside compute; False: whoever computes copies, and compute waits
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency_s < math.inf:
+            raise InputError(
+                f"swap: a latency of {self.latency_s} s is not possible; it is finite and at least 0"
+            )
+        if not (self.out_tokens_per_s > 0 and self.in_tokens_per_s > 0):
+            rates = f"{self.out_tokens_per_s} and {self.in_tokens_per_s}"
+            raise InputError(f"swap: rates of {rates} tokens/s are not possible; both are above 0")
+
+    def out_s(self, tokens: int) -> float:
+        """Seconds from the device to host memory."""
+        return self.latency_s + tokens / self.out_tokens_per_s
+
+    def in_s(self, tokens: int) -> float:
+        """Seconds from host memory to the device."""
+        return self.latency_s + tokens / self.in_tokens_per_s
+
+
+def swap_from_fit(fit: SwapFit, kv_bytes_per_token: int) -> tuple[LinearSwap, int]:
+    """The law of a measured link, and the tokens of KV cache that its host memory holds."""
+    if kv_bytes_per_token < 1:
+        raise InputError(
+            f"swap: {kv_bytes_per_token} bytes of KV cache per token is not possible; it is at least 1"
+        )
+    rates = fit.out_bytes_per_s / kv_bytes_per_token, fit.in_bytes_per_s / kv_bytes_per_token
+    return LinearSwap(fit.latency_s, *rates, fit.overlaps), fit.host_bytes // kv_bytes_per_token

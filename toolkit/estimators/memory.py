@@ -1,18 +1,20 @@
 """Memory laws: how many rows fit (SCLS paper, Eq. 5-9 and Algorithm 2).
 
-`ZetaMemory` counts tokens against the engine's resolved KV capacity; `RuleMemory` looks a probed limit up. How sure the
-limit is belongs to `edge`.
+`ZetaMemory` counts tokens against the engine's resolved KV capacity; `RuleMemory` looks a probed
+limit up. How sure the limit is belongs to `edge`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError
-from toolkit.files.fit import Rule
+from toolkit.files.fit import BatchRule
 
 # (1 - 0.1) * 0.9 * 1000 / 81 is 9.99..98 in floating point; a row must not be lost to that.
 ROUNDING = 1e-9
@@ -21,10 +23,11 @@ NO_BOUND = 1 << 40
 
 @dataclass(frozen=True)
 class ZetaMemory:
-    """Eq. 8 and 9: N_max = floor((1 - reserve) * zeta * capacity / (L + S)), all in tokens of KV cache.
+    """Eq. 8 and 9: N_max = floor((1 - reserve) * zeta * capacity / (L + S)), all in tokens of KV
+    cache.
 
-    `workspace` goes beyond the paper: a prefill holds activations beside the cache, worth so many tokens of cache per
-    input token, so L counts (1 + workspace) times.
+    `workspace` goes beyond the paper: a prefill holds activations beside the cache, worth so many
+    tokens of cache per input token, so L counts (1 + workspace) times.
     """
 
     capacity_tokens: int
@@ -33,16 +36,22 @@ class ZetaMemory:
 
     def __post_init__(self) -> None:
         if self.capacity_tokens < 1 or not self.zeta > 0:
-            raise InputError(f"memory: capacity of {self.capacity_tokens} tokens and zeta {self.zeta} must be positive")
+            raise InputError(
+                f"memory: capacity of {self.capacity_tokens} tokens and zeta {self.zeta} must be positive"
+            )
         if not self.workspace >= 0:
             raise InputError(f"memory: workspace {self.workspace} must not be negative")
 
     @property
     def usable_tokens(self) -> int:
-        """zeta * capacity. Prefill's workspace is not counted: what enters a round is a small part of what is there."""
+        """zeta * capacity. Prefill's workspace is not counted: what enters a round is a small part
+        of what is there.
+        """
         return int(self.zeta * self.capacity_tokens + ROUNDING)
 
-    def max_batch(self, input_lengths: NDArray[np.int64], steps: int, reserve: float) -> NDArray[np.int64]:
+    def max_batch(
+        self, input_lengths: NDArray[np.int64], steps: int, reserve: float
+    ) -> NDArray[np.int64]:
         """N_max for each of `input_lengths` [n] -> [n]; 0 where not even one row fits."""
         budget = (1.0 - reserve) * self.zeta * self.capacity_tokens
         row = input_lengths * (1.0 + self.workspace) + steps
@@ -52,9 +61,11 @@ class ZetaMemory:
 
 @dataclass(frozen=True)
 class RuleMemory:
-    """Algorithm 2: the first rule, by `length_above` descending, that L + S exceeds. No rule: nothing fits."""
+    """Algorithm 2: the first rule, by `length_above` descending, that L + S exceeds. No rule:
+    nothing fits.
+    """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[BatchRule, ...]
 
     def __post_init__(self) -> None:
         bounds = [rule.length_above for rule in self.rules]
@@ -65,15 +76,22 @@ class RuleMemory:
     def usable_tokens(self) -> int:
         """The largest N * L that a rule allows up to the length where the next begins.
 
-        The rule for the longest counts at the shortest length that it speaks of; alone it bounds nothing.
+        The rule for the longest counts at the shortest length that it speaks of; alone it bounds
+        nothing.
         """
         if len(self.rules) == 1:
             return NO_BOUND
         longest = [self.rules[0].length_above + 1] + [rule.length_above for rule in self.rules[:-1]]
-        return max(rule.max_batch_size * length for rule, length in zip(self.rules, longest, strict=True))
+        return max(
+            rule.max_batch_size * length for rule, length in zip(self.rules, longest, strict=True)
+        )
 
-    def max_batch(self, input_lengths: NDArray[np.int64], steps: int, reserve: float) -> NDArray[np.int64]:
-        """N_max for each of `input_lengths` [n] -> [n]; `reserve` takes its share off the rule's batch size."""
+    def max_batch(
+        self, input_lengths: NDArray[np.int64], steps: int, reserve: float
+    ) -> NDArray[np.int64]:
+        """N_max for each of `input_lengths` [n] -> [n]; `reserve` takes its share off the rule's
+        batch size.
+        """
         ascending = self.rules[::-1]
         bounds = np.array([rule.length_above for rule in ascending])
         limits = np.array([0] + [rule.max_batch_size for rule in ascending])
@@ -83,7 +101,76 @@ class RuleMemory:
 
 # SCLS paper, Algorithm 2: LLaMA2-13B under DeepSpeed on 80 GB, L + S <= 2048.
 PAPER_DEEPSPEED_RULES = (
-    Rule(length_above=1024, max_batch_size=12),
-    Rule(length_above=512, max_batch_size=22),
-    Rule(length_above=0, max_batch_size=28),
+    BatchRule(length_above=1024, max_batch_size=12),
+    BatchRule(length_above=512, max_batch_size=22),
+    BatchRule(length_above=0, max_batch_size=28),
 )
+
+
+# Where memory really ends, for a simulated worker: the fitted edge is known only so well, so it
+# is drawn.
+#
+# A memory law says how many rows to send; this says whether they would have run out of memory.
+# Both come from the same `MemoryFit`, and nothing here may reach a policy.
+
+_NORMAL = NormalDist()
+_MASK = (1 << 64) - 1
+SMALLEST_DRAW = 2.0**-53
+
+
+class MemoryEdge(Protocol):
+    """Whether a batch runs out of memory, given a uniform draw from (0, 1)."""
+
+    def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
+        """True where N rows of L tokens, run for S steps, do not fit."""
+        ...
+
+
+@dataclass(frozen=True)
+class ZetaEdge:
+    """N * (L * (1 + workspace) + S) / capacity against an edge that is normal around the fitted
+    zeta.
+    """
+
+    capacity_tokens: int
+    zeta: float
+    zeta_std: float
+    workspace: float = 0.0
+
+    def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
+        """True where the share of the capacity that the batch needs lies above the drawn edge."""
+        edge = self.zeta + self.zeta_std * _NORMAL.inv_cdf(draw)
+        needed = batch_size * (input_length * (1.0 + self.workspace) + steps)
+        return needed > edge * self.capacity_tokens * (1 + ROUNDING)
+
+
+@dataclass(frozen=True)
+class RuleEdge:
+    """N against the rule's batch size (Algorithm 2), scaled by a draw that is normal around 1."""
+
+    rules: tuple[BatchRule, ...]  # by length_above, descending
+    relative_std: float
+
+    def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
+        """True where N lies above the drawn limit of its range of L + S."""
+        total = input_length + steps
+        limit = next((r.max_batch_size for r in self.rules if total > r.length_above), 0)
+        edge = limit * (1.0 + self.relative_std * _NORMAL.inv_cdf(draw))
+        return batch_size > edge * (1 + ROUNDING)
+
+
+def uniform_draw(seed: int, key: int) -> float:
+    """A number in (0, 1) that depends on (seed, key) alone: the same batch draws the same, whatever
+    ran before it.
+
+    SplitMix64 over both words; a keyed hash, because a generator's state would tie a draw to the
+    order of events.
+    """
+    return max((_mix(_mix(seed & _MASK) ^ (key & _MASK)) >> 11) * 2.0**-53, SMALLEST_DRAW)
+
+
+def _mix(word: int) -> int:
+    word = (word + 0x9E3779B97F4A7C15) & _MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)

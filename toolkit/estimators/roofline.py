@@ -2,9 +2,10 @@
 
     seconds = pass_s + max(FLOPs / (peak * compute), bytes / (bandwidth * traffic))
 
-FLOPs and bytes follow from the model's sizes; `compute` and `traffic` are the shares of the hardware's peaks that an
-engine reaches, and `pass_s` what every pass costs besides (launches, sampling). With nothing measured they are
-assumptions; `fit_efficiency` finds them from a measured profile of the same engine.
+FLOPs and bytes follow from the model's sizes; `compute` and `traffic` are the shares of the
+hardware's peaks that an engine reaches, and `pass_s` what every pass costs besides (launches,
+sampling). With nothing measured they are assumptions; `fit_efficiency` finds them from a measured
+profile of the same engine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import least_squares
 
-from toolkit.estimators.held_out import Floats
+from toolkit.estimators.forms import Floats
 from toolkit.files.profile import DecodePoint, PrefillPoint
 
 
@@ -28,7 +29,7 @@ class Peaks:
 
 
 @dataclass(slots=True, frozen=True)
-class Sizes:
+class ModelSizes:
     """The model: `attention_width` is heads * head_dim."""
 
     weight_bytes: int
@@ -52,11 +53,13 @@ class Roofline:
     """T_prefill(N, L) and tau(l, N) of a dense model on one device."""
 
     peaks: Peaks
-    sizes: Sizes
+    sizes: ModelSizes
     efficiency: Efficiency
 
     def prefill_s(self, batch_size: int, input_length: int) -> float:
-        """A pass over [N, L] tokens: 2 FLOPs per weight and token, and causal attention's 2 L^2 per width and layer."""
+        """A pass over [N, L] tokens: 2 FLOPs per weight and token, and causal attention's 2 L^2 per
+        width and layer.
+        """
         n, length = batch_size, input_length
         return self.pass_s(n * length, n * length * length / 2, n * length)
 
@@ -66,7 +69,9 @@ class Roofline:
         return self.pass_s(n, n * length, n * length)
 
     def pass_s(self, tokens: int, attended: float, moved: int) -> float:
-        """Any pass: its new tokens, the keys that they attend to, summed, and cached tokens read or written."""
+        """Any pass: its new tokens, the keys that they attend to, summed, and cached tokens read or
+        written.
+        """
         sizes, reached = self.sizes, self.efficiency
         flops = 2.0 * sizes.weights * tokens + 4.0 * sizes.layers * sizes.attention_width * attended
         traffic_bytes = sizes.weight_bytes + moved * sizes.kv_bytes_per_token
@@ -76,9 +81,10 @@ class Roofline:
 
 
 def fit_efficiency(
-    peaks: Peaks, sizes: Sizes, prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint]
+    peaks: Peaks, sizes: ModelSizes, prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint]
 ) -> tuple[Efficiency, float]:
-    """The efficiency under which the roofline is nearest to what was measured, and its median error in percent.
+    """The efficiency under which the roofline is nearest to what was measured, and its median error
+    in percent.
 
     Least squares of the logarithms of the ratios, so that short and long passes count alike.
     """
@@ -88,7 +94,9 @@ def fit_efficiency(
     def predicted(x: Floats) -> Floats:
         line = Roofline(peaks, sizes, _efficiency(x))
         passes = [line.prefill_s(point.batch_size, point.input_length) for point in prefill]
-        return np.array(passes + [line.decode_s(point.batch_size, point.cached_length) for point in decode])
+        return np.array(
+            passes + [line.decode_s(point.batch_size, point.cached_length) for point in decode]
+        )
 
     found = least_squares(
         lambda x: np.log(predicted(x) / measured),

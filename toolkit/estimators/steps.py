@@ -1,13 +1,15 @@
-"""The law of a paged engine's forward pass, in which rows that decode and chunks of prompts are computed side by side.
+"""The law of a paged engine's forward pass, in which rows that decode and chunks of prompts are
+computed side by side.
 
     forward = base + row * rows + prefill * chunks + f(new tokens) + cached * (sum of decodes' cached tokens)
               + attended * (sum over chunks of new * (cached + new / 2))
     pass    = forward + host + host_row * rows
 
-`f` is continuous and linear between knots: few tokens are bound by the weights' way through memory, many by arithmetic.
-Rows pay the sampler; decodes read their cache, chunks attend to it and to themselves; the host schedules the pass and
-hands its tokens out before the next one begins. The batch's composition enters through sums alone, as in Vidur
-(arXiv:2405.05465), so a pass needs no list of its rows. What is read is counted in tokens, not in blocks.
+`f` is continuous and linear between knots: few tokens are bound by the weights' way through memory,
+many by arithmetic. Rows pay the sampler; decodes read their cache, chunks attend to it and to
+themselves; the host schedules the pass and hands its tokens out before the next one begins. The
+batch's composition enters through sums alone, as in Vidur (arXiv:2405.05465), so a pass needs no
+list of its rows. What is read is counted in tokens, not in blocks.
 
 Where the coefficients come from is not said here, nor how good they are.
 """
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 
 from toolkit.errors import InputError
 from toolkit.files.fit import StepsFit
-from toolkit.sched.iterations import Row
+from toolkit.sched.iterations import LoggedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,9 @@ class StepLaw:
     knots: tuple[int, ...] = (0,)
     host_s: float = 0.0
     host_row_s: float = 0.0
-    _slopes: tuple[tuple[float, int, float], ...] = field(init=False, repr=False, compare=False, default=())
+    _slopes: tuple[tuple[float, int, float], ...] = field(
+        init=False, repr=False, compare=False, default=()
+    )
 
     def __post_init__(self) -> None:
         if (
@@ -82,7 +86,11 @@ class StepLaw:
                 f"steps: knots {list(self.knots)} with {len(self.token_s)} slopes; they must begin at 0 and ascend, "
                 "one slope for each"
             )
-        bad = [value for value in (*self.coefficients, self.host_s, self.host_row_s) if not 0.0 <= value < math.inf]
+        bad = [
+            value
+            for value in (*self.coefficients, self.host_s, self.host_row_s)
+            if not 0.0 <= value < math.inf
+        ]
         if bad:
             raise InputError(f"steps: a coefficient is {bad[0]}; all must be finite and >= 0")
         ends = (*self.knots[1:], math.inf)
@@ -90,16 +98,37 @@ class StepLaw:
 
     @classmethod
     def of(
-        cls, coefficients: Sequence[float], knots: tuple[int, ...] = (0,), host_s: float = 0.0, host_row_s: float = 0.0
+        cls,
+        coefficients: Sequence[float],
+        knots: tuple[int, ...] = (0,),
+        host_s: float = 0.0,
+        host_row_s: float = 0.0,
     ) -> StepLaw:
         """The law with these `coefficients`, in the order of `features`."""
         base_s, row_s, prefill_s, cached_s, attended_s, *token_s = map(float, coefficients)
-        return cls(base_s, row_s, prefill_s, cached_s, attended_s, tuple(token_s), knots, host_s, host_row_s)
+        return cls(
+            base_s,
+            row_s,
+            prefill_s,
+            cached_s,
+            attended_s,
+            tuple(token_s),
+            knots,
+            host_s,
+            host_row_s,
+        )
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """Those of the forward pass, in the order of `features`."""
-        return (self.base_s, self.row_s, self.prefill_s, self.cached_s, self.attended_s, *self.token_s)
+        return (
+            self.base_s,
+            self.row_s,
+            self.prefill_s,
+            self.cached_s,
+            self.attended_s,
+            *self.token_s,
+        )
 
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of the forward pass alone, from its schedule to its tokens."""
@@ -114,7 +143,9 @@ class StepLaw:
         return seconds
 
     def after_s(self, rows: int) -> float:
-        """Seconds from the end of a pass of so many rows to the beginning of the next, where there is work."""
+        """Seconds from the end of a pass of so many rows to the beginning of the next, where there
+        is work.
+        """
         return self.host_s + self.host_row_s * rows
 
     def step_s(self, shape: StepShape) -> float:
@@ -122,9 +153,11 @@ class StepLaw:
         return self.forward_s(shape) + self.after_s(shape.rows)
 
     def stretch_s(self, shape: StepShape, steps: int) -> float:
-        """Seconds of `steps` passes in a row, of which `shape` is the first and in which decodes' caches grow.
+        """Seconds of `steps` passes in a row, of which `shape` is the first and in which decodes'
+        caches grow.
 
-        The sum of step_s over decode_cached + i * decodes, i = 0..steps - 1. Chunks, if any, stay what they are.
+        The sum of step_s over decode_cached + i * decodes, i = 0..steps - 1. Chunks, if any, stay
+        what they are.
         """
         return steps * (self.step_s(shape) + self.cached_s * shape.decodes * 0.5 * (steps - 1))
 
@@ -134,9 +167,11 @@ class StepLaw:
         return StepLaw.of(scaled, self.knots, factor * self.host_s, factor * self.host_row_s)
 
     def steps_before(self, shape: StepShape, seconds: float, limit: int) -> int:
-        """How many passes of such a stretch begin before `seconds` have passed since it began; `limit` at most.
+        """How many passes of such a stretch begin before `seconds` have passed since it began;
+        `limit` at most.
 
-        That is the least k with stretch_s(shape, k) >= seconds: what arrives then is seen after k passes.
+        That is the least k with stretch_s(shape, k) >= seconds: what arrives then is seen after k
+        passes.
         """
         if not 0.0 < seconds < math.inf:
             return limit if seconds > 0.0 else 0
@@ -166,7 +201,9 @@ def law_of_steps(fit: StepsFit) -> StepLaw:
 
 
 def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:
-    """What each coefficient is multiplied with: 1, rows, chunks, cached, attended, and new tokens from knot to knot."""
+    """What each coefficient is multiplied with: 1, rows, chunks, cached, attended, and new tokens
+    from knot to knot.
+    """
     return (
         1.0,
         float(shape.rows),
@@ -177,12 +214,14 @@ def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]
     )
 
 
-def shape_of_rows(rows: Sequence[Row]) -> StepShape:
+def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
     """The composition of a pass that was logged."""
     decodes = [row.computed for row in rows if row.decodes]
     chunks = [row for row in rows if not row.decodes]
     attended = sum(chunk_attended(row.computed, row.new) for row in chunks)
-    return StepShape(len(decodes), sum(decodes), len(chunks), sum(row.new for row in chunks), attended)
+    return StepShape(
+        len(decodes), sum(decodes), len(chunks), sum(row.new for row in chunks), attended
+    )
 
 
 def chunk_attended(cached: int, new: int) -> float:

@@ -6,15 +6,16 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from toolkit.files.envelope import Envelope, Strict
 from toolkit.files.profile import MEASURED_SECTIONS, EngineFacts
 from toolkit.files.recipe import Workers
+from toolkit.files.strict import Envelope, Strict
 
 
 class Segment(Strict):
     """The coefficients of a law for batch sizes from `batch_size_min` up to the next segment's.
 
-    seconds = nl * N * L + n * N + l * L + const + nll * N * L^2; for decode, L is the cached length l and nll is 0.
+    seconds = nl * N * L + n * N + l * L + const + nll * N * L^2; for decode, L is the cached length
+    l and nll is 0.
     """
 
     batch_size_min: int
@@ -59,14 +60,16 @@ class LatencyFit(Strict):
 
 
 class OverheadFit(Strict):
-    """What a slice costs beyond the laws when all workers run: seconds = batch_s + stretch * T_serve."""
+    """What a slice costs beyond the laws when all workers run: seconds = batch_s + stretch *
+    T_serve.
+    """
 
     batch_s: float
     stretch: float
     error: HeldOutError
 
 
-class Rule(Strict):
+class BatchRule(Strict):
     """Algorithm 2: with L + S above `length_above`, at most `max_batch_size` rows."""
 
     length_above: int
@@ -74,7 +77,9 @@ class Rule(Strict):
 
 
 class MemoryFit(Strict):
-    """Eq. 5-9, or Algorithm 2's rules. `zeta` is fitted from probes; `zeta_std` is how uncertain the edge is."""
+    """Eq. 5-9, or Algorithm 2's rules. `zeta` is fitted from probes; `zeta_std` is how uncertain
+    the edge is.
+    """
 
     form: Literal["zeta", "rules"]
     capacity_tokens: int
@@ -82,26 +87,34 @@ class MemoryFit(Strict):
     zeta: float
     zeta_std: float
     workspace: float = Field(
-        default=0.0, description="what a prefill holds beside the cache: tokens of KV cache per input token"
+        default=0.0,
+        description="what a prefill holds beside the cache: tokens of KV cache per input token",
     )
-    rules: list[Rule] = Field(default=[], description="by length_above, descending")
+    rules: list[BatchRule] = Field(default=[], description="by length_above, descending")
 
 
 class SwapFit(Strict):
-    """The link between a worker's device and host memory: seconds = latency_s + bytes / rate, for each cache."""
+    """The link between a worker's device and host memory: seconds = latency_s + bytes / rate, for
+    each cache.
+    """
 
     latency_s: float
     out_bytes_per_s: float
     in_bytes_per_s: float
     host_bytes: int = Field(description="host memory for caches, per worker")
     overlaps: bool = Field(
-        default=True, description="transfers can go on beside compute; on a CPU the computing thread copies"
+        default=True,
+        description="transfers can go on beside compute; on a CPU the computing thread copies",
     )
-    error: HeldOutError | None = Field(default=None, description="none: it was not measured but stated")
+    error: HeldOutError | None = Field(
+        default=None, description="none: it was not measured but stated"
+    )
 
 
 class PartFit(Strict):
-    """A part of a round: seconds = flat_s + row_s * N + token_s * N * L. A term is 0 where the data do not show it."""
+    """A part of a round: seconds = flat_s + row_s * N + token_s * N * L. A term is 0 where the data
+    do not show it.
+    """
 
     flat_s: float
     row_s: float
@@ -112,8 +125,8 @@ class PartFit(Strict):
 class RoundsFit(Strict):
     """What a round takes beside its prefills and decode steps, and what memory is usable in rounds.
 
-    `join` is of a group of newcomers, `leave` of each row that leaves, `grow` of each decode step. All of them and the
-    laws make up a round: seconds = batch_s + stretch * their sum.
+    `join` is of a group of newcomers, `leave` of each row that leaves, `grow` of each decode step.
+    All of them and the laws make up a round: seconds = batch_s + stretch * their sum.
     """
 
     join: PartFit
@@ -171,6 +184,12 @@ class Fit(Envelope):
     decode: LatencyFit
     overhead: OverheadFit
     memory: MemoryFit
-    rounds: RoundsFit | None = Field(default=None, description="none: no rounds were measured, batches tell of them")
-    swap: SwapFit | None = Field(default=None, description="none: caches cannot be swapped, what leaves is recomputed")
-    steps: StepsFit | None = Field(default=None, description="none: the engine's passes were not seen one by one")
+    rounds: RoundsFit | None = Field(
+        default=None, description="none: no rounds were measured, batches tell of them"
+    )
+    swap: SwapFit | None = Field(
+        default=None, description="none: caches cannot be swapped, what leaves is recomputed"
+    )
+    steps: StepsFit | None = Field(
+        default=None, description="none: the engine's passes were not seen one by one"
+    )

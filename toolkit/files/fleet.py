@@ -1,8 +1,8 @@
 """fleet.yaml: kinds of workers behind one scheduler, which serve one model on different hardware.
 
-It names recipes and their fits, and how many workers of each there are. The first recipe also says what is served and
-how: its name, targets, policy, tuning and server. All have the same `model`, or requests could not move between workers
-and clients would not know what they get.
+It names recipes and their fits, and how many workers of each there are. The first recipe also says
+what is served and how: its name, targets, policy, tuning and server. All have the same `model`, or
+requests could not move between workers and clients would not know what they get.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.files.envelope import Strict
-from toolkit.files.fits import fit_path
-from toolkit.files.labels import Labels
+from toolkit.files.io import fit_path
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Recipe, Workers
-from toolkit.files.recipes import recipe_path
-from toolkit.files.safe_yaml import load_yaml
-from toolkit.files.validate import validate
+from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Labels, Recipe, Workers
+from toolkit.files.shipped import recipe_path
+from toolkit.files.strict import Strict, load_yaml, validate
 
 AnyPath = str | os.PathLike[str]
-SERVERS = ("openai", "vllm")  # engines that are one server each, with a queue of its own
 SAME_FACTS = ("model_type", "parameters", "config_sha256", "vocab_size", "max_model_len")
 
 
 class Member(Strict):
     """Workers of one kind."""
 
-    recipe: str = Field(description="a file, beside this one if it has no path, or the name of a shipped recipe")
+    recipe: str = Field(
+        description="a file, beside this one if it has no path, or the name of a shipped recipe"
+    )
     fit: str = Field(description="likewise: the fit of that recipe")
-    workers: Workers | None = Field(default=None, description="of this kind; None: as the recipe has it")
+    workers: Workers | None = Field(
+        default=None, description="of this kind; None: as the recipe has it"
+    )
     nodes: Labels = Field(
         default={},
         description="labels of the machines that it runs on in a cluster; none: Ray's own, or the recipe's name",
@@ -51,8 +52,10 @@ class FleetFile(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where a kind comes from: the files of its recipe and its fit; how many workers it has, and on which machines."""
+class KindSource:
+    """Where a kind comes from: the files of its recipe and its fit; how many workers it has, and on
+    which machines.
+    """
 
     recipe: Path
     fit: Path
@@ -61,7 +64,9 @@ class Source:
 
 
 def is_fleet(source: AnyPath) -> bool:
-    """Whether a command that takes a recipe was given a fleet. What cannot be read is left for whoever reads it."""
+    """Whether a command that takes a recipe was given a fleet. What cannot be read is left for
+    whoever reads it.
+    """
     path = Path(source)
     if not path.is_file() or path.suffix not in (".yaml", ".yml"):
         return False
@@ -72,18 +77,27 @@ def is_fleet(source: AnyPath) -> bool:
     return isinstance(data, dict) and "fleet" in data
 
 
-def fleet_sources(path: AnyPath) -> list[Source]:
-    """The files that the fleet at `path` names. `InputError` for what is no fleet, and a recipe that is not there."""
+def fleet_sources(path: AnyPath) -> list[KindSource]:
+    """The files that the fleet at `path` names. `InputError` for what is no fleet, and a recipe
+    that is not there.
+    """
     file = Path(path)
     content = validate(FleetFile, json.dumps(load_yaml(file)), file, "see docs/fleets.md")
     return [
-        Source(recipe_path(_beside(file, one.recipe)), fit_path(_beside(file, one.fit)), one.workers, one.nodes)
+        KindSource(
+            recipe_path(_beside(file, one.recipe)),
+            fit_path(_beside(file, one.fit)),
+            one.workers,
+            one.nodes,
+        )
         for one in content.fleet
     ]
 
 
-def inputs_of(path: AnyPath, sources: Sequence[Source]) -> dict[str, Path]:
-    """Role to file, for an envelope's inputs: `recipe` and `fit` of the first kind, then `recipe.2`, `fit.2`, ..."""
+def inputs_of(path: AnyPath, sources: Sequence[KindSource]) -> dict[str, Path]:
+    """Role to file, for an envelope's inputs: `recipe` and `fit` of the first kind, then
+    `recipe.2`, `fit.2`, ...
+    """
     found = {"fleet": Path(path)}
     for number, source in enumerate(sources, start=1):
         mark = f".{number}" if number > 1 else ""
@@ -126,7 +140,7 @@ def _beside(file: Path, name: str) -> AnyPath:
 
 
 def _check_engine(kind: Kind, kinds: Sequence[Kind]) -> None:
-    if len(kinds) > 1 and kind.recipe.engine.name in SERVERS:
+    if len(kinds) > 1 and traits_of(kind.recipe.engine.name).server:
         raise InputError(
             f"recipe '{kind.recipe.name}': engine '{kind.recipe.engine.name}' is a server with a scheduler of its own; "
             "it cannot be one of a fleet's kinds of workers",
@@ -138,14 +152,20 @@ def _check_pair(one: Kind, other: Kind) -> None:
     """`InputError` naming the first key in which they do not serve the same."""
     if one.recipe.name == other.recipe.name:
         raise InputError(
-            f"two kinds of workers are called '{one.recipe.name}'", "give their recipes names of their own"
+            f"two kinds of workers are called '{one.recipe.name}'",
+            "give their recipes names of their own",
         )
     before, after = _of_model(one.recipe), _of_model(other.recipe)
     key = next((key for key in before if before[key] != after[key]), None)
     if key is None:
         facts = one.fit.engine.model_dump(), other.fit.engine.model_dump()
         key = next(
-            (key for key in SAME_FACTS if facts[0][key] and facts[1][key] and facts[0][key] != facts[1][key]), None
+            (
+                key
+                for key in SAME_FACTS
+                if facts[0][key] and facts[1][key] and facts[0][key] != facts[1][key]
+            ),
+            None,
         )
         before, after = facts
     if key is not None:

@@ -1,8 +1,9 @@
 """The keys file of a server: who may call, by name, and how much of it each may take.
 
-It holds the sha256 of keys and no key, so it may be read, mailed and kept in version control. A plain digest is enough
-for what nobody can guess: keys are long and random, unlike passwords. Recipes and plans do not name the file: they say
-what is served and travel; who may call belongs to the place where the server runs.
+It holds the sha256 of keys and no key, so it may be read, mailed and kept in version control. A
+plain digest is enough for what nobody can guess: keys are long and random, unlike passwords.
+Recipes and plans do not name the file: they say what is served and travel; who may call belongs to
+the place where the server runs.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from toolkit.errors import InputError
-from toolkit.files.envelope import Strict
 from toolkit.files.recipe import Name, Positive
-from toolkit.files.safe_yaml import load_yaml
-from toolkit.files.validate import validate
+from toolkit.files.strict import Strict, load_yaml, validate
 
 MAX_KEYS = 100  # each has its own metrics
 HINT = "see docs/serving.md, 'Several keys'"
@@ -31,11 +30,14 @@ class ApiKey(Strict):
     """One caller. What has no limit here is limited by the server's own only."""
 
     name: Name
-    sha256: str = Field(description="of the key's bytes, without a line break: printf %s KEY | sha256sum")
+    sha256: str = Field(
+        description="of the key's bytes, without a line break: printf %s KEY | sha256sum"
+    )
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = Field(default=None, description="prompt and output")
     max_concurrent: Positive | None = Field(
-        default=None, description="choices of requests that wait or run: a request for n counts n times"
+        default=None,
+        description="choices of requests that wait or run: a request for n counts n times",
     )
 
     urgent: bool = Field(default=False, description="whether it may ask for a negative `priority`")
@@ -75,10 +77,16 @@ class KeysFile(Strict):
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys of a file. `InputError` for one that is no keys file, and for one that anybody may change."""
+    """The keys of a file. `InputError` for one that is no keys file, and for one that anybody may
+    change.
+    """
     data = load_yaml(path)
     if path.stat().st_mode & stat.S_IWOTH:
-        raise InputError(f"{path.name}: every user of this machine may write to it", f"chmod o-w {path}")
+        raise InputError(
+            f"{path.name}: every user of this machine may write to it", f"chmod o-w {path}"
+        )
     if not isinstance(data, dict):
-        raise InputError(f"{path.name}: there is no list of keys in it", f"it starts with `keys:`; {HINT}")
+        raise InputError(
+            f"{path.name}: there is no list of keys in it", f"it starts with `keys:`; {HINT}"
+        )
     return tuple(validate(KeysFile, json.dumps(data), path, HINT).keys)

@@ -1,7 +1,7 @@
 """A file of whole lines that grows while something else works, and never ends what it is a log of.
 
-A full disk, a limit on the size or a device that fails costs lines. The log says so in itself: a mark stands where
-lines are missing, so that a reader does not take the rest for all there was.
+A full disk, a limit on the size or a device that fails costs lines. The log says so in itself: a
+mark stands where lines are missing, so that a reader does not take the rest for all there was.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class LineLog:
         max_bytes: the file never gets longer than this; further lines are lost.
         mark: the line, without its end and of less than 200 bytes, that says how many lines are missing and why.
 
-    No method raises for what the file system does. The first loss is said on stderr; `lost` counts all of them.
+    No method raises for what the file system does. The first loss is said on stderr; `lost` counts
+    all of them.
     """
 
     def __init__(self, path: Path, max_bytes: int, mark: Callable[[int, str], bytes]) -> None:
@@ -39,17 +40,25 @@ class LineLog:
         self._full = False
         self._gap, self._reason = 0, ""  # lines that are missing where the file ends now, and why
         self._mark_at: int | None = None  # where the mark of that gap begins, if it is written
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK  # a full pipe must not stall us
+        flags = (
+            os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # a full pipe must not stall us
         try:
             self._fd = os.open(path, flags, 0o666)
         except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error.strerror}", "choose another file") from None
-        self._regular = path.is_file()  # a pipe or a device has no size, and nothing in it can be replaced
+            raise InputError(
+                f"{path}: cannot be written: {error.strerror}", "choose another file"
+            ) from None
+        self._regular = (
+            path.is_file()
+        )  # a pipe or a device has no size, and nothing in it can be replaced
         self._size = 0  # of the whole lines in it
         self._torn = False  # a pipe or a device got a part of a line last
 
     def write(self, lines: bytes) -> None:
-        """Append whole lines. Those that do not fit are lost, and the file still ends with a whole line."""
+        """Append whole lines. Those that do not fit are lost, and the file still ends with a whole
+        line.
+        """
         if not lines:
             return
         self._full = self._full or (self._regular and self._size + len(lines) > self._max_bytes)
@@ -93,12 +102,16 @@ class LineLog:
     def _lose(self, lines: bytes, reason: str) -> None:
         count = lines.count(NEWLINE)
         if not self.lost:
-            _logger.warning("%s: cannot be written: %s; requests are served and not logged", self._name, reason)
+            _logger.warning(
+                "%s: cannot be written: %s; requests are served and not logged", self._name, reason
+            )
         self.lost += count
         self._gap += count
         self._reason = reason
         if self._regular:
-            with contextlib.suppress(OSError):  # the disk itself fails: there is no place for a mark
+            with contextlib.suppress(
+                OSError
+            ):  # the disk itself fails: there is no place for a mark
                 self._mark_gap()
 
     def _line(self) -> bytes:
@@ -107,7 +120,8 @@ class LineLog:
     def _mark_gap(self) -> None:
         """Write the mark over the end of what is there: on a full disk that takes no new room.
 
-        The lines that it replaces are lost as well. The next mark of the same gap replaces this one.
+        The lines that it replaces are lost as well. The next mark of the same gap replaces this
+        one.
         """
         at = self._place() if self._mark_at is None else self._mark_at
         written = os.pwrite(self._fd, self._line(), at)
@@ -119,7 +133,9 @@ class LineLog:
         os.lseek(self._fd, self._size, os.SEEK_SET)
 
     def _place(self) -> int:
-        """Where a mark begins: behind the last line whose end leaves it enough bytes that were written already."""
+        """Where a mark begins: behind the last line whose end leaves it enough bytes that were
+        written already.
+        """
         has = os.fstat(self._fd).st_size
         if self._size + MARK_BYTES <= has:
             return self._size

@@ -1,19 +1,73 @@
-"""recipe.yaml: one model on one kind of hardware, how to measure it, its latency targets, and how to serve it."""
+"""recipe.yaml: one model on one kind of hardware, how to measure it, its latency targets, and how
+to serve it.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from toolkit.files.envelope import Strict
-from toolkit.files.sla import SLA_KEYS, sla_problem
-from toolkit.files.vllm import VllmSpec
+from toolkit.engine_traits import ENGINES, traits_of
+from toolkit.errors import InputError, nearest
+from toolkit.files.strict import Strict
+
+# The names of latency targets: a metric, a statistic, and the unit, which is seconds.
+
+METRICS = ("ttft", "tpot", "itl", "mtpot", "e2e")
+STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
+SLA_KEYS = [f"{metric}_{statistic}_s" for metric in METRICS for statistic in STATISTICS]
+
+
+def sla_problem(key: str, limit: float) -> str:
+    """What is wrong with a key that is no latency target, and the right one; '' for a target."""
+    if key in SLA_KEYS:
+        return ""
+    stem, _, unit = key.rpartition("_")
+    if f"{stem}_s" in SLA_KEYS:
+        in_seconds = f"{stem}_s: {limit / 1000:g}" if unit == "ms" else f"{stem}_s"
+        return f"targets are in seconds; write '{in_seconds}'"
+    if f"{key}_s" in SLA_KEYS:
+        return f"the unit is missing; write '{key}_s', in seconds"
+    return f"unknown target; {nearest(key, SLA_KEYS)}"
+
+
+# The recipe's settings of engine `vllm`: what its server starts with, beside the model and the
+# scheduler's flags.
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class VllmSpec(Strict):
+    """Flags of `vllm serve` that decide what a forward pass costs. Policy `vllm` has the flags of
+    vLLM's scheduler.
+    """
+
+    python: str | None = Field(
+        default=None,
+        description="the Python of the environment that has vLLM; None: LLMCTL_VLLM_PYTHON, else llmctl's own",
+    )
+    block_size: Positive | None = Field(
+        default=None, description="tokens of a KV block; None: vLLM's own"
+    )
+    num_gpu_blocks_override: Positive | None = Field(
+        default=None,
+        description="KV blocks, one of which vLLM keeps; None: as many as the memory holds",
+    )
+    enforce_eager: bool = Field(
+        default=False, description="no compiled graphs: starts sooner, steps take longer"
+    )
+    args: list[str] = Field(
+        default=[], description="more flags, as on vLLM's command line: ['--swap-space', '4']"
+    )
+
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-Positive = Annotated[int, Field(gt=0)]
+MAX_TRIALS = 100_000  # TPE's time for each grows with those before it
+MAX_DRAWS = 10_000
 MAX_WORKERS = 1024
 WORKERS_LIMIT = f"the limit is {MAX_WORKERS:,}, since one scheduler plans for all of them"
 MORE_WORKERS = "for more, put several servers behind a router"
@@ -25,12 +79,30 @@ def _within_one_scheduler(workers: int) -> int:
     return workers
 
 
-Workers = Annotated[Positive, AfterValidator(_within_one_scheduler), Field(json_schema_extra={"maximum": MAX_WORKERS})]
+Workers = Annotated[
+    Positive,
+    AfterValidator(_within_one_scheduler),
+    Field(json_schema_extra={"maximum": MAX_WORKERS}),
+]
 Seed = Annotated[int, Field(ge=0)]
 Grid = Annotated[list[Positive], Field(min_length=1)]
 Scalar = bool | int | float | str | None
 
-TENSOR_PARALLEL = ("transformers", "rebatch", "vllm")  # engines whose workers may be groups of processes
+
+def _known_engine(name: str) -> str:
+    try:
+        return traits_of(name).name
+    except InputError as error:
+        raise ValueError(f"{error.message}; {error.hint}") from None
+
+
+EngineName = Annotated[
+    str, AfterValidator(_known_engine), Field(json_schema_extra={"enum": list(ENGINES)})
+]
+
+
+REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
+COMMIT_PATTERN = r"[0-9a-f]{40}"
 
 
 class ModelSpec(Strict):
@@ -43,26 +115,44 @@ class ModelSpec(Strict):
         default_factory=dict,
         description="transformers config keys, `model_type` among them; needed where source is 'random'",
     )
-    revision: str | None = None
+    revision: Annotated[str, Field(pattern=REVISION_PATTERN)] | None = Field(
+        default=None,
+        description="of a model on the hub: a commit of 40 hex digits; a branch or a tag may be moved",
+    )
     trust_remote_code: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     tokenizer: Literal["model", "bytes"] = Field(
-        default="model", description="'bytes' is the built-in byte-level tokenizer; it needs no download"
+        default="model",
+        description="'bytes' is the built-in byte-level tokenizer; it needs no download",
     )
     load_format: Literal["auto", "dummy"] = Field(
-        default="auto", description="'dummy' gives a known model random weights: profiles as well as real ones"
+        default="auto",
+        description="'dummy' gives a known model random weights: profiles as well as real ones",
     )
     seed: Seed = 0
     max_model_len: Positive = Field(description="longest prompt + output, in tokens")
     kv_bytes_per_token: Positive | None = Field(
-        default=None, description="2 * layers * kv_heads * head_dim * bytes; checked against the loaded model"
+        default=None,
+        description="2 * layers * kv_heads * head_dim * bytes; checked against the loaded model",
     )
     weight_bytes: Positive | None = None
+
+    @property
+    def from_hub(self) -> bool:
+        """Whether the model, or its tokenizer, comes from the hub."""
+        return self.source != "random" and not self.source.startswith(("/", "."))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every load takes the same files."""
+        return not self.from_hub or re.fullmatch(COMMIT_PATTERN, self.revision or "") is not None
 
     @model_validator(mode="after")
     def _random_needs_config(self) -> ModelSpec:
         if self.source == "random" and "model_type" not in self.config:
-            raise ValueError("model.source is 'random', so model.config needs 'model_type' and the sizes")
+            raise ValueError(
+                "model.source is 'random', so model.config needs 'model_type' and the sizes"
+            )
         return self
 
 
@@ -71,27 +161,39 @@ class HardwareSpec(Strict):
 
     device: Literal["cpu", "cuda"]
     name: str = Field(description="for people and for doctor's check, like 'A100-80GB'")
-    memory_gib: Annotated[float, Field(gt=0)] | None = Field(default=None, description="of one device")
+    memory_gib: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="of one device"
+    )
     peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="dense, in model.dtype, from the data sheet; for analytic profiles"
+        default=None,
+        description="dense, in model.dtype, from the data sheet; for analytic profiles",
     )
     bandwidth_gb_s: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="of the device's memory, from the data sheet; for analytic profiles"
+        default=None,
+        description="of the device's memory, from the data sheet; for analytic profiles",
     )
 
 
 class EngineSpec(Strict):
     """What runs the model."""
 
-    name: Literal["transformers", "rebatch", "deepspeed", "vllm", "openai", "fake"] = "transformers"
-    url: str | None = Field(default=None, description="openai: the server, like http://127.0.0.1:8000")
-    served_model: str | None = Field(default=None, description="openai: the model's name there; None: its first")
-    threads: Positive | None = Field(default=None, description="CPU threads of one worker; None: all")
+    name: EngineName = "transformers"
+    url: str | None = Field(
+        default=None, description="openai: the server, like http://127.0.0.1:8000"
+    )
+    served_model: str | None = Field(
+        default=None, description="openai: the model's name there; None: its first"
+    )
+    threads: Positive | None = Field(
+        default=None, description="CPU threads of one worker; None: all"
+    )
     tensor_parallel_size: Positive = Field(
-        default=1, description="processes that share each worker's model, a device each; it divides heads and KV heads"
+        default=1,
+        description="processes that share each worker's model, a device each; it divides heads and KV heads",
     )
     kv_cache_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="KV budget of one worker's process; None on a GPU: from gpu_memory_utilization"
+        default=None,
+        description="KV budget of one worker's process; None on a GPU: from gpu_memory_utilization",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     joining: Literal["embed", "shape"] = Field(
@@ -103,48 +205,53 @@ class EngineSpec(Strict):
         description="rebatch: one padded slab for all rows, or a block for each, which is faster on a CPU",
     )
     swap_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="rebatch: host memory of one worker for swapped caches; None: without a limit"
+        default=None,
+        description="rebatch: host memory of one worker for swapped caches; None: without a limit",
     )
     kernel_injection: bool | None = Field(
         default=None,
         description="deepspeed: true: its own kernels, or nothing; false: the model's; None: its own where they work",
     )
-    vllm: VllmSpec | None = Field(default=None, description="vllm: how its server is started; None: vLLM's defaults")
+    vllm: VllmSpec | None = Field(
+        default=None, description="vllm: how its server is started; None: vLLM's defaults"
+    )
     flush_s: Annotated[float, Field(ge=0)] = Field(
         default=0.05,
         description="a worker reports tokens at most this often, but for first ones; longer where cores are scarce",
     )
 
     @model_validator(mode="after")
-    def _servers_have_an_address(self) -> EngineSpec:
-        if self.name == "openai" and self.url is None:
-            raise ValueError("engine.name is 'openai', so engine.url says where the server is")
-        if self.name != "openai" and (self.url or self.served_model):
-            raise ValueError(f"engine.url and served_model are for engine 'openai'; engine.name is '{self.name}'")
-        if self.url and any(mark in self.url for mark in "@?#"):  # and it is not repeated: it may hold a secret
-            raise ValueError("engine.url is scheme, host, port and path alone; a key is given in LLMCTL_API_KEY")
+    def _settings_are_the_engines_own(self) -> EngineSpec:
+        own = traits_of(self.name).settings
+        for other in ENGINES.values():
+            for key in other.settings:
+                if getattr(self, key) is not None and key not in own:
+                    raise ValueError(
+                        f"engine.{key} is for engine '{other.name}'; engine.name is '{self.name}'"
+                    )
         return self
 
     @model_validator(mode="after")
-    def _only_vllm_has_its_flags(self) -> EngineSpec:
-        if self.vllm is not None and self.name != "vllm":
-            raise ValueError(f"engine.vllm is for engine 'vllm'; engine.name is '{self.name}'")
-        return self
-
-    @model_validator(mode="after")
-    def _not_all_engines_share_a_model(self) -> EngineSpec:
-        if self.tensor_parallel_size > 1 and self.name not in TENSOR_PARALLEL:
-            able = " and ".join(f"'{name}'" for name in TENSOR_PARALLEL)
-            size, name = self.tensor_parallel_size, self.name
+    def _a_server_elsewhere_has_an_address(self) -> EngineSpec:
+        if self.url is None and not traits_of(self.name).started:
             raise ValueError(
-                f"engine.tensor_parallel_size: {size}: a worker of '{name}' is one process; {able} share models"
+                f"engine.name is '{self.name}', so engine.url says where the server is"
+            )
+        # The URL is not repeated: it may hold a secret.
+        if self.url and any(mark in self.url for mark in "@?#"):
+            raise ValueError(
+                "engine.url is scheme, host, port and path alone; a key is given in LLMCTL_API_KEY"
             )
         return self
 
     @model_validator(mode="after")
-    def _only_deepspeed_injects(self) -> EngineSpec:
-        if self.kernel_injection is not None and self.name != "deepspeed":
-            raise ValueError(f"engine.kernel_injection is for engine 'deepspeed'; engine.name is '{self.name}'")
+    def _not_all_engines_share_a_model(self) -> EngineSpec:
+        if self.tensor_parallel_size > 1 and not traits_of(self.name).shares_model:
+            able = [f"'{traits.name}'" for traits in ENGINES.values() if traits.shares_model]
+            raise ValueError(
+                f"engine.tensor_parallel_size: {self.tensor_parallel_size}: a worker of "
+                f"'{self.name}' is one process; {', '.join(able)} share models"
+            )
         return self
 
 
@@ -154,7 +261,9 @@ class ProfileSpec(Strict):
     batch_sizes: Grid
     input_lengths: Grid
     cached_lengths: Grid
-    slice_tokens: Grid = Field(default=[16, 32], description="slice lengths of the end-to-end samples")
+    slice_tokens: Grid = Field(
+        default=[16, 32], description="slice lengths of the end-to-end samples"
+    )
     slices: Positive = Field(default=24, description="end-to-end slices, on all workers at once")
     sequences: Positive = Field(
         default=24, description="rebatch: end-to-end sequences of rounds, on all workers at once"
@@ -163,7 +272,8 @@ class ProfileSpec(Strict):
     warmups: Annotated[int, Field(ge=0)] = 1
     memory_lengths: Grid = Field(description="input lengths at which the memory edge is probed")
     clock: Literal["cpu", "wall"] = Field(
-        default="wall", description="'cpu' is process CPU time: steadier on shared cores with one thread"
+        default="wall",
+        description="'cpu' is process CPU time: steadier on shared cores with one thread",
     )
     seed: Seed = 0
 
@@ -178,10 +288,12 @@ class PolicySpec(Strict):
 class TuneSpec(Strict):
     """How to search."""
 
-    trials: Positive = 60
+    trials: Annotated[int, Field(gt=0, le=MAX_TRIALS)] = 60
     seed: Seed = 0
     windows: Positive = Field(default=2, description="trace windows used for the search")
-    held_out_windows: Positive = Field(default=2, description="other windows, used for the verdict alone")
+    held_out_windows: Positive = Field(
+        default=2, description="other windows, used for the verdict alone"
+    )
     window_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="length of a window in the scaled trace where it allows it; None: as long as all fit with gaps",
@@ -199,7 +311,8 @@ class TuneSpec(Strict):
         "'own': no other",
     )
     trace: str = Field(
-        default="chat-small", description="the traffic to tune for: a trace's file, or the name of a shipped trace"
+        default="chat-small",
+        description="the traffic to tune for: a trace's file, or the name of a shipped trace",
     )
     space: dict[str, Annotated[list[bool | int | float | str], Field(min_length=1)]] = Field(
         default_factory=dict,
@@ -213,10 +326,12 @@ class TuneSpec(Strict):
         default=None, description="evictions per 100 requests that continuous policies may need"
     )
     min_attainment_percent: Annotated[float, Field(ge=0, lt=100)] | None = Field(
-        default=None, description="share of requests that must meet all targets, judged by its lower confidence bound"
+        default=None,
+        description="share of requests that must meet all targets, judged by its lower confidence bound",
     )
-    draws: Annotated[int, Field(ge=0)] = Field(
-        default=40, description="draws of the fitted laws with which the verdict is repeated; 0: none"
+    draws: Annotated[int, Field(ge=0, le=MAX_DRAWS)] = Field(
+        default=40,
+        description="draws of the fitted laws with which the verdict is repeated; 0: none",
     )
 
 
@@ -226,8 +341,12 @@ class ServeSpec(Strict):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     served_model_name: str | None = None
-    max_new_tokens: Positive = Field(default=256, description="of requests that name none, and the upper bound")
-    max_waiting: Positive = Field(default=4096, description="requests waiting before new ones get 503")
+    max_new_tokens: Positive = Field(
+        default=256, description="of requests that name none, and the upper bound"
+    )
+    max_waiting: Positive = Field(
+        default=4096, description="requests waiting before new ones get 503"
+    )
     hang_s: Annotated[float, Field(gt=0)] = Field(
         default=30.0,
         description="a worker that reports nothing for this long and 10 times its batch's estimate is killed; "
@@ -285,13 +404,17 @@ class Recipe(Strict):
         for key in ("num_attention_heads", "num_key_value_heads"):
             heads = self.model.config.get(key)
             if isinstance(heads, int) and heads % size:
-                raise ValueError(f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, {heads}")
+                raise ValueError(
+                    f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, {heads}"
+                )
         return self
 
     @model_validator(mode="after")
     def _a_server_is_one_worker(self) -> Recipe:
-        if self.engine.name in ("openai", "vllm") and self.workers > 1:
-            raise ValueError(f"workers: {self.workers}: a server is one worker, whatever is behind it")
+        if traits_of(self.engine.name).server and self.workers > 1:
+            raise ValueError(
+                f"workers: {self.workers}: a server is one worker, whatever is behind it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -306,3 +429,13 @@ class Recipe(Strict):
 def recipe_schema() -> JsonSchemaValue:
     """The JSON Schema of recipes, with which editors complete and check them."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+
+
+# Labels of machines, by which a kind of workers finds its own: Kubernetes' syntax, which is Ray's
+# as well.
+
+_NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+VALUE_PATTERN = rf"^{_NAME}$"
+LabelKey = Annotated[str, Field(pattern=rf"^([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_NAME}$")]
+LabelValue = Annotated[str, Field(pattern=VALUE_PATTERN)]
+Labels = dict[LabelKey, LabelValue]

@@ -1,1 +1,3 @@
-"""Measuring an engine: a grid of prefills and decode steps, the memory edge, whole slices through worker processes."""
+"""Measuring an engine: a grid of prefills and decode steps, the memory edge, whole slices through
+worker processes.
+"""

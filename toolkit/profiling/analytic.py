@@ -1,7 +1,9 @@
-"""A profile of hardware that nobody has at hand: a roofline from the recipe's numbers, and marked as such.
+"""A profile of hardware that nobody has at hand: a roofline from the recipe's numbers, and marked
+as such.
 
-It has the grid and the sections of a measured profile, so that all that follows takes it. What is assumed is written
-into it (`engine.analytic`); the factors may come from a measured profile of the same engine elsewhere.
+It has the grid and the sections of a measured profile, so that all that follows takes it. What is
+assumed is written into it (`engine.analytic`); the factors may come from a measured profile of the
+same engine elsewhere.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.estimators.roofline import Efficiency, Peaks, Roofline, Sizes, fit_efficiency
+from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline, fit_efficiency
 from toolkit.estimators.steps import chunk_attended
-from toolkit.files.io import Head
+from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import (
     DecodePoint,
     EngineFacts,
@@ -24,13 +27,15 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.grid import PROMPTS, GridPoint, Kind, Shape, grid, slice_shapes
-from toolkit.profiling.memory import probe_shapes, safe_tokens
+from toolkit.profiling.grid import PROMPTS, GridPoint, Kind, SliceShape, grid, slice_shapes
+from toolkit.profiling.measure import probe_shapes, safe_tokens
 
 GIB = 1 << 30
 MIB = 1 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ASSUMED = Efficiency(compute=0.5, traffic=0.7, pass_s=0.005)  # what a plain eager engine reaches, roughly; not measured
+ASSUMED = Efficiency(
+    compute=0.5, traffic=0.7, pass_s=0.005
+)  # what a plain eager engine reaches, roughly; not measured
 SAFE_VOCABULARY = 256
 BLOCK_TOKENS = 16  # of a KV block, as vLLM has it on a GPU
 PASS_TOKENS = 8192  # new tokens in the largest pass: what tuning searches up to
@@ -53,18 +58,25 @@ class Basis:
 def basis_of(measured: Profile, recipe: Recipe) -> Basis:
     """The efficiency that a measured profile shows, `recipe` being the one it was made with."""
     if measured.engine.analytic:
-        raise InputError("the profile to learn from is analytic itself", "give one that was measured")
-    efficiency, error = fit_efficiency(peaks_of(recipe), sizes_of(recipe), measured.prefill, measured.decode)
+        raise InputError(
+            "the profile to learn from is analytic itself", "give one that was measured"
+        )
+    efficiency, error = fit_efficiency(
+        peaks_of(recipe), sizes_of(recipe), measured.prefill, measured.decode
+    )
     return Basis(efficiency, f"fitted to {measured.recipe_name}, median error {error:.0f} %")
 
 
-def analytic_profile(recipe: Recipe, head: Head, basis: Basis | None = None) -> Profile:
+def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
     """The profile that the roofline gives. `InputError` naming the numbers that the recipe lacks."""
     basis = basis or Basis(ASSUMED, "assumed")
     line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
     facts = _facts(recipe, line.sizes, basis.text())
     points, skipped = grid(recipe.profile, facts)
-    probes = [_probe(length, steps, facts.capacity_tokens) for length, steps in probe_shapes(recipe.profile, facts)]
+    probes = [
+        _probe(length, steps, facts.capacity_tokens)
+        for length, steps in probe_shapes(recipe.profile, facts)
+    ]
     shapes = slice_shapes(recipe.profile, safe_tokens(probes, facts), facts.max_model_len)
     return Profile(
         **head,
@@ -83,20 +95,25 @@ def analytic_profile(recipe: Recipe, head: Head, basis: Basis | None = None) -> 
         slices=[_slice(shape, line) for shape in shapes.values()],
         memory=probes,
         failed=skipped,
-        steps=_steps(recipe, facts, line) if recipe.engine.name == "vllm" else None,
+        steps=_steps(recipe, facts, line) if traits_of(recipe.engine.name).timed_by_pass else None,
     )
 
 
 def peaks_of(recipe: Recipe) -> Peaks:
     """The device's, from the recipe."""
     hardware = recipe.hardware
-    _need({"hardware.peak_tflops": hardware.peak_tflops, "hardware.bandwidth_gb_s": hardware.bandwidth_gb_s})
+    _need(
+        {
+            "hardware.peak_tflops": hardware.peak_tflops,
+            "hardware.bandwidth_gb_s": hardware.bandwidth_gb_s,
+        }
+    )
     assert hardware.peak_tflops is not None
     assert hardware.bandwidth_gb_s is not None
     return Peaks(hardware.peak_tflops * 1e12, hardware.bandwidth_gb_s * 1e9)
 
 
-def sizes_of(recipe: Recipe) -> Sizes:
+def sizes_of(recipe: Recipe) -> ModelSizes:
     """The model's, from the recipe."""
     model, config = recipe.model, recipe.model.config
     layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
@@ -115,16 +132,18 @@ def sizes_of(recipe: Recipe) -> Sizes:
     assert isinstance(layers, int)
     assert isinstance(width, int)
     weights = model.weight_bytes // DTYPE_BYTES[model.dtype]
-    return Sizes(model.weight_bytes, weights, layers, width, model.kv_bytes_per_token)
+    return ModelSizes(model.weight_bytes, weights, layers, width, model.kv_bytes_per_token)
 
 
 def _need(values: dict[str, object]) -> None:
     missing = [name for name, value in values.items() if value is None]
     if missing:
-        raise InputError(f"an analytic profile needs {', '.join(missing)}", "see the data sheet and the model")
+        raise InputError(
+            f"an analytic profile needs {', '.join(missing)}", "see the data sheet and the model"
+        )
 
 
-def _facts(recipe: Recipe, sizes: Sizes, analytic: str) -> EngineFacts:
+def _facts(recipe: Recipe, sizes: ModelSizes, analytic: str) -> EngineFacts:
     budget = _kv_budget_bytes(recipe, sizes)
     vocabulary = recipe.model.config.get("vocab_size")
     return EngineFacts(
@@ -145,7 +164,7 @@ def _facts(recipe: Recipe, sizes: Sizes, analytic: str) -> EngineFacts:
     )
 
 
-def _kv_budget_bytes(recipe: Recipe, sizes: Sizes) -> int:
+def _kv_budget_bytes(recipe: Recipe, sizes: ModelSizes) -> int:
     engine, memory_gib = recipe.engine, recipe.hardware.memory_gib
     if engine.kv_cache_memory_mib is not None:
         return int(engine.kv_cache_memory_mib * MIB)
@@ -154,7 +173,9 @@ def _kv_budget_bytes(recipe: Recipe, sizes: Sizes) -> int:
     left = int(memory_gib * GIB * engine.gpu_memory_utilization) - sizes.weight_bytes
     if left < sizes.kv_bytes_per_token:
         share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
-        raise InputError(f"the weights, {sizes.weight_bytes / GIB:.1f} GiB, leave no KV cache in {share}")
+        raise InputError(
+            f"the weights, {sizes.weight_bytes / GIB:.1f} GiB, leave no KV cache in {share}"
+        )
     return left
 
 
@@ -168,14 +189,17 @@ def _of(points: Sequence[GridPoint], kind: Kind) -> list[tuple[int, int]]:
 
 
 def _steps(recipe: Recipe, facts: EngineFacts, line: Roofline) -> StepsProfile:
-    """Passes of a paged engine over the recipe's grid: rows that decode, and chunks beside them or alone.
+    """Passes of a paged engine over the recipe's grid: rows that decode, and chunks beside them or
+    alone.
 
     What lies between two passes is in `pass_s`, and what a client waits besides is not known: 0.
     """
     spec, vllm = recipe.profile, recipe.engine.vllm
     block_tokens = (vllm.block_size if vllm else None) or BLOCK_TOKENS
     lengths = sorted(set(spec.cached_lengths))
-    few = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})  # a roofline is linear in them
+    few = sorted(
+        {lengths[0], lengths[len(lengths) // 2], lengths[-1]}
+    )  # a roofline is linear in them
     decoding = [(0, 0), *((n, length) for n in spec.batch_sizes for length in few)]
     chunks = [(0, 0), *((k, length) for k in (1, PROMPTS) for length in spec.input_lengths)]
     return StepsProfile(
@@ -208,7 +232,12 @@ def _step(line: Roofline, rows: int, cached: int, chunks: int, length: int) -> S
     )
 
 
-def _slice(shape: Shape, line: Roofline) -> SlicePoint:
+def _slice(shape: SliceShape, line: Roofline) -> SlicePoint:
     n, length = shape.batch_size, shape.input_length
     decoded = sum(line.decode_s(n, length + step) for step in range(1, shape.steps))
-    return SlicePoint(batch_size=n, input_length=length, steps=shape.steps, seconds=line.prefill_s(n, length) + decoded)
+    return SlicePoint(
+        batch_size=n,
+        input_length=length,
+        steps=shape.steps,
+        seconds=line.prefill_s(n, length) + decoded,
+    )

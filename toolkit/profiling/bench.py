@@ -1,6 +1,7 @@
 """What profiling asks of an engine: time a point, and try whether a batch fits.
 
-`LocalBench` asks an engine in this process, `toolkit.profiling.process.EngineProcess` one in another.
+`LocalTimedEngine` asks an engine in this process, `toolkit.profiling.process.EngineProcess` one in
+another.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import Literal, Protocol, cast, runtime_checkable
 
 from toolkit.engines.protocol import Engine, OutOfMemory, Round, RoundEngine, Row, SamplingParams
 from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
-from toolkit.profiling.grid import GridPoint, Shape
+from toolkit.profiling.grid import GridPoint, SliceShape
 
 Clock = Literal["cpu", "wall"]
 CLOCKS: dict[Clock, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 
-# A visit to a cheap point goes on until it has taken this long, with all around its runs, or has this many samples.
-# More would tell little: disturbances last longer than that, and another visit sees another moment.
+# A visit to a cheap point goes on until it has taken this long, with all around its runs, or has
+# this many samples. More would tell little: disturbances last longer than that, and another visit
+# sees another moment.
 VISIT_S = 0.02
 VISIT_SAMPLES = 3
 
@@ -26,7 +28,7 @@ class Unmeasurable(Exception):  # noqa: N818  (a point's fate, which the profile
     """A point could not be measured; the engine, perhaps a new one, is ready for the next."""
 
 
-class Bench(Protocol):
+class TimedEngine(Protocol):
     """An engine on the bench."""
 
     facts: EngineFacts
@@ -35,16 +37,17 @@ class Bench(Protocol):
         """Seconds of one or several runs of the point. Raises `Unmeasurable` with the reason."""
         ...
 
-    def fits(self, shape: Shape) -> bool:
+    def fits(self, shape: SliceShape) -> bool:
         """Whether a slice of this shape runs without running out of memory."""
         ...
 
 
-class RoundBench(Bench, Protocol):
+class TimedRoundEngine(TimedEngine, Protocol):
     """An engine that keeps its rows, on the bench."""
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """How many rows of `length` tokens may enter, a round each, and whether the next one ran out of memory.
+        """How many rows of `length` tokens may enter, a round each, and whether the next one ran
+        out of memory.
 
         At most `limit`. Raises `Unmeasurable` with the reason.
         """
@@ -52,7 +55,7 @@ class RoundBench(Bench, Protocol):
 
 
 @runtime_checkable
-class PassBench(Protocol):
+class TimedPassEngine(Protocol):
     """A bench whose engine tells of its passes."""
 
     def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
@@ -65,17 +68,19 @@ class PassBench(Protocol):
         ...
 
 
-class LocalBench:
+class LocalTimedEngine:
     """An engine in this process. `now_s` says when a visit has taken long enough."""
 
-    def __init__(self, engine: Engine, clock: Clock, now_s: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, engine: Engine, clock: Clock, now_s: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.facts = engine.facts
         self._engine = engine
         self._clock = CLOCKS[clock]
         self._now_s = now_s
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
-        """See `Bench.time`."""
+        """See `TimedEngine.time`."""
         try:
             for _ in range(warmups):
                 self._run(point)
@@ -102,8 +107,8 @@ class LocalBench:
         return cast(RoundEngine, self._engine)
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """See `RoundBench.admit`."""
-        (row,) = slice_rows(Shape(1, length, self.facts.max_model_len - length))
+        """See `TimedRoundEngine.admit`."""
+        (row,) = slice_rows(SliceShape(1, length, self.facts.max_model_len - length))
         engine = self._round_engine
         entered, runs_out = 0, False
         while entered < limit and not runs_out:
@@ -112,8 +117,10 @@ class LocalBench:
         engine.run_round(Round(0, evict=tuple(range(entered + runs_out))), lambda _: True)
         return entered, runs_out
 
-    def fits(self, shape: Shape) -> bool:
-        """See `Bench.fits`. The engine holds memory for all steps from the start, so the first one tells."""
+    def fits(self, shape: SliceShape) -> bool:
+        """See `TimedEngine.fits`. The engine holds memory for all steps from the start, so the first one
+        tells.
+        """
         try:
             self._engine.run_slice(slice_rows(shape), shape.steps, lambda _: False)
         except OutOfMemory:
@@ -121,16 +128,25 @@ class LocalBench:
         return True
 
 
-def slice_rows(shape: Shape, vocab_size: int = 2) -> list[Row]:
-    """Rows of a slice that runs for all its steps. The first is L long, the others down to 3/4 of it: real padding."""
+def slice_rows(shape: SliceShape, vocab_size: int = 2) -> list[Row]:
+    """Rows of a slice that runs for all its steps. The first is L long, the others down to 3/4 of
+    it: real padding.
+    """
     tokens = tuple(position % vocab_size for position in range(shape.input_length))
     shortest = shape.input_length - shape.input_length // 4
     lengths = [
-        shape.input_length - number * (shape.input_length - shortest) // max(shape.batch_size - 1, 1)
+        shape.input_length
+        - number * (shape.input_length - shortest) // max(shape.batch_size - 1, 1)
         for number in range(shape.batch_size)
     ]
     sampling = SamplingParams(ignore_eos=True)
     return [
-        Row(f"profile-{number}", tokens[:length], generated=0, max_new_tokens=shape.steps, sampling=sampling)
+        Row(
+            f"profile-{number}",
+            tokens[:length],
+            generated=0,
+            max_new_tokens=shape.steps,
+            sampling=sampling,
+        )
         for number, length in enumerate(lengths)
     ]

@@ -1,4 +1,6 @@
-"""The process of an engine on the bench: `python -m toolkit.profiling.child`. Started by `process.EngineProcess`."""
+"""The process of an engine on the bench: `python -m toolkit.profiling.child`. Started by
+`process.EngineProcess`.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Engine, OutOfMemory
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import LocalBench, Unmeasurable, slice_rows
-from toolkit.profiling.frames import (
+from toolkit.profiling.bench import LocalTimedEngine, Unmeasurable, slice_rows
+from toolkit.profiling.process import (
     Admit,
     Admitted,
     Failed,
     Fits,
     KeepBusy,
-    Load,
     Loaded,
+    LoadEngine,
     Reply,
     Request,
+    RunTimes,
     Time,
-    Timed,
     Tried,
     read_request,
     write_frame,
@@ -45,14 +47,14 @@ def main() -> None:
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Answer the frames in `requests`. Ends with `EOFError`."""
     load = read_request(requests)
-    assert isinstance(load, Load)
+    assert isinstance(load, LoadEngine)
     recipe = Recipe.model_validate_json(load.recipe_json)
     try:
         engine = make_engine(recipe.model, recipe.engine, recipe.hardware)
     except LlmctlError as error:
         write_frame(replies, Failed(error.message, error.hint, error.exit_code))
         return
-    bench = LocalBench(engine, recipe.profile.clock)
+    bench = LocalTimedEngine(engine, recipe.profile.clock)
     write_frame(replies, Loaded(bench.facts.model_dump_json()))
     while True:
         request = read_request(requests)
@@ -62,10 +64,10 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
             write_frame(replies, _answer(bench, request))
 
 
-def _answer(bench: LocalBench, request: Request) -> Reply:
+def _answer(bench: LocalTimedEngine, request: Request) -> Reply:
     try:
         if isinstance(request, Time):
-            return Timed(tuple(bench.time(request.point, request.warmups)))
+            return RunTimes(tuple(bench.time(request.point, request.warmups)))
         if isinstance(request, Admit):
             return Admitted(*bench.admit(request.length, request.limit))
         assert isinstance(request, Fits)
@@ -85,7 +87,9 @@ def _keep_busy(engine: Engine, work: KeepBusy, requests: IO[bytes]) -> None:
     while undisturbed():
         for shape in work.shapes:
             try:
-                engine.run_slice(slice_rows(shape, engine.facts.vocab_size), shape.steps, undisturbed)
+                engine.run_slice(
+                    slice_rows(shape, engine.facts.vocab_size), shape.steps, undisturbed
+                )
             except OutOfMemory:
                 continue
             if not undisturbed():

@@ -11,14 +11,18 @@ from typing import Literal
 from toolkit.files.profile import EngineFacts, FailedPoint
 from toolkit.files.recipe import ProfileSpec
 
-Kind = Literal["prefill", "decode", "mix", "traffic", "join", "leave", "grow", "swap_out", "swap_in"]
+Kind = Literal[
+    "prefill", "decode", "mix", "traffic", "join", "leave", "grow", "swap_out", "swap_in"
+]
 
 
 @dataclass(slots=True, frozen=True, order=True)
 class GridPoint:
-    """A prefill of [N, L] tokens, a decode step of N rows at cached length `length`, or a part of a round.
+    """A prefill of [N, L] tokens, a decode step of N rows at cached length `length`, or a part of a
+    round.
 
-    Of a part, N rows join, leave or move beside `others` that run. Of traffic, `others` is how many requests come.
+    Of a part, N rows join, leave or move beside `others` that run. Of traffic, `others` is how many
+    requests come.
     """
 
     kind: Kind
@@ -46,7 +50,9 @@ def grid(spec: ProfileSpec, facts: EngineFacts) -> tuple[list[GridPoint], list[F
                 point = GridPoint(kind, batch_size, length)
                 reason = _too_large(point, facts)
                 if reason:
-                    skipped.append(FailedPoint(kind=kind, batch_size=batch_size, length=length, reason=reason))
+                    skipped.append(
+                        FailedPoint(kind=kind, batch_size=batch_size, length=length, reason=reason)
+                    )
                 else:
                     points.append(point)
     return points, skipped
@@ -67,7 +73,9 @@ PROMPTS = 4  # of a mix
 
 
 def mix_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
-    """Prompts of each length that come in while N others decode: what a paged engine makes most of its passes of."""
+    """Prompts of each length that come in while N others decode: what a paged engine makes most of
+    its passes of.
+    """
     return [
         GridPoint("mix", batch_size, length, PROMPTS)
         for length in sorted(set(spec.input_lengths))
@@ -81,8 +89,8 @@ def mix_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
 def traffic_points(spec: ProfileSpec, facts: EngineFacts, longest: int) -> list[GridPoint]:
     """Requests that come and go by chance, N of them at once on average: what serving is made of.
 
-    Their rows have long caches beside chunks of prompts, and others begin and end meanwhile, which no other point has.
-    Prompts are about `length` tokens long, outputs up to `longest`.
+    Their rows have long caches beside chunks of prompts, and others begin and end meanwhile, which
+    no other point has. Prompts are about `length` tokens long, outputs up to `longest`.
     """
     return [
         GridPoint("traffic", batch_size, length, WAVES * batch_size)
@@ -98,7 +106,9 @@ WAVES = 3  # of traffic: so many times the requests that run at once
 MIX_STEPS = 24  # prompt and output tokens of those who decode in a mix
 JOINING = (1, 4, 16)  # rows at once
 OTHERS = (3, 15, 31)  # rows that run beside them
-PARTS: tuple[tuple[Kind, tuple[int, ...], tuple[int, ...], float], ...] = (  # rows, others, memory in batches
+PARTS: tuple[
+    tuple[Kind, tuple[int, ...], tuple[int, ...], float], ...
+] = (  # rows, others, memory in batches
     ("join", JOINING, OTHERS[:2], 2.0),
     ("leave", JOINING[:1], OTHERS, 1.5),
     ("grow", JOINING[:1], OTHERS, 2.5),
@@ -108,7 +118,9 @@ PARTS: tuple[tuple[Kind, tuple[int, ...], tuple[int, ...], float], ...] = (  # r
 
 
 def part_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
-    """The parts of rounds, at the recipe's cached lengths, that leave memory for what they need at once."""
+    """The parts of rounds, at the recipe's cached lengths, that leave memory for what they need at
+    once.
+    """
     return [
         point
         for kind, rows, others, batches in PARTS
@@ -118,20 +130,23 @@ def part_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
     ]
 
 
-# Points that cost little are visited this often in a round. A short visit sees one moment of the machine, so it takes
-# more of them to see as much as one long prefill does.
+# Points that cost little are visited this often in a round. A short visit sees one moment of the
+# machine, so it takes more of them to see as much as one long prefill does.
 CHEAP_VISITS = 3
 
 
 def in_rounds(points: Sequence[GridPoint], spec: ProfileSpec) -> Iterator[tuple[int, GridPoint]]:
     """(number, point) for every visit; the number counts the visits to that point.
 
-    Each of the `spec.repeats` rounds visits all points, in an order of its own: a machine that is disturbed for a while
-    then spoils one visit to many points, not all visits to one. Decode steps, and the prefills with fewer tokens than
-    most, are visited three times in a round.
+    Each of the `spec.repeats` rounds visits all points, in an order of its own: a machine that is
+    disturbed for a while then spoils one visit to many points, not all visits to one. Decode steps,
+    and the prefills with fewer tokens than most, are visited three times in a round.
     """
     parts = sorted(point for point in points if point.kind not in ("prefill", "decode"))
-    prefill = sorted((point for point in points if point.kind == "prefill"), key=lambda point: (point.tokens, point))
+    prefill = sorted(
+        (point for point in points if point.kind == "prefill"),
+        key=lambda point: (point.tokens, point),
+    )
     half = len(prefill) // 2
     cheap = sorted(point for point in points if point.kind == "decode") + prefill[:half]
     for number in range(spec.repeats):
@@ -145,7 +160,7 @@ def in_rounds(points: Sequence[GridPoint], spec: ProfileSpec) -> Iterator[tuple[
 
 
 @dataclass(slots=True, frozen=True)
-class Shape:
+class SliceShape:
     """A slice: N rows padded to L, run for S steps."""
 
     batch_size: int
@@ -156,26 +171,31 @@ class Shape:
 TRIES = 200
 
 
-def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[int, Shape]:
-    """Random slices over the grid's ranges, by number, with N * (L + S) <= `tokens_max` and L + S <= `length_max`.
+def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[int, SliceShape]:
+    """Random slices over the grid's ranges, by number, with N * (L + S) <= `tokens_max` and L + S
+    <= `length_max`.
 
-    Each depends on the seed and its number alone; sizes and lengths are log-uniform, like the grid. A number for which
-    nothing that fits is found is left out.
+    Each depends on the seed and its number alone; sizes and lengths are log-uniform, like the grid.
+    A number for which nothing that fits is found is left out.
     """
     drawn = {
-        number: _draw_shape(spec, tokens_max, length_max, random.Random(f"{spec.seed}/slice/{number}"))
+        number: _draw_shape(
+            spec, tokens_max, length_max, random.Random(f"{spec.seed}/slice/{number}")
+        )
         for number in range(spec.slices)
     }
     return {number: shape for number, shape in drawn.items() if shape}
 
 
-def _draw_shape(spec: ProfileSpec, tokens_max: float, length_max: int, rng: random.Random) -> Shape | None:
+def _draw_shape(
+    spec: ProfileSpec, tokens_max: float, length_max: int, rng: random.Random
+) -> SliceShape | None:
     for _ in range(TRIES):
         steps = rng.choice(spec.slice_tokens)
         length = log_uniform(spec.input_lengths, rng)
         batch_size = log_uniform(spec.batch_sizes, rng)
         if batch_size * (length + steps) <= tokens_max and length + steps <= length_max:
-            return Shape(batch_size, length, steps)
+            return SliceShape(batch_size, length, steps)
     return None
 
 

@@ -1,7 +1,10 @@
-"""What was measured so far, on disk after every result: a profile that was killed goes on from where it was.
+"""What was measured so far, on disk after every result: a profile that was killed goes on from
+where it was.
 
-A JSON object per line: first the conditions under which the rest was measured, then a key and a result each. A last
-line that a kill has torn is cut off. Whoever writes the profile deletes the journal then.
+A JSON object per line: first the conditions under which the rest was measured, then a key and a
+result each. A last line that a kill has torn is cut off. From a line that is damaged otherwise all
+is measured again, and the file as it was is kept. Whoever writes the profile deletes the journal
+then.
 """
 
 from __future__ import annotations
@@ -16,8 +19,6 @@ from typing import IO, TypeVar
 from pydantic import Field, ValidationError
 
 from toolkit.errors import InputError
-from toolkit.files.envelope import Environment, Strict
-from toolkit.files.identity import differences, identity
 from toolkit.files.profile import (
     EngineFacts,
     FailedPoint,
@@ -26,10 +27,13 @@ from toolkit.files.profile import (
     RoundSequence,
     SlicePoint,
     StepPoint,
+    differences,
+    identity,
 )
+from toolkit.files.strict import Environment, Strict
 
 
-class Conditions(Strict):
+class JournalConditions(Strict):
     """What must be the same for results to belong together."""
 
     tool_version: str
@@ -37,10 +41,14 @@ class Conditions(Strict):
     environment: Environment
     engine: EngineFacts
 
-    def differences(self, now: Conditions) -> list[str]:
+    def differences(self, now: JournalConditions) -> list[str]:
         """What is not the same any more, in words."""
         sections = sorted(self.recipe.keys() | now.recipe.keys())
-        changed = [f"'{name}' of the recipe" for name in sections if self.recipe.get(name) != now.recipe.get(name)]
+        changed = [
+            f"'{name}' of the recipe"
+            for name in sections
+            if self.recipe.get(name) != now.recipe.get(name)
+        ]
         if self.tool_version != now.tool_version:
             changed.append(f"llmctl ({self.tool_version}, now {now.tool_version})")
         changed += _environment(self.environment, now.environment)
@@ -50,7 +58,7 @@ class Conditions(Strict):
         return changed
 
 
-class Visit(Strict):
+class PointVisit(Strict):
     """Samples of a grid point, in seconds; and of an engine that tells, the passes that made them."""
 
     seconds: list[float]
@@ -59,10 +67,10 @@ class Visit(Strict):
 
 
 ResultT = TypeVar("ResultT")
-Result = Visit | SlicePoint | MemoryPoint | RoundSequence | FailedPoint
+Result = PointVisit | SlicePoint | MemoryPoint | RoundSequence | FailedPoint
 
 
-class Entry(Strict):
+class JournalEntry(Strict):
     """A line."""
 
     key: str
@@ -79,12 +87,12 @@ class Journal:
 
     Attributes:
         results: those found, and those put since.
-        set_aside: why an old file was set aside, '' where none was.
+        set_aside: why an old file, or its end, was set aside; '' where none was.
 
     Raises `InputError` where the file cannot be written, or another process has it open.
     """
 
-    def __init__(self, path: Path, conditions: Conditions, *, fresh: bool = False) -> None:
+    def __init__(self, path: Path, conditions: JournalConditions, *, fresh: bool = False) -> None:
         self._path = path
         self.results: dict[str, Result] = {}
         self.set_aside = ""
@@ -95,39 +103,54 @@ class Journal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stream.close()
 
     def put(self, key: str, result: Result) -> None:
         """Record a result."""
         self.results[key] = result
-        self._append(Entry(key=key, result=result))
+        self._append(JournalEntry(key=key, result=result))
 
     def _append(self, line: Strict) -> None:
         self._stream.write(line.model_dump_json().encode() + b"\n")
         self._stream.flush()
         os.fsync(self._stream.fileno())
 
-    def _take_up(self, conditions: Conditions, fresh: bool) -> None:
+    def _take_up(self, conditions: JournalConditions, fresh: bool) -> None:
         lines = self._stream.read().splitlines(keepends=True)
-        if lines:
+        if lines and lines[0].endswith(
+            b"\n"
+        ):  # else a kill has torn the first line, and none follows
             self.set_aside = "--fresh was given" if fresh else _why_not(lines[0], conditions)
             if not self.set_aside:
                 self._keep(lines)
                 return
             self._stream.close()
-            os.replace(self._path, self._path.with_name(self._path.name + ".old"))
+            os.replace(self._path, self._old)
             self._stream = _open_locked(self._path)
+        self._stream.truncate(0)
         self._append(conditions)
 
+    @property
+    def _old(self) -> Path:
+        return self._path.with_name(self._path.name + ".old")
+
     def _keep(self, lines: list[bytes]) -> None:
-        """Take what can be read, and cut off the rest: a torn line, and whatever may follow one."""
+        """Take what can be read, and cut off the rest: a torn line, and whatever may follow a
+        damaged one.
+        """
         end = len(lines[0])
-        for line in lines[1:]:
+        for number, line in enumerate(lines[1:], start=2):
             try:
-                entry = Entry.model_validate_json(line)
+                entry = JournalEntry.model_validate_json(line)
             except ValidationError:
+                if line.endswith(b"\n"):
+                    self._old.write_bytes(b"".join(lines))
+                    self.set_aside = f"from line {number} on, which cannot be read"
                 break
             if not line.endswith(b"\n"):
                 break
@@ -140,15 +163,21 @@ class Journal:
 def _environment(then: Environment, now: Environment) -> list[str]:
     """Which packages are others now, and whether the machine is."""
     names = sorted(then.packages.keys() | now.packages.keys())
-    versions = [(name, then.packages.get(name, "none"), now.packages.get(name, "none")) for name in names]
-    changed = [f"{name} ({was}, now {version})" for name, was, version in versions if was != version]
+    versions = [
+        (name, then.packages.get(name, "none"), now.packages.get(name, "none")) for name in names
+    ]
+    changed = [
+        f"{name} ({was}, now {version})" for name, was, version in versions if was != version
+    ]
     if then.model_copy(update={"packages": now.packages}) != now:
         changed.append("the machine")
     return changed
 
 
 def _same_engine(then: EngineFacts, now: EngineFacts) -> bool:
-    """Equal, but for a KV budget that moved by less than a percent: on a GPU it is what was free when it loaded."""
+    """Equal, but for a KV budget that moved by less than a percent: on a GPU it is what was free
+    when it loaded.
+    """
     moved = abs(then.capacity_tokens / now.capacity_tokens - 1.0)
     budget = {"kv_budget_bytes": now.kv_budget_bytes, "capacity_tokens": now.capacity_tokens}
     return moved < 0.01 and then.model_copy(update=budget) == now
@@ -159,7 +188,9 @@ def _open_locked(path: Path) -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = path.open("a+b")
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}", "choose another place with --out") from None
+        raise InputError(
+            f"{path}: cannot be written: {error.strerror}", "choose another place with --out"
+        ) from None
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -171,10 +202,10 @@ def _open_locked(path: Path) -> IO[bytes]:
     return stream
 
 
-def _why_not(first_line: bytes, now: Conditions) -> str:
+def _why_not(first_line: bytes, now: JournalConditions) -> str:
     """Why results measured under these conditions cannot be used now; '' where they can."""
     try:
-        then = Conditions.model_validate_json(first_line)
+        then = JournalConditions.model_validate_json(first_line)
     except ValidationError:
         return "its first line cannot be read"
     changed = then.differences(now)

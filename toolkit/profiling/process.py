@@ -1,7 +1,8 @@
 """An engine on the bench in a process of its own.
 
-What dies there, of a probe past the edge of memory or of a bug in a kernel, takes nothing with it, and what it held is
-given back when it ends. A child whose parent is gone, killed perhaps, reads an end of file and ends.
+What dies there, of a probe past the edge of memory or of a bug in a kernel, takes nothing with it,
+and what it held is given back when it ends. A child whose parent is gone, killed perhaps, reads an
+end of file and ends.
 """
 
 from __future__ import annotations
@@ -12,29 +13,120 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import IO, cast
 
+import msgspec
+
+from toolkit import guard
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import Unmeasurable
-from toolkit.profiling.frames import (
-    Admit,
-    Admitted,
-    Failed,
-    Fits,
-    KeepBusy,
-    Load,
-    Loaded,
-    Reply,
-    Request,
-    Time,
-    Timed,
-    Tried,
-    read_reply,
-    write_frame,
-)
-from toolkit.profiling.grid import GridPoint, Shape
+from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.workers.process import engine_environment
 from toolkit.workers.protocol import Workers
+
+# What a bench and its process say to each other: msgspec structs, length first, over the child's
+# stdin and stdout.
+
+
+class LoadEngine(msgspec.Struct, tag=True, frozen=True):
+    """The first frame: which engine."""
+
+    recipe_json: str
+
+
+class Time(msgspec.Struct, tag=True, frozen=True):
+    """Time a point."""
+
+    point: GridPoint
+    warmups: int
+
+
+class Fits(msgspec.Struct, tag=True, frozen=True):
+    """Try a slice."""
+
+    shape: SliceShape
+
+
+class Admit(msgspec.Struct, tag=True, frozen=True):
+    """Let rows enter one by one."""
+
+    length: int
+    limit: int
+
+
+class KeepBusy(msgspec.Struct, tag=True, frozen=True):
+    """Serve these slices over and over, until the stream ends. It has no reply."""
+
+    shapes: tuple[SliceShape, ...]
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """The engine is ready."""
+
+    facts_json: str
+
+
+class RunTimes(msgspec.Struct, tag=True, frozen=True):
+    """Seconds of each run."""
+
+    seconds: tuple[float, ...]
+
+
+class Tried(msgspec.Struct, tag=True, frozen=True):
+    """Whether the slice fitted."""
+
+    fitted: bool
+
+
+class Admitted(msgspec.Struct, tag=True, frozen=True):
+    """How many entered, and whether the next one ran out of memory."""
+
+    rows: int
+    ran_out: bool
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """What was asked cannot be done. `exit_code` is that of the error to raise, 0 where it is this
+    point's alone.
+    """
+
+    message: str
+    hint: str = ""
+    exit_code: int = 0
+
+
+Request = LoadEngine | Time | Fits | Admit | KeepBusy
+Reply = Loaded | RunTimes | Tried | Admitted | Failed
+
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def write_frame(stream: IO[bytes], frame: Request | Reply) -> None:
+    """Length, four bytes, and the frame."""
+    body = msgspec.msgpack.encode(frame)
+    stream.write(len(body).to_bytes(4, "big") + body)
+    stream.flush()
+
+
+def read_request(stream: IO[bytes]) -> Request:
+    """The next request. `EOFError` where the parent is gone."""
+    return _requests.decode(_read(stream))
+
+
+def read_reply(stream: IO[bytes]) -> Reply:
+    """The next reply. `EOFError` where the child is gone."""
+    return _replies.decode(_read(stream))
+
+
+def _read(stream: IO[bytes]) -> bytes:
+    head = stream.read(4)
+    size = int.from_bytes(head, "big")
+    body = stream.read(size)
+    if len(head) < 4 or len(body) < size:
+        raise EOFError
+    return body
+
 
 COMMAND = (sys.executable, "-m", "toolkit.profiling.child")
 DEATHS_MAX = 5  # of one bench: where every point kills its process, something else is wrong
@@ -46,7 +138,7 @@ class Died(Unmeasurable):
 
 
 class EngineProcess:
-    """`toolkit.profiling.bench.Bench` on a child process, which is started again when it dies.
+    """`toolkit.profiling.bench.TimedEngine` on a child process, which is started again when it dies.
 
     `start` and `wait` are apart so that several can load side by side; `stop` ends the child.
     """
@@ -60,23 +152,34 @@ class EngineProcess:
         self._deaths = 0
 
     def start(self) -> None:
-        """Start the child, which begins to load its engine. Its session is its own: Ctrl-C is for the parent."""
+        """Start the child, which begins to load its engine. Its session is its own: Ctrl-C is for
+        the parent.
+        """
         self._child = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self._environment
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=self._environment,
         )
+        guard.watch(self._child.pid)
         self._requests = cast(IO[bytes], self._child.stdin)
         self._replies = cast(IO[bytes], self._child.stdout)
-        self._send(Load(self._recipe_json))
+        self._send(LoadEngine(self._recipe_json))
 
     def wait(self) -> EngineFacts:
         """Wait for the engine. Raises `EngineError` or `InputError` where it cannot be loaded."""
         try:
             reply = read_reply(self._replies)
         except EOFError:
-            raise EngineError(f"the engine's process ended while it loaded: {self._end()}") from None
+            raise EngineError(
+                f"the engine's process ended while it loaded: {self._end()}"
+            ) from None
         if isinstance(reply, Failed):
             self.stop()
-            raise (InputError if reply.exit_code == InputError.exit_code else EngineError)(reply.message, reply.hint)
+            raise (InputError if reply.exit_code == InputError.exit_code else EngineError)(
+                reply.message, reply.hint
+            )
         assert isinstance(reply, Loaded)
         self.facts = EngineFacts.model_validate_json(reply.facts_json)
         return self.facts
@@ -90,11 +193,13 @@ class EngineProcess:
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `Bench.time`. Raises `Died` where the point killed the process."""
         reply = self._ask(Time(point, warmups))
-        assert isinstance(reply, Timed)
+        assert isinstance(reply, RunTimes)
         return list(reply.seconds)
 
-    def fits(self, shape: Shape) -> bool:
-        """See `Bench.fits`. What kills the process, as the kernel does when memory is short, did not fit."""
+    def fits(self, shape: SliceShape) -> bool:
+        """See `Bench.fits`. What kills the process, as the kernel does when memory is short, did
+        not fit.
+        """
         try:
             reply = self._ask(Fits(shape))
         except Died:
@@ -104,18 +209,20 @@ class EngineProcess:
 
     def workers(self, recipe: Recipe) -> Workers:
         """The processes that will serve: several of the same, all of them busy."""
-        from toolkit.workers.processes import ProcessWorkers
+        from toolkit.workers.pool import ProcessWorkers
 
         model, engine, hardware = recipe.model, recipe.engine, recipe.hardware
         return ProcessWorkers(model, engine, hardware, recipe.workers, flush_s=engine.flush_s)
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """See `RoundBench.admit`. Raises `Died` where that killed the process: how far it came is not known."""
+        """See `RoundBench.admit`. Raises `Died` where that killed the process: how far it came is
+        not known.
+        """
         reply = self._ask(Admit(length, limit))
         assert isinstance(reply, Admitted)
         return reply.rows, reply.ran_out
 
-    def keep_busy(self, shapes: Sequence[Shape]) -> None:
+    def keep_busy(self, shapes: Sequence[SliceShape]) -> None:
         """Serve these slices over and over until `stop`."""
         self._send(KeepBusy(tuple(shapes)))
 
@@ -135,12 +242,16 @@ class EngineProcess:
         self._deaths += 1
         if self._deaths >= DEATHS_MAX:
             message = f"the engine's process ended {self._deaths} times, the last time: {reason}"
-            raise EngineError(message, "look at its output above; smaller profile.batch_sizes may help")
+            raise EngineError(
+                message, "look at its output above; smaller profile.batch_sizes may help"
+            )
         self.start()
         self.wait()
 
     def _send(self, request: Request) -> None:
-        with contextlib.suppress(BrokenPipeError):  # a request to the dead is answered by an end of file
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # a request to the dead is answered by an end of file
             write_frame(self._requests, request)
 
     def _end(self) -> str:
@@ -152,6 +263,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             child.kill()
             code = child.wait()
+        guard.forget(child.pid)
         self._replies.close()
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()
@@ -171,8 +283,10 @@ def engine_process(recipe: Recipe) -> Iterator[EngineProcess]:
 
 
 @contextlib.contextmanager
-def busy_neighbours(recipe: Recipe, count: int, shapes: Sequence[Shape]) -> Iterator[None]:
-    """`count` other engines at work, as when all workers serve: they share caches and memory bandwidth."""
+def busy_neighbours(recipe: Recipe, count: int, shapes: Sequence[SliceShape]) -> Iterator[None]:
+    """`count` other engines at work, as when all workers serve: they share caches and memory
+    bandwidth.
+    """
     others = [EngineProcess(recipe) for _ in range(count if shapes else 0)]
     try:
         for other in others:

@@ -1,16 +1,23 @@
-"""A whole profile: load the engine, say what will be done, probe the memory edge, measure the grid, run slices."""
+"""A whole profile: load the engine, say what will be done, probe the memory edge, measure the grid,
+run slices.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
-from toolkit.files.io import Head, head
+from toolkit.files.io import EnvelopeFields, head
 from toolkit.files.profile import (
     MEASURED_SECTIONS,
     EngineFacts,
@@ -20,24 +27,165 @@ from toolkit.files.profile import (
     SlicePoint,
     StepsProfile,
 )
-from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import Bench, PassBench, RoundBench, Unmeasurable
-from toolkit.profiling.grid import GridPoint, Shape, grid, mix_points, slice_shapes, traffic_points
-from toolkit.profiling.journal import Conditions, Journal, Result, Visit, of_kind
-from toolkit.profiling.measure import grid_points, measure, visits_left
-from toolkit.profiling.memory import TIME_LIMIT_S, probe_memory, probe_shapes, safe_tokens
-from toolkit.profiling.plan import Plan, Work, estimate_s, skip_reasons
+from toolkit.files.recipe import ProfileSpec, Recipe
+from toolkit.profiling.bench import (
+    VISIT_S,
+    VISIT_SAMPLES,
+    TimedEngine,
+    TimedPassEngine,
+    TimedRoundEngine,
+    Unmeasurable,
+)
+from toolkit.profiling.grid import (
+    GridPoint,
+    Kind,
+    SliceShape,
+    grid,
+    mix_points,
+    slice_shapes,
+    traffic_points,
+)
+from toolkit.profiling.journal import Journal, JournalConditions, PointVisit, Result, of_kind
+from toolkit.profiling.measure import (
+    TIME_LIMIT_S,
+    grid_points,
+    measure,
+    probe_memory,
+    probe_shapes,
+    safe_tokens,
+    visits_left,
+    warmups,
+)
 from toolkit.profiling.process import busy_neighbours, engine_process
-from toolkit.profiling.rounds import RoundsStage
-from toolkit.profiling.slices import run_slices
-from toolkit.sched.policies import REBATCHING
-from toolkit.workers.gpus import require_gpu
+from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, run_slices
+from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
 
+# What a profile will measure, and about how long that will take, said before it starts.
+
+PROBES_PER_LENGTH = 2  # that run; those that do not fit cost next to nothing
+SHORTEST_S = 1e-6  # of a run; where no point of a kind fits, nothing is known
+SEQUENCE_PREFILLS = (
+    2  # of a usual batch, in a sequence of rounds: the first one, and who replaces it
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Work:
+    """What is left to do."""
+
+    visits: Sequence[tuple[int, GridPoint]]
+    memory: Sequence[tuple[int, int]]  # (input length, steps)
+    slices: dict[int, SliceShape]  # by number
+    admissions: Sequence[int] = ()  # input lengths at which rows are admitted
+    sequences: Sequence[int] = ()  # of rounds, their numbers
+
+    @property
+    def steps(self) -> int:
+        """How often a progress bar moves."""
+        parts = self.visits, self.memory, self.slices, self.admissions, self.sequences
+        return sum(map(len, parts))
+
+
+@dataclass(slots=True, frozen=True)
+class ProfileEstimate:
+    """What a person is told before the work starts."""
+
+    points: int  # of the grid, all in all
+    steps: int
+    about_s: float
+    resumed: int  # results that an earlier run left
+    skipped: dict[str, int]  # reason to the number of points
+    set_aside: str  # why an earlier run's results are not used, '' where they are or there are none
+
+
+def skip_reasons(skipped: Iterable[FailedPoint]) -> dict[str, int]:
+    return dict(Counter(point.reason for point in skipped))
+
+
+def estimate_s(
+    work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench: TimedEngine, workers: int
+) -> float:
+    """About how long the work takes, from up to four quick timings: the smallest and the largest
+    point of each kind.
+    """
+    kinds: tuple[Kind, ...] = ("prefill", "decode")
+    lines = {
+        kind: _Line.timed([point for point in points if point.kind == kind], bench)
+        for kind in kinds
+    }
+
+    def visit_s(number: int, point: GridPoint) -> float:
+        once_s = lines[point.kind if point.kind == "prefill" else "decode"].at(point.tokens)
+        samples = min(VISIT_SAMPLES, max(1.0, VISIT_S / max(once_s, SHORTEST_S)))
+        return once_s * (warmups(number, spec) + samples)
+
+    def slice_s(shape: SliceShape) -> float:
+        tokens = shape.batch_size * shape.input_length
+        return lines["prefill"].at(tokens) + shape.steps * lines["decode"].at(tokens)
+
+    capacity = bench.facts.capacity_tokens
+    probe_s = PROBES_PER_LENGTH * lines["prefill"].at(capacity)
+    visits_s = sum(visit_s(number, point) for number, point in work.visits)
+    slices_s = sum(slice_s(shape) for shape in work.slices.values()) / workers
+    admissions_s = sum(
+        capacity / length * lines["prefill"].at(length) for length in work.admissions
+    )
+    tokens = round(
+        math.prod(
+            math.sqrt(min(grid) * max(grid)) for grid in (spec.batch_sizes, spec.input_lengths)
+        )
+    )
+    steps = ROUNDS * math.sqrt(max(spec.slice_tokens))
+    sequence_s = SEQUENCE_PREFILLS * lines["prefill"].at(tokens) + steps * lines["decode"].at(
+        tokens
+    )
+    return (
+        visits_s
+        + slices_s
+        + len(work.memory) * probe_s
+        + admissions_s
+        + len(work.sequences) * sequence_s / workers
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class _Line:
+    """Seconds of a point, as a line in its tokens."""
+
+    flat_s: float
+    token_s: float
+
+    @classmethod
+    def timed(cls, points: Sequence[GridPoint], bench: TimedEngine) -> _Line:
+        ends = sorted(points, key=lambda point: point.tokens)
+        if not ends:
+            return cls(0.0, 0.0)
+        small, large = ends[0], ends[-1]
+        small_s = _wall_s(small, bench)
+        large_s = max(_wall_s(large, bench), small_s)
+        slope = (large_s - small_s) / max(large.tokens - small.tokens, 1)
+        return cls(max(small_s - slope * small.tokens, 1e-6), slope)
+
+    def at(self, tokens: int) -> float:
+        return self.flat_s + self.token_s * tokens
+
+
+def _wall_s(point: GridPoint, bench: TimedEngine) -> float:
+    """Wall seconds of one run and all that it takes around it; 0 where it cannot be measured."""
+    start_s = time.perf_counter()
+    try:
+        samples = bench.time(point, 1)
+    except Unmeasurable:
+        return 0.0
+    return (time.perf_counter() - start_s) / (len(samples) + 1)
+
+
 MakeWorkers = Callable[[Recipe], Workers]
+Timed = Callable[[Recipe], AbstractContextManager["ProfileBench"]]
 
 
-class ProfileBench(Bench, Protocol):
+class ProfileBench(TimedEngine, Protocol):
     """A bench that knows the workers which run whole slices."""
 
     def stop(self) -> None:
@@ -49,15 +197,15 @@ class ProfileBench(Bench, Protocol):
         ...
 
 
-class Watch(Protocol):
+class ProfileProgress(Protocol):
     """Who is told what happens: a progress bar, or a test."""
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: ProfileEstimate) -> None:
         """The engine is loaded, and this is what will be done."""
         ...
 
     def advanced(self, text: str) -> None:
-        """One of `Plan.steps` is done; its result is on disk."""
+        """One of `ProfileEstimate.steps` is done; its result is on disk."""
         ...
 
 
@@ -70,26 +218,30 @@ def profile(
     recipe: Recipe,
     source: Path,
     out: Path,
-    watch: Watch,
+    watch: ProfileProgress,
     *,
     fresh: bool = False,
+    timed: Timed = engine_process,
     make_workers: MakeWorkers | None = None,
 ) -> Profile:
-    """Measure what `recipe`, read from `source`, describes. Goes on from the journal of an earlier, interrupted run.
+    """Measure what `recipe`, read from `source`, describes. Goes on from the journal of an earlier,
+    interrupted run.
 
-    `out` is where the profile will be written, by the caller, who then removes `journal_path(out)`; `fresh` sets an
-    earlier journal aside. Points that cannot be measured are in `Profile.failed`.
+    `out` is where the profile will be written, by the caller, who then removes `journal_path(out)`;
+    `fresh` sets an earlier journal aside. Points that cannot be measured are in `Profile.failed`.
 
     Raises `InputError` for a recipe that the engine refuses or a journal that cannot be written, and `EngineError`
-    where a recipe for a GPU finds none, the engine cannot be loaded or keeps dying, or nothing of the grid can be
-    measured.
+    where a recipe for a GPU finds none, the engine cannot be loaded or keeps dying, or nothing of
+    the grid can be measured.
     """
     require_gpu([recipe])
     started_s = time.perf_counter()
-    with _bench(recipe) as bench:
+    with timed(recipe) as bench:
         load_s = time.perf_counter() - started_s
         made_from = head(inputs={"recipe": source}, device=bench.facts.device)
-        with Journal(journal_path(out), _conditions(made_from, bench.facts), fresh=fresh) as journal:
+        with Journal(
+            journal_path(out), _conditions(made_from, bench.facts), fresh=fresh
+        ) as journal:
             session = _Session(recipe, bench.facts, journal, watch)
             watch.planned(session.plan(bench, load_s))
             session.probe_memory(bench)
@@ -102,21 +254,9 @@ def profile(
             return session.result(made_from)
 
 
-def _bench(recipe: Recipe) -> AbstractContextManager[ProfileBench]:
-    if recipe.engine.name == "openai":
-        from toolkit.profiling.endpoint import endpoint_bench
-
-        return endpoint_bench(recipe)
-    if recipe.engine.name == "vllm":
-        from toolkit.profiling.vllm_bench import vllm_bench
-
-        return vllm_bench(recipe)
-    return engine_process(recipe)
-
-
-def _conditions(made_from: Head, facts: EngineFacts) -> Conditions:
+def _conditions(made_from: EnvelopeFields, facts: EngineFacts) -> JournalConditions:
     sections = made_from["inputs"]["recipe"].sections
-    return Conditions(
+    return JournalConditions(
         tool_version=made_from["tool_version"],
         recipe={name: sections[name] for name in MEASURED_SECTIONS if name in sections},
         environment=made_from["environment"],
@@ -135,40 +275,53 @@ def _slice_key(number: int) -> str:
 class _Session:
     """The stages of one profile, and what they share."""
 
-    def __init__(self, recipe: Recipe, facts: EngineFacts, journal: Journal, watch: Watch) -> None:
+    def __init__(
+        self, recipe: Recipe, facts: EngineFacts, journal: Journal, watch: ProfileProgress
+    ) -> None:
         self._recipe = recipe
         self._spec = recipe.profile
         self._facts = facts
         self._journal = journal
         self._watch = watch
         self._points, self._skipped = grid(self._spec, facts)
-        self._rounds = RoundsStage(recipe, facts, journal) if facts.engine in REBATCHING else None
+        traits = traits_of(facts.engine)
+        self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
         self._steps: StepsProfile | None = None
         self._mixes: list[GridPoint] = []
-        if facts.engine == "vllm":
+        if traits.timed_by_pass:
             self._mixes = mix_points(self._spec, facts)
             self._mixes += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
         parts = self._rounds.points if self._rounds else self._mixes
         self._work = Work(
             visits=visits_left([*self._points, *parts], self._spec, journal),
-            memory=[each for each in probe_shapes(self._spec, facts) if _memory_key(*each) not in journal.results],
+            memory=[
+                each
+                for each in probe_shapes(self._spec, facts)
+                if _memory_key(*each) not in journal.results
+            ],
             slices=self._slices_left(),
             admissions=self._rounds.lengths_left() if self._rounds else (),
             sequences=self._rounds.sequences_left() if self._rounds else (),
         )
 
-    def _slices_left(self) -> dict[int, Shape]:
-        """Those that the journal does not know. Until memory has been probed, they may be too large."""
+    def _slices_left(self) -> dict[int, SliceShape]:
+        """Those that the journal does not know. Until memory has been probed, they may be too
+        large.
+        """
         results = self._journal.results
         tokens_max = safe_tokens(_batch_probes(results), self._facts)
         shapes = slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
-        return {number: shape for number, shape in shapes.items() if _slice_key(number) not in results}
+        return {
+            number: shape for number, shape in shapes.items() if _slice_key(number) not in results
+        }
 
-    def plan(self, bench: Bench, load_s: float) -> Plan:
+    def plan(self, bench: TimedEngine, load_s: float) -> ProfileEstimate:
         work = self._work
-        loads = bool(work.visits) + bool(work.slices) + bool(work.sequences)  # the neighbours', the workers' twice
+        loads = (
+            bool(work.visits) + bool(work.slices) + bool(work.sequences)
+        )  # the neighbours', the workers' twice
         work_s = estimate_s(work, self._points, self._spec, bench, self._recipe.workers)
-        return Plan(
+        return ProfileEstimate(
             points=len(self._points),
             steps=work.steps,
             about_s=work_s + loads * load_s,
@@ -177,7 +330,7 @@ class _Session:
             set_aside=self._journal.set_aside,
         )
 
-    def probe_memory(self, bench: Bench) -> None:
+    def probe_memory(self, bench: TimedEngine) -> None:
         deadline_s = time.monotonic() + TIME_LIMIT_S
         for length, steps in self._work.memory:
             result: MemoryPoint | FailedPoint
@@ -188,12 +341,14 @@ class _Session:
             self._journal.put(_memory_key(length, steps), result)
             self._watch.advanced(f"memory L={length} S={steps}")
 
-    def probe_admission(self, bench: Bench) -> None:
+    def probe_admission(self, bench: TimedEngine) -> None:
         if self._rounds:
-            self._rounds.probe_admission(cast(RoundBench, bench), self._watch.advanced)
+            self._rounds.probe_admission(cast(TimedRoundEngine, bench), self._watch.advanced)
 
-    def measure(self, bench: Bench) -> None:
-        """The grid, beside as many busy engines as there will be when it serves. On GPUs, each has its own device."""
+    def measure(self, bench: TimedEngine) -> None:
+        """The grid, beside as many busy engines as there will be when it serves. On GPUs, each has
+        its own device.
+        """
         if not self._work.visits:
             return
         shared = self._recipe.hardware.device == "cpu"
@@ -203,9 +358,9 @@ class _Session:
         with busy_neighbours(self._recipe, others, list(shapes.values())):
             measure(self._work.visits, bench, self._spec, self._journal, self._watch.advanced)
 
-    def keep_limits(self, bench: Bench) -> None:
+    def keep_limits(self, bench: TimedEngine) -> None:
         """Of an engine that tells of its passes: what bounds them."""
-        if isinstance(bench, PassBench):
+        if isinstance(bench, TimedPassEngine):
             self._steps = bench.steps
 
     def run_slices(self, make_workers: MakeWorkers) -> None:
@@ -222,13 +377,18 @@ class _Session:
         if self._rounds and self._work.sequences:
             self._rounds.run_sequences(make_workers(self._recipe), self._watch.advanced)
 
-    def result(self, made_from: Head) -> Profile:
+    def result(self, made_from: EnvelopeFields) -> Profile:
         results = self._journal.results
         prefill, decode = grid_points(self._points, self._spec, results)
         if not prefill or not decode:
-            failed = next((r.reason for r in results.values() if isinstance(r, FailedPoint)), "nothing fits")
+            failed = next(
+                (r.reason for r in results.values() if isinstance(r, FailedPoint)), "nothing fits"
+            )
             kind = "decode step" if prefill else "prefill"
-            raise EngineError(f"not one {kind} of the grid could be measured: {failed}", "see profile in the recipe")
+            raise EngineError(
+                f"not one {kind} of the grid could be measured: {failed}",
+                "see profile in the recipe",
+            )
         return Profile(
             **made_from,
             recipe_name=self._recipe.name,
@@ -247,7 +407,7 @@ class _Session:
 
 def _with_points(limits: StepsProfile, results: Mapping[str, Result]) -> StepsProfile:
     """All passes that were seen while the grid was measured."""
-    visits = of_kind(Visit, results.values())
+    visits = of_kind(PointVisit, results.values())
     points = [point for visit in visits for point in visit.steps]
     front = [point for visit in visits for point in visit.front]
     return limits.model_copy(update={"points": points, "front": front})
@@ -258,3 +418,33 @@ def _batch_probes(results: Mapping[str, Result]) -> list[MemoryPoint]:
     probes = (result for key, result in results.items() if key.startswith("memory/"))
     found = [probe for probe in probes if isinstance(probe, MemoryPoint)]
     return sorted(found, key=lambda probe: (probe.input_length, probe.steps))
+
+
+# How much of the machine other programs used while something was measured.
+
+
+class OtherLoad:
+    """The CPU time that others use from now on: not this process, nor its children once they have
+    ended.
+    """
+
+    def __init__(self) -> None:
+        self._start = _snapshot()
+
+    def percent(self) -> float:
+        """Of all CPUs' time since the start; what a hypervisor gave to others included."""
+        wall_s, others_s = (now - then for now, then in zip(_snapshot(), self._start, strict=True))
+        return max(0.0, 100.0 * others_s / max(wall_s, 1e-9))
+
+
+def _snapshot() -> tuple[float, float]:
+    """Seconds of all CPUs, and those that others used."""
+    import psutil  # here: a profile can also be made where only torch and transformers are installed
+
+    cpus = psutil.cpu_times()
+    own = os.times()
+    busy_s = sum(
+        getattr(cpus, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")
+    )
+    own_s = own.user + own.system + own.children_user + own.children_system
+    return time.monotonic() * (psutil.cpu_count() or 1), busy_s - own_s

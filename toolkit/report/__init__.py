@@ -1,1 +1,3 @@
-"""One offline HTML page about a recipe: its verdict, then benches, validation, tuning, fit and plan."""
+"""One offline HTML page about a recipe: its verdict, then benches, validation, tuning, fit and
+plan.
+"""

@@ -1,7 +1,8 @@
 """What a report is made from: the files of a recipe that are in one folder, and belong together.
 
-A file that is about another fit, or cannot be read, is not shown; the page says why, and which command makes it again.
-`llmctl bench --out` takes any name, so benches are found by what they hold: any number of them.
+A file that is about another fit, or cannot be read, is not shown; the page says why, and which
+command makes it again. `llmctl bench --out` takes any name, so benches are found by what they hold:
+any number of them.
 """
 
 from __future__ import annotations
@@ -13,27 +14,33 @@ from pathlib import Path
 from typing import TypeVar
 
 from toolkit.errors import InputError
-from toolkit.files.bench import BenchReport
-from toolkit.files.envelope import Envelope
+from toolkit.files.bench import BenchReport, Validation
 from toolkit.files.fit import Fit
 from toolkit.files.io import digest, load_recipe, read_file, recipe_path
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
-from toolkit.files.recipes import is_recipe
+from toolkit.files.shipped import is_recipe
+from toolkit.files.strict import Envelope, Input
 from toolkit.files.tuning import Tuning
-from toolkit.files.validation import Validation
+from toolkit.report.parts import Cell, Section, Table
+from toolkit.units import number
 
 EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
 
 ROLES = ("recipe", "profile", "fit", "tuning", "plan", "validation")
-BENCH_KEYS = {"measured", "compared", "answered", "inputs"}  # together in no other file of the workflow
+BENCH_KEYS = {
+    "measured",
+    "compared",
+    "answered",
+    "inputs",
+}  # together in no other file of the workflow
 BENCH_BYTES = 1 << 20  # a bench has about 12 KB; a larger file is something else
 SAME_RATE = 0.02  # rates that differ by less are one: people round what they type
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """A file that the page shows."""
 
     role: str
@@ -42,7 +49,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class BenchResult:
     """A replay against a server that ran the shown plan, or another plan of the same fit."""
 
     name: str
@@ -57,15 +64,19 @@ class Bench:
     def at_rate(self, rate_rps: float | None) -> bool:
         """Whether it replayed the trace at this mean rate; False where either is not known."""
         rate = self.content.request_rate_rps
-        return rate is not None and rate_rps is not None and abs(rate - rate_rps) <= SAME_RATE * rate_rps
+        return (
+            rate is not None
+            and rate_rps is not None
+            and abs(rate - rate_rps) <= SAME_RATE * rate_rps
+        )
 
 
 @dataclass(slots=True)
 class Material:
     """All there is. `why` says of a role, or of a file, that is there why it is not used.
 
-    `benches` come in the order of what they tell about the plan: its own at the rate that it was tuned for, its own
-    at other rates, then those of other plans; among equals the newest first.
+    `benches` come in the order of what they tell about the plan: its own at the rate that it was
+    tuned for, its own at other rates, then those of other plans; among equals the newest first.
     """
 
     recipe: Recipe
@@ -74,8 +85,8 @@ class Material:
     tuning: Tuning | None = None
     plan: Plan | None = None
     validation: Validation | None = None
-    benches: list[Bench] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
+    benches: list[BenchResult] = field(default_factory=list)
+    sources: list[SourceFile] = field(default_factory=list)
     why: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -91,12 +102,15 @@ class Material:
         return _sha256_of(content, "plan") in shown
 
     def file_name(self, role: str) -> str:
-        """The name of the file that is shown in a role; what the commands call it by default where there is none."""
+        """The name of the file that is shown in a role; what the commands call it by default where
+        there is none.
+        """
         return next((one.name for one in self.sources if one.role == role), f"{role}.json")
 
 
 def gather(source: str, folder: Path | None = None) -> Material:
-    """The material about `source`, a plan.json or a recipe; its files are in the plan's folder, in `folder`, or here.
+    """The material about `source`, a plan.json or a recipe; its files are in the plan's folder, in
+    `folder`, or here.
 
     `InputError` where `source` itself cannot be read.
     """
@@ -116,7 +130,9 @@ def gather(source: str, folder: Path | None = None) -> Material:
             found.plan = _take(found, Plan, "plan", folder, {"fit": fit_sha256})
     if found.fit is None:
         return found
-    found.profile = _take(found, Profile, "profile", folder, {}, itself=_sha256_of(found.fit, "profile"))
+    found.profile = _take(
+        found, Profile, "profile", folder, {}, itself=_sha256_of(found.fit, "profile")
+    )
     found.tuning = _take(found, Tuning, "tuning", folder, {"fit": fit_sha256})
     found.validation = _take(found, Validation, "validation", folder, {"fit": fit_sha256})
     _take_benches(found, folder, fit_sha256)
@@ -125,7 +141,7 @@ def gather(source: str, folder: Path | None = None) -> Material:
 
 def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
     """Every bench in the folder that was made with the shown fit, the most telling first."""
-    taken: list[tuple[Bench, Source]] = []
+    taken: list[tuple[BenchResult, SourceFile]] = []
     for path in sorted(_bench_files(folder), key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             content = read_file(BenchReport, path)
@@ -133,12 +149,16 @@ def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
             found.why[path.name] = f"{error.message}; {error.hint}" if error.hint else error.message
             continue
         if "plan" not in content.inputs:
-            found.why[path.name] = f"{path.name} was made without --plan: nothing says which plan it is about"
+            found.why[path.name] = (
+                f"{path.name} was made without --plan: nothing says which plan it is about"
+            )
         elif _sha256_of(content, "fit") != fit_sha256:
             plan = content.inputs["plan"].name
-            found.why[path.name] = f"{path.name} is about another fit ({plan}), not the one that is shown here"
+            found.why[path.name] = (
+                f"{path.name} is about another fit ({plan}), not the one that is shown here"
+            )
         else:
-            bench = Bench(path.name, content, found.is_of_plan(content))
+            bench = BenchResult(path.name, content, found.is_of_plan(content))
             taken.append((bench, _source("bench", path)))
     taken.sort(key=lambda one: (not one[0].of_plan, not one[0].at_rate(found.rate_rps)))
     found.benches = [bench for bench, _ in taken]
@@ -167,7 +187,9 @@ def _take(
     inputs: Mapping[str, Path] | None = None,
     itself: str | None = None,
 ) -> EnvelopeT | None:
-    """The file of a role, where there is one that belongs to the rest: made from files of these digests."""
+    """The file of a role, where there is one that belongs to the rest: made from files of these
+    digests.
+    """
     path = folder / f"{role}.json"
     if not path.is_file():
         return None
@@ -179,7 +201,9 @@ def _take(
         return None
     other = [name for name, sha256 in made_from.items() if _sha256_of(content, name) != sha256]
     if other or itself not in (None, source.sha256):
-        found.why[role] = f"{path.name} is about another {other[0] if other else role}, not the one that is shown here"
+        found.why[role] = (
+            f"{path.name} is about another {other[0] if other else role}, not the one that is shown here"
+        )
         return None
     found.sources.append(source)
     return content
@@ -190,6 +214,69 @@ def _sha256_of(content: Envelope, role: str) -> str:
     return content.inputs[role].sha256 if role in content.inputs else ""
 
 
-def _source(role: str, path: Path) -> Source:
+def _source(role: str, path: Path) -> SourceFile:
     found = digest(path)
-    return Source(role, found.name, found.sha256)
+    return SourceFile(role, found.name, found.sha256)
+
+
+# Where the numbers come from: the files with their digests, the machine, the versions.
+
+FACTS = ("Python", "system", "processor", "CPUs", "device", "packages")
+
+
+def environment_section(found: Material) -> Section:
+    """Files, targets, machines."""
+    section = Section(
+        "origin", "Where this comes from", "Made from these files; another digest is another file."
+    )
+    rows: list[tuple[Cell, ...]] = [(one.role, one.name, one.sha256) for one in found.sources]
+    section.tables.append(Table("Files", ["role", "name", "sha256"], rows))
+    known = {one.sha256 for one in found.sources}
+    behind = [
+        (role, one.name, one.sha256)
+        for role, one in _inputs(found).items()
+        if one.sha256 not in known
+    ]
+    if behind:
+        section.tables.append(
+            Table("What those were made from, and is not shown", ["role", "name", "sha256"], behind)
+        )
+    targets = [(key, f"{number(limit)} s") for key, limit in found.recipe.sla.items()]
+    section.tables.append(Table("Targets of the recipe", ["target", "limit"], targets))
+    machines = _machines(found)
+    if machines:
+        section.tables.append(Table("Machines and versions", ["file", *FACTS], machines))
+    return section
+
+
+def _contents(found: Material) -> dict[str, Envelope]:
+    roles = {"profile": found.profile, "fit": found.fit, "tuning": found.tuning, "plan": found.plan}
+    return {
+        role: one
+        for role, one in (roles | {"validation": found.validation}).items()
+        if one is not None
+    }
+
+
+def _inputs(found: Material) -> dict[str, Input]:
+    return {
+        role: one for content in _contents(found).values() for role, one in content.inputs.items()
+    }
+
+
+def _machines(found: Material) -> list[tuple[Cell, ...]]:
+    """A row for each file; of the ones that were made alike, only the first."""
+    rows: dict[tuple[Cell, ...], list[str]] = {}
+    for role, content in _contents(found).items():
+        made = content.environment
+        packages = ", ".join(f"{name} {version}" for name, version in made.packages.items())
+        key = (
+            made.python,
+            made.platform,
+            made.processor,
+            str(made.cpu_count),
+            made.device,
+            packages,
+        )
+        rows.setdefault(key, []).append(role)
+    return [(", ".join(roles), *key) for key, roles in rows.items()]

@@ -1,6 +1,8 @@
-"""How the page is put together and written: sections of words, tables and charts, one file, no scripts.
+"""How the page is put together and written: sections of words, tables and charts, one file, no
+scripts.
 
-The verdict comes first. Each section has its pictures before its tables, which are folded but for the verdict's.
+The verdict comes first. Each section has its pictures before its tables, which are folded but for
+the verdict's.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ import jinja2
 
 import toolkit
 from toolkit.files.shipped import shipped_templates
-from toolkit.report.benches import bench_section
-from toolkit.report.environment import environment_section
-from toolkit.report.fits import fit_section
-from toolkit.report.material import Material
+from toolkit.report.material import Material, environment_section
 from toolkit.report.parts import Section
-from toolkit.report.plans import plan_section
+from toolkit.report.sections import (
+    bench_section,
+    fit_section,
+    plan_section,
+    tuning_section,
+    validation_section,
+)
 from toolkit.report.summary import summary_section
-from toolkit.report.tunings import tuning_section
-from toolkit.report.validations import validation_section
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,27 @@
-"""The parts of a section. All text is text: the template escapes it, and only charts bring markup of their own."""
+"""The parts of a section. All text is text: the template escapes it, and only charts bring markup
+of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
+from xml.etree import ElementTree
 
 from markupsafe import Markup
 
 from toolkit.files.fit import HeldOutError
-from toolkit.files.tuning import Value
+from toolkit.files.tuning import ParameterValue
 from toolkit.units import number, percent, seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A value that was held against a limit. The page says 'kept' or 'broken' in words and in colour."""
+    """A value that was held against a limit. The page says 'kept' or 'broken' in words and in
+    colour.
+    """
 
     text: str
     kept: bool
@@ -38,7 +44,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Numbers are rounded for reading and go right. A folded table shows its caption until it is opened."""
+    """Numbers are rounded for reading and go right. A folded table shows its caption until it is
+    opened.
+    """
 
     caption: str
     columns: Sequence[str]
@@ -49,14 +57,18 @@ class Table:
     def right(self) -> list[bool]:
         """Which columns hold numbers only."""
         return [
-            all(isinstance(row[index], int | float) or row[index] in ("", None) for row in self.rows)
+            all(
+                isinstance(row[index], int | float) or row[index] in ("", None) for row in self.rows
+            )
             for index in range(len(self.columns))
         ]
 
     @property
     def cells(self) -> list[list[str | Judged]]:
         """The cells as the page shows them."""
-        return [[cell if isinstance(cell, Judged) else _text(cell) for cell in row] for row in self.rows]
+        return [
+            [cell if isinstance(cell, Judged) else _text(cell) for cell in row] for row in self.rows
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,8 @@ class Badge:
 class Section:
     """A heading, what it says, and where nothing is there yet, the command that makes it.
 
-    `facts` are pairs of a name and what it is; a fact that is a command is one of `commands`, pairs as well.
+    `facts` are pairs of a name and what it is; a fact that is a command is one of `commands`, pairs
+    as well.
     """
 
     key: str
@@ -103,7 +116,7 @@ def error_cell(error: float | None) -> str | None:
     return None if error is None else percent(error)
 
 
-def word(value: Value) -> str:
+def word(value: ParameterValue) -> str:
     """A parameter's value."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -111,7 +124,9 @@ def word(value: Value) -> str:
 
 
 def metric_name(key: str) -> str:
-    """A metric or a limit for reading: 'TTFT p99' for `ttft_p99_s`. A name that is not known stays as it is."""
+    """A metric or a limit for reading: 'TTFT p99' for `ttft_p99_s`. A name that is not known stays
+    as it is.
+    """
     if key in METRICS:
         return METRICS[key]
     metric, _, rest = key.partition("_")
@@ -149,3 +164,271 @@ def _text(cell: str | float | bool | None) -> str:
     if isinstance(cell, bool) or cell is None:
         return {True: "yes", False: "no", None: "–"}[cell]
     return number(cell) if isinstance(cell, int | float) else cell
+
+
+# Small charts as SVG: points and lines on two axes, and bars. Elements are built, so that no text
+# can become markup.
+#
+# Colours and strokes are classes, for the page's style to choose. Nothing here knows what the
+# numbers mean. A point or a bar has a `<title>`, which browsers show where the pointer rests: no
+# script is needed for that.
+
+WIDTH, HEIGHT = 420, 260
+LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 40  # RIGHT: half of a last tick's number
+ROW = 22  # of a bar
+MOST_POINTS = 2000  # of a series that are drawn; more say no more, and weigh
+
+Element = ElementTree.Element
+
+
+@dataclass(frozen=True, slots=True)
+class ChartSeries:
+    """Points of one kind. `name` is for the legend; the place in the list decides the colour.
+
+    `labels` say what each point is; without them a point shows its two values.
+    """
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    kind: Literal["points", "line", "marks"] = "points"  # marks: larger ones
+    labels: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """What is drawn. `level`: a horizontal line; `diagonal`: where x is y."""
+
+    x_name: str
+    y_name: str
+    series: Sequence[ChartSeries]
+    log: bool = False
+    level: float | None = None
+    diagonal: bool = False
+
+
+@dataclass(slots=True)
+class _Scale:
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool
+    ticks: list[float] = field(default_factory=list)
+
+    def place(self, value: float) -> float:
+        low, high, at = (math.log(one) if self.log else one for one in (self.low, self.high, value))
+        return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
+
+
+def chart(axes: Axes) -> Markup:
+    """The axes with their series; points that an axis cannot show (0 on a logarithmic one) are left
+    out.
+    """
+    drawn = [one for one in (_drawable(series, log=axes.log) for series in axes.series) if one.xs]
+    xs = [x for one in drawn for x in one.xs]
+    ys = [y for one in drawn for y in one.ys]
+    if not xs:
+        return Markup()
+    if axes.diagonal:
+        xs = ys = xs + ys
+    if axes.level is not None:
+        ys = [*ys, axes.level]
+    x = _scale(xs, LEFT, WIDTH - RIGHT, log=axes.log)
+    y = _scale(ys, HEIGHT - BOTTOM, TOP, log=axes.log)
+    root = _root(HEIGHT + 18 * (len(drawn) > 1), f"{axes.y_name} over {axes.x_name}")
+    _grid(root, axes, x, y)
+    if axes.diagonal:
+        _line(root, [(x.low, x.low), (x.high, x.high)], x, y, "rule")
+    if axes.level is not None:
+        _line(root, [(x.low, axes.level), (x.high, axes.level)], x, y, "rule")
+    for index, one in enumerate(drawn):
+        _draw(root, one, axes, x, y, index)
+    if len(drawn) > 1:
+        _legend(root, drawn)
+    return _svg_text(root)
+
+
+def bars(
+    values: Mapping[str, float],
+    unit: str = "",
+    *,
+    limit: float | None = None,
+    titles: Mapping[str, str] | None = None,
+) -> Markup:
+    """A bar for each value, those below 0 to the left of a common line.
+
+    With a `limit` there is a dashed line at it, and each bar says whether it is kept. `titles` say
+    what a bar is; a bar without one shows its name and its value.
+    """
+    if not values:
+        return Markup()
+    names = 8 + 6.6 * max(len(name) for name in values)
+    left = min(names, 210.0)
+    marks = [0.0] if limit is None else [0.0, limit]
+    low, high = min(*values.values(), *marks), max(*values.values(), *marks)
+    room = WIDTH - left - (64 if limit is None else 104)
+    span = (high - low) or 1.0
+    zero = left + (-low / span) * room
+    root = _root(
+        ROW * len(values) + 4,
+        f"bars: {', '.join(f'{name} {number(v)}{unit}' for name, v in values.items())}",
+    )
+    for row, (name, value) in enumerate(values.items()):
+        top = row * ROW + 2
+        kept = limit is None or value <= limit
+        text = f"{number(value)}{unit}" + (
+            "" if limit is None else ", kept" if kept else ", broken"
+        )
+        _add(root, "text", x=left - 6, y=top + 14, text=_short(name, 30), anchor="end")
+        length = abs(value) / span * room
+        start = zero - (length if value < 0 else 0)
+        cls = "s0" if kept else "s2"
+        bar = _add(root, "rect", x=start, y=top + 2, width=max(length, 1), height=14, cls=cls)
+        _add(bar, "title", text=(titles or {}).get(name, f"{name}: {text}"))
+        end = max(zero, zero + value / span * room) if limit is None else left + room
+        _add(root, "text", x=end + 5, y=top + 14, text=text)
+    if limit is not None:
+        _add(
+            root,
+            "path",
+            d=f"M{zero + limit / span * room:.1f} 0V{ROW * len(values) + 4}",
+            cls="rule",
+        )
+    return _svg_text(root)
+
+
+def _drawable(series: ChartSeries, *, log: bool) -> ChartSeries:
+    labels = series.labels or [""] * len(series.xs)
+    points = [
+        one
+        for one in zip(series.xs, series.ys, labels, strict=True)
+        if not log or (one[0] > 0 and one[1] > 0)
+    ]
+    step = -(-len(points) // MOST_POINTS) or 1
+    kept = points[::step]
+    return replace(
+        series,
+        xs=[x for x, _, _ in kept],
+        ys=[y for _, y, _ in kept],
+        labels=[one for _, _, one in kept],
+    )
+
+
+def _scale(values: Sequence[float], start: float, end: float, *, log: bool) -> _Scale:
+    low, high = min(values), max(values)
+    if log:
+        ticks = [
+            10.0**power
+            for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ]
+        if len(ticks) < 2:
+            ticks = [ticks[0], ticks[0] * 10]
+        every = -(-len(ticks) // 6)
+        return _Scale(ticks[0], ticks[-1], start, end, True, ticks[::every])
+    low, high = min(low, 0.0), max(high, 0.0)
+    step = _round_step((high - low or 1.0) / 5)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    last = max(last, first + 1)
+    ticks = [round(step * k, 12) for k in range(first, last + 1)]
+    return _Scale(ticks[0], ticks[-1], start, end, False, ticks)
+
+
+def _round_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, not below `rough`."""
+    size = 10.0 ** math.floor(math.log10(rough))
+    return next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * (1 - 1e-9))
+
+
+def _grid(root: Element, axes: Axes, x: _Scale, y: _Scale) -> None:
+    for tick in x.ticks:
+        _add(root, "path", d=f"M{x.place(tick)} {TOP}V{HEIGHT - BOTTOM}", cls="grid")
+        _add(
+            root,
+            "text",
+            x=x.place(tick),
+            y=HEIGHT - BOTTOM + 15,
+            text=number(tick),
+            anchor="middle",
+        )
+    for tick in y.ticks:
+        _add(root, "path", d=f"M{LEFT} {y.place(tick)}H{WIDTH - RIGHT}", cls="grid")
+        _add(root, "text", x=LEFT - 6, y=y.place(tick) + 4, text=number(tick), anchor="end")
+    _add(
+        root,
+        "text",
+        x=(LEFT + WIDTH - RIGHT) / 2,
+        y=HEIGHT - 6,
+        text=axes.x_name,
+        anchor="middle",
+        cls="name",
+    )
+    name = _add(
+        root,
+        "text",
+        x=13,
+        y=(TOP + HEIGHT - BOTTOM) / 2,
+        text=axes.y_name,
+        anchor="middle",
+        cls="name",
+    )
+    name.set("transform", f"rotate(-90 13 {(TOP + HEIGHT - BOTTOM) / 2})")
+
+
+def _draw(root: Element, series: ChartSeries, axes: Axes, x: _Scale, y: _Scale, index: int) -> None:
+    cls, radius = f"s{index % 4}", {"marks": 5.0, "points": 2.6, "line": 4.0}[series.kind]
+    if series.kind == "line":
+        _line(root, list(zip(series.xs, series.ys, strict=True)), x, y, cls)
+        cls = "hit"  # a line's points are only there to be pointed at
+    for at_x, at_y, label in zip(series.xs, series.ys, series.labels, strict=True):
+        point = _add(root, "circle", cx=x.place(at_x), cy=y.place(at_y), r=radius, cls=cls)
+        values = f"{axes.x_name}: {number(at_x)}; {axes.y_name}: {number(at_y)}"
+        _add(point, "title", text=f"{series.name}: {label or values}")
+
+
+def _line(
+    root: Element, points: Sequence[tuple[float, float]], x: _Scale, y: _Scale, cls: str
+) -> None:
+    text = "L".join(f"{x.place(at_x)} {y.place(at_y)}" for at_x, at_y in points)
+    _add(root, "path", d=f"M{text}", cls=f"line {cls}")
+
+
+def _legend(root: Element, drawn: Sequence[ChartSeries]) -> None:
+    at = float(LEFT)
+    for index, one in enumerate(drawn):
+        _add(root, "circle", cx=at, cy=HEIGHT + 8, r=4, cls=f"s{index % 4}")
+        _add(root, "text", x=at + 8, y=HEIGHT + 12, text=one.name)
+        at += 22 + 6.2 * len(one.name)
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _root(height: float, label: str) -> Element:
+    return Element(
+        "svg", {"viewBox": f"0 0 {WIDTH} {height:g}", "role": "img", "aria-label": label}
+    )
+
+
+def _add(
+    parent: Element,
+    tag: str,
+    *,
+    text: str = "",
+    cls: str = "",
+    anchor: str = "",
+    **attributes: object,
+) -> Element:
+    given = {
+        name: f"{value:g}" if isinstance(value, float) else str(value)
+        for name, value in attributes.items()
+    }
+    given |= {key: value for key, value in (("class", cls), ("text-anchor", anchor)) if value}
+    element = ElementTree.SubElement(parent, tag, given)
+    element.text = text or None
+    return element
+
+
+def _svg_text(root: Element) -> Markup:
+    return Markup(ElementTree.tostring(root, encoding="unicode"))

@@ -1,32 +1,49 @@
-"""The page's first section: what to run, what it will give, each target kept or broken, and what checked that."""
+"""The page's first section: what to run, what it will give, each target kept or broken, and what
+checked that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from toolkit.files.limits import Limit, broken
 from toolkit.files.plan import Plan
-from toolkit.files.tuning import Outcome, Value
-from toolkit.report.material import Bench, Material
-from toolkit.report.parts import Badge, Cell, Figure, Judged, Section, Table, metric_name, quantity, word
-from toolkit.report.svg import bars
+from toolkit.files.tuning import Limit, Outcome, ParameterValue, broken
+from toolkit.report.material import BenchResult, Material
+from toolkit.report.parts import (
+    Badge,
+    Cell,
+    Figure,
+    Judged,
+    Section,
+    Table,
+    bars,
+    metric_name,
+    quantity,
+    word,
+)
 from toolkit.report.verdict import verdict
 from toolkit.units import number, percent
 
 KEY, TITLE = "verdict", "The verdict"
-GIVEN = ("goodput_rps", "throughput_rps", "sla_attainment_percent")  # what it gives besides its limits
-# Windows of a bursty trace have other rates than the whole: within this share a validation is at the plan's rate.
+GIVEN = (
+    "goodput_rps",
+    "throughput_rps",
+    "sla_attainment_percent",
+)  # what it gives besides its limits
+# Windows of a bursty trace have other rates than the whole: within this share a validation is at
+# the plan's rate.
 WINDOWS_RATE = 0.2
 SLOW = 1.2  # from here on a slow machine is named where a target was broken
 TOLD_OF_CHECKS = ("goodput_rps", "throughput_rps", "e2e_mean_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredTargets:
     """Where values were measured at the rate that the plan was tuned for.
 
-    `slowdown`: batches took so many times as long as fitted meanwhile; None where nothing says that.
+    `slowdown`: batches took so many times as long as fitted meanwhile; None where nothing says
+    that.
     """
 
     name: str
@@ -40,10 +57,10 @@ class Promise:
 
     metrics: Mapping[str, float]
     limits: list[Limit]
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[MeasuredTargets] = field(default_factory=list)
 
     @property
-    def broken_measured(self) -> list[tuple[Limit, Measured]]:
+    def broken_measured(self) -> list[tuple[Limit, MeasuredTargets]]:
         return [
             (limit, one)
             for one in self.measured
@@ -82,10 +99,16 @@ def _promise(found: Material) -> Promise | None:
 
 
 def _share(one: Limit) -> float | None:
-    """The share of a limit that is used up; of one from below, of what may be missing to 100 percent."""
+    """The share of a limit that is used up; of one from below, of what may be missing to 100
+    percent.
+    """
     if one.predicted is None:
         return None
-    used, may = (one.predicted, one.limit) if one.bound == "at most" else (100 - one.predicted, 100 - one.limit)
+    used, may = (
+        (one.predicted, one.limit)
+        if one.bound == "at most"
+        else (100 - one.predicted, 100 - one.limit)
+    )
     return used / may if may else (2.0 if used else 0.0)
 
 
@@ -93,7 +116,10 @@ def _judge(one: Limit, value: float | None) -> Judged | None:
     """A measured value held against the limit."""
     if value is None:
         return None
-    return Judged(quantity(one.name, value), value <= one.limit if one.bound == "at most" else value >= one.limit)
+    return Judged(
+        quantity(one.name, value),
+        value <= one.limit if one.bound == "at most" else value >= one.limit,
+    )
 
 
 def _predicted(one: Limit) -> Cell:
@@ -101,22 +127,31 @@ def _predicted(one: Limit) -> Cell:
     return one.told() if one.kept is None else Judged(one.told(), one.kept)
 
 
-def _measured(found: Material) -> list[Measured]:
-    """The benches and the validation of the shown plan that ran at its rate, the newest bench first."""
+def _measured(found: Material) -> list[MeasuredTargets]:
+    """The benches and the validation of the shown plan that ran at its rate, the newest bench
+    first.
+    """
     rate, sla = found.rate_rps, found.recipe.sla
-    benches = [one for one in found.benches if one.of_plan and one.at_rate(rate) and one.content.sla == sla]
-    found_there = [Measured(one.name, _values(one), one.content.replay_slowdown) for one in benches[:1]]
+    benches = [
+        one for one in found.benches if one.of_plan and one.at_rate(rate) and one.content.sla == sla
+    ]
+    found_there = [
+        MeasuredTargets(one.name, _values(one), one.content.replay_slowdown) for one in benches[:1]
+    ]
     validation = found.validation
     if validation is not None and rate and found.is_of_plan(validation):
         requests = sum(one.requests for one in validation.windows)
         seconds = sum(one.end_s - one.start_s for one in validation.windows)
         values = {one.metric: one.measured for one in validation.metrics}
-        if abs(requests - rate * seconds) <= WINDOWS_RATE * rate * seconds and values.keys() & sla.keys():
-            found_there.append(Measured(found.file_name("validation"), values))
+        if (
+            abs(requests - rate * seconds) <= WINDOWS_RATE * rate * seconds
+            and values.keys() & sla.keys()
+        ):
+            found_there.append(MeasuredTargets(found.file_name("validation"), values))
     return found_there
 
 
-def _values(bench: Bench) -> dict[str, float]:
+def _values(bench: BenchResult) -> dict[str, float]:
     """Its metrics, and the value of every target, of which not each is a metric."""
     return bench.content.measured | {one.target: one.measured_s for one in bench.content.targets}
 
@@ -128,13 +163,18 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
     missed, measured = broken(promise.limits), promise.broken_measured
     if missed:
         worst_first = sorted(missed, key=lambda one: -(_share(one) or 0.0))
-        return Badge("broken", f"Not every target is kept, as predicted: {'; '.join(map(_at, worst_first))}.")
+        return Badge(
+            "broken", f"Not every target is kept, as predicted: {'; '.join(map(_at, worst_first))}."
+        )
     if measured:
         names = _listed([metric_name(limit.name) for limit, _ in measured])
         where = _listed(sorted({one.name for _, one in measured}))
         slow = max((one.slowdown or 0.0 for _, one in measured), default=0.0)
         pace = f" Batches took {slow:.2f} times as long as fitted." if slow > SLOW else ""
-        return Badge("broken", f"Predicted to keep every target, but measured it broke {names} ({where}).{pace}")
+        return Badge(
+            "broken",
+            f"Predicted to keep every target, but measured it broke {names} ({where}).{pace}",
+        )
     if any(one.kept is None for one in promise.limits):
         unknown = _listed([metric_name(one.name) for one in promise.limits if one.kept is None])
         return Badge("open", f"Nothing predicts {unknown}.")
@@ -184,7 +224,7 @@ def _what_to_run(found: Material) -> list[tuple[str, str]]:
     return facts
 
 
-def _policy(name: str, parameters: Mapping[str, Value]) -> list[tuple[str, str]]:
+def _policy(name: str, parameters: Mapping[str, ParameterValue]) -> list[tuple[str, str]]:
     settings = ", ".join(f"{key} {word(value)}" for key, value in parameters.items())
     return [("Policy", name), *([("Parameters", settings)] if settings else [])]
 
@@ -197,17 +237,32 @@ def _checks(found: Material) -> list[str]:
         texts.append(f"{found.file_name('validation')}{other}: {found.validation.summary()}")
     if found.plan is None and found.tuning is None:
         return []
-    return [f"Checked against {text}." for text in texts or ["no running server yet: it is all simulated with the fit"]]
+    return [
+        f"Checked against {text}."
+        for text in texts or ["no running server yet: it is all simulated with the fit"]
+    ]
 
 
-def _check(bench: Bench, rate_rps: float | None) -> str:
+def _check(bench: BenchResult, rate_rps: float | None) -> str:
     content = bench.content
-    rate = "" if content.request_rate_rps is None else f" at {number(content.request_rate_rps)} requests/s"
+    rate = (
+        ""
+        if content.request_rate_rps is None
+        else f" at {number(content.request_rate_rps)} requests/s"
+    )
     if bench.at_rate(rate_rps):
         rate += ", the rate it was tuned for"
     errors = {one.metric: one.error_percent for one in content.compared}
-    told = [f"{metric_name(key)} {percent(error)}" for key in TOLD_OF_CHECKS if (error := errors.get(key)) is not None]
-    off = f"; the prediction's errors: {', '.join(told)}" if told else "; nothing was predicted for it"
+    told = [
+        f"{metric_name(key)} {percent(error)}"
+        for key in TOLD_OF_CHECKS
+        if (error := errors.get(key)) is not None
+    ]
+    off = (
+        f"; the prediction's errors: {', '.join(told)}"
+        if told
+        else "; nothing was predicted for it"
+    )
     slow = content.replay_slowdown
     pace = f"; batches took {slow:.2f} times as long as fitted" if slow else ""
     return f"{bench.name}: {content.answered:,} requests{rate}{off}{pace}"
@@ -248,14 +303,22 @@ def _shares(promise: Promise) -> Figure:
     for one in promise.limits:
         if not one.name.endswith("_s") or one.predicted is None:
             continue
-        measured = [(f"measured, {m.name}", m.values[one.name]) for m in promise.measured if one.name in m.values]
+        measured = [
+            (f"measured, {m.name}", m.values[one.name])
+            for m in promise.measured
+            if one.name in m.values
+        ]
         for where, value in [("predicted", one.predicted), *measured]:
             name = f"{metric_name(one.name)}, {where.partition(',')[0]}"
             if name not in shares:  # of two measurements the bench's is drawn
                 shares[name] = 100 * value / one.limit
-                titles[name] = f"{metric_name(one.name)}, {where}: {quantity(one.name, value)}, {one.allowed()}"
+                titles[name] = (
+                    f"{metric_name(one.name)}, {where}: {quantity(one.name, value)}, {one.allowed()}"
+                )
     svg = bars(shares, " %", limit=100.0, titles=titles)
-    return Figure(svg, "how much of each latency target is used up; up to the dashed line it is kept")
+    return Figure(
+        svg, "how much of each latency target is used up; up to the dashed line it is kept"
+    )
 
 
 def _notes(found: Material) -> list[str]:
@@ -270,5 +333,11 @@ def _notes(found: Material) -> list[str]:
         else:
             lines.append(line)
     if found.plan is not None and not _is_of(found.plan, tuning.recommended):
-        lines.insert(0, f"the plan runs other settings than {found.file_name('tuning')} found; this is about those")
-    return [*(f"The tuning: {line}." for line in lines), *(f"The trace: {note}." for note in tuning.trace_notes)]
+        lines.insert(
+            0,
+            f"the plan runs other settings than {found.file_name('tuning')} found; this is about those",
+        )
+    return [
+        *(f"The tuning: {line}." for line in lines),
+        *(f"The trace: {note}." for note in tuning.trace_notes),
+    ]

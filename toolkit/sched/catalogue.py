@@ -1,6 +1,8 @@
-"""What each policy does in a few words, and where it comes from. Imports no policy: a list of names must cost nothing.
+"""What each policy does in a few words, and where it comes from. Imports no policy: a list of names
+must cost nothing.
 
-A test holds the names to the registry, `toolkit.sched.policies.KNOWN`; docs/policies.md has the papers' titles.
+A test holds the names to the registry, `toolkit.sched.policies.KNOWN`; docs/policies.md has the
+papers' titles.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class PolicySummary:
     """A policy in one line: what it does, and the paper or the system that describes it."""
 
     does: str
@@ -17,17 +19,17 @@ class About:
 
 
 ABOUT = {
-    "sequence": About("fixed batches, to their longest output", "SCLS, baseline"),
-    "slice": About("dynamic-programmed batches, in slices", "SCLS"),
-    "slice-continuous": About("slices on a running batch", "SCLS, section 7"),
-    "conservative": About("admits while all output limits fit", "TGI, DeepSpeed-MII"),
-    "aggressive": About("admits while prompts fit, and evicts", "vLLM"),
-    "past-future": About("admits by the predicted memory peak", "Past-Future"),
-    "past-future-sla": About("the same within TTFT and MTPOT limits", "llmctl"),
-    "fcfs": About("in order of arrival, each to its end", "FastServe"),
-    "past-future-oracle": About("admits by the true memory peak", "Past-Future"),
-    "mlfq": About("short jobs first, by feedback queues", "FastServe"),
-    "baton": About("refills the places of ended rows", "BATON"),
-    "srpt-oracle": About("shortest remaining first, true lengths", "FastServe"),
-    "vllm": About("in order of arrival, chunked prompts", "vLLM"),
+    "sequence": PolicySummary("fixed batches, to their longest output", "SCLS, baseline"),
+    "slice": PolicySummary("dynamic-programmed batches, in slices", "SCLS"),
+    "slice-continuous": PolicySummary("slices on a running batch", "SCLS, section 7"),
+    "conservative": PolicySummary("admits while all output limits fit", "TGI, DeepSpeed-MII"),
+    "aggressive": PolicySummary("admits while prompts fit, and evicts", "vLLM"),
+    "past-future": PolicySummary("admits by the predicted memory peak", "Past-Future"),
+    "past-future-sla": PolicySummary("the same within TTFT and MTPOT limits", "llmctl"),
+    "fcfs": PolicySummary("in order of arrival, each to its end", "FastServe"),
+    "past-future-oracle": PolicySummary("admits by the true memory peak", "Past-Future"),
+    "mlfq": PolicySummary("short jobs first, by feedback queues", "FastServe"),
+    "baton": PolicySummary("refills the places of ended rows", "BATON"),
+    "srpt-oracle": PolicySummary("shortest remaining first, true lengths", "FastServe"),
+    "vllm": PolicySummary("in order of arrival, chunked prompts", "vLLM"),
 }

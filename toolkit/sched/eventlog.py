@@ -1,7 +1,9 @@
-"""What a scheduler was told and what it decided, as a log; and the replay that holds a fresh scheduler to it.
+"""What a scheduler was told and what it decided, as a log; and the replay that holds a fresh
+scheduler to it.
 
-The log is a sequence of typed events, one JSON line each. `Recorder` is a scheduler that writes it; the driver decides
-where the lines go. `replay` makes the same calls on another scheduler and compares the decisions.
+The log is a sequence of typed events, one JSON line each. `RecordingScheduler` is a scheduler that writes it;
+the driver decides where the lines go. `replay` makes the same calls on another scheduler and
+compares the decisions.
 """
 
 from __future__ import annotations
@@ -12,7 +14,16 @@ import msgspec
 
 from toolkit.sched.protocols import Policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Job, Moves, Refusal, Request, RoundResult, Worker
+from toolkit.sched.types import (
+    Batch,
+    BatchResult,
+    Job,
+    Moves,
+    Refusal,
+    Request,
+    RoundResult,
+    Worker,
+)
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -40,7 +51,7 @@ class Started(msgspec.Struct, frozen=True):
     chunk_tokens: int = 0
 
 
-class Header(msgspec.Struct, frozen=True, tag="header"):
+class EventLogHeader(msgspec.Struct, frozen=True, tag="header"):
     """What the scheduler was made of: enough to make another one, given the same plan."""
 
     policy: str
@@ -74,7 +85,7 @@ class CompleteRound(msgspec.Struct, frozen=True, tag="round"):
     result: RoundResult
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
     now_s: float
     request_id: str
 
@@ -92,13 +103,25 @@ class WorkerChange(msgspec.Struct, frozen=True, tag="worker"):
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
-    """So many events are missing here, and why: what follows begins in a state that no replay reaches."""
+    """So many events are missing here, and why: what follows begins in a state that no replay
+    reaches.
+    """
 
     events: int
     reason: str
 
 
-Event = Header | Submit | Tick | Complete | CompleteRound | End | Cancel | WorkerChange | Lost
+Event = (
+    EventLogHeader
+    | Submit
+    | Tick
+    | Complete
+    | CompleteRound
+    | End
+    | CancelCall
+    | WorkerChange
+    | Lost
+)
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
 
@@ -121,7 +144,7 @@ def from_lines(lines: Iterable[bytes]) -> Iterator[Event]:
         yield _decode(line)
 
 
-class Recorder(Scheduler):
+class RecordingScheduler(Scheduler):
     """A scheduler that also reports every call, and every decision, to `sink`."""
 
     def __init__(
@@ -143,12 +166,18 @@ class Recorder(Scheduler):
     def tick(self, now_s: float) -> list[Batch]:
         before = len(self.interrupts)
         batches = super().tick(now_s)
-        self._sink(Tick(now_s, tuple(started(batch) for batch in batches), tuple(self.interrupts[before:])))
+        self._sink(
+            Tick(now_s, tuple(started(batch) for batch in batches), tuple(self.interrupts[before:]))
+        )
         return batches
 
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
         super().complete(result, now_s)
-        self._sink(CompleteRound(now_s, result) if isinstance(result, RoundResult) else Complete(now_s, result))
+        self._sink(
+            CompleteRound(now_s, result)
+            if isinstance(result, RoundResult)
+            else Complete(now_s, result)
+        )
 
     def end(self, request_id: str, generated: int, now_s: float) -> None:
         super().end(request_id, generated, now_s)
@@ -156,7 +185,7 @@ class Recorder(Scheduler):
 
     def cancel(self, request_id: str, now_s: float) -> None:
         super().cancel(request_id, now_s)
-        self._sink(Cancel(now_s, request_id))
+        self._sink(CancelCall(now_s, request_id))
 
     def worker_lost(self, index: int, now_s: float) -> None:
         super().worker_lost(index, now_s)
@@ -198,7 +227,8 @@ def _ids(jobs: Iterable[Job]) -> tuple[str, ...]:
 
 
 def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
-    """Make the logged calls on a fresh `scheduler`; yields a line for each decision that differs, none if all agree.
+    """Make the logged calls on a fresh `scheduler`; yields a line for each decision that differs,
+    none if all agree.
 
     Where the log lost events, a line says so, and the replay ends.
     """
@@ -221,12 +251,12 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                 scheduler.complete(result, now_s)
             case End(now_s, request_id, generated):
                 scheduler.end(request_id, generated, now_s)
-            case Cancel(now_s, request_id):
+            case CancelCall(now_s, request_id):
                 scheduler.cancel(request_id, now_s)
             case WorkerChange(now_s, worker, alive):
                 (scheduler.worker_ready if alive else scheduler.worker_lost)(worker, now_s)
             case Lost(events_lost, reason):
                 yield f"event {number}: {events_lost} events are missing here ({reason}); replayed up to here"
                 return
-            case Header():
+            case EventLogHeader():
                 pass

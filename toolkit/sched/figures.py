@@ -1,8 +1,9 @@
 """Whole numbers that policies keep by worker: worked out anew only where something happened.
 
-A router that asks every worker at every arrival costs more with each worker and each job that waits.
-What it asks for changes only where a round ended, a job came or went. So a `Figure` keeps the
-answers, the scheduler says whose is out of date, and to find the least is one operation on an array.
+A router that asks every worker at every arrival costs more with each worker and each job that
+waits. What it asks for changes only where a round ended, a job came or went. So a `Figure` keeps
+the answers, the scheduler says whose is out of date, and to find the least is one operation on an
+array.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from numpy.typing import NDArray
 from toolkit.sched.types import Worker
 
 Numbers = NDArray[np.int64]
-Amount = Callable[[Worker, int], tuple[int, int]]  # of a worker and `expected`: the figure, and its rows
+Amount = Callable[
+    [Worker, int], tuple[int, int]
+]  # of a worker and `expected`: the figure, and its rows
 Score = Callable[[Numbers], NDArray[np.float64]]  # of figures
 
 
 class Figure:
-    """One number per worker, which may depend on `expected`, the length that an output is expected to have.
+    """One number per worker, which may depend on `expected`, the length that an output is expected
+    to have.
 
     With each token that is expected more, the number rises by at least nothing and at most its
-    `rows`. That bounds from below what was worked out for another length, so that a new length costs
-    only the workers that might be least.
+    `rows`. That bounds from below what was worked out for another length, so that a new length
+    costs only the workers that might be least.
 
     Args:
         workers: all of them, numbered from 0.
@@ -43,7 +47,9 @@ class Figure:
         self._changed = set(range(count))  # workers whose number is out of date
 
     def bounds(self, expected: int = 0) -> Numbers:
-        """The numbers of all workers [n], a copy: worked out for `expected`, or no more than that would be."""
+        """The numbers of all workers [n], a copy: worked out for `expected`, or no more than that
+        would be.
+        """
         for index in self._changed:
             self._work_out(index, expected)
         self._changed.clear()
@@ -55,7 +61,8 @@ class Figure:
     def least(self, able: Numbers, expected: int, score: Score | None = None) -> int:
         """Which of the workers `able`, ascending, has the least number; of equals the first.
 
-        With `score` the least score: it is given figures of `able` in their order, and rises with each.
+        With `score` the least score: it is given figures of `able` in their order, and rises with
+        each.
         """
         figures = self.bounds(expected)
         while True:
@@ -67,13 +74,20 @@ class Figure:
             figures[index] = self._values[index]
 
     def least_by(
-        self, able: Numbers, expected: int, bound: Callable[[Numbers, Numbers], Any], exact: Callable[[int], float]
+        self,
+        able: Numbers,
+        expected: int,
+        bound: Callable[[Numbers, Numbers], Any],
+        exact: Callable[[int], float],
     ) -> int:
         """The same by a score that no figure says: `bound` gives each at most its `exact` score.
 
         `bound` is given the figures and the rows of `able`, in their order.
         """
-        scores, known = bound(self.bounds(expected)[able], self._rows[able]).astype(np.float64), set()
+        scores, known = (
+            bound(self.bounds(expected)[able], self._rows[able]).astype(np.float64),
+            set(),
+        )
         while True:
             k = int(scores.argmin())
             if k in known:
@@ -119,10 +133,14 @@ class Loads:
         self.kept.clear()
 
     def least(self, count: int) -> list[tuple[float, int, int]]:
-        """The first of the workers that are alive, at most so many, ascending: load, batches, index."""
+        """The first of the workers that are alive, at most so many, ascending: load, batches,
+        index.
+        """
         heap, workers = self.kept, self._workers
         if not heap or len(heap) > 4 * len(workers):
-            heap[:] = [(worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive]
+            heap[:] = [
+                (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive
+            ]
             heapify(heap)
         found: list[tuple[float, int, int]] = []
         while heap and len(found) < count:

@@ -1,14 +1,17 @@
-"""What rows take of a worker's memory: the one place that knows whether it is paged or one padded slab.
+"""What rows take of a worker's memory: the one place that knows whether it is paged or one padded
+slab.
 
-Paged, as in vLLM: every row takes its own tokens, and they add up. A slab, as in BATON and on the engine `rebatch`: so
-many rows x the longest of them. A policy asks its worker for the footprint of those who are there, puts into it those
-who might join, and compares with what there is; it never learns which of the two it has. A cache that is paused lies
-beside the rows with its own tokens, in either.
+Paged, as in vLLM: every row takes its own tokens, and they add up. A slab, as in BATON and on the
+engine `rebatch`: so many rows x the longest of them. A policy asks its worker for the footprint of
+those who are there, puts into it those who might join, and compares with what there is; it never
+learns which of the two it has. A cache that is paused lies beside the rows with its own tokens, in
+either.
 
-Who enters a slab is prefilled first, and that needs room as well. Prefilled apart, its cache lies beside the slab until
-it is embedded; one such cache at a time counts, since the engine prefills fewer together where memory is short. Shaped
-into the batch, all rows are as much longer for one pass. What the passes compute with is not counted here: how much of
-the device is left for caches is the memory law's to say.
+Who enters a slab is prefilled first, and that needs room as well. Prefilled apart, its cache lies
+beside the slab until it is embedded; one such cache at a time counts, since the engine prefills
+fewer together where memory is short. Shaped into the batch, all rows are as much longer for one
+pass. What the passes compute with is not counted here: how much of the device is left for caches is
+the memory law's to say.
 """
 
 from __future__ import annotations
@@ -21,16 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.kernels import future_peak, padded_peak
+from toolkit.sched.protocols import MemoryLaw
 
 if TYPE_CHECKING:
     from toolkit.sched.types import Job, Worker
 
 
 class Footprint:
-    """Rows of a paged worker, at first its residents. All in tokens; who enters gets his first token by his prefill.
+    """Rows of a paged worker, at first its residents. All in tokens; who enters gets his first
+    token by his prefill.
 
-    `rows` is how many there are, `capacity` what they may take, `promised` what the residents and those who enter come
-    to if each generates all that it may.
+    `rows` is how many there are, `capacity` what they may take, `promised` what the residents and
+    those who enter come to if each generates all that it may.
     """
 
     __slots__ = ("_fresh", "_used", "_worker", "capacity", "promised", "rows")
@@ -46,7 +51,9 @@ class Footprint:
         self.rows = rows = len(residents.jobs)
         self.capacity = worker.capacity_tokens
         self.promised = residents.committed
-        self._used = residents.used if residents.prefilling else residents.base + rows * residents.steps
+        self._used = (
+            residents.used if residents.prefilling else residents.base + rows * residents.steps
+        )
         self._fresh = 0  # tokens that the prefills to come will give
         return self
 
@@ -69,16 +76,22 @@ class Footprint:
         return self.promised + tokens
 
     def fits(self, length: int, limit: int, *, enters: bool = True, steps: int = 1) -> bool:
-        """Whether one more may enter, or join with its cache: then, `steps` on, all are within `limit`."""
+        """Whether one more may enter, or join with its cache: then, `steps` on, all are within
+        `limit`.
+        """
         rows = self.rows + 1
-        return self._used + self._fresh + length + enters * self._worker.emits + rows * steps <= limit
+        return (
+            self._used + self._fresh + length + enters * self._worker.emits + rows * steps <= limit
+        )
 
     def room(self, limit: int) -> int:
         """Decode steps until the rows take more than `limit`."""
         return (limit - self._used - self._fresh) // self.rows
 
     def widest(self, limit: int) -> int:
-        """What the longest that `fits` to enter comes to after its first step; it may be less than any does."""
+        """What the longest that `fits` to enter comes to after its first step; it may be less than
+        any does.
+        """
         return limit - self.needs
 
     def enter(self, job: Job) -> None:
@@ -112,7 +125,8 @@ class Footprint:
 
 
 class SlabFootprint(Footprint):
-    """Rows of a padded worker. What each may come to at most is the number of rows x the longest that any may become.
+    """Rows of a padded worker. What each may come to at most is the number of rows x the longest
+    that any may become.
 
     `joining` of the worker says how those who enter do so.
     """
@@ -126,7 +140,9 @@ class SlabFootprint(Footprint):
         self._longest = residents.longest  # of those whose cache is there
         self.promised = residents.longest_promise
         self._newcomers = len(residents.prefilling)
-        self._entering = _longest_input(residents.prefilling)  # of those who are or will be prefilled
+        self._entering = _longest_input(
+            residents.prefilling
+        )  # of those who are or will be prefilled
         self._left: set[Job] = set()
         self._lengths: list[int] = []  # of the residents, ascending; once one has left
         self._promises: list[int] = []
@@ -149,14 +165,21 @@ class SlabFootprint(Footprint):
     def fits(self, length: int, limit: int, *, enters: bool = True, steps: int = 1) -> bool:
         longest = self._longest if enters else max(self._longest, length)
         entering = max(self._entering, length) if enters else self._entering
-        stepped, passing = self._sizes(self.rows + 1, self._newcomers + enters, longest, entering, steps)
+        stepped, passing = self._sizes(
+            self.rows + 1, self._newcomers + enters, longest, entering, steps
+        )
         return stepped <= limit and passing <= self.capacity
 
     def room(self, limit: int) -> int:
-        return limit // self.rows - self._width(self.rows, self._newcomers, self._longest, self._entering)
+        return limit // self.rows - self._width(
+            self.rows, self._newcomers, self._longest, self._entering
+        )
 
     def widest(self, limit: int) -> int:
-        first_too_long = bisect_left(range(1, limit + 1), True, key=lambda length: not self.fits(length, limit)) + 1
+        first_too_long = (
+            bisect_left(range(1, limit + 1), True, key=lambda length: not self.fits(length, limit))
+            + 1
+        )
         return first_too_long + self._worker.emits
 
     def enter(self, job: Job) -> None:
@@ -176,13 +199,17 @@ class SlabFootprint(Footprint):
     def leave(self, job: Job) -> None:
         residents = self._worker.residents
         if not self._lengths:
-            self._lengths = sorted([one.length + residents.steps - one.joined for one in residents.jobs])
+            self._lengths = sorted(
+                [one.length + residents.steps - one.joined for one in residents.jobs]
+            )
             self._promises = sorted([one.limit_tokens for one in residents.jobs])
         self.rows -= 1
         if job in residents.prefilling:
             self._left.add(job)
             self._newcomers -= 1
-            self._entering = _longest_input([one for one in residents.prefilling if one not in self._left])
+            self._entering = _longest_input(
+                [one for one in residents.prefilling if one not in self._left]
+            )
         self._longest = _without(self._lengths, job.length + residents.steps - job.joined)
         self.promised = _without(self._promises, job.limit_tokens)
 
@@ -191,7 +218,9 @@ class SlabFootprint(Footprint):
         return self
 
     def _shapes(self, rows: int, newcomers: int) -> bool:
-        """Whether the newcomers are prefilled in a step of the others: where nobody runs, there is none."""
+        """Whether the newcomers are prefilled in a step of the others: where nobody runs, there is
+        none.
+        """
         return self._worker.joining == "shape" and rows > newcomers
 
     def _width(self, rows: int, newcomers: int, longest: int, entering: int) -> int:
@@ -200,13 +229,19 @@ class SlabFootprint(Footprint):
             return longest
         return max(longest, entering + (0 if self._shapes(rows, newcomers) else self._worker.emits))
 
-    def _sizes(self, rows: int, newcomers: int, longest: int, entering: int, steps: int) -> tuple[int, int]:
-        """Of the slab after so many steps; and the most that there is while those who enter are prefilled."""
+    def _sizes(
+        self, rows: int, newcomers: int, longest: int, entering: int, steps: int
+    ) -> tuple[int, int]:
+        """Of the slab after so many steps; and the most that there is while those who enter are
+        prefilled.
+        """
         width = self._width(rows, newcomers, longest, entering)
         if not newcomers:
             return rows * (width + steps), 0
         shapes = self._shapes(rows, newcomers)
-        return rows * (width + steps), rows * (width + entering) if shapes else rows * width + entering
+        return rows * (width + steps), rows * (
+            width + entering
+        ) if shapes else rows * width + entering
 
 
 def _longest_input(jobs: Iterable[Job]) -> int:
@@ -237,7 +272,8 @@ def look(worker: Worker) -> Footprint:
 
 
 def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], *, padded: bool) -> int:
-    """The most that rows will ever take together: M* of Past-Future, Eq. 2-4, and the same of a slab.
+    """The most that rows will ever take together: M* of Past-Future, Eq. 2-4, and the same of a
+    slab.
 
     Args:
         used: [n], the tokens that each holds now.
@@ -245,3 +281,26 @@ def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], *, padde
         padded: whether they are one slab.
     """
     return int(padded_peak(used, remaining) if padded else future_peak(used, remaining))
+
+
+# The longest request that a worker's memory holds: what no limit of a request may pass.
+
+
+def longest(memory: MemoryLaw, continuous: bool) -> int:
+    """Prompt + output, in tokens, of a request alone on the worker: in rounds (`continuous`), or in
+    a static batch.
+    """
+    return memory.usable_tokens if continuous else _longest_alone(memory)
+
+
+def _longest_alone(memory: MemoryLaw) -> int:
+    """By bisection, the law being monotone."""
+
+    def fits(length: int) -> bool:
+        return bool(memory.max_batch(np.array([length]), 0, 0.0)[0] >= 1)
+
+    low, high = 0, 1 << 40
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -47,7 +47,11 @@ def split_by_serving_time(
         best = total_s[i - 1] + table[0, 1] + length * (table[1, 1] + length * table[2, 1])
         start = i - 1
         for size in range(2, min(i, max_batch[i - 1]) + 1):
-            t = total_s[i - size] + table[0, size] + length * (table[1, size] + length * table[2, size])
+            t = (
+                total_s[i - size]
+                + table[0, size]
+                + length * (table[1, size] + length * table[2, size])
+            )
             if t < best:
                 best = t
                 start = i - size
@@ -58,7 +62,8 @@ def split_by_serving_time(
 
 @njit
 def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.int64]) -> int:
-    """In `values`, whose first `count` ascend, for each row of `changes` [m, 2] take one value out and put one in.
+    """In `values`, whose first `count` ascend, for each row of `changes` [m, 2] take one value out
+    and put one in.
 
     A value of -1 takes nothing out. Returns the new count.
     """
@@ -81,7 +86,8 @@ def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.in
 
 @njit
 def future_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-    """The most memory that these requests will ever hold together, in tokens: M* of Past-Future, Eq. 2-4.
+    """The most memory that these requests will ever hold together, in tokens: M* of Past-Future,
+    Eq. 2-4.
 
     Args:
         used: [n], the tokens that each holds now.
@@ -101,7 +107,9 @@ def future_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
 
 @njit
 def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-    """`future_peak` where all rows are one slab: the most that rows x the longest of those still there will come to."""
+    """`future_peak` where all rows are one slab: the most that rows x the longest of those still
+    there will come to.
+    """
     order = np.argsort(remaining)
     longest, peak, n = 0, 0, len(used)
     for i in range(n):
@@ -112,7 +120,9 @@ def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
 
 
 @njit
-def slices_left(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> NDArray[np.int64]:
+def slices_left(
+    joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int
+) -> NDArray[np.int64]:
     """Decode steps until each resident's slice is over; a whole period where it is over just now.
 
     Args:
@@ -129,7 +139,9 @@ def slices_left(joined: NDArray[np.int64], steps: int, first: int, period: int, 
 
 
 @njit
-def nearest_end(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> int:
+def nearest_end(
+    joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int
+) -> int:
     """The least of `slices_left`, of at least one resident."""
     nearest = 1 << 62
     for i in range(len(joined)):
@@ -172,10 +184,12 @@ def _uniform(state: NDArray[np.uint64]) -> float:
 
 @njit
 def _sampled_length(history: NDArray[np.int64], generated: int, limit: int, u: float) -> int:
-    """A final length for one that generated so much: from the history's longer ones, interpolated between them.
+    """A final length for one that generated so much: from the history's longer ones, interpolated
+    between them.
 
-    The points are [generated] + the longer lengths + [the limit, or the longest if that is more]; u in [0, 1) goes
-    from the first to the last. At most the limit, and just that while there is no history.
+    The points are [generated] + the longer lengths + [the limit, or the longest if that is more]; u
+    in [0, 1) goes from the first to the last. At most the limit, and just that while there is no
+    history.
     """
     count = len(history)
     if count == 0:
@@ -197,7 +211,8 @@ def _sampled_length(history: NDArray[np.int64], generated: int, limit: int, u: f
 
 @njit
 def _insert_and_peak(keys: NDArray[np.int64], n: int, key: int, padded: bool) -> int:
-    """Put `key` into the first n of `keys`, which descend; the peak of all n + 1. A key is remaining << 32 | used.
+    """Put `key` into the first n of `keys`, which descend; the peak of all n + 1. A key is
+    remaining << 32 | used.
 
     The peak is that of `padded_peak` or `future_peak`.
     """
@@ -229,7 +244,8 @@ def admit_past_future(
     seed: int,
     padded: bool = False,
 ) -> int:
-    """How many of those who wait Past-Future admits (its Algorithm 1): while the predicted peak stays below a limit.
+    """How many of those who wait Past-Future admits (its Algorithm 1): while the predicted peak
+    stays below a limit.
 
     Args:
         table: [3, n], the residents' lengths, generated tokens (both before `steps` more) and limits.
@@ -284,6 +300,9 @@ def admit_knowing(
     for i in range(n):
         keys[i] = -keys[i]
     for k in range(m):
-        if _insert_and_peak(keys, n + k, (waiting[1, k] << 32) | waiting[0, k], padded) >= limit_tokens:
+        if (
+            _insert_and_peak(keys, n + k, (waiting[1, k] << 32) | waiting[0, k], padded)
+            >= limit_tokens
+        ):
             return k
     return m

@@ -1,9 +1,10 @@
 """The sans-IO scheduler: what every policy shares.
 
-A driver tells it what happens (`submit`, `complete`, `end`, `cancel`, `worker_lost`, `worker_ready`) and asks what to
-run (`tick`); time comes in with every call. It owns what no policy should have to get right: requests that can never
-fit, batches that ran out of memory or lost their worker, cancellation. Its books are those of who waits (`pool`), of
-batches that wait (`queues`), of rounds (`rounds`) and of who was given up (`refusals`). The decisions are the policy's.
+A driver tells it what happens (`submit`, `complete`, `end`, `cancel`, `worker_lost`,
+`worker_ready`) and asks what to run (`tick`); time comes in with every call. It owns what no policy
+should have to get right: requests that can never fit, batches that ran out of memory or lost their
+worker, cancellation. Its books are those of who waits (`pool`), of batches that wait (`queues`), of
+rounds (`rounds`) and of who was given up (`refusals`). The decisions are the policy's.
 """
 
 from __future__ import annotations
@@ -15,19 +16,72 @@ from operator import attrgetter
 
 import numpy as np
 
-from toolkit.sched import moves
-from toolkit.sched.history import History
-from toolkit.sched.longest import longest
-from toolkit.sched.pool import Pool
-from toolkit.sched.protocols import LooksBack, Policy, Ranks, Reorders, Reschedules
-from toolkit.sched.queues import Queues
-from toolkit.sched.ranked import RankedInbox
-from toolkit.sched.refusals import Refusals, too_long
-from toolkit.sched.rounds import Rounds
+from toolkit.sched import residents as moves
+from toolkit.sched.footprint import longest
+from toolkit.sched.inbox import RankedInbox
+from toolkit.sched.pool import RETURN_S, WaitingPool
+from toolkit.sched.protocols import (
+    NOTHING,
+    LengthHistory,
+    Policy,
+    Ranks,
+    Reorders,
+    Reschedules,
+    UsesHistory,
+    View,
+)
+from toolkit.sched.queues import BatchQueues
+from toolkit.sched.rounds import WorkerRounds
 from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, Worker
-from toolkit.sched.view import NOTHING, View
 
-HISTORY = 1000  # finished output lengths that a policy may look back on, where it does not say how many itself
+# Requests that the scheduler gives up on, and why, in words that may be shown to their clients.
+
+MAX_STRIKES = 2  # a job that failed this often alone is given up
+_FAILED = {
+    "oom": "ran out of memory alone, twice",
+    "crashed": "the worker died while it ran alone, twice",
+}
+
+
+def too_long(request: Request, longest: int) -> Refusal | None:
+    """A refusal where the request may need more tokens than `longest`, what a worker's memory
+    holds.
+    """
+    total = request.prompt_tokens + request.max_new_tokens
+    if total <= longest:
+        return None
+    reason = f"prompt + max_tokens is {total} tokens; a worker's memory holds {longest}"
+    return Refusal(request.request_id, reason)
+
+
+class Refusals:
+    """Those that were accepted and are given up, until somebody asks for them."""
+
+    def __init__(self) -> None:
+        self._refused: list[Refusal] = []
+
+    def take(self) -> list[Refusal]:
+        """Those since the last call."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def strike(self, job: Job, failure: str) -> bool:
+        """The job failed alone: whether it is given up, as it is if not for the first time."""
+        job.strikes += 1
+        if job.strikes < MAX_STRIKES:
+            return False
+        self._refused.append(Refusal(job.request_id, _FAILED[failure]))
+        return True
+
+    def strand(self, job: Job) -> None:
+        """The workers that could hold the job were lost, and did not come back."""
+        tokens = job.limit_tokens
+        reason = f"prompt + max_tokens is {tokens} tokens; workers that hold so many are lost since {RETURN_S:g} s"
+        self._refused.append(Refusal(job.request_id, reason))
+
+
+# finished output lengths that a policy may look back on, where it does not say how many itself
+HISTORY = 1000
 _index = attrgetter("index")
 
 
@@ -52,21 +106,25 @@ class Scheduler:
         self.policy = policy
         self.workers = list(workers)
         self._jobs: dict[str, Job] = {}
-        self._finished = policy.first_history() if isinstance(policy, LooksBack) else History(HISTORY)
+        self._finished = (
+            policy.first_history() if isinstance(policy, UsesHistory) else LengthHistory(HISTORY)
+        )
         for length in finished:
             self._finished.add(length)
         self._refusals = Refusals()
         self.interrupts: list[int] = []  # what `take_interrupts` will give: for drivers to look at
-        self._rounds = Rounds()
+        self._rounds = WorkerRounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
         self._reorders = policy if isinstance(policy, Reorders) else None
         for worker in self.workers:
             worker.longest = longest(worker.memory, policy.continuous)
         self._longest = max(worker.longest for worker in self.workers)
-        self._pool = Pool(self.workers)
-        self._view = View(self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed))
+        self._pool = WaitingPool(self.workers)
+        self._view = View(
+            self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed)
+        )
         self._mixed = self._view.mixed
-        self._queues = Queues(self._view)
+        self._queues = BatchQueues(self._view)
         if isinstance(policy, Ranks):
             for worker in self.workers:
                 worker.inbox = RankedInbox(policy.standings(worker.latency))
@@ -93,7 +151,9 @@ class Scheduler:
 
     @property
     def waiting_jobs(self) -> int:
-        """Requests that wait to run: in the pool, at a worker, preempted, or in a batch in its queue."""
+        """Requests that wait to run: in the pool, at a worker, preempted, or in a batch in its
+        queue.
+        """
         queued = sum(batch.size for worker in self.workers for batch in worker.queue)
         preempted = sum(len(worker.held) + len(worker.swapped) for worker in self.workers)
         return self._pool.waiting + queued + preempted
@@ -169,7 +229,8 @@ class Scheduler:
     def take_interrupts(self) -> list[int]:
         """Workers whose round should stop at its next allowed step, asked for since the last call.
 
-        A driver whose engine cannot stop a round may ignore them: the round ends later, nothing else changes.
+        A driver whose engine cannot stop a round may ignore them: the round ends later, nothing
+        else changes.
         """
         if not self.interrupts:
             return []
@@ -177,7 +238,9 @@ class Scheduler:
         return interrupts
 
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
-        """A worker is done with its batch: some jobs ended, others go on; a failed batch is tried again in halves."""
+        """A worker is done with its batch: some jobs ended, others go on; a failed batch is tried
+        again in halves.
+        """
         worker = self.workers[result.worker]
         batch = worker.running
         if batch is None or batch.batch_id != result.batch_id:
@@ -201,9 +264,13 @@ class Scheduler:
             self._queues.unload(worker, batch)
             self._complete_batch(worker, batch, result, now_s)
 
-    def _complete_batch(self, worker: Worker, batch: Batch, result: BatchResult, now_s: float) -> None:
+    def _complete_batch(
+        self, worker: Worker, batch: Batch, result: BatchResult, now_s: float
+    ) -> None:
         going_on = []
-        for job, generated, finished in zip(batch.jobs, result.generated, result.finished, strict=True):
+        for job, generated, finished in zip(
+            batch.jobs, result.generated, result.finished, strict=True
+        ):
             job.generated += generated
             job.length += generated
             job.slices += 1
@@ -222,7 +289,11 @@ class Scheduler:
         is_short = result.failure == "oom"
         worker.oom_events += is_short
         rounds = self._rounds
-        alone = rounds.run_short(worker, result, self._jobs) if is_short else rounds.crash(worker, now_s)
+        alone = (
+            rounds.run_short(worker, result, self._jobs)
+            if is_short
+            else rounds.crash(worker, now_s)
+        )
         if alone is not None:
             self._strike(alone, result.failure)
 
@@ -242,10 +313,11 @@ class Scheduler:
             self.interrupts.append(index)
 
     def end(self, request_id: str, generated: int, now_s: float) -> None:
-        """The driver saw it end after `generated` tokens, of which the worker cannot know: at a stop string.
+        """The driver saw it end after `generated` tokens, of which the worker cannot know: at a
+        stop string.
 
-        An ordinary end, and its length one of those that policies look back on. A row that still runs is taken out as a
-        cancelled one is. Unknown or ended requests are ignored.
+        An ordinary end, and its length one of those that policies look back on. A row that still
+        runs is taken out as a cancelled one is. Unknown or ended requests are ignored.
         """
         job = self._jobs.get(request_id)
         if job is not None and not job.cancelled:
@@ -275,7 +347,9 @@ class Scheduler:
             self._end(job)
 
     def worker_lost(self, index: int, now_s: float) -> None:
-        """A worker's process is gone, after its running batch was completed as crashed: its queue runs elsewhere."""
+        """A worker's process is gone, after its running batch was completed as crashed: its queue
+        runs elsewhere.
+        """
         worker = self.workers[index]
         worker.alive = False
         self._view.workers_changed()
@@ -308,7 +382,9 @@ class Scheduler:
             self._end(job)
 
     def _release(self, jobs: Sequence[Job], now_s: float) -> None:
-        """They leave their workers, whose next round tells the engine, and wait in the pool behind all others."""
+        """They leave their workers, whose next round tells the engine, and wait in the pool behind
+        all others.
+        """
         for job in jobs:
             self._view.changed(job.home)
             self._rounds.release(self.workers[job.home], job, now_s)

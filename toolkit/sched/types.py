@@ -1,7 +1,8 @@
 """The nouns that the scheduler, its policies and its two drivers speak in.
 
-Times are seconds on the driver's clock; lengths are tokens. A policy sees these objects and changes none of them: only
-the scheduler and its books write to a `Job` or a `Worker`. Nothing here knows how long an output will be.
+Times are seconds on the driver's clock; lengths are tokens. A policy sees these objects and changes
+none of them: only the scheduler and its books write to a `Job` or a `Worker`. Nothing here knows
+how long an output will be.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from toolkit.sched.inbox import Inbox
-from toolkit.sched.moves import Shelf
-from toolkit.sched.residents import Residents
+from toolkit.sched.residents import ParkedCaches, Residents
 
 if TYPE_CHECKING:
     from toolkit.sched.footprint import Footprint
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 40
 Until = Literal["any", "all"]
 Failure = Literal["", "oom", "crashed"]
-Joining = Literal["embed", "shape"]  # how newcomers join a padded batch, as in a recipe's engine.joining
+Joining = Literal[
+    "embed", "shape"
+]  # how newcomers join a padded batch, as in a recipe's engine.joining
 
 
 @dataclass(slots=True, frozen=True)
 class Request:
     """What a client asked for, as far as scheduling goes.
 
-    `max_new_tokens` is the limit that the client set, not the length that the output will have. Of two requests the one
-    with the smaller `priority` is the more urgent.
+    `max_new_tokens` is the limit that the client set, not the length that the output will have. Of
+    two requests the one with the smaller `priority` is the more urgent.
     """
 
     request_id: str
@@ -126,44 +128,54 @@ class Job:
 class Moves:
     """What a round does with caches that are neither prefilled nor dropped in it.
 
-    Before its first step, in this order: `pause` and `swap_out` stop decoding; what is swapped out goes from the device
-    to host memory, what is swapped in comes back and is paused there; `resume` go on decoding without a prefill. With
-    `overlap` the transfers go on beside the round's compute: those who leave hold their tokens until it ends, those
-    who come from its start, and none of them decodes in it. Without, the round waits for them first. Who is still
-    being prefilled has no cache to keep, and is not moved.
+    Before its first step, in this order: `pause` and `swap_out` stop decoding; what is swapped out
+    goes from the device to host memory, what is swapped in comes back and is paused there; `resume`
+    go on decoding without a prefill. With `overlap` the transfers go on beside the round's compute:
+    those who leave hold their tokens until it ends, those who come from its start, and none of them
+    decodes in it. Without, the round waits for them first. Who is still being prefilled has no
+    cache to keep, and is not moved.
     """
 
     pause: tuple[Job, ...] = ()
     resume: tuple[Job, ...] = ()
     swap_out: tuple[Job, ...] = ()
     swap_in: tuple[Job, ...] = ()
-    promote: tuple[Job, ...] = ()  # of those who enter or resume: to the first queue, see `Job.promoted_at`
+    promote: tuple[
+        Job, ...
+    ] = ()  # of those who enter or resume: to the first queue, see `Job.promoted_at`
     overlap: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The one dial: these jobs, on this worker, for at most `steps` tokens each, until any or all of them finish.
+    """The one dial: these jobs, on this worker, for at most `steps` tokens each, until any or all
+    of them finish.
 
-    Sequence-level scheduling: steps = max_new_tokens, until all. Slice-level: steps = slice length, until all, cache
-    dropped. Continuous: a round, until any, cache kept: `evict` and `release` leave first and lose their cache, `jobs`
-    enter and are prefilled, and all who are resident then decode at most `steps` times, until one of them ends. A round
-    that is interrupted stops at the first step where the worker's count of steps is a multiple of `stop_every`.
-    With `chunk_tokens`, those who enter are prefilled in passes of at most so many tokens while anybody decodes, and a
+    Sequence-level scheduling: steps = max_new_tokens, until all. Slice-level: steps = slice length,
+    until all, cache dropped. Continuous: a round, until any, cache kept: `evict` and `release`
+    leave first and lose their cache, `jobs` enter and are prefilled, and all who are resident then
+    decode at most `steps` times, until one of them ends. A round that is interrupted stops at the
+    first step where the worker's count of steps is a multiple of `stop_every`. With `chunk_tokens`,
+    those who enter are prefilled in passes of at most so many tokens while anybody decodes, and a
     step follows each; what is not done when the round ends goes on in the next.
     """
 
     worker: int
     jobs: tuple[Job, ...]
     steps: int
-    input_length: int  # L: the longest input in the batch, which is what the others are padded to; 0: none enters
+    # L: the longest input in the batch, which is what the others are padded to; 0: none enters
+    input_length: int
     estimated_s: float  # T_serve(N, L, S), SCLS Eq. 1-2
     until: Until = "all"
     keep_cache: bool = False
     batch_id: int = -1  # numbered by the scheduler
     started_s: float = -1.0
-    evict: tuple[Job, ...] = ()  # whose cache is dropped before the round: evicted or cancelled ones
-    release: tuple[Job, ...] = ()  # whose cache is dropped too: they have left, and were routed anew
+    evict: tuple[
+        Job, ...
+    ] = ()  # whose cache is dropped before the round: evicted or cancelled ones
+    release: tuple[
+        Job, ...
+    ] = ()  # whose cache is dropped too: they have left, and were routed anew
     stop_every: int = 1
     interrupted: bool = False  # it was told to stop early
     moves: Moves | None = None  # of a policy that preempts
@@ -177,7 +189,8 @@ class Batch:
 
 @dataclass(slots=True)
 class BatchResult:
-    """What a worker did with a batch: new tokens and whether it is done, per job in the batch's order.
+    """What a worker did with a batch: new tokens and whether it is done, per job in the batch's
+    order.
 
     With a `failure`, `generated` still counts the tokens that reached the client before it.
     """
@@ -191,16 +204,19 @@ class BatchResult:
 
 @dataclass(slots=True)
 class RoundResult:
-    """What a worker did with a round: all residents decoded `steps` times, and those who `ended` did so in the last.
+    """What a worker did with a round: all residents decoded `steps` times, and those who `ended`
+    did so in the last.
 
-    `joined` names those whose prefill ended in it, each with the round's steps until then, which it had no part in;
-    None: everybody's did before the first step. Where prefill gives a token, they have it: a round in which one ends
-    with it may have 0 steps. Who is not named is prefilled further in the next round.
+    `joined` names those whose prefill ended in it, each with the round's steps until then, which it
+    had no part in; None: everybody's did before the first step. Where prefill gives a token, they
+    have it: a round in which one ends with it may have 0 steps. Who is not named is prefilled
+    further in the next round.
 
-    Those whose caches were `dropped`, the last admitted first, wait again: memory had no room for them, which is the
-    failure "oom" and may be all of them, or nobody where a pass in parts sufficed; or an engine that also schedules
-    (`toolkit.inside`) made room. Of a round that "crashed" no cache is left. Such an engine may also have `missed`
-    residents in so many of the steps.
+    Those whose caches were `dropped`, the last admitted first, wait again: memory had no room for
+    them, which is the failure "oom" and may be all of them, or nobody where a pass in parts
+    sufficed; or an engine that also schedules (`toolkit.backends.vllm`) made room. Of a round that
+    "crashed" no cache is left. Such an engine may also have `missed` residents in so many of the
+    steps.
     """
 
     batch_id: int
@@ -215,11 +231,12 @@ class RoundResult:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One engine instance: its laws, what it runs, what waits for it. `load_s` is T_load(w) of SCLS Eq. 11.
+    """One engine instance: its laws, what it runs, what waits for it. `load_s` is T_load(w) of SCLS
+    Eq. 11.
 
-    `row_limit` bounds the residents: by the engine's `slots`, and by less after a failure, so that a request that kills
-    its worker ends up alone. Paused jobs are in `held`, swapped ones in `swapped`, whose tokens `host_tokens` bounds;
-    0: no host memory, nothing is swapped.
+    `row_limit` bounds the residents: by the engine's `slots`, and by less after a failure, so that
+    a request that kills its worker ends up alone. Paused jobs are in `held`, swapped ones in
+    `swapped`, whose tokens `host_tokens` bounds; 0: no host memory, nothing is swapped.
     """
 
     index: int
@@ -234,15 +251,14 @@ class Worker:
     oom_events: int = 0
     residents: Residents = field(default_factory=Residents)
     slots: int = NO_LIMIT  # the most residents that the engine can have
-    longest: int = (
-        NO_LIMIT  # the longest prompt + output that its memory holds alone, in tokens; the scheduler's to say
-    )
+    # the longest prompt + output that its memory holds alone, in tokens; the scheduler's to say
+    longest: int = NO_LIMIT
     stepped_s: float = 0.0  # when its last decode step ended, as far as it was reported
     swap: SwapLaw | None = None
     host_tokens: int = 0
     joining: Joining | None = None
-    held: Shelf = field(default_factory=Shelf)
-    swapped: Shelf = field(default_factory=Shelf)
+    held: ParkedCaches = field(default_factory=ParkedCaches)
+    swapped: ParkedCaches = field(default_factory=ParkedCaches)
     is_due: bool = False  # whether it is in `View.due`
     there: Footprint | None = None  # see `toolkit.sched.footprint.look`
     capacity_tokens: int = field(init=False)  # of KV cache, as the memory law has it
@@ -260,11 +276,15 @@ class Worker:
         return self.joining is not None
 
     def chunk_of(self, tokens: int) -> int:
-        """`Batch.chunk_tokens` where a policy wants `tokens`: 0 where newcomers are shaped into the batch."""
+        """`Batch.chunk_tokens` where a policy wants `tokens`: 0 where newcomers are shaped into the
+        batch.
+        """
         return 0 if self.joining == "shape" else tokens
 
     def holds(self, job: Job) -> bool:
-        """Whether the job can run here to its end, whatever it generates: in a fleet it goes nowhere else."""
+        """Whether the job can run here to its end, whatever it generates: in a fleet it goes
+        nowhere else.
+        """
         return job.limit_tokens <= self.longest
 
     def is_like(self, other: Worker) -> bool:
@@ -273,7 +293,8 @@ class Worker:
             self.latency == other.latency
             and self.memory == other.memory
             and self.swap == other.swap
-            and (self.host_tokens, self.joining, self.slots) == (other.host_tokens, other.joining, other.slots)
+            and (self.host_tokens, self.joining, self.slots)
+            == (other.host_tokens, other.joining, other.slots)
         )
 
     def left_s(self, now_s: float) -> float:
@@ -289,7 +310,9 @@ class Worker:
 
 @dataclass(slots=True, frozen=True)
 class Refusal:
-    """A request that the scheduler gives up on, and why, in one line that may be shown to its client."""
+    """A request that the scheduler gives up on, and why, in one line that may be shown to its
+    client.
+    """
 
     request_id: str
     reason: str

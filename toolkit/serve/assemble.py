@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.keys import ApiKey
 from toolkit.files.plan import Kind, Plan
-from toolkit.sched.eventlog import Event, Header, Recorder
-from toolkit.sched.policies import ELSEWHERE, make_policy, refuse_unservable
+from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler
+from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.protocols import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
-from toolkit.serve.forecast import UNLIMITED, Limits
-from toolkit.serve.settings import Settings
+from toolkit.serve.forecast import UNLIMITED, LatencyLimits
+from toolkit.serve.settings import FrontSettings
 from toolkit.serve.stats import Stats
 
 
@@ -23,23 +24,30 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     """The plan's scheduler in its first state: for a server, or for the replay of a server's log."""
     policy = make_policy(plan.policy.name, plan.policy.parameters)
     engine = plan.recipe.engine
-    if engine.name == ELSEWHERE:
-        hint = "replay a trace against it with: llmctl bench --plan plan.json --url " + str(engine.url)
-        raise InputError(f"engine '{ELSEWHERE}' is a server already, at {engine.url}; there is nothing to start", hint)
+    if not traits_of(engine.name).started:
+        hint = "replay a trace against it with: llmctl bench --plan plan.json --url " + str(
+            engine.url
+        )
+        raise InputError(
+            f"engine '{engine.name}' is a server already, at {engine.url}; there is nothing to start",
+            hint,
+        )
     workers: list[Worker] = []
     for kind in plan.kinds:
         refuse_unservable(policy, kind.recipe.engine.name)
         workers += _workers(kind, policy, first=len(workers))
     if event_sink is None:
         return Scheduler(policy, workers)
-    event_sink(Header(plan.policy.name, dict(plan.policy.parameters), plan.workers))
-    return Recorder(policy, workers, event_sink)
+    event_sink(EventLogHeader(plan.policy.name, dict(plan.policy.parameters), plan.workers))
+    return RecordingScheduler(policy, workers, event_sink)
 
 
 def _workers(kind: Kind, policy: Policy, first: int) -> list[Worker]:
     """The workers of a kind, as the scheduler knows them, numbered from `first`."""
     laws = laws_from_fit(kind.fit)
-    latency, memory = (laws.rounds, laws.round_memory) if policy.continuous else (laws.latency, laws.memory)
+    latency, memory = (
+        (laws.rounds, laws.round_memory) if policy.continuous else (laws.latency, laws.memory)
+    )
     return [
         Worker(
             index,
@@ -55,24 +63,34 @@ def _workers(kind: Kind, policy: Policy, first: int) -> list[Worker]:
 
 
 def make_stats(plan: Plan) -> Stats:
-    """Counters that know how far the plan's laws were measured; of several kinds of workers the least far."""
+    """Counters that know how far the plan's laws were measured; of several kinds of workers the
+    least far.
+    """
     valid = [one for kind in plan.kinds for one in (kind.fit.prefill.valid, kind.fit.decode.valid)]
-    return Stats(min(one.batch_size_max for one in valid), min(one.length_max for one in valid), plan.recipe.sla)
+    return Stats(
+        min(one.batch_size_max for one in valid),
+        min(one.length_max for one in valid),
+        plan.recipe.sla,
+    )
 
 
 def model_name(plan: Plan) -> str:
     """What clients call the model, where nobody said otherwise."""
     recipe = plan.recipe
-    return recipe.serve.served_model_name or (recipe.name if recipe.model.source == "random" else recipe.model.source)
+    return recipe.serve.served_model_name or (
+        recipe.name if recipe.model.source == "random" else recipe.model.source
+    )
 
 
-def make_limits(plan: Plan, admission: str | None, *, replays: bool) -> Limits:
-    """What admission holds the forecast against: the recipe's targets where it says so, unless traces are replayed.
+def make_limits(plan: Plan, admission: str | None, *, replays: bool) -> LatencyLimits:
+    """What admission holds the forecast against: the recipe's targets where it says so, unless
+    traces are replayed.
 
-    `admission` is the recipe's where it is None; a server for `replays` turns nobody away by a forecast unless asked.
+    `admission` is the recipe's where it is None; a server for `replays` turns nobody away by a
+    forecast unless asked.
     """
     admission = admission or ("queue" if replays else plan.recipe.serve.admission)
-    return Limits.of(plan.recipe.sla) if admission == "targets" else UNLIMITED
+    return LatencyLimits.of(plan.recipe.sla) if admission == "targets" else UNLIMITED
 
 
 def make_settings(
@@ -83,10 +101,10 @@ def make_settings(
     keys: tuple[ApiKey, ...] = (),
     request_timeout_s: float | None = None,
     **others: bool,
-) -> Settings:
-    """The front's settings: limits from the plan, the rest as given (`Settings` has the names)."""
+) -> FrontSettings:
+    """The front's settings: limits from the plan, the rest as given (`FrontSettings` has the names)."""
     serve, engine = plan.recipe.serve, plan.fit.engine
-    return Settings(
+    return FrontSettings(
         model=model or model_name(plan),
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,

@@ -1,12 +1,15 @@
-"""Does the fit still hold? A few of its points are measured again through the workers before a server takes requests.
+"""Does the fit still hold? A few of its points are measured again through the workers before a
+server takes requests.
 
-Each point is a slice, or for a continuous policy a round from an empty batch, on all workers at once, as the fit's own
-overhead was measured: so many rows of so many tokens for so many steps. The median of its times is held against the
-law that the scheduler asks. Memory is not tried, nor are points that would take too long.
+Each point is a slice, or for a continuous policy a round from an empty batch, on all workers at
+once, as the fit's own overhead was measured: so many rows of so many tokens for so many steps. The
+median of its times is held against the law that the scheduler asks. Memory is not tried, nor are
+points that would take too long.
 
-The stated error is one that 5 % of held-out slices exceed. Of four points one alone would exceed it by chance at 17 of
-100 starts of a healthy machine, several at one or two. What makes a machine slower (other programs, heat, another
-clock) shows at most points. So one of several is told, and not held against the fit.
+The stated error is one that 5 % of held-out slices exceed. Of four points one alone would exceed it
+by chance at 17 of 100 starts of a healthy machine, several at one or two. What makes a machine
+slower (other programs, heat, another clock) shows at most points. So one of several is told, and
+not held against the fit.
 """
 
 from __future__ import annotations
@@ -27,10 +30,17 @@ from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Kind, Plan
 from toolkit.sched.policies import make_policy
 from toolkit.sched.protocols import LatencyLaw, Policy
-from toolkit.sched.serving_time import serving_s
+from toolkit.sched.queues import serving_s
 from toolkit.sched.types import Failure
-from toolkit.workers.protocol import BatchDone, BatchProgress, OnEvent, RoundDone, WorkerEvent, Workers
-from toolkit.workers.supervisor import Silent
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    OnEvent,
+    RoundDone,
+    WorkerEvent,
+    Workers,
+)
+from toolkit.workers.supervisor import SilentWorkerError
 
 STEPS = 16  # of a point, at most
 RUNS_MIN, RUNS_MAX = 3, 9  # of each point
@@ -39,11 +49,11 @@ BUDGET_S = 3.0
 MAY_EXCEED = 1  # of several points
 
 
-OnFound = Callable[["list[Measured]"], None]
+OnFound = Callable[["list[MeasuredPoint]"], None]
 Ended = tuple[Failure, float]  # how a batch ended, and when
 
 
-class Point(NamedTuple):
+class DriftPoint(NamedTuple):
     """Rows of `length` tokens that run for `steps`."""
 
     rows: int
@@ -52,10 +62,12 @@ class Point(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True)
-class Measured:
-    """A point's median time beside what the law says, and how far the fit's stated error reaches. In seconds."""
+class MeasuredPoint:
+    """A point's median time beside what the law says, and how far the fit's stated error reaches.
+    In seconds.
+    """
 
-    point: Point
+    point: DriftPoint
     seconds: float
     expected_s: float
     allowed_percent: float
@@ -75,13 +87,13 @@ class Measured:
 
 
 @dataclass(slots=True, frozen=True)
-class Check:
+class DriftCheck:
     """What is measured again: the plan's points, as its policy has them run.
 
     The fit's stated error is the 95th percentile of its held-out slices or rounds, at least 10 %.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[DriftPoint, ...]
     runs: int
     law: LatencyLaw
     in_rounds: bool
@@ -89,15 +101,20 @@ class Check:
     allowed_percent: float
     workers: tuple[int, ...] = (0,)  # whom it is about: of a fleet those of one kind
 
-    def expected_s(self, point: Point) -> float:
+    def expected_s(self, point: DriftPoint) -> float:
         """What the law says of the point."""
         rows, length, steps = point
         if not self.in_rounds:
             return serving_s(self.law, rows, length, steps)
         leave_s = rows * self.law.leave_s(length + steps)
-        return self.law.round_s + self.law.prefill_s(rows, length) + self.law.decode_s(rows, length, steps) + leave_s
+        return (
+            self.law.round_s
+            + self.law.prefill_s(rows, length)
+            + self.law.decode_s(rows, length, steps)
+            + leave_s
+        )
 
-    def rows(self, point: Point, first: int) -> list[Row]:
+    def rows(self, point: DriftPoint, first: int) -> list[Row]:
         """The point's rows, whose names count from `first`; in a round all end with its last step."""
         tokens = tuple(position % self.vocab_size for position in range(point.length))
         limit = point.steps + (self.in_rounds and self.law.prefill_emits_token)
@@ -105,10 +122,11 @@ class Check:
         return [Row(f"check-{first + k}", tokens, 0, limit, sampling) for k in range(point.rows)]
 
 
-def checks_of(plan: Plan, budget_s: float = BUDGET_S) -> list[Check]:
+def checks_of(plan: Plan, budget_s: float = BUDGET_S) -> list[DriftCheck]:
     """A check of each kind of the plan's workers, which share the time.
 
-    Points of the recipe's grid, as many as by the laws take `budget_s` in all; none where all take longer.
+    Points of the recipe's grid, as many as by the laws take `budget_s` in all; none where all take
+    longer.
     """
     policy, kinds, checks = make_policy(plan.policy.name, plan.policy.parameters), plan.kinds, []
     first = 0
@@ -119,7 +137,7 @@ def checks_of(plan: Plan, budget_s: float = BUDGET_S) -> list[Check]:
     return checks
 
 
-def _check_of(kind: Kind, policy: Policy, budget_s: float) -> Check:
+def _check_of(kind: Kind, policy: Policy, budget_s: float) -> DriftCheck:
     laws, fit = laws_from_fit(kind.fit), kind.fit
     law = laws.rounds if policy.continuous else laws.latency
     overhead = fit.rounds.overhead if policy.continuous and fit.rounds else fit.overhead
@@ -137,40 +155,62 @@ def _check_of(kind: Kind, policy: Policy, budget_s: float) -> Check:
 
     sizes, lengths = sorted(spec.batch_sizes), sorted(spec.input_lengths)
     small, usual = lengths[0], lengths[len(lengths) // 2]
-    wanted = [(sizes[0], usual), (sizes[len(sizes) // 2], small), (sizes[len(sizes) // 2], usual), (sizes[-1], small)]
-    chosen = [Point(rows, length, steps) for rows, length in dict.fromkeys(wanted) if fits(rows, length)]
-    check = Check((), RUNS_MIN, law, policy.continuous, fit.engine.vocab_size, allowed)
+    wanted = [
+        (sizes[0], usual),
+        (sizes[len(sizes) // 2], small),
+        (sizes[len(sizes) // 2], usual),
+        (sizes[-1], small),
+    ]
+    chosen = [
+        DriftPoint(rows, length, steps)
+        for rows, length in dict.fromkeys(wanted)
+        if fits(rows, length)
+    ]
+    check = DriftCheck((), RUNS_MIN, law, policy.continuous, fit.engine.vocab_size, allowed)
     chosen.sort(key=check.expected_s)
     while chosen and RUNS_MIN * sum(map(check.expected_s, chosen)) > budget_s:
         chosen.pop()
     once_s = sum(map(check.expected_s, chosen))
     runs = min(int(budget_s / once_s), RUNS_MAX) if once_s > 0 else 0
-    return Check(tuple(chosen), runs, law, policy.continuous, fit.engine.vocab_size, allowed)
+    return DriftCheck(tuple(chosen), runs, law, policy.continuous, fit.engine.vocab_size, allowed)
 
 
-def judge(found: Sequence[Measured], *, strict: bool, say: Callable[[str], None]) -> None:
-    """Say what was found; with `strict`, `TargetMissedError` where points are beyond the fit's stated error."""
+def judge(found: Sequence[MeasuredPoint], *, strict: bool, say: Callable[[str], None]) -> None:
+    """Say what was found; with `strict`, `TargetMissedError` where points are beyond the fit's
+    stated error.
+    """
     if not found:
         say("fit: no point of it could be measured again in the time given")
         return
-    allowed = " and ".join(f"{percent:.0f}" for percent in sorted({one.allowed_percent for one in found}))
+    allowed = " and ".join(
+        f"{percent:.0f}" for percent in sorted({one.allowed_percent for one in found})
+    )
     wrong = [one for one in found if one.drifted]
     if len(wrong) <= MAY_EXCEED < len(found):
-        but = "".join(f"; but for {one.text()}, as one of {len(found)} may by chance" for one in wrong)
-        say(f"fit: measured again at {len(found)} points, within its stated error of {allowed} %{but}")
+        but = "".join(
+            f"; but for {one.text()}, as one of {len(found)} may by chance" for one in wrong
+        )
+        say(
+            f"fit: measured again at {len(found)} points, within its stated error of {allowed} %{but}"
+        )
         return
     if not wrong:
         say(f"fit: measured again at one point, within its stated error of {allowed} %")
         return
     told = f"beyond its stated error of {allowed} %: {', '.join(one.text() for one in wrong)}"
     if strict:
-        raise TargetMissedError(f"the fit does not hold: {told}", "profile and fit again; or serve without --strict")
-    say(f"warning: the fit does not hold, {told}; predictions and policies that ask the laws are off by as much")
+        raise TargetMissedError(
+            f"the fit does not hold: {told}", "profile and fit again; or serve without --strict"
+        )
+    say(
+        f"warning: the fit does not hold, {told}; predictions and policies that ask the laws are off by as much"
+    )
 
 
 @dataclass(slots=True, eq=False)
 class CheckedWorkers:
-    """`Workers` that measure a check's points when they have started, before anybody else may use them.
+    """`Workers` that measure a check's points when they have started, before anybody else may use
+    them.
 
     Args:
         workers: who runs them.
@@ -179,11 +219,13 @@ class CheckedWorkers:
     """
 
     workers: Workers
-    checks: Sequence[Check]
+    checks: Sequence[DriftCheck]
     on_found: OnFound
     clock: Callable[[], float] = time.perf_counter
     size: int = field(init=False)
-    _waits: dict[int, asyncio.Future[Ended]] = field(default_factory=dict)  # by worker, while it runs something
+    _waits: dict[int, asyncio.Future[Ended]] = field(
+        default_factory=dict
+    )  # by worker, while it runs something
     _batches: int = 0
     _rows: int = 0
 
@@ -207,20 +249,24 @@ class CheckedWorkers:
         measuring = False
         self.on_found(found)
 
-    async def _measure(self, check: Check) -> list[Measured]:
-        times: dict[Point, list[float]] = {}
+    async def _measure(self, check: DriftCheck) -> list[MeasuredPoint]:
+        times: dict[DriftPoint, list[float]] = {}
         for point in check.points * check.runs:
             seconds = await self._run(check, point)
             if None in seconds:
-                break  # out of memory, or a worker is gone: the pool starts it again, and the rest is not measured
+                # out of memory, or a worker is gone: the pool starts it again, and the rest is not
+                # measured
+                break
             times.setdefault(point, []).extend(one for one in seconds if one is not None)
         return [
-            Measured(point, median(seconds), check.expected_s(point), check.allowed_percent)
+            MeasuredPoint(point, median(seconds), check.expected_s(point), check.allowed_percent)
             for point, seconds in times.items()
         ]
 
-    async def _run(self, check: Check, point: Point) -> list[float | None]:
-        """The point on every worker of the check at once; seconds from dispatch to result, None where it failed."""
+    async def _run(self, check: DriftCheck, point: DriftPoint) -> list[float | None]:
+        """The point on every worker of the check at once; seconds from dispatch to result, None
+        where it failed.
+        """
         begun_s: list[float] = []
         waits: list[asyncio.Future[Ended]] = []
         first_row = self._rows
@@ -238,12 +284,21 @@ class CheckedWorkers:
                 self.workers.run(worker, self._batches, rows, point.steps, expected_s)
         ended = await asyncio.gather(*waits)
         if check.in_rounds:
-            short = [worker for worker, (failure, _) in zip(check.workers, ended, strict=True) if failure == "oom"]
+            short = [
+                worker
+                for worker, (failure, _) in zip(check.workers, ended, strict=True)
+                if failure == "oom"
+            ]
             await self._evict(short, tuple(range(first_row, self._rows)))
-        return [None if failure else end_s - begin_s for begin_s, (failure, end_s) in zip(begun_s, ended, strict=True)]
+        return [
+            None if failure else end_s - begin_s
+            for begin_s, (failure, end_s) in zip(begun_s, ended, strict=True)
+        ]
 
     async def _evict(self, workers: Sequence[int], numbers: tuple[int, ...]) -> None:
-        """Rounds of these ran out of memory and left rows that had room: nobody may meet them later."""
+        """Rounds of these ran out of memory and left rows that had room: nobody may meet them
+        later.
+        """
         waits = []
         for worker in workers:
             waits.append(self._expect(worker))
@@ -256,10 +311,19 @@ class CheckedWorkers:
         self._waits[worker] = wait = asyncio.get_running_loop().create_future()
         return wait
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+    def run(
+        self,
+        worker: int,
+        batch_id: int,
+        rows: Sequence[Row],
+        steps: int,
+        estimated_s: float = math.inf,
+    ) -> None:
         self.workers.run(worker, batch_id, rows, steps, estimated_s)
 
-    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
+    def run_round(
+        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
+    ) -> None:
         self.workers.run_round(worker, batch_id, plan, estimated_s)
 
     def interrupt(self, worker: int, batch_id: int) -> None:
@@ -271,7 +335,7 @@ class CheckedWorkers:
     def kill(self, worker: int) -> None:
         self.workers.kill(worker)
 
-    def silent(self) -> list[Silent]:
+    def silent(self) -> list[SilentWorkerError]:
         return self.workers.silent()
 
     async def stop(self) -> None:

@@ -1,8 +1,10 @@
-"""The scheduler on the real clock: asyncio moves requests, batches and tokens between clients, scheduler and workers.
+"""The scheduler on the real clock: asyncio moves requests, batches and tokens between clients,
+scheduler and workers.
 
-All decisions are the scheduler's. The driver tells it what happened, starts the batches that it wants (`underway`), and
-passes tokens on as they come (`lives`). Each request's tokens are kept, so a slice that was lost goes on from what its
-client has seen. Everything runs on one event loop and nothing here waits for a client.
+All decisions are the scheduler's. The driver tells it what happened, starts the batches that it
+wants (`underway`), and passes tokens on as they come (`lives`). Each request's tokens are kept, so
+a slice that was lost goes on from what its client has seen. Everything runs on one event loop and
+nothing here waits for a client.
 """
 
 from __future__ import annotations
@@ -10,21 +12,26 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from toolkit.engines.protocol import FinishReason, Round, RoundOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Request, RoundResult
-from toolkit.serve.forecast import UNLIMITED, Forecast, Limits
-from toolkit.serve.live import Ask, Flight, Live
-from toolkit.serve.lives import Lives
-from toolkit.serve.reply import Reply
+from toolkit.sched.types import Batch, BatchResult, Failure, Job, Request, RoundResult
+from toolkit.serve.forecast import UNLIMITED, Forecast, LatencyLimits
+from toolkit.serve.live import (
+    ActiveRequest,
+    ActiveRequests,
+    GenerationRequest,
+    InFlightBatch,
+    Reply,
+    TextOutput,
+    merge,
+)
 from toolkit.serve.stats import Stats
-from toolkit.serve.text import TextOutput
-from toolkit.serve.underway import UnderWay, slice_result
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -35,7 +42,264 @@ from toolkit.workers.protocol import (
     Workers,
     WorkersFailed,
 )
-from toolkit.workers.supervisor import Silent
+from toolkit.workers.supervisor import SilentWorkerError
+
+# The rows that a worker keeps between rounds: which request has which number there, and what came
+# of a round.
+#
+# The scheduler speaks of jobs, the engine of numbers, which a row gets when it enters and loses
+# when its cache is gone.
+
+
+class ResidentRows:
+    """One worker's rows, and the round that it runs."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}  # by request
+        self._lives: dict[int, ActiveRequest] = {}
+        self._next = 0
+        self._prefilling: dict[int, None] = {}  # whose first token has not come since they entered
+        self._waited: tuple[int, ...] = ()  # those of them when the round began
+        self._received: dict[int, int] = {}  # tokens in this round, by number
+        self._ended: list[int] = []  # in this round
+        self._steps = (
+            0  # decode steps as the scheduler counts them, who decides where a round may stop
+        )
+
+    def begin(self, batch: Batch, live_of: Callable[[str], ActiveRequest]) -> Round:
+        """The round for the engine. `live_of` knows the requests of those who enter."""
+        evict = (*self._forget(batch.evict), *self._forget(batch.release))
+        moves = batch.moves
+        kept = self._numbers_of
+        lives = [live_of(job.request_id) for job in batch.jobs]
+        entered = tuple(range(self._next, self._next + len(lives)))
+        self._next += len(lives)
+        self._lives.update(zip(entered, lives, strict=True))
+        self._numbers.update(
+            (job.request_id, number) for job, number in zip(batch.jobs, entered, strict=True)
+        )
+        self._prefilling.update(dict.fromkeys(entered))
+        self._waited = tuple(self._prefilling)
+        self._received, self._ended = {}, []
+        return Round(
+            batch.steps,
+            tuple(live.row() for live in lives),
+            entered,
+            evict,
+            kept(moves.pause) if moves else (),
+            kept(moves.swap_out) if moves else (),
+            kept(moves.swap_in) if moves else (),
+            kept(moves.resume) if moves else (),
+            bool(moves and moves.overlap),
+            batch.stop_every,
+            batch.chunk_tokens,
+            self._steps,
+        )
+
+    def receive(self, number: int, tokens: int, *, ended: bool) -> ActiveRequest:
+        """So many tokens came for a row; whose it is."""
+        self._received[number] = self._received.get(number, 0) + tokens
+        self._prefilling.pop(number, None)
+        if ended:
+            self._ended.append(number)
+        return self._lives[number]
+
+    def result(self, batch: Batch, output: RoundOutput) -> RoundResult:
+        """What a round did, in the scheduler's words."""
+        joined = self._joined(dict(output.joined))
+        for number, _ in output.joined:
+            self._prefilling.pop(number, None)
+        dropped = tuple([self._lives[number].ask.request_id for number in output.dropped])
+        for number, request_id in zip(output.dropped, dropped, strict=True):
+            del self._numbers[request_id]
+            self._drop(number)
+        failure: Failure = "oom" if output.is_short else ""
+        self._steps += output.steps
+        ended = self._end(output.ended)
+        return RoundResult(
+            batch.batch_id, batch.worker, output.steps, ended, joined, failure, dropped=dropped
+        )
+
+    def crashed(self, batch: Batch) -> RoundResult:
+        """What came of a round before its worker was lost, by the tokens that came. All rows went
+        with it.
+        """
+        received, waited = self._received, self._waited
+        first = {
+            number: received[number] - 1 for number in waited if number in received
+        }  # steps since they joined
+        went_on = [count for number, count in received.items() if number not in waited]
+        steps = max([*first.values(), *went_on], default=0)
+        joined = self._joined({number: steps - since for number, since in first.items()})
+        ended = self._end(self._ended)
+        self._numbers.clear()
+        self._lives.clear()
+        self._prefilling.clear()
+        self._steps += steps
+        return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, "crashed")
+
+    def _joined(self, after: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
+        """Whose prefill ended after how many steps, by request; None: everybody's before the first."""
+        if len(after) == len(self._waited) and not any(after.values()):
+            return None
+        return tuple(
+            [(self._lives[number].ask.request_id, steps) for number, steps in after.items()]
+        )
+
+    def _end(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        """These rows have ended; whose they were."""
+        ended = tuple(self._lives.pop(number).ask.request_id for number in numbers)
+        for request_id in ended:
+            del self._numbers[request_id]
+        return ended
+
+    def _numbers_of(self, jobs: Iterable[Job]) -> tuple[int, ...]:
+        return tuple(self._numbers[job.request_id] for job in jobs)
+
+    def _forget(self, jobs: Iterable[Job]) -> list[int]:
+        """The numbers of jobs whose caches are dropped; some have gone already."""
+        found = [
+            self._numbers.pop(job.request_id) for job in jobs if job.request_id in self._numbers
+        ]
+        for number in found:
+            self._drop(number)
+        return found
+
+    def _drop(self, number: int) -> None:
+        del self._lives[number]
+        self._prefilling.pop(number, None)
+
+
+# What runs on the workers: batches are sent, and what workers say of them becomes tokens of
+# requests and results.
+#
+# Nothing is decided here, and nothing reaches a client: the driver says what starts, delivers the
+# tokens, and hands the results to the scheduler. A slice's rows go by their places in the batch,
+# a round's by numbers that `ResidentRows` gives.
+
+
+class News(NamedTuple):
+    """New tokens of a request, and how it ended, or ''."""
+
+    live: ActiveRequest
+    tokens: list[int]
+    finish: FinishReason
+
+
+class WorkerActivity:
+    """The batches that run now, at most one per worker.
+
+    Args:
+        workers: who run them.
+        live_of: the request of an id, while it is on its way.
+    """
+
+    def __init__(self, workers: Workers, live_of: Callable[[str], ActiveRequest]) -> None:
+        self.flights: dict[int, InFlightBatch] = {}  # by worker
+        self._workers = workers
+        self._live_of = live_of
+        self._kept = [ResidentRows() for _ in range(workers.size)]  # of workers that run rounds
+        self._just_freed: set[int] = set()
+
+    @property
+    def rows_in_slices(self) -> int:
+        """Requests that slices run now."""
+        return sum(not live.status for flight in self.flights.values() for live in flight.lives)
+
+    def launch(self, batches: Iterable[Batch]) -> list[ActiveRequest]:
+        """Send what a tick wants started; whose requests begin to run. A worker it had nothing for
+        waits for work.
+        """
+        started: list[ActiveRequest] = []
+        for batch in batches:
+            lives = tuple(self._live_of(job.request_id) for job in batch.jobs)
+            follows = batch.worker in self._just_freed
+            if batch.keep_cache:
+                self._launch_round(batch, InFlightBatch(batch, (), [], follows))
+            else:
+                self._launch_slice(batch, InFlightBatch(batch, lives, [0] * len(lives), follows))
+            started += lives
+        self._just_freed.clear()
+        return started
+
+    def _launch_slice(self, batch: Batch, flight: InFlightBatch) -> None:
+        self.flights[batch.worker] = flight
+        for live in flight.lives:
+            live.flight = flight
+        rows = [live.row() for live in flight.lives]
+        self._workers.run(batch.worker, batch.batch_id, rows, batch.steps, batch.estimated_s)
+
+    def _launch_round(self, batch: Batch, flight: InFlightBatch) -> None:
+        self.flights[batch.worker] = flight
+        plan = self._kept[batch.worker].begin(batch, self._live_of)
+        self._workers.run_round(batch.worker, batch.batch_id, plan, batch.estimated_s)
+
+    def interrupt(self, worker: int) -> None:
+        """Its round should end at the next step where it may."""
+        self._workers.interrupt(worker, self.flights[worker].batch.batch_id)
+
+    def unwanted(self, live: ActiveRequest) -> None:
+        """Nobody reads what a slice gives for it."""
+        flight = live.flight
+        if flight:
+            self._workers.cancel(flight.batch.worker, flight.batch.batch_id, (live.ask.request_id,))
+
+    def progress(self, event: BatchProgress) -> list[News]:
+        """Tokens that came while a batch runs; of one that is over, nothing."""
+        flight = self.flights.get(event.worker)
+        if flight is None or flight.batch.batch_id != event.batch_id:
+            return []
+        news = []
+        for row, (tokens, finish) in merge(event.steps).items():
+            if flight.batch.keep_cache:
+                live = self._kept[event.worker].receive(row, len(tokens), ended=bool(finish))
+            else:
+                flight.received[row] += len(tokens)
+                live = flight.lives[row]
+            news.append(News(live, tokens, finish))
+        return news
+
+    def slice_done(self, event: BatchDone) -> tuple[InFlightBatch, list[News]]:
+        """A slice is over: what it was, and the tokens that had not come. After these comes
+        `slice_result`.
+        """
+        flight = self._land(event.worker)
+        for live in flight.lives:
+            live.flight = None
+        rows = zip(
+            flight.lives, flight.received, event.output.tokens, event.output.finish, strict=True
+        )
+        return flight, [
+            News(live, list(tokens[received:]), finish) for live, received, tokens, finish in rows
+        ]
+
+    def round_done(self, event: RoundDone) -> tuple[InFlightBatch, RoundResult]:
+        """A round is over, whose tokens have all come: what it was, and its result."""
+        flight, kept = self._land(event.worker), self._kept[event.worker]
+        if event.output is None:
+            return flight, kept.crashed(flight.batch)
+        return flight, kept.result(flight.batch, event.output)
+
+    def _land(self, worker: int) -> InFlightBatch:
+        self._just_freed.add(worker)
+        return self.flights.pop(worker)
+
+
+def slice_result(flight: InFlightBatch, event: BatchDone) -> BatchResult:
+    """A slice in the scheduler's words, once its last tokens were delivered: a stop string ends a
+    request, too.
+
+    What came behind a stop string does not count.
+    """
+    kept = zip(flight.lives, flight.batch.jobs, strict=True)
+    return BatchResult(
+        event.batch_id,
+        event.worker,
+        tuple(len(live.tokens) - job.generated for live, job in kept),
+        tuple(bool(live.status) for live in flight.lives),
+        event.failure,
+    )
+
 
 SHUTTING_DOWN = "the server is shutting down"
 TIMED_OUT = "it was not done at its deadline"
@@ -67,26 +331,31 @@ class Driver:
         workers: Workers,
         stats: Stats,
         *,
-        on_end: Callable[[Live, float], None] | None = None,
-        limits: Limits = UNLIMITED,
+        on_end: Callable[[ActiveRequest, float], None] | None = None,
+        limits: LatencyLimits = UNLIMITED,
         accept: Callable[[list[EngineFacts]], None] | None = None,
     ) -> None:
         if workers.size != len(scheduler.workers):
-            raise ValueError(f"{workers.size} workers, and the scheduler has {len(scheduler.workers)}")
+            raise ValueError(
+                f"{workers.size} workers, and the scheduler has {len(scheduler.workers)}"
+            )
         self.scheduler = scheduler
         self.stats = stats
         self.forecast = Forecast(scheduler, limits)
         self.state: State = "loading"
-        self.leaving = False  # the end was announced: balancers should look elsewhere, though requests are still taken
+        # the end was announced: balancers should look elsewhere, though requests are still taken
+        self.leaving = False
         self.facts: dict[int, EngineFacts] = {}
-        self.bug: Exception | None = None  # what ended the driver, which whoever started it must then stop
+        self.bug: Exception | None = (
+            None  # what ended the driver, which whoever started it must then stop
+        )
         self.failed: EngineError | None = None  # the same of workers that cannot be loaded any more
         self.broke = asyncio.Event()
         self._workers = workers
         self._on_end = on_end
         self._accept = accept
-        self._lives = Lives(stats, self.forecast, self._ended)
-        self._under_way = UnderWay(workers, self._lives.__getitem__)
+        self._lives = ActiveRequests(stats, self.forecast, self._ended)
+        self._under_way = WorkerActivity(workers, self._lives.__getitem__)
         self._start_s = 0.0
         self._tick_soon: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
@@ -97,11 +366,11 @@ class Driver:
         return time.monotonic() - self._start_s
 
     @property
-    def flights(self) -> dict[int, Flight]:
+    def flights(self) -> dict[int, InFlightBatch]:
         """What each worker runs now."""
         return self._under_way.flights
 
-    def silent(self) -> list[Silent]:
+    def silent(self) -> list[SilentWorkerError]:
         """Workers that take too long now, for what they do."""
         return self._workers.silent()
 
@@ -126,7 +395,9 @@ class Driver:
         self.state = "ready"
 
     async def drain(self, timeout_s: float) -> int:
-        """Take nothing new, and wait until all requests have ended; those that have not in time fail. How many did."""
+        """Take nothing new, and wait until all requests have ended; those that have not in time
+        fail. How many did.
+        """
         self.state = "draining"
         try:
             await asyncio.wait_for(self._lives.empty.wait(), timeout_s)
@@ -147,8 +418,12 @@ class Driver:
                 handle.cancel()
         await self._workers.stop()
 
-    def submit(self, ask: Ask, output: TextOutput, reply: Reply, index: int) -> Live:
-        """A request whose text goes to choice `index` of `reply`. `RefusedError` if it can never fit."""
+    def submit(
+        self, ask: GenerationRequest, output: TextOutput, reply: Reply, index: int
+    ) -> ActiveRequest:
+        """A request whose text goes to choice `index` of `reply`. `RefusedError` if it can never
+        fit.
+        """
         if self.state != "ready":
             raise ValueError(f"submitted while the driver is {self.state}")
         now_s = self.now_s
@@ -158,7 +433,7 @@ class Driver:
         if refusal:
             raise RefusedError(refusal.reason)
         self.stats.arrived += 1
-        live = Live(ask, output, reply, index, now_s, told)
+        live = ActiveRequest(ask, output, reply, index, now_s, told)
         self._lives.begin(live)
         if ask.timeout_s < math.inf:
             loop = asyncio.get_running_loop()
@@ -166,12 +441,12 @@ class Driver:
         self._tick_later()
         return live
 
-    def _expire(self, live: Live) -> None:
+    def _expire(self, live: ActiveRequest) -> None:
         """Its deadline has come: to the scheduler that is a cancel like any other."""
         self._give_up(live, f"{TIMED_OUT}, {live.ask.timeout_s:g} s after it came")
         self._tick_later()
 
-    def cancel(self, live: Live) -> None:
+    def cancel(self, live: ActiveRequest) -> None:
         """Its client is gone. A row that runs ends with its batch, or sooner where the worker can."""
         if live.status:
             return
@@ -180,12 +455,12 @@ class Driver:
         self._lives.end(live, "cancelled")
         self._tick_later()
 
-    def _give_up(self, live: Live, reason: str) -> None:
+    def _give_up(self, live: ActiveRequest, reason: str) -> None:
         self.scheduler.cancel(live.ask.request_id, self.now_s)
         self._under_way.unwanted(live)
         self._lives.fail(live, reason)
 
-    def _ended(self, live: Live) -> None:
+    def _ended(self, live: ActiveRequest) -> None:
         if live.deadline:
             live.deadline.cancel()
             live.deadline = None
@@ -198,7 +473,9 @@ class Driver:
             self._tick_soon = asyncio.get_running_loop().call_soon(self._tick)
 
     def _tick_now(self) -> None:
-        """A worker waits: it gets its next batch before anything is written to clients, or anybody else is heard."""
+        """A worker waits: it gets its next batch before anything is written to clients, or anybody
+        else is heard.
+        """
         if self._tick_soon:
             self._tick_soon.cancel()
         if self.state != "stopped":
@@ -278,7 +555,10 @@ class Driver:
         for live, tokens, finish in news:
             self._lives.deliver(live, tokens, finish, now_s)
         result = slice_result(flight, event)
-        law, arrived = self.scheduler.workers[event.worker].latency, self.stats.arrived - flight.arrived
+        law, arrived = (
+            self.scheduler.workers[event.worker].latency,
+            self.stats.arrived - flight.arrived,
+        )
         self.stats.count_batch(flight.batch, result, event.steps, now_s, law, arrived)
         self._complete(flight, event, result, now_s)
 
@@ -289,7 +569,11 @@ class Driver:
         self._complete(flight, event, result, now_s)
 
     def _complete(
-        self, flight: Flight, event: BatchDone | RoundDone, result: BatchResult | RoundResult, now_s: float
+        self,
+        flight: InFlightBatch,
+        event: BatchDone | RoundDone,
+        result: BatchResult | RoundResult,
+        now_s: float,
     ) -> None:
         self.stats.count_engine(event, follows=flight.follows)
         self.forecast.pace.ran(self.stats.batch_s, self.stats.predicted_batch_s)
@@ -308,7 +592,9 @@ class Driver:
 
     @contextmanager
     def _loud(self) -> Iterator[None]:
-        """An event loop logs what its callbacks raise and goes on; a scheduler in an unknown state must not."""
+        """An event loop logs what its callbacks raise and goes on; a scheduler in an unknown state
+        must not.
+        """
         try:
             yield
         except Exception as error:

@@ -1,4 +1,6 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}, and nothing else ever."""
+"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}, and
+nothing else ever.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """An answer that is not 200. `message` is for the client: the value, the limit, never a path of this machine.
+    """An answer that is not 200. `message` is for the client: the value, the limit, never a path of
+    this machine.
 
     `kind` is the body's `type`, where it is not what goes with the status.
     """
@@ -57,7 +60,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 def error_body(error: ApiError) -> bytes:
     """The JSON of an error."""
-    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.kind, error.param, error.code)))
+    return msgspec.json.encode(
+        ErrorBody(ErrorDetail(error.message, error.kind, error.param, error.code))
+    )
 
 
 def error_response(error: ApiError) -> Response:

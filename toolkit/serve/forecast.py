@@ -1,10 +1,11 @@
 """What a newcomer would wait for, by the fitted laws: the backlog that overload is refused by.
 
-A slice-level worker serves all who wait in turn, so a newcomer's first token comes after one turn: what the workers
-were given, and the batches that the pool makes. A continuous worker serves who is there to the end, so he waits until
-enough of those before him have left. Lengths to come are the mean of those that were. How much slower than its laws the
-machine is, the last batches say, at once; what is beside them (the front's delay) is learnt from what earlier requests
-were told and got, which is known only when they got it. It only reads the scheduler.
+A slice-level worker serves all who wait in turn, so a newcomer's first token comes after one turn:
+what the workers were given, and the batches that the pool makes. A continuous worker serves who is
+there to the end, so he waits until enough of those before him have left. Lengths to come are the
+mean of those that were. How much slower than its laws the machine is, the last batches say, at
+once; what is beside them (the front's delay) is learnt from what earlier requests were told and
+got, which is known only when they got it. It only reads the scheduler.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from toolkit.sched.pace import requests_per_s
+from toolkit.sched.queues import requests_per_s
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Worker
 
@@ -28,42 +29,50 @@ LOOKS_BACK = 256  # requests
 UNLUCKY = 0.97  # of which quantile the forecast is
 MOST = 0.5  # of a limit: what is learnt stays within it
 TELLING = 0.125  # of a limit: who was told less says nothing of those for whom it matters
-PACE_S = 4.0  # of batches: what weighs as much as the laws do at first, and as e times what ran so long before
+# of batches: what weighs as much as the laws do at first, and as e times what ran so long before
+PACE_S = 4.0
 
 
-class Told(NamedTuple):
-    """Seconds from arrival to the first token, and to the last, for a request of mean lengths; how many for others."""
+class PredictedLatency(NamedTuple):
+    """Seconds from arrival to the first token, and to the last, for a request of mean lengths; how
+    many for others.
+    """
 
     ttft_s: float
     e2e_s: float
     others_s: float  # of `e2e_s`: what it would not take if nobody else were there
 
 
-NOTHING = Told(0.0, 0.0, 0.0)
+NOTHING = PredictedLatency(0.0, 0.0, 0.0)
 
 
-class Limits(NamedTuple):
+class LatencyLimits(NamedTuple):
     """The latency targets that a server refuses by; infinity: none."""
 
     ttft_s: float = math.inf
     e2e_s: float = math.inf
 
     @classmethod
-    def of(cls, sla: Mapping[str, float]) -> Limits:
+    def of(cls, sla: Mapping[str, float]) -> LatencyLimits:
         """The strictest of a recipe's targets."""
 
         def least(metric: str) -> float:
-            return min((limit for key, limit in sla.items() if key.startswith(f"{metric}_")), default=math.inf)
+            return min(
+                (limit for key, limit in sla.items() if key.startswith(f"{metric}_")),
+                default=math.inf,
+            )
 
         return cls(least("ttft"), least("e2e"))
 
-    def excess_s(self, told: Told) -> float:
-        """How long until a newcomer would keep them, if nobody else came; 0: he would now, or nobody is in his way."""
+    def excess_s(self, told: PredictedLatency) -> float:
+        """How long until a newcomer would keep them, if nobody else came; 0: he would now, or
+        nobody is in his way.
+        """
         late_s = max(told.ttft_s - MARGIN * self.ttft_s, told.e2e_s - MARGIN * self.e2e_s)
         return max(min(late_s, told.others_s), 0.0)
 
 
-UNLIMITED = Limits()
+UNLIMITED = LatencyLimits()
 
 
 @dataclass(slots=True)
@@ -99,7 +108,9 @@ class Pace:
 
 
 class Delay:
-    """By how many seconds the unlucky among the last requests waited longer than they had been told."""
+    """By how many seconds the unlucky among the last requests waited longer than they had been
+    told.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -117,7 +128,9 @@ class Delay:
             self.value_s = min(max(float(np.quantile(self._late_s, UNLUCKY)), -most_s), most_s)
 
 
-Telling = Callable[[Sequence[Worker], float, int], Told]  # by workers of one kind, for so many who wait
+Telling = Callable[
+    [Sequence[Worker], float, int], PredictedLatency
+]  # by workers of one kind, for so many who wait
 
 
 class Forecast:
@@ -129,7 +142,9 @@ class Forecast:
         typical_tokens: an output's length while none has ended.
     """
 
-    def __init__(self, scheduler: Scheduler, limits: Limits = UNLIMITED, typical_tokens: int = 128) -> None:
+    def __init__(
+        self, scheduler: Scheduler, limits: LatencyLimits = UNLIMITED, typical_tokens: int = 128
+    ) -> None:
         self.limits = limits
         self._scheduler = scheduler
         self._continuous = scheduler.policy.continuous
@@ -140,23 +155,35 @@ class Forecast:
         self._first, self._last = Delay(limits.ttft_s), Delay(limits.e2e_s)
         self.pace = Pace()
 
-    def raw(self, now_s: float) -> Told:
+    def raw(self, now_s: float) -> PredictedLatency:
         """By the laws, at the pace of the last batches."""
-        return Told(*(self.pace.value * seconds for seconds in self._lawful(now_s)))
+        return PredictedLatency(*(self.pace.value * seconds for seconds in self._lawful(now_s)))
 
-    def _lawful(self, now_s: float) -> Told:
-        workers = [worker for worker in self._scheduler.workers if worker.alive] or self._scheduler.workers
+    def _lawful(self, now_s: float) -> PredictedLatency:
+        workers = [
+            worker for worker in self._scheduler.workers if worker.alive
+        ] or self._scheduler.workers
         waiting = self._scheduler.waiting_jobs
         if not self._continuous:
-            waiting = max(waiting - sum(batch.size for worker in workers for batch in worker.queue), 0)
+            waiting = max(
+                waiting - sum(batch.size for worker in workers for batch in worker.queue), 0
+            )
         tell = self._rounds if self._continuous else self._slices
-        return tell(workers, now_s, waiting) if self._alike else self._of_kinds(tell, workers, now_s, waiting)
+        return (
+            tell(workers, now_s, waiting)
+            if self._alike
+            else self._of_kinds(tell, workers, now_s, waiting)
+        )
 
-    def now(self, now_s: float) -> Told:
+    def now(self, now_s: float) -> PredictedLatency:
         """With what was learnt, for all but the unlucky."""
         ttft_s, e2e_s, others_s = self.raw(now_s)
         last_s = self._last.value_s
-        return Told(max(ttft_s + self._first.value_s, 0.0), max(e2e_s + last_s, 0.0), max(others_s + last_s, 0.0))
+        return PredictedLatency(
+            max(ttft_s + self._first.value_s, 0.0),
+            max(e2e_s + last_s, 0.0),
+            max(others_s + last_s, 0.0),
+        )
 
     def submitted(self, prompt_tokens: int) -> None:
         self._prompt.add(prompt_tokens)
@@ -165,16 +192,20 @@ class Forecast:
         if not batch.keep_cache:
             self._steps = max(batch.steps, 1)
 
-    def first_token(self, told: Told, after_s: float) -> None:
+    def first_token(self, told: PredictedLatency, after_s: float) -> None:
         self._first.add(told.ttft_s, after_s)
 
-    def ended(self, told: Told, after_s: float, tokens: int) -> None:
+    def ended(self, told: PredictedLatency, after_s: float, tokens: int) -> None:
         """A request ended well."""
         self._last.add(told.e2e_s, after_s)
         self._output.add(tokens)
 
-    def _of_kinds(self, tell: Telling, workers: Sequence[Worker], now_s: float, waiting: int) -> Told:
-        """The mean over the kinds of workers, each with its share of those who wait, by how fast it is."""
+    def _of_kinds(
+        self, tell: Telling, workers: Sequence[Worker], now_s: float, waiting: int
+    ) -> PredictedLatency:
+        """The mean over the kinds of workers, each with its share of those who wait, by how fast it
+        is.
+        """
         kinds: list[list[Worker]] = []
         for worker in workers:
             like = next((kind for kind in kinds if kind[0].is_like(worker)), None)
@@ -185,28 +216,39 @@ class Forecast:
         prompt, output = self._prompt.value, max(self._output.value, 1.0)
         paces = np.array([len(kind) * requests_per_s(kind[0], prompt, output) for kind in kinds])
         shares = paces / paces.sum()
-        told = [tell(kind, now_s, round(waiting * share)) for kind, share in zip(kinds, shares, strict=True)]
-        return Told(*(shares @ np.array(told)).tolist())
+        told = [
+            tell(kind, now_s, round(waiting * share))
+            for kind, share in zip(kinds, shares, strict=True)
+        ]
+        return PredictedLatency(*(shares @ np.array(told)).tolist())
 
-    def _slices(self, workers: Sequence[Worker], now_s: float, waiting: int) -> Told:
+    def _slices(self, workers: Sequence[Worker], now_s: float, waiting: int) -> PredictedLatency:
         pooled = waiting + 1
-        law, length, steps = workers[0].latency, int(self._prompt.value + self._output.value / 2), self._steps
+        law, length, steps = (
+            workers[0].latency,
+            int(self._prompt.value + self._output.value / 2),
+            self._steps,
+        )
         rows = min(_fitting(workers[0], length, steps), math.ceil(pooled / len(workers)))
         prefill_s = law.prefill_s(rows, length)
         batch_s = prefill_s + law.decode_s(rows, length, steps)
-        start_s = _last_start_s([worker.left_s(now_s) for worker in workers], batch_s, math.ceil(pooled / rows))
+        start_s = _last_start_s(
+            [worker.left_s(now_s) for worker in workers], batch_s, math.ceil(pooled / rows)
+        )
         turn_s = start_s + batch_s
         slices = math.ceil(self._output.value / steps)
         alone_s = slices * (law.prefill_s(1, length) + law.decode_s(1, length, steps))
-        return Told(start_s + prefill_s, slices * turn_s, slices * turn_s - alone_s)
+        return PredictedLatency(start_s + prefill_s, slices * turn_s, slices * turn_s - alone_s)
 
-    def _rounds(self, workers: Sequence[Worker], now_s: float, ahead: int) -> Told:
+    def _rounds(self, workers: Sequence[Worker], now_s: float, ahead: int) -> PredictedLatency:
         prompt, output = self._prompt.value, self._output.value
         law, length = workers[0].latency, int(prompt + output / 2)
         prefill_s = law.prefill_s(1, prompt)
 
         def stay_s(rows: int) -> float:
-            """How long a row is there that decodes beside others, of whom each is prefilled once meanwhile."""
+            """How long a row is there that decodes beside others, of whom each is prefilled once
+            meanwhile.
+            """
             return output * law.decode_s(rows, length, 1) + rows * prefill_s
 
         places = [_places(worker, prompt + output) for worker in workers]
@@ -216,7 +258,7 @@ class Forecast:
         wait_s = max(ahead + 1 - free, 0) / rate_rps
         met = min(max(len(worker.residents) for worker in workers) + entering, max(places))
         e2e_s = wait_s + stay_s(met)
-        return Told(wait_s + entering * prefill_s, e2e_s, e2e_s - stay_s(1))
+        return PredictedLatency(wait_s + entering * prefill_s, e2e_s, e2e_s - stay_s(1))
 
 
 def _last_start_s(left_s: list[float], batch_s: float, batches: int) -> float:

@@ -1,10 +1,14 @@
 """A process beside the server that reads large bodies, so that none stops the server's event loop.
 
-Parsing holds Python's lock from a body's first byte to its last, in a thread as well. So a body of more than
-`LARGE_BODY_BYTES` is sent to the helper, which parses and checks it and turns its text into tokens; the server gets the
-form and the tokens, or the error. Bodies are read one after the other.
+The recorder has one of its own (`recorder/large.py`).
 
-The helper ends when its standard input does: also when the server is killed.
+Parsing holds Python's lock from a body's first byte to its last, in a thread as well. So a body of
+more than `LARGE_BODY_BYTES` is sent to the helper, which parses and checks it and turns its text
+into tokens; the server gets the form and the tokens, or the error. Bodies are read one after the
+other.
+
+The helper ends when its standard input does, and `toolkit.guard` ends it with the server: also when
+that is killed.
 """
 
 from __future__ import annotations
@@ -19,15 +23,16 @@ import struct
 import sys
 from array import array
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
 
+from toolkit import guard
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.files.recipe import ModelSpec
 from toolkit.serve.errors import ApiError
-from toolkit.serve.prompts import BodyReader
-from toolkit.serve.schemas import ChatForm, CompletionForm
+from toolkit.serve.forms import BodyReader, ChatForm, CompletionForm
 
 LARGE_BODY_BYTES = 1 << 15
 MAX_WAITING_BODIES = 64
@@ -36,7 +41,9 @@ RETRY_AFTER_S = 5
 PIPE_BYTES = 1 << 18
 TRIM_BYTES = 1 << 20  # after a body of this size memory goes back to the system
 
-ReadLarge = Callable[[str, bytes], Awaitable[Any]]  # a method of `BodyReader` and the body, to what it returns
+ReadLarge = Callable[
+    [str, bytes], Awaitable[Any]
+]  # a method of `BodyReader` and the body, to what it returns
 
 
 def in_thread(reader: BodyReader) -> ReadLarge:
@@ -48,21 +55,31 @@ def in_thread(reader: BodyReader) -> ReadLarge:
     return read
 
 
-class Helper:
-    """The process, as the server sees it. It is started again when it has died."""
+class ReadingProcess:
+    """The process, as the server sees it. It is started with the first body, and again when it has
+    died.
 
-    def __init__(self, model: ModelSpec, vocab_size: int, max_model_len: int) -> None:
-        self._begin = _Begin(model.model_dump_json(), vocab_size, max_model_len)
+    Args:
+        module: what it runs, which calls `work`.
+        begin: the first thing that it is told.
+    """
+
+    def __init__(self, module: str, begin: bytes) -> None:
+        self._module = module
+        self._begin = begin
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
 
     async def start(self) -> None:
-        command = (sys.executable, "-m", "toolkit.serve.helper")
+        command = (sys.executable, "-m", self._module)
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=PIPE_BYTES)
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, limit=PIPE_BYTES, start_new_session=True
+        )
         assert self._process.stdin
-        self._process.stdin.write(_framed(msgspec.msgpack.encode(self._begin)))
+        self._process.stdin.write(_framed(self._begin))
+        await asyncio.to_thread(guard.watch, self._process.pid)
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -70,32 +87,28 @@ class Helper:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            guard.forget(process.pid)
 
-    async def __call__(self, kind: str, body: bytes) -> Any:
-        """What `BodyReader`'s method `kind` makes of the body, prompts as tuples. `ApiError` as there."""
+    async def ask(self, kind: str, body: bytes) -> bytes | Read:
+        """What the process makes of the body. Its own `ApiError`, or one where it is busy or has
+        died.
+        """
         if self._waiting >= MAX_WAITING_BODIES:
             text = f"{self._waiting} large bodies wait to be read; try again later"
-            raise ApiError(text, status=503, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+            raise ApiError(
+                text, status=503, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)}
+            )
         self._waiting += 1
         try:
             async with self._turn:
                 reply = await self._ask(_framed(msgspec.msgpack.encode(_Job(kind, body))))
         finally:
             self._waiting -= 1
-        if isinstance(reply, bytes):
-            return reply
         if isinstance(reply, _Refused):
             raise ApiError(reply.message, status=reply.status, param=reply.param, code=reply.code)
-        form = (CompletionForm if kind == "completion" else ChatForm).model_validate_json(reply.form)
-        prompts = []
-        for data in reply.prompts:
-            tokens = array("q")
-            tokens.frombytes(data)
-            prompts.append(tuple(tokens))
-            await asyncio.sleep(0)  # all of them at once may be millions of tokens
-        return form, prompts
+        return reply
 
-    async def _ask(self, frame: bytes) -> bytes | _Read | _Refused:
+    async def _ask(self, frame: bytes) -> bytes | Read | _Refused:
         try:
             if self._process is None or self._process.returncode is not None:
                 await self.start()
@@ -109,7 +122,7 @@ class Helper:
                 size, whole = _HEAD.unpack(await stdout.readexactly(_HEAD.size))
                 found = await stdout.readexactly(size)
             await asyncio.sleep(0)  # a large answer was copied just now: others first
-            return found if whole else msgspec.msgpack.decode(found, type=_Read | _Refused)
+            return found if whole else msgspec.msgpack.decode(found, type=Read | _Refused)
         except (
             OSError,
             RuntimeError,
@@ -125,8 +138,34 @@ class Helper:
             raise
 
 
+class Helper(ReadingProcess):
+    """The server's: it parses and checks, and turns text into tokens."""
+
+    def __init__(self, model: ModelSpec, vocab_size: int, max_model_len: int) -> None:
+        begin = _Begin(model.model_dump_json(), vocab_size, max_model_len)
+        super().__init__("toolkit.serve.helper", msgspec.msgpack.encode(begin))
+
+    async def __call__(self, kind: str, body: bytes) -> Any:
+        """What `BodyReader`'s method `kind` makes of the body, prompts as tuples. `ApiError` as
+        there.
+        """
+        reply = await self.ask(kind, body)
+        if isinstance(reply, bytes):
+            return reply
+        form = (CompletionForm if kind == "completion" else ChatForm).model_validate_json(
+            reply.form
+        )
+        prompts = []
+        for data in reply.prompts:
+            tokens = array("q")
+            tokens.frombytes(data)
+            prompts.append(tuple(tokens))
+            await asyncio.sleep(0)  # all of them at once may be millions of tokens
+        return form, prompts
+
+
 class _Begin(msgspec.Struct):
-    """The first thing that a helper is told."""
+    """The first thing that the server's helper is told."""
 
     model: str  # a `ModelSpec`, as JSON
     vocab_size: int
@@ -138,7 +177,7 @@ class _Job(msgspec.Struct):
     body: bytes
 
 
-class _Read(msgspec.Struct, tag=True):
+class Read(msgspec.Struct, tag=True):
     """A form, as JSON, and its prompts' tokens, eight bytes each."""
 
     form: bytes
@@ -154,6 +193,9 @@ class _Refused(msgspec.Struct, tag=True):
     code: str | None
 
 
+Worked = Callable[
+    [str, bytes], bytes | Read
+]  # a job's kind and its body, to the answer; or an `ApiError`
 _HEAD = struct.Struct("<Q?")  # a frame's size, and whether it is an answer's body
 
 
@@ -171,42 +213,61 @@ def _read(pipe: BinaryIO) -> bytes | None:
     return data if len(data) == size else None
 
 
-def _worked(reader: BodyReader, kind: str, body: bytes) -> bytes:
-    """The frame of the answer."""
-    try:
-        found = getattr(reader, kind)(body)
-    except ApiError as error:
-        return _framed(msgspec.msgpack.encode(_Refused(error.message, error.status, error.param, error.code)))
+def _worked(reader: BodyReader, kind: str, body: bytes) -> bytes | Read:
+    found = getattr(reader, kind)(body)
     if isinstance(found, bytes):
-        return _framed(found, whole=True)
+        return found
     form, prompts = found
     told = form.model_dump_json(exclude_none=True).encode()
-    return _framed(msgspec.msgpack.encode(_Read(told, [array("q", prompt).tobytes() for prompt in prompts])))
+    return Read(told, [array("q", prompt).tobytes() for prompt in prompts])
 
 
-def main() -> None:
-    """The helper's own life. Only the server's end ends it, since what the server has read is to be answered."""
+def _answer(worked: Worked, job: _Job) -> bytes:
+    """The frame of the answer."""
+    try:
+        found = worked(job.kind, job.body)
+    except ApiError as error:
+        return _framed(
+            msgspec.msgpack.encode(_Refused(error.message, error.status, error.param, error.code))
+        )
+    return (
+        _framed(found, whole=True)
+        if isinstance(found, bytes)
+        else _framed(msgspec.msgpack.encode(found))
+    )
+
+
+def work(prepare: Callable[[bytes], Worked]) -> None:
+    """A helper's own life: `prepare` gets the first thing that it is told, and returns what reads
+    each body.
+
+    Only the server's end ends it, since what the server has read is to be answered.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pipe, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is no answer
-    begin = _read(pipe)
-    if begin is None:
-        return
+    with contextlib.suppress(BrokenPipeError):
+        begin = _read(pipe)
+        if begin is None:
+            return
+        worked = prepare(begin)
+        while (frame := _read(pipe)) is not None:
+            job = msgspec.msgpack.decode(frame, type=_Job)
+            answers.write(_answer(worked, job))
+            answers.flush()
+            if len(frame) > TRIM_BYTES:
+                del frame, job
+                gc.collect()
+                with contextlib.suppress(OSError, AttributeError):
+                    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _with_tokens(begin: bytes) -> Worked:
     told = msgspec.msgpack.decode(begin, type=_Begin)
     tokenizer = load_tokenizer(ModelSpec.model_validate_json(told.model))
-    reader = BodyReader(tokenizer, told.vocab_size, told.max_model_len)
-    while (frame := _read(pipe)) is not None:
-        job = msgspec.msgpack.decode(frame, type=_Job)
-        answers.write(_worked(reader, job.kind, job.body))
-        answers.flush()
-        if len(frame) > TRIM_BYTES:
-            del frame, job
-            gc.collect()
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)
+    return partial(_worked, BodyReader(tokenizer, told.vocab_size, told.max_model_len))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main()
+    work(_with_tokens)

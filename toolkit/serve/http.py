@@ -1,6 +1,8 @@
-"""HTTP/1.1 on the wire: connections with a timer and a byte bound in every phase, in front of an ASGI application.
+"""HTTP/1.1 on the wire: connections with a timer and a byte bound in every phase, in front of an
+ASGI application.
 
-The server of `llmctl serve` and the recorder of `llmctl trace record` share it. uvicorn listens, llhttp (through
+The server of `llmctl serve` and the recorder of `llmctl trace record` share it. uvicorn listens,
+llhttp (through
 httptools) parses; everything that bounds a client is here:
 
     phase       what it waits for                  ends with
@@ -10,21 +12,27 @@ httptools) parses; everything that bounds a client is here:
     answering   the application                    the application's own deadlines
     closing     the client to close its side       the connection aborted, after `linger_timeout_s`
 
-In every phase a client that leaves an answer unread for `write_timeout_s` is given up. One sweep a second looks at all
-connections, so a timer may be up to `SWEEP_EVERY_S` late.
+In every phase a client that leaves an answer unread for `write_timeout_s` is given up. One sweep a
+second looks at all connections, so a timer may be up to `SWEEP_EVERY_S` late.
 
-Answers leave in the order of their requests. While one is made, requests behind it are parsed and wait; what cannot be
-parsed is answered after them, and then the connection closes.
+Connections, and the bytes of bodies and of unread answers, have a cap over all connections. One
+client may have a share of both, so that it cannot have all. A client is an IPv4 address or an IPv6
+network of 64 bits; what connects from this machine, as a proxy does, has no share of its own.
 
-A client that ends its side of the connection after a whole request (`shutdown(SHUT_WR)`) gets its answer. One that has
-closed both sides looks the same until it is written to, and then its machine resets the connection. So something that
-changes nothing is written at once: `100 Continue` before an answer has begun, and in a chunked answer a zero, which is
-then the first digit of the next chunk's size. Over TLS an end of one side is the end of both.
+Answers leave in the order of their requests. While one is made, requests behind it are parsed and
+wait; what cannot be parsed is answered after them, and then the connection closes.
+
+A client that ends its side of the connection after a whole request (`shutdown(SHUT_WR)`) gets its
+answer. One that has closed both sides looks the same until it is written to, and then its machine
+resets the connection. So something that changes nothing is written at once: `100 Continue` before
+an answer has begun, and in a chunked answer a zero, which is then the first digit of the next
+chunk's size. Over TLS an end of one side is the end of both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import re
 import resource
@@ -33,11 +41,12 @@ import ssl
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
+from itertools import chain
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -54,21 +63,28 @@ MAX_PIPELINED_REQUESTS = 16  # behind the one that is answered
 MAX_CONNECTIONS = 4096
 BACKLOG = 2048  # connections that wait to be accepted
 MAX_HELD_BYTES = 256 << 20  # of bodies and unread answers, over all connections
+CLIENT_SHARE = 0.5  # of connections and of held bytes, for one client
 SMALL_BODY_BYTES = 1 << 16  # a body up to this size is taken even when `MAX_HELD_BYTES` are held
 
 HEAD_TIMEOUT_S = 60.0
 BODY_TIMEOUT_S = 60.0
-IDLE_TIMEOUT_S = 60.0  # longer than clients' connection pools keep theirs, so that they do not meet a closed one
+IDLE_TIMEOUT_S = (
+    60.0  # longer than clients' connection pools keep theirs, so that they do not meet a closed one
+)
 WRITE_TIMEOUT_S = 30.0
 LINGER_TIMEOUT_S = 5.0
-MIN_READ_BYTES = 1 << 15  # what a client has to read of a waiting answer within `WRITE_TIMEOUT_S`, or all of it
+MIN_READ_BYTES = (
+    1 << 15
+)  # what a client has to read of a waiting answer within `WRITE_TIMEOUT_S`, or all of it
 SWEEP_EVERY_S = 1.0
 PROBE_AFTER_S = 0.05  # an answer that begins by then has no `100 Continue` before it
 PROBED_AFTER_S = 0.01  # for a reset to arrive; later ones are seen by the sweep
 
 RETRY_AFTER_S = 5
 SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
-READ_AGAIN_BYTES = 1 << 16  # after so many at once, other connections are served before this one is read again
+READ_AGAIN_BYTES = (
+    1 << 16
+)  # after so many at once, other connections are served before this one is read again
 
 _NOT_HTTP = "this is not HTTP/1.1 as this server reads it"
 _HEADER_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -86,11 +102,42 @@ class WireLimits:
     head_bytes: int = MAX_HEAD_BYTES
     body_bytes: int = MAX_BODY_BYTES
     held_bytes: int = MAX_HELD_BYTES
+    client_share: float = 1.0  # of `connections` and `held_bytes`, for one client; 1: all
     head_timeout_s: float = HEAD_TIMEOUT_S
     body_timeout_s: float = BODY_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
     write_timeout_s: float = WRITE_TIMEOUT_S
     linger_timeout_s: float = LINGER_TIMEOUT_S
+
+
+def client_of(address: str) -> str | None:
+    """The client that an address belongs to: itself, or its IPv6 network; None for this machine's,
+    and for none.
+    """
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is None:
+            return (
+                None if found.is_loopback else str(ipaddress.ip_network((found, 64), strict=False))
+            )
+        found = found.ipv4_mapped
+    return None if found.is_loopback else str(found)
+
+
+class Client:
+    """The connections of one client, and what they hold."""
+
+    def __init__(self) -> None:
+        self.connections: set[Connection] = set()
+        self.body_bytes = 0
+        self.unread_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self.body_bytes + self.unread_bytes
 
 
 class HttpServer:
@@ -101,6 +148,8 @@ class HttpServer:
         limits: what clients may take.
         dated: whether answers say the date; a proxy leaves that to the server behind it.
         now_s: the clock of all timers, in seconds.
+        client_of: whose an address is; None: nothing but the caps over all connections bounds it.
+        on_share: told `connections` or `bytes` when a client got 429, or a reset, because it had its share.
     """
 
     def __init__(
@@ -110,19 +159,28 @@ class HttpServer:
         *,
         dated: bool = True,
         now_s: Callable[[], float] = time.monotonic,
+        client_of: Callable[[str], str | None] = client_of,
+        on_share: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.app = app
         self.limits = limits
         self.max_connections = _most_connections(limits)
+        self.client_connections = max(int(self.max_connections * limits.client_share), 1)
+        self.client_bytes = int(limits.held_bytes * limits.client_share)
+        self.clients: dict[str, Client] = {}
         self.now_s = now_s
         self.connections: set[Connection] = set()
         self.idle: dict[Connection, None] = {}  # the longest idle first
-        self.heads: dict[Connection, None] = {}  # in the middle of a request's head, the oldest first
+        self.heads: dict[
+            Connection, None
+        ] = {}  # in the middle of a request's head, the oldest first
         self.tasks: set[asyncio.Task[None]] = set()
         self.body_bytes = 0  # of requests that have not ended
         self.unread_bytes = 0  # of answers, as of the last sweep and what was written since
         self.leaving = False
         self.common_headers = b""
+        self._client_of = client_of
+        self._on_share = on_share
         self._dated = dated
         self._server: uvicorn.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
@@ -157,7 +215,9 @@ class HttpServer:
             server.close()
 
     async def stop(self, timeout_s: float) -> None:
-        """Close idle connections, wait `timeout_s` for answers under way to leave, and cut the rest off."""
+        """Close idle connections, wait `timeout_s` for answers under way to leave, and cut the rest
+        off.
+        """
         self.leaving = True
         self.close_listener()
         for connection in list(self.connections):
@@ -179,29 +239,89 @@ class HttpServer:
         return self.body_bytes + self.unread_bytes
 
     def sweep(self) -> None:
-        """Let every timer that has run out have its effect."""
-        now_s, unread = self.now_s(), 0
+        """Let every timer that has run out have its effect, and reset who leaves too much unread."""
+        now_s, self.unread_bytes = self.now_s(), 0
+        for client in self.clients.values():
+            client.unread_bytes = 0
         for connection in list(self.connections):
-            unread += connection.check(now_s)
-        self.unread_bytes = unread
+            connection.count_unread(connection.check(now_s))
+        self.unread_bytes -= self._shed(
+            self.connections, self.unread_bytes - self.limits.held_bytes
+        )
+        for client in list(self.clients.values()):
+            excess = client.unread_bytes - self.client_bytes
+            if excess > 0:
+                self._on_share("bytes")
+                self.unread_bytes -= self._shed(client.connections, excess)
 
-    def entered(self, connection: Connection) -> bool:
-        """A new connection. False where there are too many, and none that could be closed for it."""
+    def _shed(self, connections: Iterable[Connection], excess: int) -> int:
+        """Reset those that leave the most unread, until it is `excess` bytes less. How many bytes
+        it is less.
+        """
+        shed = 0
+        if excess > 0:
+            for connection in sorted(connections, key=Connection.waiting_bytes, reverse=True):
+                if shed >= excess:
+                    break
+                shed += connection.waiting_bytes()
+                connection.abort()
+        return shed
+
+    def entered(self, connection: Connection, address: str) -> ApiError | None:
+        """A new connection. The error where it cannot be, and none could be closed for it."""
+        name = self._client_of(address) if self.limits.client_share < 1 else None
+        if name is not None:
+            client = self.clients.get(name) or Client()
+            while len(client.connections) >= self.client_connections:
+                if not self._close_one(client.connections):
+                    self._on_share("connections")
+                    text = f"{name} has {self.client_connections} connections, as many as one client gets"
+                    return _too_many(text)
+            self.clients[name] = client  # again: closing its last one has removed it
+            connection.client = client
+            client.connections.add(connection)
         while len(self.connections) >= self.max_connections:
-            oldest = next(iter(self.idle), None) or next(iter(self.heads), None)
-            if oldest is None:
-                return False
-            oldest.abort()
+            if not self._close_one(self.connections):
+                self.left(connection)
+                text = f"the server has {self.max_connections} connections, as many as it takes; try again later"
+                return _busy(text)
         self.connections.add(connection)
         self._empty.clear()
-        return True
+        return None
+
+    def _close_one(self, among: set[Connection]) -> bool:
+        """Close the one that is idle longest, else the one that is longest in its request's head.
+        False: none is.
+        """
+        oldest = next((each for each in chain(self.idle, self.heads) if each in among), None)
+        if oldest is not None:
+            oldest.abort()
+        return oldest is not None
 
     def left(self, connection: Connection) -> None:
         self.connections.discard(connection)
         self.idle.pop(connection, None)
         self.heads.pop(connection, None)
+        client = connection.client
+        if client is not None and connection in client.connections:
+            client.connections.discard(connection)
+            if not client.connections:
+                self.clients = {
+                    name: one for name, one in self.clients.items() if one is not client
+                }
         if not self.connections:
             self._empty.set()
+
+    def check_share(self, connection: Connection) -> None:
+        """`_RefusedError` where there is no room for more of a body."""
+        client = connection.client
+        if self.held_bytes > self.limits.held_bytes:
+            text = f"the server holds {self.held_bytes >> 20} MiB of requests and answers; try again later"
+            raise _RefusedError(_busy(text))
+        if client is not None and client.held_bytes > self.client_bytes:
+            self._on_share("bytes")
+            text = f"this client's requests and unread answers are {client.held_bytes >> 20} MiB, which is its share"
+            raise _RefusedError(_too_many(text))
 
     def _tick(self) -> None:
         if self._dated:
@@ -234,7 +354,9 @@ class Connection(asyncio.Protocol):
         self._message: HttpExchange | None = None  # whose body is being read
         self._running: HttpExchange | None = None  # whose answer is being made
         self._queue: deque[HttpExchange] = deque()  # requests behind it
-        self._last_words: ApiError | None = None  # the answer to what cannot be parsed, after all others
+        self._last_words: ApiError | None = (
+            None  # the answer to what cannot be parsed, after all others
+        )
         self._ended = False  # the client has ended its side
         self._closing = False
         self._deadline_s = 0.0  # of the phase, where the phase has one
@@ -244,6 +366,7 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._written_bytes = 0
         self._taken = (0, 0.0)  # how many bytes the client had taken, and when
+        self.client: Client | None = None  # whose share it counts to
         self._client: tuple[str, int] | None = None
         self._local: tuple[str, int | None] | None = None
         self._scheme = "http"
@@ -259,9 +382,9 @@ class Connection(asyncio.Protocol):
             self._scheme = "https"
         self._client, self._local = _address(transport, "peername"), _address(transport, "sockname")
         self._taken = (0, self.server.now_s())
-        if not self.server.entered(self):
-            text = f"the server has {self.server.max_connections} connections, as many as it takes; try again later"
-            self.transport.write(_refusal(_busy(text), self.server.common_headers))
+        refusal = self.server.entered(self, self._client[0] if self._client else "")
+        if refusal:
+            self.transport.write(_refusal(refusal, self.server.common_headers))
             self.transport.close()
             self._parses = False
             self._loop.call_later(PROBE_AFTER_S, transport.abort)
@@ -293,11 +416,15 @@ class Connection(asyncio.Protocol):
             self._feed(data)
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self._stop_reading(cause.error if isinstance(cause, _RefusedError) else ApiError(_NOT_HTTP))
+            self._stop_reading(
+                cause.error if isinstance(cause, _RefusedError) else ApiError(_NOT_HTTP)
+            )
             return
         if self._in_head and self._raw_bytes > self._limits.head_bytes:
             self._stop_reading(self._head_too_long())
-        elif self._raw_bytes > MAX_FRAMING_FACTOR * (self._limits.body_bytes + self._limits.head_bytes):
+        elif self._raw_bytes > MAX_FRAMING_FACTOR * (
+            self._limits.body_bytes + self._limits.head_bytes
+        ):
             self._stop_reading(self._body_too_long())
         if len(data) >= READ_AGAIN_BYTES and not self.transport.is_closing():
             self.transport.pause_reading()
@@ -327,8 +454,8 @@ class Connection(asyncio.Protocol):
     def _feed(self, data: bytes) -> None:
         """Give the parser `data`.
 
-        It stops where a request would rather speak another protocol, which a server may ignore: the head is read once
-        more without that wish, and what follows with it.
+        It stops where a request would rather speak another protocol, which a server may ignore: the
+        head is read once more without that wish, and what follows with it.
         """
         while True:
             try:
@@ -344,7 +471,11 @@ class Connection(asyncio.Protocol):
             for name, value in self._headers
             if name != b"upgrade"
         ]
-        line = b"%s %s HTTP/%s" % (self._parser.get_method(), self._url, self._parser.get_http_version().encode())
+        line = b"%s %s HTTP/%s" % (
+            self._parser.get_method(),
+            self._url,
+            self._parser.get_http_version().encode(),
+        )
         return b"\r\n".join([line, *kept, b"\r\n"])
 
     def on_message_begin(self) -> None:
@@ -365,7 +496,9 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)
-        if self._in_head:  # else a trailer: no field of those that this server reads may be one (RFC 9110, 6.5.1)
+        if (
+            self._in_head
+        ):  # else a trailer: no field of those that this server reads may be one (RFC 9110, 6.5.1)
             name = name.lower()
             self._headers.append((name, value.lower() if name == b"expect" else value))
 
@@ -427,15 +560,16 @@ class Connection(asyncio.Protocol):
         server = self.server
         if exchange.body_bytes > self._limits.body_bytes:
             raise _RefusedError(self._body_too_long())
-        if exchange.body_bytes > SMALL_BODY_BYTES:
-            if exchange is not self._running:  # a client may send it again
-                self._queue.remove(exchange)
-                self._message = None
-                exchange.give_up()
-                raise _RefusedError(None)
-            if server.held_bytes > self._limits.held_bytes:
-                text = f"the server holds {server.held_bytes >> 20} MiB of requests and answers; try again later"
-                raise _RefusedError(_busy(text))
+        small = exchange.body_bytes <= SMALL_BODY_BYTES
+        if exchange is self._running:
+            if not small:
+                server.check_share(self)
+        elif exchange in self._queue and (not small or server.held_bytes > self._limits.held_bytes):
+            # a client may send it again
+            self._queue.remove(exchange)
+            self._message = None
+            exchange.give_up()
+            raise _RefusedError(None)
 
     def on_message_complete(self) -> None:
         if self._parser.should_upgrade():
@@ -488,7 +622,9 @@ class Connection(asyncio.Protocol):
             self._take_over(exchange, ApiError("internal error", status=500))
 
     def _stop_reading(self, error: ApiError | None) -> None:
-        """What comes now is thrown away. `error` is the answer to what was being read; None: there is none."""
+        """What comes now is thrown away. `error` is the answer to what was being read; None: there
+        is none.
+        """
         exchange, self._message = self._message, None
         self._parses = self._in_head = False
         self._sends_on = not self._ended
@@ -522,7 +658,8 @@ class Connection(asyncio.Protocol):
     def _close(self) -> None:
         """Close once all that was written has left.
 
-        A client that is still sending would lose its answer to a reset: it may see the end of this side first.
+        A client that is still sending would lose its answer to a reset: it may see the end of this
+        side first.
         """
         if self._closing:
             return
@@ -547,7 +684,9 @@ class Connection(asyncio.Protocol):
         self.server.left(self)
         with suppress(OSError, AttributeError):
             reset = struct.pack("ii", 1, 0)
-            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            self.transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, reset
+            )
         self.transport.abort()
 
     # Timers
@@ -563,8 +702,10 @@ class Connection(asyncio.Protocol):
         return "answering" if self._running else "idle"
 
     def check(self, now_s: float) -> int:
-        """Let timers that have run out have their effect. How many bytes of answers wait for the client to read."""
-        waiting = self.transport.get_write_buffer_size()
+        """Let timers that have run out have their effect. How many bytes of answers wait for the
+        client to read.
+        """
+        waiting = self.waiting_bytes()
         taken, since_s = self._taken
         if not waiting or self._written_bytes - waiting >= taken + MIN_READ_BYTES:
             self._taken = (self._written_bytes - waiting, now_s)
@@ -605,7 +746,9 @@ class Connection(asyncio.Protocol):
         if self._running is None or self.transport.is_closing() or not hasattr(socket, "TCP_INFO"):
             return
         with suppress(OSError):
-            state = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            state = self.transport.get_extra_info("socket").getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_INFO, 1
+            )
             if state[0] == _TCP_CLOSE:
                 self.abort()
 
@@ -613,9 +756,25 @@ class Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         self._written_bytes += len(data)
-        if len(data) > SMALL_BODY_BYTES:
-            self.server.unread_bytes += len(data)
         self.transport.write(data)
+        if len(data) > SMALL_BODY_BYTES:
+            self.count_unread(len(data))
+            if self.server.unread_bytes > self._limits.held_bytes:
+                self.server.sweep()
+
+    def count_unread(self, size: int) -> None:
+        self.server.unread_bytes += size
+        if self.client is not None:
+            self.client.unread_bytes += size
+
+    def count_body(self, size: int) -> None:
+        self.server.body_bytes += size
+        if self.client is not None:
+            self.client.body_bytes += size
+
+    def waiting_bytes(self) -> int:
+        """Bytes of answers that wait for the client to read."""
+        return self.transport.get_write_buffer_size()
 
     def _head_too_long(self) -> ApiError:
         text = f"request line and headers are larger than {self._limits.head_bytes} bytes"
@@ -631,8 +790,12 @@ class HttpExchange:
     def __init__(self, connection: Connection, scope: Scope) -> None:
         self.scope = scope
         self.keep_alive = True
-        self.chunkable = scope["http_version"] == "1.1"  # HTTP/1.0 knows neither chunks nor 100 Continue
-        self.refusal: ApiError | None = None  # the answer, where the application should not be asked
+        self.chunkable = (
+            scope["http_version"] == "1.1"
+        )  # HTTP/1.0 knows neither chunks nor 100 Continue
+        self.refusal: ApiError | None = (
+            None  # the answer, where the application should not be asked
+        )
         self.started = False  # the answer's head was written
         self.complete = False
         self.body_bytes = 0
@@ -654,7 +817,9 @@ class HttpExchange:
         self._runs = True
         try:
             await self._server.app(self.scope, self.receive, self.send)
-        except Exception as error:  # an edge: a bug in one request must not end the others' connections
+        except (
+            Exception
+        ) as error:  # an edge: a bug in one request must not end the others' connections
             _logger.error("exception in the application", exc_info=error)
         finally:
             self._runs = False
@@ -667,7 +832,7 @@ class HttpExchange:
         if self.complete or self._given_up:
             return
         self.body_bytes += len(piece)
-        self._server.body_bytes += len(piece)
+        self._connection.count_body(len(piece))
         self._body += piece
         self._news.set()
 
@@ -690,7 +855,7 @@ class HttpExchange:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._server.body_bytes -= self.body_bytes
+        self._connection.count_body(-self.body_bytes)
         self.body_bytes = 0
         self._body = bytearray()
 
@@ -783,7 +948,9 @@ def _most_connections(limits: WireLimits) -> int:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(min(limits.connections, (max(soft, most) - SPARE_DESCRIPTORS) // limits.descriptors_each), 1)
+    return max(
+        min(limits.connections, (max(soft, most) - SPARE_DESCRIPTORS) // limits.descriptors_each), 1
+    )
 
 
 def _address(transport: asyncio.Transport, which: str) -> Any:
@@ -792,23 +959,39 @@ def _address(transport: asyncio.Transport, which: str) -> Any:
 
 
 def _without_upgrade(connection: bytes) -> bytes:
-    return b", ".join(token for token in connection.split(b",") if token.strip().lower() != b"upgrade")
+    return b", ".join(
+        token for token in connection.split(b",") if token.strip().lower() != b"upgrade"
+    )
 
 
 def _status_line(status: int) -> bytes:
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
-_STATUS_LINES = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode("ascii") for one in HTTPStatus}
+_STATUS_LINES = {
+    one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode("ascii") for one in HTTPStatus
+}
 
 
 def _busy(text: str) -> ApiError:
-    return ApiError(text, status=503, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+    return ApiError(
+        text, status=503, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)}
+    )
+
+
+def _too_many(text: str) -> ApiError:
+    return ApiError(
+        text, status=429, code="client_share", headers={"Retry-After": str(RETRY_AFTER_S)}
+    )
 
 
 def _refusal(error: ApiError, common_headers: bytes) -> bytes:
     """A whole answer that ends the connection."""
     body = error_body(error)
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+    }
     lines = "".join(f"{name}: {value}\r\n" for name, value in (headers | error.headers).items())
     return _status_line(error.status) + common_headers + lines.encode("ascii") + b"\r\n" + body

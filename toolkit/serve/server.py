@@ -1,7 +1,7 @@
 """The process: listen, load, serve, and end in order when told to.
 
-On a signal /ready turns 503 first, while requests are still taken; then the listener closes and nothing new is taken,
-streams go on, and what is left in the end gets a final error.
+On a signal /ready turns 503 first, while requests are still taken; then the listener closes and
+nothing new is taken, streams go on, and what is left in the end gets a final error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from starlette.types import ASGIApp
 
 from toolkit.errors import InputError
 from toolkit.serve.driver import Driver
-from toolkit.serve.http import BACKLOG, HttpServer
+from toolkit.serve.http import BACKLOG, HttpServer, WireLimits
 
+NO_SHARES = WireLimits()
 LAST_BYTES_S = 5  # for final chunks to leave
 ACCEPTED_S = 0.02  # for the loop to accept who has connected, before the listener closes
 
@@ -33,7 +34,8 @@ def _nobody(_: str) -> None:
 
 @dataclass(slots=True, frozen=True)
 class Ending:
-    """How long a server that was told to stop takes requests still (`notice_s`), and waits for them (`timeout_s`).
+    """How long a server that was told to stop takes requests still (`notice_s`), and waits for them
+    (`timeout_s`).
 
     `say` is told what it waits for, where it does.
     """
@@ -61,15 +63,21 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, before anything slow is done. `InputError` where the address is taken or not ours."""
+    """A bound socket, before anything slow is done. `InputError` where the address is taken or not
+    ours.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)  # 'localhost' is both
+        family, _, _, _, address = min(
+            found, key=lambda one: one[0] != socket.AF_INET
+        )  # 'localhost' is both
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # the rest repeats the address
         which = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise InputError(f"cannot listen on {host} port {port}: {reason}", f"choose another {which}") from None
+        raise InputError(
+            f"cannot listen on {host} port {port}: {reason}", f"choose another {which}"
+        ) from None
 
 
 def url(listener: socket.socket, *, tls: bool = False) -> str:
@@ -78,7 +86,9 @@ def url(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """What asks for an orderly end. SIGHUP where a terminal has gone with it, unless `nohup` has it ignored."""
+    """What asks for an orderly end. SIGHUP where a terminal has gone with it, unless `nohup` has it
+    ignored.
+    """
     numbers = (signal.SIGTERM, signal.SIGINT)
     if sys.stderr.isatty() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         return (*numbers, signal.SIGHUP)
@@ -86,9 +96,11 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 class Signals:
-    """The signals that end it, as events: the first asks for an orderly end, the second for one at once.
+    """The signals that end it, as events: the first asks for an orderly end, the second for one at
+    once.
 
-    SIGHUP without a terminal asks for files to be read again, and where there are none (`rereading`) for nothing.
+    SIGHUP without a terminal asks for files to be read again, and where there are none
+    (`rereading`) for nothing.
     """
 
     def __init__(self) -> None:
@@ -112,14 +124,15 @@ async def serve(
     ending: Ending,
     on_ready: Callable[[], None],
     tls: ssl.SSLContext | None = None,
+    limits: WireLimits = NO_SHARES,
 ) -> None:
-    """Serve until a signal ends it.
+    """Serve until a signal ends it; `limits` is what clients may take.
 
-    `EngineError` where a worker cannot load, or where none is left and none can be loaded again; a bug of the
-    scheduler is raised.
+    `EngineError` where a worker cannot load, or where none is left and none can be loaded again; a
+    bug of the scheduler is raised.
     """
     signals = Signals()
-    server = HttpServer(app)
+    server = HttpServer(app, limits, on_share=driver.stats.count_share)
     await server.start(listener, tls)
     loading = asyncio.create_task(driver.start())
     try:
@@ -140,7 +153,8 @@ async def serve(
 
 
 async def leave(driver: Driver, server: HttpServer, ending: Ending, signals: Signals) -> None:
-    """Announce the end, keep serving for the notice, then wait for what runs. A second signal cuts both short.
+    """Announce the end, keep serving for the notice, then wait for what runs. A second signal cuts
+    both short.
 
     Whoever has connected by then is heard, and whoever has not may try elsewhere at once.
     """
@@ -148,7 +162,9 @@ async def leave(driver: Driver, server: HttpServer, ending: Ending, signals: Sig
     left = driver.running + driver.waiting
     if left:
         requests = "1 request has" if left == 1 else f"{left} requests have"
-        ending.say(f"ending: {requests} {ending.timeout_s:g} s to finish; a second signal or Ctrl-C ends it now")
+        ending.say(
+            f"ending: {requests} {ending.timeout_s:g} s to finish; a second signal or Ctrl-C ends it now"
+        )
     with suppress(TimeoutError):
         await asyncio.wait_for(signals.second.wait(), ending.notice_s)
     await asyncio.sleep(ACCEPTED_S)
@@ -157,7 +173,9 @@ async def leave(driver: Driver, server: HttpServer, ending: Ending, signals: Sig
 
 
 async def first_of(*waits: Awaitable[object]) -> None:
-    """Return when one of these is done; coroutines among them are cancelled then, tasks and futures go on."""
+    """Return when one of these is done; coroutines among them are cancelled then, tasks and futures
+    go on.
+    """
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -11,13 +11,14 @@ MAX_BODY_BYTES = 8 << 20
 
 
 @dataclass(slots=True, frozen=True)
-class Settings:
+class FrontSettings:
     """The front's settings. Lengths in tokens.
 
-    `max_new_tokens` bounds what one request may ask for; `max_waiting` how many may wait before new ones get 503.
-    `local_hosts_only`: a Host that is another name than localhost gets 403.
+    `max_new_tokens` bounds what one request may ask for; `max_waiting` how many may wait before new
+    ones get 503. `local_hosts_only`: a Host that is another name than localhost gets 403.
     `request_timeout_s`: the deadline of requests that name none, and the longest that one may name.
-    Who may call has the `api_key`, or one of `keys`, which have limits of their own; with neither everything is open.
+    Who may call has the `api_key`, or one of `keys`, which have limits of their own; with neither
+    everything is open.
     """
 
     model: str

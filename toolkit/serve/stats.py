@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from toolkit.sched.likeness import groups_alike
 from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.rounds import groups_alike
 from toolkit.sched.types import Batch, BatchResult, RoundResult, Worker
 from toolkit.workers.protocol import BatchDone, RoundDone
 
@@ -30,7 +30,23 @@ E2E_BUCKETS = (
     *(120, 240, 480, 960, 1920, 7680),
 )
 RATIO_BUCKETS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4)
-COST_BUCKETS = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5)
+COST_BUCKETS = (
+    1e-5,
+    2e-5,
+    5e-5,
+    1e-4,
+    2e-4,
+    5e-4,
+    1e-3,
+    2e-3,
+    5e-3,
+    1e-2,
+    2e-2,
+    5e-2,
+    0.1,
+    0.2,
+    0.5,
+)
 
 
 FINE = 1.1  # times: between the bounds that percentiles are read from
@@ -47,7 +63,8 @@ def finer(bounds: Sequence[float]) -> tuple[float, ...]:
 class Histogram:
     """Counts by bucket; bounds are upper ones, inclusive.
 
-    It may count in `finer` buckets than it shows to Prometheus, whose bounds are among them: for percentiles.
+    It may count in `finer` buckets than it shows to Prometheus, whose bounds are among them: for
+    percentiles.
     """
 
     def __init__(self, shown: Sequence[float], bounds: Sequence[float] = ()) -> None:
@@ -57,7 +74,9 @@ class Histogram:
         self._shown = frozenset((*shown, math.inf))
 
     def show(self, bound: float) -> None:
-        """Count up to this bound as well, and show it to Prometheus. Only before anything was counted."""
+        """Count up to this bound as well, and show it to Prometheus. Only before anything was
+        counted.
+        """
         self.bounds = tuple(sorted({*self.bounds, bound}))
         self.counts = [0] * (len(self.bounds) + 1)
         self._shown |= {bound}
@@ -78,7 +97,8 @@ class Histogram:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """The value that `share` of the counted are not above, straight within its bucket; None where none were counted.
+    """The value that `share` of the counted are not above, straight within its bucket; None where
+    none were counted.
 
     Beyond the last bound nothing is known, and the bound is given.
     """
@@ -95,8 +115,10 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 
 @dataclass(slots=True)
-class Compared:
-    """Seconds that a worker's batches took, of those that the law can be held against, and what it says of them."""
+class LawComparison:
+    """Seconds that a worker's batches took, of those that the law can be held against, and what it
+    says of them.
+    """
 
     took_s: float = 0.0
     predicted_s: float = 0.0
@@ -104,11 +126,12 @@ class Compared:
 
 @dataclass(slots=True)
 class SliceSums:
-    """Sums over static batches of what each took, what the law says of it, and how many requests arrived meanwhile.
+    """Sums over static batches of what each took, what the law says of it, and how many requests
+    arrived meanwhile.
 
-    `due` is how many would have arrived in the law's time, at the rate at which they did: a batch that is late for
-    another reason meets more arrivals, and `due` does not grow with that. Sums of products are enough for a reader
-    to tell what an arrival costs. Times in seconds.
+    `due` is how many would have arrived in the law's time, at the rate at which they did: a batch
+    that is late for another reason meets more arrivals, and `due` does not grow with that. Sums of
+    products are enough for a reader to tell what an arrival costs. Times in seconds.
     """
 
     batches: int = 0
@@ -151,8 +174,9 @@ class SliceSums:
 class Stats:
     """All counters of one server. Times in seconds.
 
-    `max_batch_size` and `max_length` say how far the latency laws were measured, `sla` what each request should keep.
-    Each target's limit is a bound of its histogram, so that the buckets say exactly how many requests kept it.
+    `max_batch_size` and `max_length` say how far the latency laws were measured, `sla` what each
+    request should keep. Each target's limit is a bound of its histogram, so that the buckets say
+    exactly how many requests kept it.
     """
 
     max_batch_size: int = 1 << 62
@@ -172,14 +196,23 @@ class Stats:
     arrived: int = 0  # requests that were submitted
     batches: int = 0
     slice_sums: SliceSums = field(default_factory=SliceSums)
-    compared: defaultdict[int, Compared] = field(default_factory=lambda: defaultdict(Compared))  # by worker
+    compared: defaultdict[int, LawComparison] = field(
+        default_factory=lambda: defaultdict(LawComparison)
+    )  # by worker
     extrapolated_batches: int = 0
     oom_events: int = 0
     preemptions: int = 0
     restarts: Counter[int] = field(default_factory=Counter)  # by worker
     refused: int = 0  # for overload
-    deciding: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))  # of the scheduler's calls
-    hop: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))  # of batches that follow one at once
+    share_refusals: Counter[str] = field(
+        default_factory=lambda: Counter(connections=0, bytes=0)
+    )  # of clients
+    deciding: Histogram = field(
+        default_factory=lambda: Histogram(COST_BUCKETS)
+    )  # of the scheduler's calls
+    hop: Histogram = field(
+        default_factory=lambda: Histogram(COST_BUCKETS)
+    )  # of batches that follow one at once
     engine_s: float = 0.0
     engine_steps: int = 0
     reporting_s: float = 0.0  # of `engine_s`
@@ -201,7 +234,13 @@ class Stats:
     def predicted_batch_s(self) -> float:
         return sum(one.predicted_s for one in self.compared.values())
 
-    def count_tokens(self, tokens: int, arrival_s: float, last_token_s: float, now_s: float) -> None:
+    def count_share(self, limit: str) -> None:
+        """A client that had its share of `connections` or of `bytes` asked for more."""
+        self.share_refusals[limit] += 1
+
+    def count_tokens(
+        self, tokens: int, arrival_s: float, last_token_s: float, now_s: float
+    ) -> None:
         """`tokens` came at once, the ones before at `last_token_s` (NaN: they are the first)."""
         self.generation_tokens += tokens
         if math.isnan(last_token_s):
@@ -229,7 +268,9 @@ class Stats:
         if tokens > 1:
             self.tpot.observe(tpot)
         found = {"ttft": ttft, "e2e": e2e, "tpot": tpot, "mtpot": max_gap_s, "itl": max_gap_s}
-        self.within_targets += all(found[key.partition("_")[0]] <= limit for key, limit in self.sla.items())
+        self.within_targets += all(
+            found[key.partition("_")[0]] <= limit for key, limit in self.sla.items()
+        )
 
     def count_start(self, batch: Batch) -> None:
         """A batch is sent."""
@@ -238,9 +279,16 @@ class Stats:
         self.preemptions += len(moves.pause) + len(moves.swap_out) if moves else 0
 
     def count_batch(
-        self, batch: Batch, result: BatchResult, steps: int, now_s: float, law: LatencyLaw, arrived: int = 0
+        self,
+        batch: Batch,
+        result: BatchResult,
+        steps: int,
+        now_s: float,
+        law: LatencyLaw,
+        arrived: int = 0,
     ) -> None:
-        """A batch has ended. Its time is held against the law for the `steps` that it ran, which may be fewer.
+        """A batch has ended. Its time is held against the law for the `steps` that it ran, which
+        may be fewer.
 
         `arrived` is how many requests were submitted while it ran.
         """
@@ -257,15 +305,21 @@ class Stats:
         residents, law = worker.residents, worker.latency
         rows, longest = len(residents), residents.longest
         self._count_batch(result.failure, rows, longest + result.steps)
-        if not (result.failure or residents.prefilling):  # which passes a round made is the engine's to know
+        if not (
+            result.failure or residents.prefilling
+        ):  # which passes a round made is the engine's to know
             length = longest if law.padded or not rows else residents.used / rows
-            expected_s = law.round_s + _prefills_s(batch, law) + len(result.ended) * law.leave_s(length)
+            expected_s = (
+                law.round_s + _prefills_s(batch, law) + len(result.ended) * law.leave_s(length)
+            )
             expected_s += law.decode_s(rows, length, result.steps) if result.steps else 0.0
             expected_s += _transfers_s(batch, worker)
             self._compare(batch.worker, now_s - batch.started_s, expected_s)
 
     def count_engine(self, event: BatchDone | RoundDone, *, follows: bool) -> None:
-        """What the worker says of a batch's times; `follows`: it had been sent as soon as the one before had ended."""
+        """What the worker says of a batch's times; `follows`: it had been sent as soon as the one
+        before had ended.
+        """
         if event.failure == "crashed":
             return
         if follows:
@@ -299,4 +353,6 @@ def _prefills_s(batch: Batch, law: LatencyLaw) -> float:
     """Those of a round's newcomers, group by group."""
     lengths = [job.length for job in batch.jobs]
     groups = groups_alike(lengths)
-    return sum(law.prefill_s(len(group), max(lengths[index] for index in group)) for group in groups)
+    return sum(
+        law.prefill_s(len(group), max(lengths[index] for index in group)) for group in groups
+    )

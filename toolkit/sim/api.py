@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
-from toolkit.metrics import Served, sla_ratios, summarize
+import numpy as np
+
+from toolkit.files.fit import Fit
+from toolkit.metrics import Floats, Served, latencies, sla_ratios, summarize
+from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
+from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn, Oracle, Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.continuous import RoundWorker
-from toolkit.sim.counters import counters
-from toolkit.sim.front import NO_DELAY, Intake
-from toolkit.sim.ledger import Ledger
-from toolkit.sim.loop import VirtualWorker, run
+from toolkit.sim.ledger import Ledger, TokenGaps, counters
+from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
 from toolkit.sim.paged_engine import serve
 from toolkit.sim.slab import SlabWorker
-from toolkit.sim.token_gaps import TokenGaps
-from toolkit.sim.validity import CountingRoundWorker, CountingSimWorker, CountingSlabWorker
-from toolkit.sim.worker import SimWorker
-from toolkit.sim.world import World
+from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
+from toolkit.sim.world import CountingRoundWorker, CountingSimWorker, CountingSlabWorker, World
 from toolkit.traces.types import Trace
+from toolkit.traces.windows import mean_rate, scale_rate
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,7 +44,9 @@ class SimResult:
         return sla_ratios(self.served, sla)
 
 
-def requests_of(trace: Trace, max_new_tokens: int, *, limits_hold: bool = True) -> tuple[list[Request], list[int]]:
+def requests_of(
+    trace: Trace, max_new_tokens: int, *, limits_hold: bool = True
+) -> tuple[list[Request], list[int]]:
     """The requests of a trace as a scheduler sees them, and the output lengths, which it does not."""
     requests, outputs = [], []
     for k, (arrival_s, prompt, output, limit, priority) in enumerate(trace.rows()):
@@ -63,18 +67,28 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         ledger.token_gaps = TokenGaps()
     if isinstance(policy, VllmPolicy):
         engine = world.engine()
-        refusals, capacity_tokens = serve(requests, policy, engine, ledger, drain=world.drain), engine.capacity_tokens
+        refusals, capacity_tokens = (
+            serve(requests, policy, engine, ledger, drain=world.drain),
+            engine.capacity_tokens,
+        )
         rows = ledger.row_steps / max(ledger.decoding_steps, 1)
         front = engine.front(rows) if world.front == NO_DELAY else world.front
     else:
         assert not isinstance(policy, BuiltIn)
         world = world.under(policy)
-        refusals, capacity_tokens = _run(requests, policy, world, ledger), world.memory.usable_tokens
+        refusals, capacity_tokens = (
+            _run(requests, policy, world, ledger),
+            world.memory.usable_tokens,
+        )
         front = world.front
-    return SimResult(front.seen(ledger.served()), counters(ledger, len(refusals), capacity_tokens), refusals)
+    return SimResult(
+        front.seen(ledger.served()), counters(ledger, len(refusals), capacity_tokens), refusals
+    )
 
 
-def _run(requests: Sequence[Request], policy: Policy, world: World, ledger: Ledger) -> list[Refusal]:
+def _run(
+    requests: Sequence[Request], policy: Policy, world: World, ledger: Ledger
+) -> list[Refusal]:
     """Serve under a policy of our scheduler's."""
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
@@ -93,28 +107,103 @@ def _run(requests: Sequence[Request], policy: Policy, world: World, ledger: Ledg
 def virtual_workers(
     policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request], *, first: int = 0
 ) -> Sequence[VirtualWorker]:
-    """The workers that run what `policy` decides, and write into `ledger`, whose order is that of `requests`.
+    """The workers that run what `policy` decides, and write into `ledger`, whose order is that of
+    `requests`.
 
-    Of a fleet those of the first kind, numbered from `first`; each kind has a ledger (`Ledger.of_kind`).
+    Of a fleet those of the first kind, numbered from `first`; each kind has a ledger
+    (`Ledger.of_kind`).
     """
     number = {request.request_id: k for k, request in enumerate(requests)}
     latency, valid = world.latency, world.valid
     if valid is not None and valid.holds(requests, ledger.output_tokens):
         valid = None  # nothing to count
     if policy.continuous:
-        rounds: Callable[..., RoundWorker] = RoundWorker if valid is None else partial(CountingRoundWorker, valid)
+        rounds: Callable[..., RoundWorker] = (
+            RoundWorker if valid is None else partial(CountingRoundWorker, valid)
+        )
         if world.joining is not None:
             padded = SlabWorker if valid is None else partial(CountingSlabWorker, valid)
-            rounds = partial(padded, joining=world.joining, capacity_tokens=world.memory.usable_tokens)
+            rounds = partial(
+                padded, joining=world.joining, capacity_tokens=world.memory.usable_tokens
+            )
         return [
             rounds(
-                first + k, latency, ledger, number, world.round_runs_out, swap=world.swap, future=world.future_memory
+                first + k,
+                latency,
+                ledger,
+                number,
+                world.round_runs_out,
+                swap=world.swap,
+                future=world.future_memory,
             )
             for k in range(world.workers)
         ]
     batches = SimWorker if valid is None else partial(CountingSimWorker, valid)
     intake = Intake([request.arrival_s for request in requests], world.arrival_cost_s)
     return [
-        batches(latency, ledger, number, world.runs_out, streams=world.streams, flush_s=world.flush_s, intake=intake)
+        batches(
+            latency,
+            ledger,
+            number,
+            world.runs_out,
+            streams=world.streams,
+            flush_s=world.flush_s,
+            intake=intake,
+        )
         for _ in range(world.workers)
     ]
+
+
+# Several policies on one trace, at its own rate or at several: one run after the other, each
+# given out when done.
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRun:
+    """One policy at one rate. `problem` says why there are no metrics."""
+
+    policy: str
+    parameters: Mapping[str, Value]
+    rate_rps: float  # of arrivals; 0 where all come at once
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    e2e_s: Floats = field(default_factory=lambda: np.empty(0))  # of those who ended
+    refusals: Sequence[Refusal] = ()
+    problem: str = ""
+
+
+def usual_policies(fit: Fit | None) -> list[str]:
+    """Those that are no oracles, and what is built into the fit's engine, where the fit has its
+    laws.
+    """
+    built_in = [
+        name
+        for name, policy in BUILT_IN.items()
+        if fit and fit.steps and fit.engine.engine == policy.engine
+    ]
+    return [*built_in, *(name for name in POLICIES if name not in ORACLES)]
+
+
+def compare(
+    trace: Trace,
+    policies: Sequence[AnyPolicy],
+    world: World,
+    rates: Sequence[float],
+    sla: Mapping[str, float],
+) -> Iterator[PolicyRun]:
+    """Each policy at each of `rates` (none: the trace's own), all on the same requests and draws.
+
+    A policy whose simulation stalls is a run with a problem; the others go on.
+    """
+    for scaled in [scale_rate(trace, rate) for rate in rates] or [trace]:
+        for policy in policies:
+            yield _run_one(scaled, policy, world, sla)
+
+
+def _run_one(trace: Trace, policy: AnyPolicy, world: World, sla: Mapping[str, float]) -> PolicyRun:
+    given, rate = parameters(policy), mean_rate(trace)
+    try:
+        result = simulate(trace, policy, world)
+    except SimulationStalledError as error:
+        return PolicyRun(policy.name, given, rate, problem=error.message)
+    e2e = latencies(result.served)["e2e"]
+    return PolicyRun(policy.name, given, rate, result.metrics(sla), e2e, result.refusals)

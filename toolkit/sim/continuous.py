@@ -1,24 +1,175 @@
-"""A simulated worker that keeps its caches between rounds, and leaps over a round's steps in closed form.
+"""A simulated worker that keeps its caches between rounds, and leaps over a round's steps in closed
+form.
 
-What a round means is what it means to the engine `rebatch`: some leave, caches move, those who enter are prefilled, and
-all decode until one ends. The rows' own books are `toolkit.sim.decoding`'s; rounds whose prefills are cut into chunks
-are laid out by `toolkit.sim.stretches`.
+What a round means is what it means to the engine `rebatch`: some leave, caches move, those who
+enter are prefilled, and all decode until one ends. The rows' own books are
+`toolkit.sim.decoding`'s; rounds whose prefills are cut into chunks are laid out by
+`toolkit.sim.continuous`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from toolkit.sched.passes import Group, Pass, Passes
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
+from toolkit.sched.rounds import PrefillGroup, PrefillPass, PrefillPasses
 from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Moves, RoundResult
 from toolkit.sim.decoding import Decoding
 from toolkit.sim.ledger import Ledger, RunsOut
-from toolkit.sim.stretches import Outlook, Stretch, cut, lay_out, steps_by, steps_within
+
+# A round whose newcomers are prefilled in passes between its steps, laid out in time before it
+# runs.
+#
+# As the engine does it: a bounded pass, a step, the next pass, until nobody waits; from then on
+# steps alone. Where nobody decodes a pass takes all that is left of its group. Each stretch of
+# steps is one evaluation of the law, so a round costs its passes and no more.
+
+Left = Callable[[Job], int]  # tokens that a job will still generate
+Steps = Callable[[int, float, int], float]  # seconds of decode steps: a law's `decode_s`
+Cost = Callable[[PrefillPass[Job]], float]  # seconds of a pass
+
+
+@dataclass(slots=True, frozen=True)
+class Stretch:
+    """Passes, and then steps of all who decode: `rows`, of length `length` before the first.
+
+    Attributes:
+        passes: each one's bound (0: none) and when it ends, in seconds.
+        begin_s, end_s: of its steps.
+    """
+
+    passes: tuple[tuple[int, float], ...]
+    begin_s: float
+    steps: int
+    end_s: float
+    rows: int
+    length: float
+
+
+@dataclass(slots=True)
+class Outlook:
+    """The rows that decode, as they will be.
+
+    Attributes:
+        rows: how many.
+        steps: the worker's decode steps so far.
+        keys: sum of length - steps at entry; `longest` the largest.
+        first_end: at which of the worker's steps the first of them ends.
+    """
+
+    rows: int
+    steps: int
+    keys: int
+    longest: int
+    first_end: int
+
+    def join(self, jobs: Sequence[Job], left: Left, emits: int) -> None:
+        """These are prefilled, and have a token of it where prefill `emits` one."""
+        for job in jobs:
+            key = job.length - self.steps
+            self.longest = key if not self.rows else max(self.longest, key)
+            self.keys += key
+            self.rows += 1
+            self.first_end = min(self.first_end, self.steps - emits + left(job))
+
+    def length(self, *, padded: bool) -> float:
+        """L of the next step."""
+        return (self.longest if padded else self.keys / self.rows) + self.steps
+
+
+def lay_out(
+    look: Outlook,
+    newcomers: PrefillPasses[Job],
+    law: LatencyLaw,
+    left: Left,
+    cost: Cost,
+    *,
+    begin_s: float,
+    chunk_tokens: int,
+    steps: int,
+    step_is_due: bool,
+) -> list[Stretch]:
+    """The stretches of a round that begins at `begin_s` and makes `steps` decode steps at most.
+
+    Args:
+        look, newcomers: who decodes and who does not yet; both are used up.
+        law, left, cost: of time, of what jobs will generate, and of passes.
+        chunk_tokens: of a pass while anybody decodes; 0: no bound, and all passes come before the first step.
+        step_is_due: whether a bounded pass was made since the last step, so that the next comes first.
+    """
+    emits, last, now_s = int(law.prefill_emits_token), look.steps + steps, begin_s
+    stretches: list[Stretch] = []
+    while True:
+        passes = []
+        while newcomers and not (step_is_due and look.rows):
+            if chunk_tokens and look.first_end <= look.steps:
+                break
+            bound = chunk_tokens if look.rows else 0
+            one = newcomers.next(bound)
+            now_s += cost(one)
+            passes.append((bound, now_s))
+            newcomers.made(one)
+            if one.completes:
+                look.join(one.group.keys, left, emits)
+            step_is_due = bound > 0
+        due = look.first_end - look.steps
+        ran = min(due, last - look.steps, 1 if newcomers else due)
+        length, begins_s = look.length(padded=law.padded), now_s
+        now_s += law.decode_s(look.rows, length, ran) if ran else 0.0
+        if ran and ran == due:
+            now_s += law.leave_s(length + ran)
+        stretches.append(Stretch(tuple(passes), begins_s, ran, now_s, look.rows, length))
+        look.steps += ran
+        if not newcomers or ran == due or look.steps == last:
+            return stretches
+        step_is_due = False
+
+
+def steps_by(stretches: Sequence[Stretch], now_s: float, law: LatencyLaw) -> int:
+    """The first count of steps, at least one, after which the round might stop at `now_s` or later."""
+    count = 0
+    for stretch in stretches:
+        if now_s <= stretch.end_s:
+            return count + max(steps_in(stretch, now_s, law), 1)
+        count += stretch.steps
+    return count
+
+
+def steps_in(stretch: Stretch, now_s: float, law: LatencyLaw) -> int:
+    """How many of a stretch's steps end before or first at `now_s`."""
+    span = stretch.steps, stretch.begin_s, stretch.end_s
+    return steps_within(stretch.rows, stretch.length, *span, now_s, law.decode_s)
+
+
+def steps_within(
+    n: int, length: float, ran: int, begin_s: float, end_s: float, now_s: float, decode_s: Steps
+) -> int:
+    """The same of `ran` steps of n rows of `length`, from `begin_s` to `end_s`."""
+    guess = int(ran * (now_s - begin_s) / (end_s - begin_s)) if now_s > begin_s and ran else 0
+    while guess > 0 and begin_s + decode_s(n, length, guess - 1) >= now_s:
+        guess -= 1
+    while guess < ran and begin_s + (decode_s(n, length, guess) if guess else 0.0) < now_s:
+        guess += 1
+    return guess
+
+
+def cut(stretches: Sequence[Stretch], steps: int, law: LatencyLaw) -> list[Stretch]:
+    """The same round, stopped after so many steps and before a pass that comes after them."""
+    kept: list[Stretch] = []
+    for stretch in stretches:
+        if stretch.steps >= steps:
+            took_s = law.decode_s(stretch.rows, stretch.length, steps) if steps else 0.0
+            end_s = stretch.end_s if steps == stretch.steps else stretch.begin_s + took_s
+            return [*kept, replace(stretch, steps=steps, end_s=end_s)]
+        kept.append(stretch)
+        steps -= stretch.steps
+    return kept
 
 
 class RoundWorker(Decoding):
-    """Runs the rounds of one worker on virtual time: `run` says when one ends, `finish` makes it so.
+    """Runs the rounds of one worker on virtual time: `run` says when one ends, `finish` makes it
+    so.
 
     Between the two, `interrupt` may bring the end forward. Tokens reach their client step by step.
 
@@ -48,7 +199,7 @@ class RoundWorker(Decoding):
         self._ran = 0  # steps that the current round will have made
         self._failure: Failure = ""
         self._dropped: tuple[str, ...] = ()  # with it
-        self._newcomers: Passes[Job] = Passes()  # whose prefill takes several passes
+        self._newcomers: PrefillPasses[Job] = PrefillPasses()  # whose prefill takes several passes
         self._in_passes = False  # whether there ever were such
         self._step_is_due = False  # before the next of them
         self._stretches: list[Stretch] = []  # of the current round, where it has such passes
@@ -71,7 +222,11 @@ class RoundWorker(Decoding):
         if batch.jobs:
             prefilled_s += self._prefill(batch)
             if self._failure:
-                self._ran, self._prefilled_s, self._done_s = 0, prefilled_s, max(prefilled_s, self._moved_s)
+                self._ran, self._prefilled_s, self._done_s = (
+                    0,
+                    prefilled_s,
+                    max(prefilled_s, self._moved_s),
+                )
                 return self._done_s
         ends, n = self._ends, len(self._resident)
         if len(ends) > n:
@@ -111,7 +266,9 @@ class RoundWorker(Decoding):
                 self._ran, self._stepped_s = ran, self._stretches[-1].end_s
         else:
             n, length, begin_s = len(self._resident), self._length(), self._prefilled_s
-            ran = steps_within(n, length, self._ran, begin_s, self._stepped_s, now_s, self._decode_s)
+            ran = steps_within(
+                n, length, self._ran, begin_s, self._stepped_s, now_s, self._decode_s
+            )
             if batch.chunk_tokens:
                 ran = max(ran, 1)  # as where passes are part of it
             ran += -(self._steps + ran) % batch.stop_every
@@ -123,7 +280,13 @@ class RoundWorker(Decoding):
 
     def finish(self) -> RoundResult:
         """The round has ended: write down what happened in it."""
-        batch, ledger, ran, done_s, index = self._batch, self._ledger, self._ran, self._done_s, self._index
+        batch, ledger, ran, done_s, index = (
+            self._batch,
+            self._ledger,
+            self._ran,
+            self._done_s,
+            self._index,
+        )
         assert batch is not None
         ledger.busy_s[index] += done_s - self._start_s
         ledger.completed_s[index] = done_s
@@ -131,7 +294,9 @@ class RoundWorker(Decoding):
         if self._failure:
             if moves is not None and moves.overlap:
                 self._shelves.transfer(moves)
-            return RoundResult(batch.batch_id, index, 0, (), (), self._failure, dropped=self._dropped)
+            return RoundResult(
+                batch.batch_id, index, 0, (), (), self._failure, dropped=self._dropped
+            )
         if self._future:
             self._count_future(batch)
         ledger.rounds += 1
@@ -157,7 +322,10 @@ class RoundWorker(Decoding):
         for job in batch.jobs:
             newcomers.add(job, job.length)
         if batch.jobs and self._runs_out:
-            n, held = rows + len(newcomers), self.used + sum([job.length for job in newcomers.everybody()])
+            n, held = (
+                rows + len(newcomers),
+                self.used + sum([job.length for job in newcomers.everybody()]),
+            )
             if self._runs_out(batch.batch_id, n, held // n, batch.steps):
                 passed_s = begin_s + self._pass_s(newcomers.next(batch.chunk_tokens if rows else 0))
                 self._done_s = max(passed_s, self._moved_s)
@@ -168,7 +336,13 @@ class RoundWorker(Decoding):
         elif len(self._ends) > rows:
             self._drop_stale_ends()
         self._stretches = lay_out(
-            Outlook(rows, self._steps, self._key_sum, self._longest_key, self._ends[0][0] if rows else NO_LIMIT),
+            Outlook(
+                rows,
+                self._steps,
+                self._key_sum,
+                self._longest_key,
+                self._ends[0][0] if rows else NO_LIMIT,
+            ),
             newcomers.copy(),
             law,
             self._left,
@@ -198,12 +372,17 @@ class RoundWorker(Decoding):
             if stretch.steps:
                 group = self._newcomers.group
                 beside = self._taken_by(group) if group is not None else 0
-                self._take_steps(stretch.begin_s, stretch.steps, stretch.end_s, beside + self._beside(batch.moves))
+                self._take_steps(
+                    stretch.begin_s,
+                    stretch.steps,
+                    stretch.end_s,
+                    beside + self._beside(batch.moves),
+                )
                 self._step_is_due = False
         self._stretches = []
         return tuple(joined)
 
-    def _welcome(self, group: Group[Job], at_s: float) -> None:
+    def _welcome(self, group: PrefillGroup[Job], at_s: float) -> None:
         """The group's prefill ended then."""
         total, rows, ledger = self._enter(group.keys), len(group.keys), self._ledger
         ledger.batches += 1
@@ -214,13 +393,13 @@ class RoundWorker(Decoding):
             self._give_tokens(self._tokenless, at_s)
             self._gaps.joined(at_s)
 
-    def _pass_s(self, one: Pass[Job]) -> float:
+    def _pass_s(self, one: PrefillPass[Job]) -> float:
         """Seconds of a pass; a paged engine's rows cost their mean."""
         rows, lengths = len(one.group.keys), one.group.lengths
         share = 1.0 if self._padded else sum(lengths) / rows / one.group.width
         return self._latency.pass_s(rows, one.start * share, one.end * share)
 
-    def _taken_by(self, group: Group[Job]) -> int:
+    def _taken_by(self, group: PrefillGroup[Job]) -> int:
         """Tokens of KV cache that a group takes beside the rows that decode."""
         return sum(group.lengths)
 
@@ -289,8 +468,12 @@ class RoundWorker(Decoding):
         return True
 
     def _count_future(self, batch: Batch) -> None:
-        """The true peak to come, once for each attempt to admit in this round: it stays the same between two ends."""
-        attempts = -(-(self._steps + self._ran) // batch.stop_every) - -(-self._steps // batch.stop_every)
+        """The true peak to come, once for each attempt to admit in this round: it stays the same
+        between two ends.
+        """
+        attempts = -(-(self._steps + self._ran) // batch.stop_every) - -(
+            -self._steps // batch.stop_every
+        )
         if attempts:
             waiting = self._newcomers.everybody()
             coming = [(job.length + self._emits, self._left(job) - self._emits) for job in waiting]

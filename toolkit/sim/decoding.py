@@ -1,8 +1,10 @@
-"""The rows that a simulated worker decodes: who ends when, what gaps their tokens have, how much memory they take.
+"""The rows that a simulated worker decodes: who ends when, what gaps their tokens have, how much
+memory they take.
 
-All of it leaps: any number of decode steps costs O(log n) and nothing per token. Who ends next is the top of a heap of
-end steps; the largest gap between a request's tokens comes from a stack of the gaps that nothing later exceeded; memory
-is summed as a series. When rows come, step and go is for whoever uses these books (`toolkit.sim.continuous`).
+All of it leaps: any number of decode steps costs O(log n) and nothing per token. Who ends next is
+the top of a heap of end steps; the largest gap between a request's tokens comes from a stack of the
+gaps that nothing later exceeded; memory is summed as a series. When rows come, step and go is for
+whoever uses these books (`toolkit.sim.continuous`).
 """
 
 from __future__ import annotations
@@ -17,10 +19,81 @@ from numpy.typing import NDArray
 from toolkit.sched.kernels import future_peak
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import Job, Moves
-from toolkit.sim.gaps import Gaps
-from toolkit.sim.ledger import Ledger
-from toolkit.sim.shelves import Shelves
-from toolkit.sim.token_gaps import TokenGaps
+from toolkit.sim.ledger import Gaps, Ledger, TokenGaps
+
+# A simulated worker's caches that wait: paused or in transfer on the device, and in host memory.
+# In tokens, by job.
+
+
+class SwapStore:
+    """The books of what a worker keeps besides its residents' caches.
+
+    Args:
+        law: how long transfers take; None where there is no host memory, and nothing is ever swapped.
+        ledger: where transfers are counted.
+    """
+
+    __slots__ = ("_host", "_ledger", "device", "device_tokens", "host_tokens", "law")
+
+    def __init__(self, law: SwapLaw | None, ledger: Ledger) -> None:
+        self.law = law
+        self.device: dict[Job, int] = {}
+        self.device_tokens = 0
+        self.host_tokens = 0
+        self._host: dict[Job, int] = {}
+        self._ledger = ledger
+
+    def put(self, job: Job, tokens: int) -> None:
+        """A cache of so many tokens stays on the device while its job does not decode."""
+        self.device[job] = tokens
+        self.device_tokens += tokens
+
+    def take(self, job: Job) -> int:
+        """The job decodes again, or its cache on the device is dropped; the tokens that it holds."""
+        tokens = self.device.pop(job)
+        self.device_tokens -= tokens
+        return tokens
+
+    def drop(self, job: Job) -> bool:
+        """The job's cache is dropped, if it is here; whether it was."""
+        if job in self.device:
+            self.take(job)
+            return True
+        tokens = self._host.pop(job, 0)
+        self.host_tokens -= tokens
+        return tokens > 0
+
+    def duration_s(self, moves: Moves) -> float:
+        """Seconds that the transfers of a round take, one after the other."""
+        if not (moves.swap_out or moves.swap_in):
+            return 0.0
+        assert self.law is not None, "a policy swaps where there is no host memory"
+        out_s = sum([self.law.out_s(self.device[job]) for job in moves.swap_out])
+        return out_s + sum([self.law.in_s(self._host[job]) for job in moves.swap_in])
+
+    def waits(self, moves: Moves) -> bool:
+        """Whether a round's compute waits for its transfers."""
+        return not (moves.overlap and self.law is not None and self.law.overlaps)
+
+    def arriving(self, moves: Moves) -> int:
+        """Tokens that what is swapped in will hold on the device."""
+        return sum([self._host[job] for job in moves.swap_in])
+
+    def transfer(self, moves: Moves) -> None:
+        """The transfers of a round are done."""
+        ledger, host = self._ledger, self._host
+        for job in moves.swap_out:
+            host[job] = tokens = self.take(job)
+            self.host_tokens += tokens
+            ledger.swapped_tokens += tokens
+        ledger.peak_host_tokens = max(ledger.peak_host_tokens, self.host_tokens)
+        for job in moves.swap_in:
+            tokens = host.pop(job)
+            self.host_tokens -= tokens
+            self.put(job, tokens)
+            ledger.swapped_tokens += tokens
+        ledger.swaps_out += len(moves.swap_out)
+        ledger.swaps_in += len(moves.swap_in)
 
 
 class Decoding:
@@ -33,13 +106,17 @@ class Decoding:
         swap: how long transfers to host memory and back take; None: nothing is swapped.
     """
 
-    def __init__(self, latency: LatencyLaw, ledger: Ledger, number: dict[str, int], swap: SwapLaw | None) -> None:
+    def __init__(
+        self, latency: LatencyLaw, ledger: Ledger, number: dict[str, int], swap: SwapLaw | None
+    ) -> None:
         self._latency, self._ledger, self._number = latency, ledger, number
         self._emits = int(latency.prefill_emits_token)
         self._padded = latency.padded
         self._decode_s: Callable[[int, float, int], float] = latency.decode_s
         self._steps = 0  # decode steps since the start
-        self._ends: list[tuple[int, int, Job]] = []  # heap of (end step, admission, job); stale if the job has left
+        self._ends: list[
+            tuple[int, int, Job]
+        ] = []  # heap of (end step, admission, job); stale if the job has left
         self._admissions = 0
         self._resident: dict[
             Job, tuple[int, int, int, int]
@@ -49,7 +126,7 @@ class Decoding:
         self._gaps = Gaps()
         self._tokenless: list[Job] = []  # entered, and their next token has not come yet
         self._resumed: list[Job] = []  # the same of those who came back with their caches
-        self._shelves = Shelves(swap, ledger)
+        self._shelves = SwapStore(swap, ledger)
 
     @property
     def used(self) -> int:
@@ -80,7 +157,9 @@ class Decoding:
         return total
 
     def _resume(self, jobs: Sequence[Job]) -> None:
-        """They are resident again, as if they had never been away: their next token comes with the next step."""
+        """They are resident again, as if they had never been away: their next token comes with the
+        next step.
+        """
         resident, before = self._resident, self._steps + self._emits
         outputs, number = self._ledger.output_tokens, self._number
         mark = self._gaps.mark(alone=not resident)
@@ -96,7 +175,9 @@ class Decoding:
         self._resumed += jobs
 
     def _drop_stale_ends(self) -> None:
-        """What is on top of the heap belongs to a resident, not to one who was evicted or paused meanwhile."""
+        """What is on top of the heap belongs to a resident, not to one who was evicted or paused
+        meanwhile.
+        """
         ends, resident = self._ends, self._resident
         while True:
             _, admission, job = ends[0]
@@ -111,9 +192,11 @@ class Decoding:
         return self._key_sum / len(self._resident) + self._steps
 
     def _take_steps(self, begin_s: float, ran: int, end_s: float, beside: int) -> None:
-        """All decode `ran` times, at least once, from `begin_s` to `end_s`; `beside`: tokens held besides theirs.
+        """All decode `ran` times, at least once, from `begin_s` to `end_s`; `beside`: tokens held
+        besides theirs.
 
-        The first step ends the wait since each one's last token; of the others the last takes longest.
+        The first step ends the wait since each one's last token; of the others the last takes
+        longest.
         """
         ledger, n, used, gaps = self._ledger, len(self._resident), self.used + beside, self._gaps
         row_steps = n * ran
@@ -142,10 +225,14 @@ class Decoding:
     def _beside(self, moves: Moves | None) -> int:
         """Tokens on the device besides the residents', those in transfer with them."""
         shelves = self._shelves
-        return shelves.device_tokens + (shelves.arriving(moves) if moves is not None and moves.overlap else 0)
+        return shelves.device_tokens + (
+            shelves.arriving(moves) if moves is not None and moves.overlap else 0
+        )
 
     def _give_tokens(self, jobs: list[Job], at_s: float) -> None:
-        """A token for each of `jobs`, the first since they entered or came back; they wait for it no more."""
+        """A token for each of `jobs`, the first since they entered or came back; they wait for it
+        no more.
+        """
         ledger, number = self._ledger, self._number
         for job in jobs:
             k = number[job.request_id]
@@ -161,7 +248,9 @@ class Decoding:
         jobs.clear()
 
     def _count_gaps(self, n: int, begin_s: float, ran: int, end_s: float, into: TokenGaps) -> None:
-        """Every gap of a round's steps; those of who has just come back are counted when they get their token."""
+        """Every gap of a round's steps; those of who has just come back are counted when they get
+        their token.
+        """
         length, decode_s = self._length(), self._decode_s
         first_s = begin_s + decode_s(n, length, 1)
         self._count_waits(first_s, into)
@@ -173,7 +262,9 @@ class Decoding:
     def _count_waits(self, at_s: float, into: TokenGaps) -> None:
         """The gaps that end with a token for all at `at_s`."""
         fresh = {*self._tokenless, *self._resumed}
-        joined = Counter(mark for job, (_, _, mark, _) in self._resident.items() if job not in fresh)
+        joined = Counter(
+            mark for job, (_, _, mark, _) in self._resident.items() if job not in fresh
+        )
         for mark, count in joined.items():
             waited_s = at_s - self._gaps.since(mark)
             into.add(count, waited_s, waited_s)
@@ -189,7 +280,9 @@ class Decoding:
         return tuple(ended)
 
     def _leave(self, job: Job) -> int:
-        """The job is resident no more; its number. Its tokens so far, and their gaps, are in the ledger."""
+        """The job is resident no more; its number. Its tokens so far, and their gaps, are in the
+        ledger.
+        """
         _, key, mark, k = self._resident.pop(job)
         self._key_sum -= key
         if self._padded and key == self._longest_key and self._resident:
@@ -207,13 +300,20 @@ class Decoding:
         return k
 
     def _future_peak(self, coming: Sequence[tuple[int, int]]) -> int:
-        """The most tokens that the residents will take, and with them those `coming`: tokens and steps left of each."""
+        """The most tokens that the residents will take, and with them those `coming`: tokens and
+        steps left of each.
+        """
         ends = {admission: end for end, admission, _ in self._ends}
         held = self._steps + self._emits
-        rows = [(key + held, ends[admission] - self._steps) for admission, key, _, _ in self._resident.values()]
+        rows = [
+            (key + held, ends[admission] - self._steps)
+            for admission, key, _, _ in self._resident.values()
+        ]
         used, remaining = np.array([*rows, *coming], dtype=np.int64).reshape(-1, 2).T.copy()
         return self._peak_to_come(used, remaining)
 
     def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-        """The most tokens that rows of `used` tokens will take, each leaving after its `remaining` steps."""
+        """The most tokens that rows of `used` tokens will take, each leaving after its `remaining`
+        steps.
+        """
         return int(future_peak(used, remaining))

@@ -2,20 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from toolkit.metrics import Served
-from toolkit.sim.token_gaps import TokenGaps
+from toolkit.metrics import Floats, Served
 
-RunsOut = Callable[[int, int, int, int], bool]  # batch id, N, L, S: does this batch run out of memory?
+# Every gap between two tokens of a request (ITL), kept as stretches: so many gaps, growing evenly
+# from one to another.
+#
+# A law's step time is a line in the cached length, so a leap over many steps is one stretch, and
+# what is kept grows with the decisions, not with the tokens.
+
+PERCENTILES = (50, 95, 99)
+
+
+class TokenGaps:
+    """The gaps of one simulation, in seconds."""
+
+    __slots__ = ("_counts", "_first_s", "_last_s")
+
+    def __init__(self) -> None:
+        self._counts = array("q")
+        self._first_s = array("d")
+        self._last_s = array("d")
+
+    def add(self, count: int, first_s: float, last_s: float) -> None:
+        """`count` gaps that grow evenly from `first_s` to `last_s`."""
+        if count > 0:
+            self._counts.append(count)
+            self._first_s.append(first_s)
+            self._last_s.append(last_s)
+
+    def add_rows(self, generated: Sequence[int], second_s: float, growth_s: float) -> None:
+        """The gaps within a slice: each row's first is `second_s`, before its second token; each
+        next is longer by `growth_s`.
+        """
+        for tokens in generated:
+            self.add(tokens - 1, second_s, second_s + (tokens - 2) * growth_s)
+
+    @property
+    def count(self) -> int:
+        """How many gaps."""
+        return sum(self._counts)
+
+    def summary(self) -> dict[str, float]:
+        """Mean and percentiles over all gaps; nothing where there is none."""
+        columns = (self._counts, self._first_s, self._last_s)
+        counts, first, last = (np.asarray(column, dtype=float) for column in columns)
+        if not len(counts):
+            return {}
+        found = {"itl_mean_s": float((counts * (first + last)).sum() / 2.0 / counts.sum())}
+        values = _quantiles(
+            counts, np.minimum(first, last), np.maximum(first, last), np.array(PERCENTILES) / 100.0
+        )
+        return found | {f"itl_p{q}_s": value for q, value in zip(PERCENTILES, values, strict=True)}
+
+
+def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> list[float]:
+    """Of a mixture of stretches: where the share of all gaps that are no longer than x reaches
+    `shares`.
+
+    The number of gaps up to x rises by `counts` at a stretch that is a point, and along a line
+    within one that is not.
+    """
+    point = high <= low
+    slope = counts[~point] / (high - low)[~point]
+    places = np.concatenate([low[point], low[~point], high[~point]])
+    jumps = np.concatenate([counts[point], np.zeros(2 * len(slope))])
+    slopes = np.concatenate([np.zeros(int(point.sum())), slope, -slope])
+    order = np.argsort(places, kind="stable")
+    places, jumps, slopes = places[order], jumps[order], np.cumsum(slopes[order])
+    along = np.concatenate(
+        [[0.0], np.cumsum(slopes[:-1] * np.diff(places))]
+    )  # by lines, up to each place
+    upto = np.maximum.accumulate(along + np.cumsum(jumps))  # rounding must not let it fall
+    before = upto - jumps
+    found = []
+    for share in shares:
+        wanted = share * counts.sum()
+        k = min(int(np.searchsorted(upto, wanted)), len(places) - 1)
+        if k == 0 or wanted >= before[k]:
+            found.append(float(places[k]))
+        else:
+            rise = before[k] - upto[k - 1]
+            found.append(
+                float(places[k - 1] + (places[k] - places[k - 1]) * (wanted - upto[k - 1]) / rise)
+            )
+    return found
+
+
+RunsOut = Callable[
+    [int, int, int, int], bool
+]  # batch id, N, L, S: does this batch run out of memory?
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What happened to each request (parallel lists, by request number) and to the workers, as it happens."""
+    """What happened to each request (parallel lists, by request number) and to the workers, as it
+    happens.
+    """
 
     arrival_s: list[float]
     output_tokens: list[int]  # the truth, which no policy sees
@@ -34,7 +124,9 @@ class Ledger:
     extrapolated: int = 0  # batches or rounds outside the range that the laws were measured in
     memory_token_steps: float = 0  # tokens in the cache, padding included, summed over decode steps
     peak_tokens: float = 0  # the most tokens in one worker's cache
-    attempts: int = 0  # static batches, or attempts to admit for which the peak to come was asked for
+    attempts: int = (
+        0  # static batches, or attempts to admit for which the peak to come was asked for
+    )
     future_token_attempts: float = 0  # that peak, by the true lengths, summed over them
     token_gaps: TokenGaps | None = None  # where they are asked for
     evictions: int = 0
@@ -59,7 +151,8 @@ class Ledger:
         self.completed_s = [0.0] * self.workers
 
     def of_kind(self) -> Ledger:
-        """Books for the workers of another kind: what happens to requests is written into the same lists.
+        """Books for the workers of another kind: what happens to requests is written into the same
+        lists.
 
         What is counted is counted anew, since tokens mean another share of another memory.
         """
@@ -69,7 +162,9 @@ class Ledger:
         return other
 
     def add(self, other: Ledger, usable_ratio: float) -> None:
-        """Count what `other` has counted, whose workers' memory is 1 / `usable_ratio` of that of those here."""
+        """Count what `other` has counted, whose workers' memory is 1 / `usable_ratio` of that of
+        those here.
+        """
         for name in COUNTED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in TOKENS:
@@ -93,7 +188,177 @@ class Ledger:
 SHARED = ("arrival_s", "first_token_s", "last_token_s", "max_gap_s", "ok", "busy_s", "completed_s")
 TOKENS = ("memory_token_steps", "future_token_attempts")  # sums of them
 COUNTED = (
-    *("batches", "rows", "pad_tokens", "invalid_tokens", "decoding_steps", "early_returns", "oom_batches"),
+    *(
+        "batches",
+        "rows",
+        "pad_tokens",
+        "invalid_tokens",
+        "decoding_steps",
+        "early_returns",
+        "oom_batches",
+    ),
     *("extrapolated", "attempts", "evictions", "reroutes", "rounds", "row_steps"),
     *("swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s"),
 )
+
+
+# What is counted in a simulation besides the requests' times: batches, padding, memory, how busy
+# the workers were.
+
+
+def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, float]:
+    """What is counted besides the requests' times, by name with the unit in it; of all policies,
+    but `rounds`.
+
+    A batch of a continuous worker is a prefill of those who enter; its size is the mean number of
+    residents.
+    """
+    batches, requests, steps = (
+        max(ledger.batches, 1),
+        max(sum(ledger.ok), 1),
+        max(ledger.decoding_steps, 1),
+    )
+    found = {
+        "refused": float(refused),
+        "unfinished": float(len(ledger.ok) - sum(ledger.ok) - refused),
+        "batches": float(ledger.batches),
+        "batch_size_mean": ledger.row_steps / steps if ledger.rounds else ledger.rows / batches,
+        "slices_per_request": ledger.rows / requests,
+        "pad_tokens_per_request": ledger.pad_tokens / requests,
+        "invalid_tokens_per_request": ledger.invalid_tokens / requests,
+        "early_return_percent": 100.0 * ledger.early_returns / batches,
+        "decoding_steps": float(ledger.decoding_steps),
+        "oom_percent": 100.0 * ledger.oom_batches / (batches + ledger.oom_batches),
+        "evicted_percent": 100.0 * ledger.evictions / requests,
+        "consumed_memory_percent": 100.0 * ledger.memory_token_steps / steps / usable_tokens,
+        "peak_memory_percent": 100.0 * ledger.peak_tokens / usable_tokens,
+        "extrapolated_batches_percent": 100.0
+        * ledger.extrapolated
+        / max(ledger.rounds or ledger.batches, 1),
+    }
+    if ledger.rounds:
+        found["rounds"] = float(ledger.rounds)
+        found["swaps_out"] = float(ledger.swaps_out)
+        found["swaps_in"] = float(ledger.swaps_in)
+        found["swapped_tokens"] = float(ledger.swapped_tokens)
+        found["swap_wait_s"] = ledger.swap_wait_s
+        found["peak_host_tokens"] = float(ledger.peak_host_tokens)
+        found["rerouted_percent"] = 100.0 * ledger.reroutes / requests
+    if ledger.attempts:
+        future = ledger.future_token_attempts / ledger.attempts
+        found["future_required_memory_percent"] = 100.0 * future / usable_tokens
+    if ledger.token_gaps is not None:
+        found |= ledger.token_gaps.summary()
+    return found | _of_workers(ledger)
+
+
+def _of_workers(ledger: Ledger) -> dict[str, float]:
+    """How evenly, and how much, the workers worked; CT STD is the SCLS paper's."""
+    makespan_s = max(ledger.completed_s, default=0.0)
+    shares = [100.0 * busy_s / makespan_s if makespan_s else 0.0 for busy_s in ledger.busy_s]
+    return {
+        "completion_time_std_s": statistics.pstdev(ledger.completed_s),
+        "utilisation_percent": statistics.fmean(shares),
+    } | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}
+
+
+# The largest gap between two tokens of any request, for a worker whose residents all get their
+# tokens together.
+#
+# A gap concerns all who are resident while it lasts, so gaps are kept once, not per request: on a
+# stack of those that no later one exceeded. A request remembers a mark from when it joined; its
+# largest gap is found by bisection.
+
+
+class Gaps:
+    """Gaps in seconds, by marks that count up as requests join: a gap with mark m concerns those
+    who joined up to m.
+    """
+
+    __slots__ = ("_gaps", "_mark", "_marks", "_waits", "last_s")
+
+    def __init__(self) -> None:
+        self._mark = 0
+        self._marks: list[int] = []  # of the stack, ascending
+        self._gaps: list[float] = []  # of the stack, descending
+        self._waits: list[
+            tuple[int, float]
+        ] = []  # (mark, since when those up to it wait for their next token)
+        self.last_s = -1.0  # the last decode step's end
+
+    def mark(self, *, alone: bool) -> int:
+        """The mark of those who join now. `alone`: nobody else is resident, so what was does not
+        matter any more.
+        """
+        if alone:
+            self._marks.clear()
+            self._gaps.clear()
+            self._waits.clear()
+        self._mark += 1
+        return self._mark
+
+    @property
+    def waiting_since(self) -> float:
+        """Since when all residents wait for their next token; -1: not all since the same time."""
+        return self._waits[0][1] if len(self._waits) == 1 else -1.0
+
+    def since(self, mark: int) -> float:
+        """Since when those with this mark wait for their next token."""
+        return next(since_s for upto, since_s in self._waits if mark <= upto)
+
+    def joined(self, at_s: float, mark: int = 0) -> None:
+        """Those who joined last, or with this mark, got a token at `at_s`."""
+        self._waits.append((mark or self._mark, at_s))
+
+    def end_waits(self, at_s: float) -> None:
+        """All residents got a token at `at_s`."""
+        for mark, since_s in self._waits:
+            self._push(mark, at_s - since_s)
+
+    def push(self, gap_s: float) -> None:
+        """All residents had a gap."""
+        self._push(self._mark, gap_s)
+
+    def wait_from(self, at_s: float) -> None:
+        """All residents had a token at `at_s`, and wait for the next."""
+        self._waits = [(self._mark, at_s)]
+        self.last_s = at_s
+
+    def stepped(self, first_s: float | None, last_gap_s: float | None, end_s: float) -> None:
+        """All residents decoded, and had their last token at `end_s`: `end_waits`, `push` and
+        `wait_from` at once.
+
+        Args:
+            first_s: when the first step ended; None where the gap that it ended is not looked at.
+            last_gap_s: seconds of the last step; None where it was the first.
+        """
+        gaps, marks = self._gaps, self._marks
+        if first_s is not None:
+            for mark, since_s in self._waits:
+                gap_s = first_s - since_s
+                while gaps and gaps[-1] <= gap_s:
+                    gaps.pop()
+                    marks.pop()
+                gaps.append(gap_s)
+                marks.append(mark)
+        if last_gap_s is not None:
+            while gaps and gaps[-1] <= last_gap_s:
+                gaps.pop()
+                marks.pop()
+            gaps.append(last_gap_s)
+            marks.append(self._mark)
+        self._waits = [(self._mark, end_s)]
+        self.last_s = end_s
+
+    def largest(self, mark: int) -> float:
+        """The largest gap since those with this mark joined; 0 for none."""
+        k = bisect_left(self._marks, mark)
+        return self._gaps[k] if k < len(self._gaps) else 0.0
+
+    def _push(self, mark: int, gap_s: float) -> None:
+        gaps, marks = self._gaps, self._marks
+        while gaps and gaps[-1] <= gap_s:
+            gaps.pop()
+            marks.pop()
+        gaps.append(gap_s)
+        marks.append(mark)

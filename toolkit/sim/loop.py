@@ -1,6 +1,7 @@
 """The scheduler on a virtual clock: arrivals, completions and wake-ups in the order of time.
 
-The loop is the same as the live driver's: tell the scheduler what happened, tick it, start what it says.
+The loop is the same as the live driver's: tell the scheduler what happened, tick it, start what it
+says.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from toolkit.errors import LlmctlError
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
 
-MAX_IDLE_WAKES = 1000  # wake-ups in a row that started nothing while nothing ran: no policy needs as many
+MAX_IDLE_WAKES = (
+    1000  # wake-ups in a row that started nothing while nothing ran: no policy needs as many
+)
 
 
 class SimulationStalledError(LlmctlError):
@@ -34,15 +37,21 @@ class VirtualWorker(Protocol):
 
 
 def run(
-    scheduler: Scheduler, requests: Sequence[Request], workers: Sequence[VirtualWorker], *, drain: bool = True
+    scheduler: Scheduler,
+    requests: Sequence[Request],
+    workers: Sequence[VirtualWorker],
+    *,
+    drain: bool = True,
 ) -> list[Refusal]:
-    """Drive `scheduler` through `requests` (sorted by arrival) until every one has ended; returns those refused.
+    """Drive `scheduler` through `requests` (sorted by arrival) until every one has ended; returns
+    those refused.
 
-    Without `drain` it stops when the last request has been admitted. Raises `SimulationStalledError`, naming the state,
-    where the scheduler leaves requests waiting for ever.
+    Without `drain` it stops when the last request has been admitted. Raises
+    `SimulationStalledError`, naming the state, where the scheduler leaves requests waiting for
+    ever.
     """
-    # A heap of (when, batch id, worker); -1 stands for the id once a round was interrupted, so that it
-    # comes before all that end at the same time. Stale where it is not what `ends_now` has.
+    # A heap of (when, batch id, worker); -1 stands for the id once a round was interrupted, so that
+    # it comes before all that end at the same time. Stale where it is not what `ends_now` has.
     ends: list[tuple[float, int, int]] = []
     ends_now: list[tuple[float, int, int] | None] = [None] * len(workers)
     refused: list[Refusal] = []
@@ -97,7 +106,10 @@ def run(
 def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalledError:
     """What the scheduler left in which state; at infinity nothing would ever have happened again."""
     when = "" if now_s == math.inf else f" at {now_s:.6g} s"
-    running, memory = scheduler.running_jobs, max(worker.capacity_tokens for worker in scheduler.workers)
+    running, memory = (
+        scheduler.running_jobs,
+        max(worker.capacity_tokens for worker in scheduler.workers),
+    )
     return SimulationStalledError(
         f"the simulation stalled{when}: {scheduler.jobs:,} of {count:,} requests have not ended, "
         f"{scheduler.waiting_jobs:,} wait and {running:,} run; a worker's memory holds {memory:,} tokens",

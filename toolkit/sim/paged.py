@@ -1,32 +1,95 @@
-"""vLLM's v1 scheduler (0.32, `v1/core/sched/scheduler.py`) as a machine without time: who computes what in each pass.
+"""vLLM's v1 scheduler (0.32, `v1/core/sched/scheduler.py`) as a machine without time: who computes
+what in each pass.
 
-Before each forward pass those who run get a token each, and who is not through with his prompt a chunk of it; a block
-is taken where the last one is full. Where none is free the one who came in last loses his blocks and waits again,
-before all others, to be computed anew with what he generated; in such a pass nobody comes in. Else those who wait come
-in, first come first, while there are rows and tokens left in the pass and blocks for all of their input, of which they
-take what this pass needs. One who does not fit holds up those behind him.
+Before each forward pass those who run get a token each, and who is not through with his prompt a
+chunk of it; a block is taken where the last one is full. Where none is free the one who came in
+last loses his blocks and waits again, before all others, to be computed anew with what he
+generated; in such a pass nobody comes in. Else those who wait come in, first come first, while
+there are rows and tokens left in the pass and blocks for all of their input, of which they take
+what this pass needs. One who does not fit holds up those behind him.
 
-What vLLM has besides is left out: priorities (traces have none, and among equal ones its `priority` order is this one),
-a threshold for long prefills (off by default), speculative decoding, several kinds of caches, LoRA, connectors.
+What vLLM has besides is left out: priorities (traces have none, and among equal ones its `priority`
+order is this one), a threshold for long prefills (off by default), speculative decoding, several
+kinds of caches, LoRA, connectors.
 
-Everybody who runs has a part in every pass: the tokens of a pass suffice for that, and only the last who came in can be
-in the middle of a prompt. So all decode in lockstep, their books are sums and a histogram of how full their last blocks
-are, and k passes of decodes alone are one addition.
+Everybody who runs has a part in every pass: the tokens of a pass suffice for that, and only the
+last who came in can be in the middle of a prompt. So all decode in lockstep, their books are sums
+and a histogram of how full their last blocks are, and k passes of decodes alone are one addition.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.paged_blocks import BlockPool
+
+# The blocks of a paged cache, counted: who holds how many is the caller's to know, what is free
+# is known here.
+#
+# With prefix caching a freed block that is full keeps its tokens until it is given out again:
+# blocks that were never full first, then those freed longest ago, of one request the last ones
+# first (vLLM 0.32, `v1/core/block_pool.py`). Who comes back finds what is left of his own.
+# Requests share nothing here: traces do not say which of their tokens are the same.
 
 
-class Row:
+class BlockPool:
+    """`blocks` of `block_tokens` tokens each, all free."""
+
+    __slots__ = ("_kept", "_plain", "block_tokens", "blocks", "free", "keeps")
+
+    def __init__(self, blocks: int, block_tokens: int, *, keeps: bool) -> None:
+        self.blocks, self.block_tokens, self.keeps = blocks, block_tokens, keeps
+        self.free = blocks
+        self._plain = blocks  # free blocks that hold nothing of use
+        self._kept: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # owner to his free blocks that do, freed longest ago first
+
+    def needed(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def take(self, count: int) -> None:
+        """Give out free blocks; there must be as many."""
+        assert count <= self.free
+        self.free -= count
+        if not self.keeps:
+            return
+        self._plain -= count
+        while self._plain < 0:
+            owner, there = self._kept.popitem(last=False)
+            self._plain += there
+            if self._plain > 0:
+                self._kept[owner] = self._plain
+                self._kept.move_to_end(owner, last=False)
+                self._plain = 0
+
+    def give(self, owner: int, tokens: int, known: int) -> None:
+        """The owner's blocks, which hold so many tokens, are free again. What they hold is known of
+        so many.
+        """
+        count = self.needed(tokens)
+        self.free += count
+        if self.keeps:
+            full = known // self.block_tokens
+            self._plain += count - full
+            if full:
+                self._kept[owner] = full
+
+    def kept_tokens(self, owner: int) -> int:
+        """Tokens that the owner would find if he came back now."""
+        return self._kept.get(owner, 0) * self.block_tokens
+
+    def retake(self, owner: int) -> None:
+        """Give the owner what was kept for him."""
+        self.free -= self._kept.pop(owner, 0)
+
+
+class PagedRequest:
     """A request in the machine.
 
     Attributes:
@@ -42,7 +105,8 @@ class Row:
 
     def __init__(self, number: int, prompt: int, output: int, *, stops: bool = False) -> None:
         self.number, self.prompt, self.left = number, prompt, output
-        self.stops = stops  # before the limit that was set for it: nobody knows before its last token is there
+        # before the limit that was set for it: nobody knows before its last token is there
+        self.stops = stops
         self.computed = self.end = self.mark = 0
 
 
@@ -50,7 +114,7 @@ class Row:
 class Chunk:
     """Tokens of an input that a row computes in a pass, behind those it has."""
 
-    row: Row
+    row: PagedRequest
     computed: int
     new: int
 
@@ -61,17 +125,18 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Pass:
+class PagedPass:
     """What the next forward pass computes, and which rows lost their blocks for it."""
 
     shape: StepShape
     rows: int  # in it
     chunks: Sequence[Chunk]
-    preempted: Sequence[Row]
+    preempted: Sequence[PagedRequest]
 
 
 class PagedScheduler:
-    """Passes of one engine: `schedule` plans one, `commit` says that it and so many like it were made, `settle` frees.
+    """Passes of one engine: `schedule` plans one, `commit` says that it and so many like it were
+    made, `settle` frees.
 
     Args:
         flags: vLLM's.
@@ -80,23 +145,27 @@ class PagedScheduler:
             known: `settle` comes one `schedule` later.
     """
 
-    def __init__(self, flags: VllmPolicy, blocks: int, block_tokens: int, *, ahead: bool = False) -> None:
+    def __init__(
+        self, flags: VllmPolicy, blocks: int, block_tokens: int, *, ahead: bool = False
+    ) -> None:
         self._flags, self._unknown = flags, int(ahead)
         self.pool = BlockPool(blocks, block_tokens, keeps=flags.prefix_caching)
-        self.waiting: deque[Row] = deque()
-        self.running: dict[Row, None] = {}  # in the order in which they came in
+        self.waiting: deque[PagedRequest] = deque()
+        self.running: dict[PagedRequest, None] = {}  # in the order in which they came in
         self._reserve = int(flags.watermark * (blocks + 1))
         self._block_tokens = block_tokens
         self._steps = 0  # passes so far
         self._decoding = 0
         self._key_sum = 0  # of the decoding rows' `computed`
         self._fill = [0] * block_tokens  # decoding rows by `computed` modulo a block
-        self._ends: list[tuple[int, int, Row]] = []  # heap of (end, number, row); stale if the row decodes no more
-        self._partial: Row | None = None  # the row whose input is not all computed
-        self._ended: list[Row] = []  # and still hold their blocks
-        self._plan: Pass | None = None
+        self._ends: list[
+            tuple[int, int, PagedRequest]
+        ] = []  # heap of (end, number, row); stale if the row decodes no more
+        self._partial: PagedRequest | None = None  # the row whose input is not all computed
+        self._ended: list[PagedRequest] = []  # and still hold their blocks
+        self._plan: PagedPass | None = None
 
-    def add(self, row: Row) -> None:
+    def add(self, row: PagedRequest) -> None:
         """A request arrives."""
         self.waiting.append(row)
 
@@ -110,10 +179,12 @@ class PagedScheduler:
         """Tokens in the caches of those who decode."""
         return self._key_sum + self._decoding * self._steps
 
-    def schedule(self) -> Pass:
-        """Plan the next pass, and take its blocks. A pass without rows is none: everybody has ended or waits."""
+    def schedule(self) -> PagedPass:
+        """Plan the next pass, and take its blocks. A pass without rows is none: everybody has ended
+        or waits.
+        """
         due = self._due()
-        preempted: list[Row] = []
+        preempted: list[PagedRequest] = []
         if due + self._due_chunk() > self.pool.free:
             preempted = self._make_room()
             due = self._due()
@@ -137,18 +208,27 @@ class PagedScheduler:
             shape = StepShape(decodes, cached, len(chunks), new, attended)
         else:
             shape = StepShape(decodes, cached)
-        self._plan = Pass(shape, decodes + len(chunks), chunks, preempted)
+        self._plan = PagedPass(shape, decodes + len(chunks), chunks, preempted)
         return self._plan
 
     def rows(self) -> list[tuple[int, int, int]]:
-        """The planned pass row by row, as vLLM has it: number, tokens computed before, new tokens. For logs."""
+        """The planned pass row by row, as vLLM has it: number, tokens computed before, new tokens.
+        For logs.
+        """
         assert self._plan is not None
-        chunks = {chunk.row: (chunk.row.number, chunk.computed, chunk.new) for chunk in self._plan.chunks}
+        chunks = {
+            chunk.row: (chunk.row.number, chunk.computed, chunk.new) for chunk in self._plan.chunks
+        }
         ended = {row for row in self._ended if not row.stops}
-        return [chunks.get(r) or (r.number, r.computed + self._steps, 1) for r in self.running if r not in ended]
+        return [
+            chunks.get(r) or (r.number, r.computed + self._steps, 1)
+            for r in self.running
+            if r not in ended
+        ]
 
     def ahead(self) -> int:
-        """How many passes, with the planned one, are decodes of the same rows, whatever else arrives; 1 at least.
+        """How many passes, with the planned one, are decodes of the same rows, whatever else
+        arrives; 1 at least.
 
         None of them ends a row but the last, and none takes a block that is not free.
         """
@@ -169,8 +249,10 @@ class PagedScheduler:
                 return k
         return most
 
-    def commit(self, steps: int = 1) -> list[Row]:
-        """The planned pass was made, and with it `steps - 1` more of the same rows; who ended with the last."""
+    def commit(self, steps: int = 1) -> list[PagedRequest]:
+        """The planned pass was made, and with it `steps - 1` more of the same rows; who ended with
+        the last.
+        """
         plan = self._plan
         assert plan is not None
         if steps > 1:
@@ -185,7 +267,7 @@ class PagedScheduler:
         self._ended += ended
         return ended
 
-    def settle(self, ended: Sequence[Row]) -> None:
+    def settle(self, ended: Sequence[PagedRequest]) -> None:
         """These rows' last tokens are known: their blocks are free."""
         for row in ended:
             if row in self.running:  # else it lost its blocks since
@@ -194,9 +276,9 @@ class PagedScheduler:
                 held = row.computed + self._steps
                 self.pool.give(row.number, held, held)
 
-    def _make_room(self) -> list[Row]:
+    def _make_room(self) -> list[PagedRequest]:
         """Who loses his blocks so that those who are left have theirs for the next pass."""
-        preempted: list[Row] = []
+        preempted: list[PagedRequest] = []
         while self._due() + self._due_chunk() > self.pool.free:
             row, _ = self.running.popitem()
             if row is self._partial:
@@ -205,7 +287,9 @@ class PagedScheduler:
             else:
                 held = row.computed + self._steps
                 decoded = row.end - self._steps < row.left
-                known = held - (self._unknown if decoded else 0)  # what is under way is not, but of an input
+                known = held - (
+                    self._unknown if decoded else 0
+                )  # what is under way is not, but of an input
                 if row.end:
                     self._leave(row)
                 else:
@@ -238,7 +322,7 @@ class PagedScheduler:
         end = min(row.prompt, row.computed + budget)
         return self.pool.needed(end) - self.pool.needed(row.computed)
 
-    def _continue(self, row: Row, budget: int) -> Chunk:
+    def _continue(self, row: PagedRequest, budget: int) -> Chunk:
         chunk = Chunk(row, row.computed, min(row.prompt - row.computed, budget))
         self.pool.take(self.pool.needed(row.computed + chunk.new) - self.pool.needed(row.computed))
         return chunk
@@ -251,7 +335,9 @@ class PagedScheduler:
             reserve = self._reserve if running else 0
             kept = pool.kept_tokens(row.number)
             new = row.prompt - kept
-            if pool.needed(row.prompt) + reserve > pool.free or (new > budget and not flags.chunked_prefill):
+            if pool.needed(row.prompt) + reserve > pool.free or (
+                new > budget and not flags.chunked_prefill
+            ):
                 return
             new = min(new, budget)
             pool.retake(row.number)
@@ -260,7 +346,7 @@ class PagedScheduler:
             running[row] = None
             budget -= new
 
-    def _computed(self, chunk: Chunk, ended: list[Row]) -> None:
+    def _computed(self, chunk: Chunk, ended: list[PagedRequest]) -> None:
         """A chunk was; if it was the last, its row has a token and decodes from now on."""
         row, steps = chunk.row, self._steps
         row.computed = chunk.computed + chunk.new
@@ -281,7 +367,7 @@ class PagedScheduler:
         self._fill[row.computed % self._block_tokens] += 1
         heappush(self._ends, (row.end, row.number, row))
 
-    def _take_ends(self) -> list[Row]:
+    def _take_ends(self) -> list[PagedRequest]:
         """Who has generated all of it."""
         ends, ended = self._ends, []
         while ends and ends[0][0] <= self._steps:
@@ -291,7 +377,7 @@ class PagedScheduler:
                 ended.append(row)
         return ended
 
-    def _leave(self, row: Row) -> None:
+    def _leave(self, row: PagedRequest) -> None:
         """It decodes no more; what it generated is part of its input from now on."""
         generated = row.left - (row.end - self._steps)
         row.left -= generated
@@ -302,8 +388,12 @@ class PagedScheduler:
         self._fill[row.computed % self._block_tokens] -= 1
 
     def _crossings(self, first: int, last: int) -> int:
-        """Blocks that decodes take in the passes from the one `first` after the planned one to before `last`."""
+        """Blocks that decodes take in the passes from the one `first` after the planned one to
+        before `last`.
+        """
         tokens, count = self._block_tokens, last - first
         whole = count // tokens
-        rest = sum(self._fill[-(self._steps + k) % tokens] for k in range(first, first + count % tokens))
+        rest = sum(
+            self._fill[-(self._steps + k) % tokens] for k in range(first, first + count % tokens)
+        )
         return whole * self._decoding + rest

@@ -1,10 +1,12 @@
-"""A paged engine on virtual time: vLLM's scheduler, the law of its passes, and the books of what clients saw.
+"""A paged engine on virtual time: vLLM's scheduler, the law of its passes, and the books of what
+clients saw.
 
-The engine's loop plans a pass, runs it and hands its tokens out, before it plans the next. With `ahead` (vLLM's
-`async_scheduling`) it plans one while the last is under way: the host's time is hidden behind the pass, who arrives
-comes in one pass later, blocks of those who ended are free one pass later, and a row that ended before its limit
-computes one token too many. Passes of decodes alone are leapt over, up to the next arrival that could change anything,
-the first end, or the first block that is missing.
+The engine's loop plans a pass, runs it and hands its tokens out, before it plans the next. With
+`ahead` (vLLM's `async_scheduling`) it plans one while the last is under way: the host's time is
+hidden behind the pass, who arrives comes in one pass later, blocks of those who ended are free one
+pass later, and a row that ended before its limit computes one token too many. Passes of decodes
+alone are leapt over, up to the next arrival that could change anything, the first end, or the first
+block that is missing.
 """
 
 from __future__ import annotations
@@ -18,10 +20,9 @@ from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
 from toolkit.files.fit import StepsFit
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
-from toolkit.sim.front import FrontDelay
-from toolkit.sim.gaps import Gaps
-from toolkit.sim.ledger import Ledger
-from toolkit.sim.paged import PagedScheduler, Pass, Row
+from toolkit.sim.ledger import Gaps, Ledger
+from toolkit.sim.paged import PagedPass, PagedRequest, PagedScheduler
+from toolkit.sim.worker import FrontDelay
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,7 +36,9 @@ class PassRange:
     def holds(self, shape: StepShape) -> bool:
         """Whether a pass is within it."""
         return (
-            shape.rows <= self.rows_max and shape.tokens <= self.tokens_max and shape.decode_cached <= self.cached_max
+            shape.rows <= self.rows_max
+            and shape.tokens <= self.tokens_max
+            and shape.decode_cached <= self.cached_max
         )
 
     def __str__(self) -> str:
@@ -45,10 +48,11 @@ class PassRange:
 
 @dataclass(slots=True, frozen=True)
 class PagedEngine:
-    """One engine: the law of its passes, its cache, and whether it plans ahead. `valid` None: the law holds anywhere.
+    """One engine: the law of its passes, its cache, and whether it plans ahead. `valid` None: the
+    law holds anywhere.
 
-    `blocks` are those that it gives out; vLLM keeps one more for itself. `front_s` is what a client waits for a token
-    beside passes, and `front_row_s` what each row that runs adds to that.
+    `blocks` are those that it gives out; vLLM keeps one more for itself. `front_s` is what a client
+    waits for a token beside passes, and `front_row_s` what each row that runs adds to that.
     """
 
     steps: StepLaw
@@ -79,7 +83,9 @@ class PagedEngine:
         return self.blocks * self.block_tokens
 
     def front(self, rows: float) -> FrontDelay:
-        """What clients wait beside passes of so many rows: all that a token takes is on the way there and back."""
+        """What clients wait beside passes of so many rows: all that a token takes is on the way
+        there and back.
+        """
         delay_s = self.front_s + self.front_row_s * rows
         return FrontDelay(delay_s, delay_s)
 
@@ -99,20 +105,31 @@ class PagedRun:
     """
 
     def __init__(
-        self, index: int, engine: PagedEngine, flags: VllmPolicy, ledger: Ledger, limits: Sequence[int]
+        self,
+        index: int,
+        engine: PagedEngine,
+        flags: VllmPolicy,
+        ledger: Ledger,
+        limits: Sequence[int],
     ) -> None:
         self._index, self._engine, self._ledger, self._limits = index, engine, ledger, limits
-        self._law = replace(engine.steps, host_s=0.0, host_row_s=0.0) if engine.ahead else engine.steps
-        self._scheduler = PagedScheduler(flags, engine.blocks, engine.block_tokens, ahead=engine.ahead)
+        self._law = (
+            replace(engine.steps, host_s=0.0, host_row_s=0.0) if engine.ahead else engine.steps
+        )
+        self._scheduler = PagedScheduler(
+            flags, engine.blocks, engine.block_tokens, ahead=engine.ahead
+        )
         self._gaps = Gaps()
         self._last_s = 0.0  # when the last pass ended, at which all who decode had a token
 
     def run(self, requests: Sequence[tuple[int, Request]], *, drain: bool = True) -> None:
-        """Serve these, by number, in the order of their arrival, until all have ended; without `drain`, are let in."""
+        """Serve these, by number, in the order of their arrival, until all have ended; without
+        `drain`, are let in.
+        """
         scheduler, ahead = self._scheduler, self._engine.ahead
         coming = deque(requests)
         now_s = 0.0  # of planning
-        under_way: list[Row] = []  # who ended with the pass that is under way
+        under_way: list[PagedRequest] = []  # who ended with the pass that is under way
         done_s = -math.inf  # when it ends
         while drain or coming or scheduler.waiting:
             while coming and coming[0][1].arrival_s <= now_s:
@@ -137,14 +154,20 @@ class PagedRun:
             else:
                 return
 
-    def _row(self, number: int, request: Request) -> Row:
+    def _row(self, number: int, request: Request) -> PagedRequest:
         output = self._ledger.output_tokens[number]
-        return Row(number, request.prompt_tokens, output, stops=output < self._limits[number])
+        return PagedRequest(
+            number, request.prompt_tokens, output, stops=output < self._limits[number]
+        )
 
-    def _make(self, plan: Pass, begin_s: float, next_s: float) -> tuple[float, float, list[Row]]:
-        """The planned pass and those like it; when the last of them begins and ends, and who ended with it.
+    def _make(
+        self, plan: PagedPass, begin_s: float, next_s: float
+    ) -> tuple[float, float, list[PagedRequest]]:
+        """The planned pass and those like it; when the last of them begins and ends, and who ended
+        with it.
 
-        `next_s` is when the next request will be there: it is planned for before the first pass that begins after it.
+        `next_s` is when the next request will be there: it is planned for before the first pass
+        that begins after it.
         """
         scheduler, law, shape, rows = self._scheduler, self._law, plan.shape, plan.rows
         steps = scheduler.ahead()
@@ -169,8 +192,10 @@ class PagedRun:
         ledger.completed_s[self._index] = end_s
         return begun_s, end_s, ended
 
-    def _give(self, plan: Pass, steps: int, first_s: float, last_gap_s: float) -> None:
-        """Everybody in the pass gets a token at `first_s`, and more in steps that follow, each longer than the last."""
+    def _give(self, plan: PagedPass, steps: int, first_s: float, last_gap_s: float) -> None:
+        """Everybody in the pass gets a token at `first_s`, and more in steps that follow, each
+        longer than the last.
+        """
         ledger, gaps, decoding = self._ledger, self._gaps, self._scheduler.decoding
         gap_s = first_s - self._last_s
         if decoding:
@@ -178,7 +203,9 @@ class PagedRun:
             if ledger.token_gaps is not None:
                 growth_s = self._law.cached_s * plan.shape.decodes
                 ledger.token_gaps.add(decoding, gap_s, gap_s)
-                ledger.token_gaps.add(decoding * (steps - 1), last_gap_s - (steps - 2) * growth_s, last_gap_s)
+                ledger.token_gaps.add(
+                    decoding * (steps - 1), last_gap_s - (steps - 2) * growth_s, last_gap_s
+                )
         if not plan.chunks:
             return
         joined = [chunk.row for chunk in plan.chunks if chunk.completes]
@@ -195,27 +222,31 @@ class PagedRun:
             if ledger.token_gaps is not None:
                 ledger.token_gaps.add(1, gap_s, gap_s)
 
-    def _drop(self, preempted: Sequence[Row]) -> None:
-        """They had their last token with the last pass, and wait for the next; or had none since they came in."""
+    def _drop(self, preempted: Sequence[PagedRequest]) -> None:
+        """They had their last token with the last pass, and wait for the next; or had none since
+        they came in.
+        """
         self._ledger.evictions += len(preempted)
         for row in preempted:
             if row.mark:
                 self._close(row, self._last_s)
 
-    def _end(self, ended: Sequence[Row], end_s: float) -> None:
+    def _end(self, ended: Sequence[PagedRequest], end_s: float) -> None:
         for row in ended:
             self._close(row, end_s)
             self._ledger.ok[row.number] = True
 
-    def _close(self, row: Row, last_s: float) -> None:
+    def _close(self, row: PagedRequest, last_s: float) -> None:
         """The row stops to get tokens; the last came then."""
         ledger, number = self._ledger, row.number
         ledger.last_token_s[number] = last_s
         ledger.max_gap_s[number] = max(ledger.max_gap_s[number], self._gaps.largest(row.mark))
         row.mark = 0
 
-    def _count(self, plan: Pass, steps: int, last: StepShape, free: int) -> None:
-        """Write passes down: `last` is the shape of the last of them, `free` were the first one's free blocks."""
+    def _count(self, plan: PagedPass, steps: int, last: StepShape, free: int) -> None:
+        """Write passes down: `last` is the shape of the last of them, `free` were the first one's
+        free blocks.
+        """
         ledger, engine, valid = self._ledger, self._engine, self._engine.valid
         used = (engine.blocks - self._scheduler.pool.free) * engine.block_tokens
         used_first = (engine.blocks - free) * engine.block_tokens
@@ -240,7 +271,9 @@ def serve(
     *,
     drain: bool = True,
 ) -> list[Refusal]:
-    """Serve requests, dealt in turn to as many engines as the ledger has workers; who can never be served."""
+    """Serve requests, dealt in turn to as many engines as the ledger has workers; who can never be
+    served.
+    """
     refusals: list[Refusal] = []
     dealt: list[list[tuple[int, Request]]] = [[] for _ in range(ledger.workers)]
     for number, request in enumerate(requests):
@@ -255,13 +288,21 @@ def serve(
     return refusals
 
 
-def _refuse(request: Request, output: int, flags: VllmPolicy, engine: PagedEngine) -> Refusal | None:
-    """Why a request could never be served: at its end it alone would not fit into the cache, or into a pass."""
-    most = request.prompt_tokens + max(request.max_new_tokens, output) - 1  # the last token is not cached
+def _refuse(
+    request: Request, output: int, flags: VllmPolicy, engine: PagedEngine
+) -> Refusal | None:
+    """Why a request could never be served: at its end it alone would not fit into the cache, or
+    into a pass.
+    """
+    most = (
+        request.prompt_tokens + max(request.max_new_tokens, output) - 1
+    )  # the last token is not cached
     limits = {"the cache holds": engine.capacity_tokens}
     if not flags.chunked_prefill:
         limits["without chunked prefill a pass takes"] = flags.max_num_batched_tokens
     for where, tokens in limits.items():
         if most > tokens:
-            return Refusal(request.request_id, f"it may grow to {most:,} tokens; {where} {tokens:,}")
+            return Refusal(
+                request.request_id, f"it may grow to {most:,} tokens; {where} {tokens:,}"
+            )
     return None

@@ -1,10 +1,13 @@
-"""A simulated worker whose running batch is one padded slab of KV cache, as on the engine `rebatch` (BATON, section 4).
+"""A simulated worker whose running batch is one padded slab of KV cache, as on the engine `rebatch`
+(BATON, section 4).
 
-It differs from its base in three things. Memory is rows x the longest of them. A round that would take more than there
-is runs out of it at that step, and the last admitted goes. And who enters joins in one of two ways:
+It differs from its base in three things. Memory is rows x the longest of them. A round that would
+take more than there is runs out of it at that step, and the last admitted goes. And who enters
+joins in one of two ways:
 
 - embed: prefilled apart, in groups of like length one after the other, then put into the slab;
-- shape: prefilled in a step of those who run, all padded to the longest who enters. It costs what a prefill of all rows
+- shape: prefilled in a step of those who run, all padded to the longest who enters. It costs what a
+  prefill of all rows
   at that length would, gives everybody a token, and while it lasts the slab is longer by the padding. Where nobody
   runs it is a prefill like any other; where prefills give no token, it is one of all rows, and the step comes after it.
 """
@@ -20,14 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.footprint import peak_to_come
-from toolkit.sched.likeness import groups_alike
-from toolkit.sched.passes import Group
+from toolkit.sched.rounds import PrefillGroup, groups_alike
 from toolkit.sched.types import Batch, Job, Joining, RoundResult
 from toolkit.sim.continuous import RoundWorker
 
 
 class SlabWorker(RoundWorker):
-    """Runs the rounds of one padded worker on virtual time; see `RoundWorker` for the other arguments.
+    """Runs the rounds of one padded worker on virtual time; see `RoundWorker` for the other
+    arguments.
 
     Args:
         joining: how those who enter do so.
@@ -35,20 +38,26 @@ class SlabWorker(RoundWorker):
             that is alone has room for its prefill.
     """
 
-    def __init__(self, *args: Any, joining: Joining, capacity_tokens: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, joining: Joining, capacity_tokens: int | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         self._capacity = math.inf if capacity_tokens is None else capacity_tokens
-        self._spills_after = -1  # decode steps of the current round for which memory suffices; -1: for all
+        self._spills_after = (
+            -1
+        )  # decode steps of the current round for which memory suffices; -1: for all
         self._shapes = joining == "shape"
         self._shaped = 0  # 1 where the current round's prefill is a step
-        self._passes: list[tuple[int, int, float]] = []  # of its prefill, but for the last: rows, mark, end in seconds
+        self._passes: list[
+            tuple[int, int, float]
+        ] = []  # of its prefill, but for the last: rows, mark, end in seconds
 
     @property
     def used(self) -> int:
         """Tokens that the slab is taken for now."""
         return len(self._resident) * self._width()
 
-    def _taken_by(self, group: Group[Job]) -> int:
+    def _taken_by(self, group: PrefillGroup[Job]) -> int:
         return group.width * len(group.keys)
 
     def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
@@ -59,7 +68,9 @@ class SlabWorker(RoundWorker):
         self._shaped, self._spills_after = 0, -1
         super().run(batch, now_s)
         if self._failure or self._stretches:
-            return self._done_s  # who is prefilled in chunks is counted whole from admission on: nothing spills
+            return (
+                self._done_s
+            )  # who is prefilled in chunks is counted whole from admission on: nothing spills
         if self._shaped and self._ran == batch.steps:  # the pass was the first of them
             self._stop_after(batch.steps - 1)
         n = len(self._resident)
@@ -100,7 +111,9 @@ class SlabWorker(RoundWorker):
 
     def _prefill(self, batch: Batch) -> float:
         there = len(self._resident)
-        seconds = self._shape(batch, there) if self._shapes and there else self._prefill_apart(batch)
+        seconds = (
+            self._shape(batch, there) if self._shapes and there else self._prefill_apart(batch)
+        )
         if not self._failure and self._passing(batch, there) > self._capacity:
             self._run_short(batch.jobs)
         return seconds
@@ -120,12 +133,16 @@ class SlabWorker(RoundWorker):
         seconds = 0.0
         for number, group in enumerate(groups, start=1):
             jobs = tuple([batch.jobs[index] for index in group])
-            seconds += super()._prefill(replace(batch, jobs=jobs, input_length=max([job.length for job in jobs])))
+            seconds += super()._prefill(
+                replace(batch, jobs=jobs, input_length=max([job.length for job in jobs]))
+            )
             if self._failure:
                 self._give_up(batch.jobs)
                 break
             if self._emits and number < len(groups):
-                self._passes.append((len(jobs), self._resident[jobs[0]][2], self._begun_s + seconds))
+                self._passes.append(
+                    (len(jobs), self._resident[jobs[0]][2], self._begun_s + seconds)
+                )
         return seconds
 
     def _shape(self, batch: Batch, there: int) -> float:
@@ -162,5 +179,9 @@ class SlabWorker(RoundWorker):
         """Tokens of the longest resident."""
         if not self._resident:
             return 0
-        longest = self._longest_key if self._padded else max([entry[1] for entry in self._resident.values()])
+        longest = (
+            self._longest_key
+            if self._padded
+            else max([entry[1] for entry in self._resident.values()])
+        )
         return longest + self._steps + self._emits

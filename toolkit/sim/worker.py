@@ -1,17 +1,91 @@
-"""A simulated worker: it knows how long outputs will be, and leaps over a batch's steps by the fitted laws.
+"""A simulated worker: it knows how long outputs will be, and leaps over a batch's steps by the
+fitted laws.
 
-One leap costs one evaluation of the laws per batch and a few additions per job, never anything per token.
+One leap costs one evaluation of the laws per batch and a few additions per job, never anything per
+token.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from toolkit.errors import InputError
+from toolkit.metrics import Served
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Batch, BatchResult, Failure
-from toolkit.sim.front import NO_INTAKE, Intake
 from toolkit.sim.ledger import Ledger, RunsOut
+
+# What a server's front adds to latencies: HTTP, parsing and tokenizing on the way in, the stream
+# on the way out.
+#
+# A scheduler's clock begins when a request is submitted and its tokens end at the driver; clients
+# see them later. The delay is taken for the same with every request: all arrivals move alike, so
+# nothing else changes. What is left out: that it grows where the front is short of CPU.
+#
+# Where workers compute on the front's own cores, it also takes time from the batches that run:
+# taking in a request costs each of them the same time. A crowd's batches are slower while it
+# arrives than later.
+
+
+@dataclass(slots=True, frozen=True)
+class FrontDelay:
+    """Seconds by which clients see a request's first and last token later than if they called the
+    scheduler itself.
+    """
+
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.first_s >= 0.0 and self.last_s >= 0.0):
+            raise InputError(
+                f"front: delays of {self.first_s} and {self.last_s} s are not possible; both are >= 0"
+            )
+
+    def seen(self, served: Served) -> Served:
+        """The requests as their clients see them."""
+        first_s, finish_s = served.first_token_s + self.first_s, served.finish_s + self.last_s
+        return replace(served, first_token_s=first_s, finish_s=finish_s)
+
+
+NO_DELAY = FrontDelay()
+
+
+class Intake:
+    """What taking in requests costs running batches.
+
+    Args:
+        arrivals_s: when requests arrive, in rising order.
+        cost_s: seconds by which each makes every batch longer that runs then.
+    """
+
+    def __init__(self, arrivals_s: Sequence[float] = (), cost_s: float = 0.0) -> None:
+        if not cost_s >= 0.0:
+            raise InputError(
+                f"an arrival that costs batches {cost_s} s is not possible; it is >= 0"
+            )
+        self._arrivals_s = arrivals_s
+        self._cost_s = cost_s
+
+    def end_s(self, start_s: float, work_s: float) -> float:
+        """When `work_s` seconds of a batch's own work are done that started at `start_s`."""
+        end_s = start_s + work_s
+        if not self._cost_s:
+            return end_s
+        arrivals_s, met = self._arrivals_s, 0
+        first = bisect_right(
+            arrivals_s, start_s
+        )  # those that it waited for were taken in before it
+        while (now_met := bisect_left(arrivals_s, end_s, first + met) - first) > met:
+            met = now_met
+            end_s = start_s + work_s + met * self._cost_s
+        return end_s
+
+
+NO_INTAKE = Intake()
 
 
 class SimWorker:
@@ -64,7 +138,9 @@ class SimWorker:
         generated = [left if left < ran else ran for left in remaining]
         finished = [left <= ran for left in remaining]
         self._count(batch, generated, ran)
-        done_s = self._intake.end_s(now_s, prefill_s + self._latency.decode_s(size, length, ran - self._emits))
+        done_s = self._intake.end_s(
+            now_s, prefill_s + self._latency.decode_s(size, length, ran - self._emits)
+        )
         self._stamp(batch, numbers, generated, finished, now_s, prefill_s, done_s)
         return self._end(batch, now_s, done_s, generated, finished, "")
 
@@ -126,7 +202,9 @@ class SimWorker:
 
         def made_s(tokens: int) -> float:
             """When the rows have so many new tokens."""
-            return self._intake.end_s(now_s, prefill_s + self._latency.decode_s(size, length, tokens - emits))
+            return self._intake.end_s(
+                now_s, prefill_s + self._latency.decode_s(size, length, tokens - emits)
+            )
 
         first_s = made_s(1) if streams else done_s
         firsts, lasts, gaps = ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s
@@ -144,15 +222,25 @@ class SimWorker:
                 gaps[k] = gap_s
             if ended:
                 lasts[k] = (
-                    done_s if tokens == ran or not streams else min(self._reported(first_s, made_s(tokens)), done_s)
+                    done_s
+                    if tokens == ran or not streams
+                    else min(self._reported(first_s, made_s(tokens)), done_s)
                 )
                 ledger.ok[k] = True
             else:
                 lasts[k] = done_s
 
-    def _count_gaps(self, batch: Batch, numbers: list[int], generated: list[int], first_s: float) -> None:
-        """Every gap of a slice, and those since the slice before; as the worker has them, however it reports them."""
-        gaps, firsts, lasts = self._ledger.token_gaps, self._ledger.first_token_s, self._ledger.last_token_s
+    def _count_gaps(
+        self, batch: Batch, numbers: list[int], generated: list[int], first_s: float
+    ) -> None:
+        """Every gap of a slice, and those since the slice before; as the worker has them, however
+        it reports them.
+        """
+        gaps, firsts, lasts = (
+            self._ledger.token_gaps,
+            self._ledger.first_token_s,
+            self._ledger.last_token_s,
+        )
         assert gaps is not None
         for k in numbers:
             if firsts[k] >= 0.0:
@@ -161,6 +249,8 @@ class SimWorker:
             gaps.add_rows(generated, 0.0, 0.0)
             return
         size, length, step = len(batch.jobs), batch.input_length, 2 - self._emits
-        before_s, second_s, third_s = (self._latency.decode_s(size, length, step + k) for k in (-1, 0, 1))
+        before_s, second_s, third_s = (
+            self._latency.decode_s(size, length, step + k) for k in (-1, 0, 1)
+        )
         second_s, third_s = second_s - before_s, third_s - second_s
         gaps.add_rows(generated, second_s, third_s - second_s)

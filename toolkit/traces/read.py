@@ -1,8 +1,9 @@
-"""Reading traces of every known format, with a report of what was kept, and what was dropped and why.
+"""Reading traces of every known format, with a report of what was kept, and what was dropped and
+why.
 
-A row that cannot be (no tokens, a negative time, a failed response, something that is no number) is counted and left
-out, never repaired; the first of each kind is shown with its value and the limit. The format follows from the column
-names, whatever the file is called.
+A row that cannot be (no tokens, a negative time, a failed response, something that is no number) is
+counted and left out, never repaired; the first of each kind is shown with its value and the limit.
+The format follows from the column names, whatever the file is called.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
 from typing import TextIO
@@ -21,11 +23,143 @@ import msgspec
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.traces.formats import KNOWN, SUCCESS, Format, detect, number
 from toolkit.traces.types import Trace
 
+# The trace formats that can be read: which columns each one has, by name, and what its time
+# means.
+#
+# The canonical one is Mooncake's JSONL; the server's own log and `llmctl bench --save-requests`
+# write it too, with more keys. Text is in none of them: lengths and times only. Opening and
+# parsing files is `toolkit.traces.read`.
+
+SUCCESS = (
+    None,
+    "",
+    "ok",
+    200,
+)  # what `status` says of a request that was served; anything else failed
+
+
+def number(value: object) -> float:
+    """A JSON number, or a CSV field that holds one. ValueError for all else, `true` included."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"not a number: {value!r}")
+    return float(value)
+
+
+def milliseconds(value: object) -> float:
+    """Seconds from milliseconds."""
+    return number(value) / 1000.0
+
+
+def iso_seconds(value: object) -> float:
+    """Seconds since 1970 of an ISO 8601 time; without a zone it is UTC. Digits beyond microseconds
+    are cut off.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"not an ISO time: {value!r}")
+    time = datetime.fromisoformat(value)
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+@dataclass(slots=True, frozen=True)
+class Format:
+    """Where a format keeps what a trace needs. An empty name: the format does not have it."""
+
+    name: str
+    prompt: str
+    output: str
+    arrival: str = ""
+    seconds: Callable[[object], float] = number
+    max_tokens: str = ""  # optional, the limit that the client set
+    priority: str = ""  # optional, the smaller the more urgent
+    status: str = ""  # optional, see SUCCESS
+    zero_output_failed: bool = False  # 0 output tokens is how the format says that a request failed
+    absolute_time: bool = False  # times are dates, so there is no negative one
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return tuple(column for column in (self.arrival, self.prompt, self.output) if column)
+
+    @property
+    def unit_s(self) -> float:
+        """Of its times, in seconds."""
+        return 0.001 if self.seconds is milliseconds else 1.0
+
+    @property
+    def unit(self) -> str:
+        return "ms" if self.seconds is milliseconds else "s"
+
+    @property
+    def time(self) -> str:
+        """What its times are, for people."""
+        return (
+            "an ISO 8601 time" if self.seconds is iso_seconds else f"a finite number of {self.unit}"
+        )
+
+
+MOONCAKE = Format(
+    "mooncake",
+    prompt="input_length",
+    output="output_length",
+    arrival="timestamp",
+    seconds=milliseconds,
+    max_tokens="max_tokens",
+    priority="priority",
+    status="status",
+)
+
+# Where two fit, the first wins: a format without times comes after its sibling with times.
+FORMATS = (
+    MOONCAKE,
+    Format(
+        "azure",
+        "ContextTokens",
+        "GeneratedTokens",
+        arrival="TIMESTAMP",
+        seconds=iso_seconds,
+        absolute_time=True,
+    ),
+    Format(
+        "burstgpt",
+        "Request tokens",
+        "Response tokens",
+        arrival="Timestamp",
+        zero_output_failed=True,
+    ),
+    Format("vidur", "num_prefill_tokens", "num_decode_tokens", arrival="arrived_at"),
+    Format("vidur-lengths", "num_prefill_tokens", "num_decode_tokens"),
+    Format("sharegpt-o1", "prompt_tokens", "completion_tokens"),
+)
+KNOWN = "known: " + "; ".join(f"{known.name} ({', '.join(known.required)})" for known in FORMATS)
+
+
+def detect(found: Collection[str], source: str) -> Format:
+    """The format whose columns are all among `found`.
+
+    InputError names the columns that the nearest format lacks, and those found.
+    """
+    for candidate in FORMATS:
+        if set(candidate.required) <= set(found):
+            return candidate
+    nearest = max(FORMATS, key=lambda candidate: len(set(candidate.required) & set(found)))
+    columns = ", ".join(f"'{column}'" for column in found)
+    missing = [column for column in nearest.required if column not in found]
+    if len(missing) == len(nearest.required):
+        raise InputError(
+            f"{source}: not a trace: none of the known columns, found {columns or 'none'}",
+            KNOWN,
+        )
+    named = " and ".join(f"'{column}'" for column in missing)
+    raise InputError(
+        f"{source}: column {named} of the {nearest.name} format is missing; found {columns}",
+        f"the {nearest.name} format has {', '.join(nearest.required)}",
+    )
+
+
 LONGEST = 2**31 - 1  # tokens; a length beyond it is a mistake, and would overflow sums
-LATEST_S = 253_402_300_800.0  # the year 10000 in seconds since 1970; a time beyond it is in another unit, or a mistake
+# the year 10000 in seconds since 1970; a time beyond it is in another unit, or a mistake
+LATEST_S = 253_402_300_800.0
 SHOWN = 40  # characters of a value in a message
 
 UNPARSABLE = "unparsable"
@@ -48,7 +182,9 @@ class ReadReport:
     rows: int
     kept: int
     dropped: Mapping[str, int] = field(default_factory=dict)  # reason to count
-    examples: Mapping[str, str] = field(default_factory=dict)  # reason to the first row that it dropped: value, limit
+    examples: Mapping[str, str] = field(
+        default_factory=dict
+    )  # reason to the first row that it dropped: value, limit
     reordered: bool = False  # rows were not in order of arrival, and were sorted
     timeless: bool = False  # the format has no times: all arrive at 0
 
@@ -57,7 +193,9 @@ class ReadReport:
         lines = [f"read {self.kept:,} of {self.rows:,} rows ({self.format} format)"]
         if self.dropped:
             reasons = sorted(self.dropped.items())
-            each = "; ".join(f"{count:,} {reason} ({self.examples[reason]})" for reason, count in reasons)
+            each = "; ".join(
+                f"{count:,} {reason} ({self.examples[reason]})" for reason, count in reasons
+            )
             count = self.rows - self.kept
             lines.append(f"dropped {count:,} {'row' if count == 1 else 'rows'}: {each}")
         if self.reordered:
@@ -72,7 +210,8 @@ class _Dropped(ValueError):  # noqa: N818  (a verdict on a row, never seen outsi
 
 
 def read_trace(path: Path) -> tuple[Trace, ReadReport]:
-    """The trace in `path`, sorted by arrival with the first at 0 s, and the report, which is also in its notes.
+    """The trace in `path`, sorted by arrival with the first at 0 s, and the report, which is also
+    in its notes.
 
     Raises InputError where the file cannot be read, is of no known format, lacks a column, or has no usable row.
     """
@@ -103,7 +242,8 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
 def _csv(file: TextIO, source: str) -> tuple[list[str], Iterator[Record]]:
     lines = _csv_lines(file, source)
     columns = [name.strip() for name in next((line for line in lines if "".join(line).strip()), [])]
-    # A short row has None for what it lacks; a long one has more than its columns, and the rest is ignored.
+    # A short row has None for what it lacks; a long one has more than its columns, and the rest is
+    # ignored.
     return columns, (dict(zip_longest(columns, line[: len(columns)])) for line in lines if line)
 
 
@@ -125,7 +265,9 @@ def _json_lines(file: TextIO) -> Iterator[object]:
 
 
 def _lenient(text: str) -> object:
-    """JSON with NaN and Infinity, which some writers make, so that such a value can be named; None for all else."""
+    """JSON with NaN and Infinity, which some writers make, so that such a value can be named; None
+    for all else.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -178,15 +320,21 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     rows = len(kept) + dropped.total()
     arrivals = np.array([row[0] for row in kept], dtype=np.float64)
     reordered = bool((np.diff(arrivals) < 0).any())
-    report = ReadReport(source, form.name, rows, len(kept), dict(dropped), examples, reordered, not form.arrival)
+    report = ReadReport(
+        source, form.name, rows, len(kept), dict(dropped), examples, reordered, not form.arrival
+    )
     if not kept:
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
-        raise InputError(problem, "mend these rows; docs/traces.md, 'Rows that cannot be', has the limits")
+        raise InputError(
+            problem, "mend these rows; docs/traces.md, 'Rows that cannot be', has the limits"
+        )
     order = np.argsort(arrivals, kind="stable")
     lengths = np.array([row[1:] for row in kept], dtype=np.int64)[order]
     arrivals = arrivals[order] - arrivals.min()
     priority = lengths[:, 3] if lengths[:, 3].any() else None
-    return Trace(arrivals, lengths[:, 0], lengths[:, 1], lengths[:, 2], source, report.lines(), priority), report
+    return Trace(
+        arrivals, lengths[:, 0], lengths[:, 1], lengths[:, 2], source, report.lines(), priority
+    ), report
 
 
 def _row(record: Record, form: Format) -> Row:

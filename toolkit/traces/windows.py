@@ -1,16 +1,118 @@
-"""Cutting a trace into windows of time: some to search on, others, which the search never sees, for the verdict."""
+"""Cutting a trace into windows of time: some to search on, others, which the search never sees, for
+the verdict.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.errors import InputError
-from toolkit.traces.scale import mean_rate
+from toolkit.files.recipe import Recipe
+from toolkit.files.tuning import ScaledLengths, Scaling
 from toolkit.traces.types import Trace
 
-COVERED = 0.8  # share of the trace that its windows take where their length is not given or does not fit
+# Changing a trace so that it fits: its rate to a machine, its lengths to a small model. Each
+# change leaves a note.
+
+MIN_RATE_RPS, MAX_RATE_RPS = 1e-6, 1e6  # one in 11 days; more than any server takes
+FITTED_PERCENTILE = 99.0  # what must fit after dividing; the rest is clipped
+
+Tokens = NDArray[np.int64]
+
+
+def mean_rate(trace: Trace) -> float:
+    """Requests per second between the first arrival and the last; 0 where they all arrive at once."""
+    span_s = float(trace.arrival_s[-1] - trace.arrival_s[0])
+    return (len(trace) - 1) / span_s if span_s > 0 else 0.0
+
+
+def scale_rate(trace: Trace, rate_rps: float) -> Trace:
+    """Stretch or compress the arrival times to a mean rate; burstiness and order stay.
+
+    Raises InputError for a rate beyond `MIN_RATE_RPS` and `MAX_RATE_RPS`, and for a trace whose requests all arrive
+    at once.
+    """
+    if not MIN_RATE_RPS <= rate_rps <= MAX_RATE_RPS:
+        hint = f"give a rate from {MIN_RATE_RPS:g} to {MAX_RATE_RPS:,.0f}"
+        raise InputError(f"a rate of {rate_rps:g} requests/s is not possible", hint)
+    now = mean_rate(trace)
+    if now == 0 and len(trace) == 1:
+        raise InputError(
+            f"{trace.source}: it has one request, so there is no rate to scale",
+            "leave the rate out",
+        )
+    if now == 0:
+        raise InputError(
+            f"{trace.source}: all {len(trace)} requests arrive at once, so there is no rate to scale",
+            "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
+        )
+    note = f"arrival times scaled by {now / rate_rps:.4g}: {now:.4g} -> {rate_rps:.4g} requests/s"
+    return replace(trace, arrival_s=trace.arrival_s * (now / rate_rps), notes=(*trace.notes, note))
+
+
+def scale_lengths(
+    trace: Trace, max_model_len: int, max_new_tokens: int, model_context: int | None = None
+) -> Trace:
+    """Fit lengths into a model's context and keep their shape: outputs in `max_new_tokens`, prompts
+    in what is left.
+
+    Prompts and outputs are divided, each by the factor that makes the 99th percentile fit (1 where
+    it fits already), rounded up, and the few that are still too long are clipped. So prompt +
+    max_new_tokens never exceeds the context. The result's `scaling` has what was done in numbers,
+    its last note the same in words; `model_context`, the tokens that the model itself takes, is
+    only passed on to it.
+    Raises InputError where no prompt token is left beside `max_new_tokens`.
+    """
+    room = max_model_len - max_new_tokens
+    if max_new_tokens < 1 or room < 1:
+        raise InputError(
+            f"max_new_tokens {max_new_tokens} leaves {room} of {max_model_len} tokens of context for the prompt",
+            "max_new_tokens must be positive and below model.max_model_len",
+        )
+    prompts, of_prompts = _fit(trace.prompt_tokens, room)
+    outputs, of_outputs = _fit(trace.output_tokens, max_new_tokens)
+    limits = np.ceil(trace.max_tokens / of_outputs.divisor).astype(np.int64)
+    scaling = Scaling(
+        requests=len(trace),
+        max_model_len=max_model_len,
+        max_new_tokens=max_new_tokens,
+        model_context=model_context,
+        prompts=of_prompts,
+        outputs=of_outputs,
+    )
+    return replace(
+        trace,
+        prompt_tokens=prompts,
+        output_tokens=outputs,
+        max_tokens=np.minimum(limits, max_new_tokens),
+        notes=(*trace.notes, scaling.summary()),
+        scaling=scaling,
+    )
+
+
+def _fit(lengths: Tokens, limit: int) -> tuple[Tokens, ScaledLengths]:
+    """Lengths within `limit`, and what was done to them."""
+    edge = float(np.percentile(lengths, FITTED_PERCENTILE))
+    divisor = max(1.0, edge / limit)
+    divided = np.ceil(lengths / divisor).astype(np.int64)
+    fitted = np.minimum(divided, limit)
+    return fitted, ScaledLengths(
+        limit_tokens=limit,
+        percentile_99_tokens=edge,
+        longest_tokens=int(lengths.max()),
+        mean_tokens=float(lengths.mean()),
+        divisor=divisor,
+        clipped=int((divided > limit).sum()),
+        scaled_mean_tokens=float(fitted.mean()),
+    )
+
+
+COVERED = (
+    0.8  # share of the trace that its windows take where their length is not given or does not fit
+)
 
 
 class EmptyWindowError(InputError):
@@ -18,7 +120,7 @@ class EmptyWindowError(InputError):
 
 
 @dataclass(slots=True, frozen=True)
-class Window:
+class TraceWindow:
     """A stretch [start_s, end_s) of a trace; the times in `trace` count from start_s."""
 
     start_s: float
@@ -50,7 +152,11 @@ def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
 
 
 def _span(start_s: float, end_s: float) -> str:
-    return f"{start_s:.6g} s .. {end_s:.6g} s" if end_s < float("inf") else f"{start_s:.6g} s .. its end"
+    return (
+        f"{start_s:.6g} s .. {end_s:.6g} s"
+        if end_s < float("inf")
+        else f"{start_s:.6g} s .. its end"
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,14 +168,16 @@ class Windows:
     """
 
     trace: Trace
-    search: list[Window]
-    held_out: list[Window]
+    search: list[TraceWindow]
+    held_out: list[TraceWindow]
     seconds: float
     wished_s: float | None
     longest_s: float
 
 
-def fit_windows(trace: Trace, wished_s: float | None, search: int, held_out: int, seed: int = 0) -> Windows:
+def fit_windows(
+    trace: Trace, wished_s: float | None, search: int, held_out: int, seed: int = 0
+) -> Windows:
     """Windows as long as wished where the trace allows it, else as long as fits with gaps.
 
     A trace does not allow windows that it is too short for, nor windows without requests. Without
@@ -102,22 +210,29 @@ def fit_windows(trace: Trace, wished_s: float | None, search: int, held_out: int
     try:
         return made(wished_s)
     except EmptyWindowError:
-        return made(longest_s, f"has no request in one of these at {mean_rate(trace):.3g} requests/s")
+        return made(
+            longest_s, f"has no request in one of these at {mean_rate(trace):.3g} requests/s"
+        )
 
 
 def split_windows(
     trace: Trace, window_s: float, search: int, held_out: int, seed: int = 0
-) -> tuple[list[Window], list[Window]]:
-    """`search` and `held_out` windows of `window_s` each, no two of which overlap, spread evenly over the trace.
+) -> tuple[list[TraceWindow], list[TraceWindow]]:
+    """`search` and `held_out` windows of `window_s` each, no two of which overlap, spread evenly
+    over the trace.
 
-    The trace is divided into as many equal parts as there are windows; each part holds one, at a place drawn with
-    `seed`, and the two kinds take turns as evenly as their numbers allow. Both lists are in order of time.
+    The trace is divided into as many equal parts as there are windows; each part holds one, at a
+    place drawn with `seed`, and the two kinds take turns as evenly as their numbers allow. Both
+    lists are in order of time.
     Raises `InputError` where the windows are longer than these parts, `EmptyWindowError` where one holds no request.
     """
     count = search + held_out
     duration_s = float(trace.arrival_s[-1])
     if not window_s > 0 or search < 0 or held_out < 0 or count == 0:
-        raise InputError(f"{search} + {held_out} windows of {window_s:g} s cannot be cut", "give positive numbers")
+        raise InputError(
+            f"{search} + {held_out} windows of {window_s:g} s cannot be cut",
+            "give positive numbers",
+        )
     part_s = duration_s / count
     if window_s > part_s:
         raise InputError(
@@ -136,9 +251,96 @@ def split_windows(
             f"{search} + {held_out} windows of {window_s:.3g} s ({len(trace):,} requests in {duration_s:,.6g} s)",
             "give a longer trace, longer windows (--window), or fewer windows",
         )
-    windows = [Window(a, b, cut(trace, a, b)) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+    windows = [
+        TraceWindow(a, b, cut(trace, a, b))
+        for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
+    ]
     turns = np.diff((np.arange(count + 1) * search + rng.integers(count)) // count) > 0
     return (
         [window for window, searched in zip(windows, turns, strict=True) if searched],
         [window for window, searched in zip(windows, turns, strict=True) if not searched],
     )
+
+
+# A trace made ready for a recipe: lengths that fit the model, arrivals at the wanted rate.
+
+
+def prepare(trace: Trace, recipe: Recipe, rate_rps: float | None = None) -> Trace:
+    """The trace with lengths within the recipe's limits and, where given, a mean rate. Each change
+    leaves a note.
+    """
+    model = recipe.model
+    context = model.config.get("max_position_embeddings")
+    known = context if isinstance(context, int) else None
+    fitted = scale_lengths(trace, model.max_model_len, recipe.serve.max_new_tokens, known)
+    return fitted if rate_rps is None else scale_rate(fitted, rate_rps)
+
+
+# What a trace looks like, in numbers: rate, burstiness, lengths. Printing them is the command's
+# affair.
+
+PERCENTILES = (1, 25, 50, 75, 95, 99)
+
+
+@dataclass(slots=True, frozen=True)
+class LengthSpread:
+    """How a length is distributed, in tokens."""
+
+    mean: float
+    percentiles: dict[str, float]  # p1, p25, p50, ...
+    max: int
+    histogram: list[
+        tuple[int, int, int]
+    ]  # first and last length of a bin, and how many requests fall into it
+
+
+@dataclass(slots=True, frozen=True)
+class Description:
+    """A trace in numbers."""
+
+    requests: int
+    duration_s: float
+    rate_rps: float
+    burstiness_cv: (
+        float  # coefficient of variation of the gaps between arrivals: 1 for a Poisson process
+    )
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    prompt: LengthSpread
+    output: LengthSpread
+
+
+def describe(trace: Trace) -> Description:
+    """All of it. Rates are 0 where all requests arrive at once."""
+    duration_s = float(trace.arrival_s[-1])
+    gaps = np.diff(trace.arrival_s)
+    per_s = 1.0 / duration_s if duration_s > 0 else 0.0
+    return Description(
+        requests=len(trace),
+        duration_s=duration_s,
+        rate_rps=mean_rate(trace),
+        burstiness_cv=float(gaps.std() / gaps.mean()) if duration_s > 0 else 0.0,
+        input_tokens_per_s=float(trace.prompt_tokens.sum()) * per_s,
+        output_tokens_per_s=float(trace.output_tokens.sum()) * per_s,
+        prompt=spread(trace.prompt_tokens),
+        output=spread(trace.output_tokens),
+    )
+
+
+def spread(lengths: NDArray[np.int64]) -> LengthSpread:
+    """Mean, percentiles and a histogram of lengths in powers of two."""
+    values = np.percentile(lengths, PERCENTILES)
+    return LengthSpread(
+        mean=float(lengths.mean()),
+        percentiles={f"p{q}": float(value) for q, value in zip(PERCENTILES, values, strict=True)},
+        max=int(lengths.max()),
+        histogram=histogram(lengths),
+    )
+
+
+def histogram(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Bins 1, 2-3, 4-7, ... from the shortest length to the longest, with their counts."""
+    exponents = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2), exact
+    low = int(exponents.min())
+    counts = np.bincount(exponents - low)
+    return [(2 ** (low + k), 2 ** (low + k + 1) - 1, int(count)) for k, count in enumerate(counts)]

@@ -14,19 +14,130 @@ from functools import partial
 
 import numpy as np
 
+from toolkit.engine_traits import traits_of
+from toolkit.errors import LimitsBrokenError
 from toolkit.files.fit import Fit
-from toolkit.files.fleet import SERVERS
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
-from toolkit.files.tuning import Alternatives, Outcome, Sibling
+from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow, share_used
 from toolkit.sched.policies.servable import refusal
-from toolkit.sim.comparison import usual_policies
+from toolkit.sim.api import usual_policies
 from toolkit.sim.world import world_of
 from toolkit.traces.types import Trace
-from toolkit.tuning.crew import Runner, collect
-from toolkit.tuning.evaluate import Bench, Evaluation, Limits, Task
-from toolkit.tuning.sizing import at_size, fewest
-from toolkit.tuning.workload import capacity_rps
+from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task, capacity_rps
+from toolkit.tuning.executor import Runner, collect
+
+# How few workers serve this trace within the limits: a gallop, a bisection, and a search at each
+# count it ends on.
+#
+# Each count is judged on all windows, those of the search and those held out: a count that is too
+# small must not pass by the luck of one. More workers need not be better (a router may deal
+# badly), so nothing is inferred: the answer has been simulated and keeps the limits, the count
+# below it has been and breaks one, and the one above is looked at too.
+
+WORKERS_MAX = 256
+RECIPE = "recipe"  # the name of the recipe's own settings
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """Worker counts tried with settings: each count and settings are simulated once."""
+
+    bench: EvaluationSetup
+    runner: Runner
+    limits: CandidateLimits
+    tick: Callable[[], None]
+    rows: list[SizingRow]
+
+    def keeps(self, settings: str, outcome: Outcome, workers: int) -> bool:
+        """Whether `outcome`'s policy and parameters keep every limit with so many workers."""
+        known = [row for row in self.rows if (row.settings, row.workers) == (settings, workers)]
+        return known[0].feasible if known else self._try(settings, outcome, workers).feasible
+
+    def _try(self, settings: str, outcome: Outcome, workers: int) -> SizingRow:
+        bench = at_size(self.bench, workers)
+        [done] = collect(self.runner, [Task(bench, outcome.policy, outcome.parameters)], self.tick)
+        self.rows.append(_row(settings, workers, done, self.limits))
+        return self.rows[-1]
+
+
+def at_size(bench: EvaluationSetup, workers: int) -> EvaluationSetup:
+    """The same bench with so many workers."""
+    return replace(
+        bench,
+        world=replace(bench.world, workers=workers),
+        label=f"{bench.label}, {workers} workers",
+    )
+
+
+def fewest(keeps: Callable[[int], bool], known: int | None = None) -> int | None:
+    """The least count found that `keeps`, while the one below it does not; `known` is one that
+    does.
+
+    Doubles until a count keeps, then halves the gap. Where more workers are not always better there
+    may be a smaller one. None where no power of two up to `WORKERS_MAX` does.
+    """
+    low, high = 0, 1
+    while high != known and not keeps(high):
+        low, high = high, min(2 * high, known or 2 * high)
+        if high > WORKERS_MAX:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if keeps(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def answer(
+    sizes: WorkerCounts, settings: str, workers: int, one_more: Callable[[], bool] | None
+) -> Sizing:
+    """The table with the answer, and whether `one_more` worker keeps the limits as well; None:
+    there cannot be one.
+    """
+    return Sizing(
+        workers=workers,
+        settings=settings,
+        one_more_keeps=one_more() if one_more else None,
+        rows=sorted(
+            sizes.rows, key=lambda row: (row.settings != RECIPE, row.settings, row.workers)
+        ),
+    )
+
+
+def nothing_suffices(sizes: WorkerCounts, siblings: Sequence[Sibling] = ()) -> LimitsBrokenError:
+    """The error where no number of workers keeps the limits: which one binds, even with the most
+    that were tried.
+
+    Its hint names one of the `siblings` that does.
+    """
+    able = next((one for one in siblings if one.feasible), None)
+    last = max(sizes.rows, key=lambda row: row.workers)
+    return LimitsBrokenError(
+        f"no number of workers up to {last.workers} keeps all limits: {last.binding} is "
+        f"{share_used(last.binding_ratio)} even with {last.workers}",
+        f"tune {able.recipe} (engine {able.engine}): on {able.workers} it keeps them"
+        if able
+        else "a looser target in the recipe's sla, or other parameters: more workers do not help",
+    )
+
+
+def _row(settings: str, workers: int, done: Evaluation, limits: CandidateLimits) -> SizingRow:
+    usage = done.usage(limits)
+    binding = max(usage, key=lambda key: usage[key])
+    metrics = done.outcome.metrics
+    return SizingRow(
+        settings=settings,
+        workers=workers,
+        feasible=done.feasible(limits),
+        goodput_rps=done.goodput_rps,
+        attainment_percent=metrics.get("sla_attainment_percent", 0.0),
+        binding=binding,
+        binding_ratio=usage[binding],
+    )
+
 
 HALVINGS = 6  # of the rate, until the search for one that keeps the limits gives up
 BISECTIONS = 4  # of a factor of 2: the answer is within 5 %
@@ -38,23 +149,26 @@ class Ground:
     """Where alternatives are tried: the recipe's own bench, and how to run tasks on it."""
 
     recipe: Recipe
-    bench: Bench
+    bench: EvaluationSetup
     rate_rps: float
     runner: Runner
-    limits: Limits
+    limits: CandidateLimits
     tick: Callable[[], None]
 
-    def run(self, bench: Bench, outcome: Outcome) -> Evaluation:
+    def run(self, bench: EvaluationSetup, outcome: Outcome) -> Evaluation:
         """The policy and parameters of `outcome`, on `bench`."""
         [done] = collect(self.runner, [Task(bench, outcome.policy, outcome.parameters)], self.tick)
         return done
 
-    def keeps(self, bench: Bench, outcome: Outcome) -> bool:
+    def keeps(self, bench: EvaluationSetup, outcome: Outcome) -> bool:
         """Whether they keep every limit there."""
         return self.run(bench, outcome).feasible(self.limits)
 
-    def up_to_rps(self, recipe: Recipe, bench: Bench, outcome: Outcome, feasible: bool) -> float | None:
-        """The highest rate found at which `outcome`, `feasible` or not at its own, keeps every limit.
+    def up_to_rps(
+        self, recipe: Recipe, bench: EvaluationSetup, outcome: Outcome, feasible: bool
+    ) -> float | None:
+        """The highest rate found at which `outcome`, `feasible` or not at its own, keeps every
+        limit.
 
         At most what it serves of a backlog: a short window at a higher rate ends before its queue
         has grown.
@@ -65,11 +179,16 @@ class Ground:
             own = recipe.model_copy(update={"policy": policy})
             most = max(most, capacity_rps(own, bench.world, _joined(bench.windows)))
         return highest_rate(
-            lambda rate: self.keeps(_at_rate(bench, rate, self.rate_rps), outcome), self.rate_rps, most, feasible
+            lambda rate: self.keeps(_at_rate(bench, rate, self.rate_rps), outcome),
+            self.rate_rps,
+            most,
+            feasible,
         )
 
 
-def highest_rate(keeps: Callable[[float], bool], start: float, most: float, start_keeps: bool) -> float | None:
+def highest_rate(
+    keeps: Callable[[float], bool], start: float, most: float, start_keeps: bool
+) -> float | None:
     """The highest rate found that `keeps`, at most `most`: a gallop from `start`, then a bisection.
 
     None where not even the lowest that was tried does.
@@ -103,7 +222,11 @@ def most_evaluations(siblings: Sequence[Kind]) -> int:
 
 
 def alternatives(
-    ground: Ground, fit: Fit, chosen: Evaluation, searched: Sequence[Evaluation], siblings: Sequence[Sibling]
+    ground: Ground,
+    fit: Fit,
+    chosen: Evaluation,
+    searched: Sequence[Evaluation],
+    siblings: Sequence[Sibling],
 ) -> Alternatives:
     """What else there is beside the `chosen` settings.
 
@@ -116,12 +239,22 @@ def alternatives(
     workers = None
     if not feasible:
         known = {one.outcome.policy for one in searched}
-        others = [name for name in usual_policies(fit) if name not in known and refusal(name, [engine]) is None]
+        others = [
+            name
+            for name in usual_policies(fit)
+            if name not in known and refusal(name, [engine]) is None
+        ]
         tasks = [Task(ground.bench, name) for name in others]
         done = collect(ground.runner, tasks, ground.tick)
         policies = [one.outcome for one in done if one.feasible(ground.limits)]
-        if engine not in SERVERS and not policies and not any(one.feasible for one in siblings):
-            workers = fewest(lambda count: ground.keeps(at_size(ground.bench, count), chosen.outcome))
+        if (
+            not traits_of(engine).server
+            and not policies
+            and not any(one.feasible for one in siblings)
+        ):
+            workers = fewest(
+                lambda count: ground.keeps(at_size(ground.bench, count), chosen.outcome)
+            )
     return Alternatives(
         feasible=feasible,
         up_to_rps=ground.up_to_rps(ground.recipe, ground.bench, chosen.outcome, feasible),
@@ -138,7 +271,9 @@ def _best_of_all(ground: Ground, chosen: Evaluation, searched: Sequence[Evaluati
     better = best.feasible(ground.limits) and not chosen.feasible(ground.limits)
     if refusal(best.outcome.policy, [ground.recipe.engine.name]) is None:
         return None
-    return best.outcome.policy if better or best.goodput_rps > NOTABLY * chosen.goodput_rps else None
+    return (
+        best.outcome.policy if better or best.goodput_rps > NOTABLY * chosen.goodput_rps else None
+    )
 
 
 def try_siblings(ground: Ground, siblings: Sequence[Kind]) -> list[Sibling]:
@@ -164,17 +299,23 @@ def _try(ground: Ground, sibling: Kind) -> Sibling:
     )
 
 
-def _bench_of(ground: Ground, sibling: Kind) -> Bench:
+def _bench_of(ground: Ground, sibling: Kind) -> EvaluationSetup:
     recipe, workers = ground.recipe, ground.bench.world.size
-    kind = sibling.model_copy(update={"workers": 1 if sibling.recipe.engine.name in SERVERS else workers})
+    kind = sibling.model_copy(
+        update={"workers": 1 if traits_of(sibling.recipe.engine.name).server else workers}
+    )
     world = world_of([kind], max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     return replace(ground.bench, world=world, label=f"{ground.bench.label}, {sibling.recipe.name}")
 
 
-def _at_rate(bench: Bench, rate_rps: float, own_rps: float) -> Bench:
+def _at_rate(bench: EvaluationSetup, rate_rps: float, own_rps: float) -> EvaluationSetup:
     """The same requests, so much denser or sparser that their mean rate is no longer `own_rps`."""
     stretch = partial(_stretched, by=own_rps / rate_rps)
-    return replace(bench, windows=list(map(stretch, bench.windows)), label=f"{bench.label}, {rate_rps:.6g} requests/s")
+    return replace(
+        bench,
+        windows=list(map(stretch, bench.windows)),
+        label=f"{bench.label}, {rate_rps:.6g} requests/s",
+    )
 
 
 def _stretched(window: Trace, by: float) -> Trace:

@@ -1,8 +1,9 @@
 """A worker's process: it loads an engine and serves slices and rounds over a channel to its front.
 
-One thread does the work: between two steps it looks whether the front wants something, so a cancelled batch stops. An
-unexpected error ends the process: after it, nothing is known of the engine's state, and the front knows how to start
-another. Beside it, threads give signs of life and end the process with its front (`toolkit.workers.lifeline`).
+One thread does the work: between two steps it looks whether the front wants something, so a
+cancelled batch stops. An unexpected error ends the process: after it, nothing is known of the
+engine's state, and the front knows how to start another. Beside it, threads give signs of life and
+end the process with its front (`toolkit.workers.lifeline`).
 """
 
 from __future__ import annotations
@@ -16,24 +17,34 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Engine, OnStep, OutOfMemory, Round, RoundEngine, Row, StepOutput
+from toolkit.engines.protocol import (
+    Engine,
+    OnStep,
+    OutOfMemory,
+    Round,
+    RoundEngine,
+    Row,
+    StepOutput,
+)
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
-from toolkit.workers.channel import Channel, FrontGoneError, SocketChannel
 from toolkit.workers.frames import (
     Cancel,
+    Channel,
     Done,
     DoneRound,
+    FrontGoneError,
     Interrupt,
     Progress,
     Ready,
     Refused,
-    Run,
     RunRound,
+    RunSlice,
+    SocketChannel,
     Start,
     Stop,
 )
-from toolkit.workers.lifeline import Line, Signs
+from toolkit.workers.lifeline import FrontSocket, LifeSigns
 from toolkit.workers.protocol import Times
 
 WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 3))
@@ -42,9 +53,9 @@ WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 
 class Outbox:
     """Tokens on their way to the front.
 
-    A slice's first ones, and in rounds each row's first one, go out at once; later ones wait up to `flush_s` for
-    company, a row's last one too, so that the front handles a few frames per second and worker, and not one per token
-    or per end of a row.
+    A slice's first ones, and in rounds each row's first one, go out at once; later ones wait up to
+    `flush_s` for company, a row's last one too, so that the front handles a few frames per second
+    and worker, and not one per token or per end of a row.
     """
 
     def __init__(self, channel: Channel, flush_s: float, clock: Callable[[], float]) -> None:
@@ -92,7 +103,7 @@ class Outbox:
 class RunningSlice:
     """What happens between two steps of a slice: tokens go out, cancellations come in."""
 
-    def __init__(self, run: Run, channel: Channel, outbox: Outbox) -> None:
+    def __init__(self, run: RunSlice, channel: Channel, outbox: Outbox) -> None:
         self._run = run
         self._channel = channel
         self._outbox = outbox
@@ -166,8 +177,11 @@ class Stopwatch:
         return Times(self._end_s - self._start_s, self._reporting_s, self._gap_s)
 
 
-def serve(channel: Channel, signs: Signs, clock: Callable[[], float] = time.perf_counter) -> int:
-    """Load what the first frame says and serve until the front stops or goes. Returns the exit code.
+def serve(
+    channel: Channel, signs: LifeSigns, clock: Callable[[], float] = time.perf_counter
+) -> int:
+    """Load what the first frame says and serve until the front stops or goes. Returns the exit
+    code.
 
     `signs` are told what the worker does.
     """
@@ -187,7 +201,7 @@ def serve(channel: Channel, signs: Signs, clock: Callable[[], float] = time.perf
         if isinstance(frame, Stop):
             return 0
         signs.state = "busy"
-        if isinstance(frame, Run):
+        if isinstance(frame, RunSlice):
             channel.send(_run(engine, frame, channel, outbox, watch))
         elif isinstance(frame, RunRound):
             channel.send(_run_round(cast(RoundEngine, engine), frame, channel, outbox, watch))
@@ -200,23 +214,29 @@ def _load(start: Start) -> Engine:
         EngineSpec.model_validate_json(start.engine),
         HardwareSpec.model_validate_json(start.hardware),
     )
-    engine.run_slice(WARM_UP_ROWS, 3, lambda _: True)  # kernels are chosen and caches filled at the first pass
+    engine.run_slice(
+        WARM_UP_ROWS, 3, lambda _: True
+    )  # kernels are chosen and caches filled at the first pass
     gc.collect()
     gc.freeze()  # the model's objects stay: no collection needs to walk over them again
     return engine
 
 
-def _run(engine: Engine, run: Run, channel: Channel, outbox: Outbox, watch: Stopwatch) -> Done:
+def _run(engine: Engine, run: RunSlice, channel: Channel, outbox: Outbox, watch: Stopwatch) -> Done:
     watch.start()
     outbox.begin(run.batch_id)
     fitted = False
     with contextlib.suppress(OutOfMemory):
-        engine.run_slice(run.rows, run.steps, watch.reporting(RunningSlice(run, channel, outbox).on_step))
+        engine.run_slice(
+            run.rows, run.steps, watch.reporting(RunningSlice(run, channel, outbox).on_step)
+        )
         fitted = True
     return Done(run.batch_id, outbox.take(), watch.stop(), out_of_memory=not fitted)
 
 
-def _run_round(engine: RoundEngine, run: RunRound, channel: Channel, outbox: Outbox, watch: Stopwatch) -> DoneRound:
+def _run_round(
+    engine: RoundEngine, run: RunRound, channel: Channel, outbox: Outbox, watch: Stopwatch
+) -> DoneRound:
     watch.start()
     outbox.begin_round(run.batch_id, run.plan)
     output = engine.run_round(run.plan, watch.reporting(RunningRound(run, channel, outbox).on_step))
@@ -224,9 +244,11 @@ def _run_round(engine: RoundEngine, run: RunRound, channel: Channel, outbox: Out
     return DoneRound(run.batch_id, outbox.take(), watch.stop(), output)
 
 
-def run(line: Line, signs: Signs) -> int:
+def run(line: FrontSocket, signs: LifeSigns) -> int:
     """Serve a front over a socket. Returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the whole group; when to end is the front's to say
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a Ctrl-C reaches the whole group; when to end is the front's to say
     try:
         return serve(SocketChannel(line), signs)
     except FrontGoneError:

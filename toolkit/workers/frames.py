@@ -1,17 +1,21 @@
-"""What goes over the socket between the front and a worker's process: typed frames, msgpack, each after its length.
+"""What goes over the socket between the front and a worker's process: typed frames, msgpack, each
+after its length.
 
 Nothing is unpickled, and a frame that is not one of these is an error.
 """
 
 from __future__ import annotations
 
+import socket
+from collections import deque
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from toolkit.engines.protocol import Round, RoundOutput, Row, StepOutput
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+from toolkit.workers.lifeline import FrontSocket
 from toolkit.workers.protocol import Times
 
 MAX_FRAME_BYTES = 1 << 28
@@ -27,12 +31,16 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     flush_s: float  # progress is sent at most this often, but for a slice's first tokens
 
     @classmethod
-    def of(cls, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, flush_s: float) -> Start:
+    def of(
+        cls, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, flush_s: float
+    ) -> Start:
         """Of the recipe's models."""
-        return cls(model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json(), flush_s)
+        return cls(
+            model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json(), flush_s
+        )
 
 
-class Run(msgspec.Struct, frozen=True, tag="run"):
+class RunSlice(msgspec.Struct, frozen=True, tag="run"):
     """Serve a slice."""
 
     batch_id: int
@@ -106,7 +114,7 @@ class DoneRound(msgspec.Struct, frozen=True, tag="done-round"):
     output: RoundOutput
 
 
-ToWorker = Start | Run | RunRound | Interrupt | Cancel | Stop
+ToWorker = Start | RunSlice | RunRound | Interrupt | Cancel | Stop
 FromWorker = Alive | Ready | Refused | Progress | Done | DoneRound
 Frame = TypeVar("Frame")
 
@@ -127,7 +135,9 @@ class FrameReader(Generic[Frame]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete now. `ValueError` (msgspec's among them) for what is no frame."""
+        """The frames that are complete now. `ValueError` (msgspec's among them) for what is no
+        frame.
+        """
         self._buffer += data
         while len(self._buffer) >= _HEAD_BYTES:
             size = int.from_bytes(self._buffer[:_HEAD_BYTES], "big")
@@ -149,3 +159,79 @@ def worker_side() -> FrameReader[ToWorker]:
 def front_side() -> FrameReader[FromWorker]:
     """Reads what the front gets."""
     return FrameReader(msgspec.msgpack.Decoder(FromWorker))
+
+
+# How a worker hears the front and answers it: frames, in order, over a socket or whatever else
+# carries bytes.
+
+_CHUNK = 1 << 16
+
+
+class FrontGoneError(Exception):
+    """The other end of the socket is closed: there is nothing to work for."""
+
+
+class Channel(Protocol):
+    """A worker's end. All methods raise `FrontGoneError` when the other end has closed."""
+
+    def send(self, frame: FromWorker) -> None:
+        """Send a frame; may wait."""
+        ...
+
+    def receive(self) -> ToWorker:
+        """The next frame, waiting for it."""
+        ...
+
+    def poll(self) -> list[ToWorker]:
+        """The frames that are here now."""
+        ...
+
+    def put_back(self, frame: ToWorker) -> None:
+        """`receive` gives this frame next."""
+        ...
+
+
+class SocketChannel:
+    """Blocking frames over a socket."""
+
+    def __init__(self, line: FrontSocket) -> None:
+        self._line = line
+        self._socket = line.socket
+        self._reader = worker_side()
+        self._waiting: deque[ToWorker] = deque()
+
+    def send(self, frame: FromWorker) -> None:
+        try:
+            self._line.send(pack(frame))
+        except (BrokenPipeError, ConnectionResetError):
+            raise FrontGoneError from None
+
+    def receive(self) -> ToWorker:
+        """The next frame, waiting for it."""
+        while not self._waiting:
+            self._receive(0)
+        return self._waiting.popleft()
+
+    def poll(self) -> list[ToWorker]:
+        """The frames that are here now."""
+        try:
+            while True:
+                self._receive(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        frames = list(self._waiting)
+        self._waiting.clear()
+        return frames
+
+    def put_back(self, frame: ToWorker) -> None:
+        """`receive` gives this frame next."""
+        self._waiting.appendleft(frame)
+
+    def _receive(self, flags: int) -> None:
+        try:
+            data = self._socket.recv(_CHUNK, flags)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise FrontGoneError
+        self._waiting.extend(self._reader.feed(data))

@@ -1,7 +1,9 @@
-"""A worker's ties to its front: signs of life while it loads or waits, and its own end when the front is gone.
+"""A worker's ties to its front: signs of life while it loads or waits, and its own end when the
+front is gone.
 
-Threads do both, so whatever the engine does on the main thread is no excuse. This is the first thing that a worker's
-process imports, before anything that may hang; hence the short list of imports.
+Threads do both, so whatever the engine does on the main thread is no excuse. This is the first
+thing that a worker's process imports, before anything that may hang; hence the short list of
+imports.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from collections.abc import Callable
 from typing import Literal
 
 BEAT_EVERY_S = 0.5
-ALIVE = b"\x00\x00\x00\x0c\x81\xa4type\xa5alive"  # the frame `Alive`, whose class takes half a second to import
+# the frame `Alive`, whose class takes half a second to import
+ALIVE = b"\x00\x00\x00\x0c\x81\xa4type\xa5alive"
 CPU_S = 0.001  # less than this between two looks is no work
 PR_SET_PDEATHSIG = 1
 State = Literal["loading", "idle", "busy"]
 
 
-class Line:
+class FrontSocket:
     """The socket to the front, on which two threads may send."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -37,10 +40,11 @@ class Line:
 
 
 def end_with_front(descriptor: int) -> None:
-    """From now on this process ends when the other end of a socket or pipe closes, and when its parent dies.
+    """From now on this process ends when the other end of a socket or pipe closes, and when its
+    parent dies.
 
-    Linux kills it in the second case, also where it is stopped or its engine holds Python's lock; elsewhere a thread
-    notices, which such a process does not run.
+    Linux kills it in the second case, also where it is stopped or its engine holds Python's lock;
+    elsewhere a thread notices, which such a process does not run.
     """
     if sys.platform == "linux":
         import ctypes
@@ -51,17 +55,19 @@ def end_with_front(descriptor: int) -> None:
 
 def _end_with(descriptor: int) -> None:
     poll = select.poll()
-    poll.register(descriptor, getattr(select, "POLLRDHUP", 0))  # POLLHUP and POLLERR are always told
+    poll.register(
+        descriptor, getattr(select, "POLLRDHUP", 0)
+    )  # POLLHUP and POLLERR are always told
     poll.poll()
     os._exit(0)  # nothing here needs a tidy end, and the main thread may never come to one
 
 
-class Signs:
+class LifeSigns:
     """Signs of life from a thread, at most one every `BEAT_EVERY_S`.
 
-    While the worker loads, only where it has done something since the last one: used CPU time, also in processes of
-    its own, or read bytes. A load that waits for something that never comes gives none. While it is idle, always.
-    While it is busy, none: its steps are.
+    While the worker loads, only where it has done something since the last one: used CPU time, also
+    in processes of its own, or read bytes. A load that waits for something that never comes gives
+    none. While it is idle, always. While it is busy, none: its steps are.
 
     Args:
         send: sends one; `OSError` where the front is gone.
@@ -72,9 +78,14 @@ class Signs:
         self.state: State = "loading"
         self._send = send
         self._idle = idle
-        self._seen = (-1.0, -1)  # CPU time and bytes read at the last sign; the first look finds news
+        self._seen = (
+            -1.0,
+            -1,
+        )  # CPU time and bytes read at the last sign; the first look finds news
         self._children_s = 0.0
-        self._pause = threading.Event()  # never set: another clock than time.sleep, which tests replace
+        self._pause = (
+            threading.Event()
+        )  # never set: another clock than time.sleep, which tests replace
         threading.Thread(target=self._beat, daemon=True, name="signs").start()
 
     def _beat(self) -> None:

@@ -1,6 +1,8 @@
-"""N workers that are kept alive: started together, each with its engine, and started again when one dies.
+"""N workers that are kept alive: started together, each with its engine, and started again when one
+dies.
 
-What a worker lives in, a process of this machine or an actor of a cluster, is its `Body`; the pool knows no more of it.
+What a worker lives in, a process of this machine or an actor of a cluster, is its `Body`; the pool
+knows no more of it.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from toolkit.engines.protocol import Round, Row
+from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec, Recipe
 from toolkit.sched.types import Failure
 from toolkit.workers.frames import (
     Alive,
@@ -26,11 +29,13 @@ from toolkit.workers.frames import (
     Progress,
     Ready,
     Refused,
-    Run,
     RunRound,
+    RunSlice,
+    Start,
     Stop,
     ToWorker,
 )
+from toolkit.workers.process import WorkerProcess, share_gpus, visible_gpus
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -42,8 +47,29 @@ from toolkit.workers.protocol import (
     WorkerReady,
     WorkersFailed,
 )
-from toolkit.workers.record import BatchRecord
-from toolkit.workers.supervisor import START_S, Patience, Silent, Supervisor
+from toolkit.workers.supervisor import START_S, Patience, SilentWorkerError, Supervisor
+
+# What a batch has given so far, put together from the steps that were reported.
+
+
+class BatchRecord:
+    """The front's copy of a batch that runs on a worker: what is left when the worker dies."""
+
+    def __init__(self, batch_id: int, size: int) -> None:
+        self.batch_id = batch_id
+        self._tokens: list[list[int]] = [[] for _ in range(size)]
+        self._finish: list[FinishReason] = [""] * size
+
+    def add(self, steps: Sequence[StepOutput]) -> None:
+        for step in steps:
+            for row, token in zip(step.rows, step.tokens, strict=True):
+                self._tokens[row].append(token)
+            for row, reason in step.ended:
+                self._finish[row] = reason
+
+    def output(self) -> SliceOutput:
+        return SliceOutput(tuple(map(tuple, self._tokens)), tuple(self._finish))
+
 
 MAX_BACKOFF_S = 30.0
 PATIENCE = Patience()
@@ -75,7 +101,9 @@ class Body(Protocol):
         ...
 
 
-Spawn = Callable[[int, OnFrame], Awaitable[Body]]  # of a worker's number; what it says arrives on the running loop
+Spawn = Callable[
+    [int, OnFrame], Awaitable[Body]
+]  # of a worker's number; what it says arrives on the running loop
 
 
 def _future() -> asyncio.Future[None]:
@@ -100,7 +128,7 @@ class _Slot:
     keeper: asyncio.Task[None] | None = None
 
 
-class Pool:
+class WorkerPool:
     """`toolkit.workers.protocol.Workers`, whatever they live in.
 
     Args:
@@ -138,7 +166,9 @@ class Pool:
         self._stopping = asyncio.Event()
 
     async def start(self, on_event: OnEvent) -> None:
-        """Start all workers at once. `EngineError`, with what the first to fail said, if one cannot load its engine."""
+        """Start all workers at once. `EngineError`, with what the first to fail said, if one cannot
+        load its engine.
+        """
         self._on_event = on_event
         self._slots = [_Slot(index) for index in range(self.size)]
         for slot in self._slots:
@@ -150,20 +180,31 @@ class Pool:
             await self.stop()
             raise
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+    def run(
+        self,
+        worker: int,
+        batch_id: int,
+        rows: Sequence[Row],
+        steps: int,
+        estimated_s: float = math.inf,
+    ) -> None:
         """Send a slice. A worker that is gone answers, too: the batch has crashed."""
         record = BatchRecord(batch_id, len(rows))
-        self._send(worker, record, Run(batch_id, tuple(rows), steps), estimated_s)
+        self._send(worker, record, RunSlice(batch_id, tuple(rows), steps), estimated_s)
 
-    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
+    def run_round(
+        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
+    ) -> None:
         """Send a round; the same holds."""
         self._send(worker, batch_id, RunRound(batch_id, plan), estimated_s)
 
-    def silent(self) -> list[Silent]:
+    def silent(self) -> list[SilentWorkerError]:
         """The workers that take too long now, for what they do."""
         return self.supervisor.silent()
 
-    def _send(self, worker: int, batch: BatchRecord | int, frame: ToWorker, estimated_s: float) -> None:
+    def _send(
+        self, worker: int, batch: BatchRecord | int, frame: ToWorker, estimated_s: float
+    ) -> None:
         slot = self._slots[worker]
         if slot.batch is not None:
             raise ValueError(f"worker {worker} runs batch {_batch_id(slot.batch)}; one at a time")
@@ -187,7 +228,9 @@ class Pool:
             body.send(Cancel(batch_id, tuple(request_ids)))
 
     async def stop(self) -> None:
-        """End all workers: at their next step, or killed after `stop_timeout_s`. No events come any more."""
+        """End all workers: at their next step, or killed after `stop_timeout_s`. No events come any
+        more.
+        """
         self._stopping.set()
         self.supervisor.stop()
         self._on_event = None
@@ -245,12 +288,14 @@ class Pool:
             self.supervisor.enter(slot.index, "away")
 
     def _load_s(self, slot: _Slot) -> float:
-        """What a load may take in all: the first may download the model, a later one is like those before it."""
+        """What a load may take in all: the first may download the model, a later one is like those
+        before it.
+        """
         if not slot.started:
             return self._patience.load_s
         return LOAD_TIMES * self._longest_load_s + self._load_grace_s
 
-    def _kill_hung(self, hung: Silent) -> None:
+    def _kill_hung(self, hung: SilentWorkerError) -> None:
         """One that hangs looks like any other from outside: only time tells."""
         slot = self._slots[hung.worker]
         if slot.body is not None:
@@ -275,7 +320,9 @@ class Pool:
             self._hear_of_batch(slot, slot.batch, frame)
 
     def _notice(self, slot: _Slot, frame: FromWorker) -> None:
-        """What the frame says of the worker's state. An idle one is held to signs once it has given one."""
+        """What the frame says of the worker's state. An idle one is held to signs once it has given
+        one.
+        """
         supervisor, waiting_s = self.supervisor, self._patience.waiting_s
         state = supervisor.watched[slot.index].state
         if isinstance(frame, Ready):
@@ -289,7 +336,9 @@ class Pool:
         elif isinstance(frame, Progress):
             supervisor.sign(slot.index)
 
-    def _hear_of_batch(self, slot: _Slot, batch: BatchRecord | int, frame: Progress | Done | DoneRound) -> None:
+    def _hear_of_batch(
+        self, slot: _Slot, batch: BatchRecord | int, frame: Progress | Done | DoneRound
+    ) -> None:
         if isinstance(batch, BatchRecord):
             batch.add(frame.steps)
         if frame.steps:
@@ -300,7 +349,9 @@ class Pool:
         elif isinstance(frame, DoneRound):
             slot.deaths = 0
             failure: Failure = "oom" if frame.output.is_short else ""
-            self._end(slot, RoundDone(slot.index, frame.batch_id, frame.output, frame.times, failure))
+            self._end(
+                slot, RoundDone(slot.index, frame.batch_id, frame.output, frame.times, failure)
+            )
 
     def _end_batch(self, slot: _Slot, times: Times, failure: Failure) -> None:
         batch = slot.batch
@@ -356,3 +407,73 @@ def _cannot_load(slot: _Slot, reason: str) -> EngineError:
         if slot.refusal is not None and slot.refusal.hint
         else "see whether the device, its memory and the model's files are still there, and start the server again",
     )
+
+
+# Workers in processes of this machine.
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What one worker loads, and how often it reports; `flush_s` as `ProcessWorkers` has it."""
+
+    model: ModelSpec
+    engine: EngineSpec
+    hardware: HardwareSpec
+    flush_s: float = 0.05
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> WorkerSpec:
+        """Of a worker of this recipe."""
+        return cls(recipe.model, recipe.engine, recipe.hardware, recipe.engine.flush_s)
+
+    @property
+    def gpus(self) -> int:
+        """How many it takes."""
+        return self.engine.tensor_parallel_size if self.hardware.device == "cuda" else 0
+
+
+class ProcessWorkers(WorkerPool):
+    """The pool whose bodies are processes.
+
+    Args:
+        model, engine, hardware: what each loads.
+        size: how many.
+        flush_s: progress of a batch is reported at most this often, but for first tokens.
+        others: further workers, numbered after these, each with what it loads: of a fleet of several kinds.
+        backoff_s, stop_timeout_s, patience: as the pool's.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        engine: EngineSpec,
+        hardware: HardwareSpec,
+        size: int,
+        *,
+        flush_s: float = 0.05,
+        others: Sequence[WorkerSpec] = (),
+        backoff_s: float = 0.5,
+        stop_timeout_s: float = 10.0,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        outfits = [WorkerSpec(model, engine, hardware, flush_s)] * size + list(others)
+        visible = visible_gpus() if any(outfit.gpus for outfit in outfits) else []
+        gpus = share_gpus([outfit.gpus for outfit in outfits], visible)
+
+        async def spawn(worker: int, on_frame: OnFrame) -> Body:
+            outfit = outfits[worker]
+            start = Start.of(outfit.model, outfit.engine, outfit.hardware, outfit.flush_s)
+            return await WorkerProcess.spawn(start, outfit.engine.threads, on_frame, gpus[worker])
+
+        super().__init__(
+            len(outfits),
+            spawn,
+            backoff_s=backoff_s,
+            stop_timeout_s=stop_timeout_s,
+            patience=patience,
+        )
+
+    def pid(self, worker: int) -> int | None:
+        """The process of a worker; None between two."""
+        body = self._slots[worker].body
+        return body.pid if isinstance(body, WorkerProcess) else None

@@ -1,32 +1,123 @@
-"""One worker's process as the front sees it: started, spoken to, and gone once, with a line that says why."""
+"""One worker's process as the front sees it: started, spoken to, and gone once, with a line that
+says why.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
+from toolkit import guard
+from toolkit.engine_traits import traits_of
+from toolkit.errors import EngineError
+from toolkit.files.recipe import Recipe
 from toolkit.workers.frames import FromWorker, Start, ToWorker, front_side, pack
-from toolkit.workers.gpus import VARIABLE
+
+# Which GPUs this machine has, and which of them a worker's process may see: its own, so that
+# workers of one machine do not all take the first.
+#
+# Asked before torch is loaded, and without it: the front never loads it.
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+DEVICES = Path("/dev")
+# What a GPU's driver makes in /dev: NVIDIA's, that of WSL, AMD's (whose torch has `cuda` devices
+# too), two of Jetson's.
+DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu", "nvgpu")
+
+
+def visible_gpus(
+    environment: Mapping[str, str] = os.environ, driver: Path = NVIDIA_GPUS
+) -> list[str]:
+    """The GPUs that this process may use, as CUDA names them; none where nobody says how many there
+    are.
+    """
+    named = environment.get(VARIABLE)
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    count = len(list(driver.iterdir())) if driver.is_dir() else 0
+    return [str(index) for index in range(count)]
+
+
+def require_gpu(
+    recipes: Iterable[Recipe],
+    environment: Mapping[str, str] = os.environ,
+    driver: Path = NVIDIA_GPUS,
+    devices: Path = DEVICES,
+) -> None:
+    """`EngineError` where one of `recipes` needs a GPU and this machine has none that a process
+    could use.
+
+    A look at files, which takes no time: asked before anything slow, such as fetching a model, is
+    done in vain. Where a GPU is there and cannot be used, the worker that loads says so.
+    """
+    wanted = next(
+        (
+            one
+            for one in recipes
+            if one.hardware.device == "cuda" and traits_of(one.engine.name).loads_model
+        ),
+        None,
+    )
+    if wanted is None or sys.platform != "linux":
+        return
+    hidden = environment.get(VARIABLE) in ("", "-1")
+    if hidden or not (
+        visible_gpus({}, driver) or any(next(devices.glob(name), None) for name in DEVICE_FILES)
+    ):
+        why = f"{VARIABLE} hides all GPUs" if hidden else "this machine has none"
+        raise EngineError(
+            f"recipe '{wanted.name}' needs a GPU, {wanted.hardware.name}: {why}",
+            "profile and serve it where the GPU is; fit, tune, simulate and render run anywhere",
+        )
+
+
+def share_gpus(sizes: Sequence[int], visible: Sequence[str]) -> list[str | None]:
+    """The GPUs of each worker, for its environment, one worker after the other; `sizes` are how
+    many each takes.
+
+    From the first again where there are no more. None: leave the environment as it is, since the
+    worker takes none, or too few are known even for it alone.
+    """
+    found: list[str | None] = []
+    first = 0
+    for size in sizes:
+        if first + size > len(visible):
+            first = 0
+        mine = visible[first : first + size]
+        found.append(",".join(mine) if size and len(mine) == size else None)
+        first += len(mine)
+    return found
+
 
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
 STDERR_TAIL_BYTES = 1 << 13
-EXIT_GRACE_S = 5.0  # between closing the socket and exiting: what an interpreter with torch loaded needs to end
+# between closing the socket and exiting: what an interpreter with torch loaded needs to end
+EXIT_GRACE_S = 5.0
 STDERR_DRAIN_S = 1.0  # a grandchild may hold stderr open for ever
 
-# Threads that stay: Linux takes the end of the thread that started a child for the end of its parent.
+# Threads that stay: Linux takes the end of the thread that started a child for the end of its
+# parent.
 _SPAWNERS = ThreadPoolExecutor(4, "spawner")
 
 OnFrame = Callable[[FromWorker], None]
@@ -34,7 +125,9 @@ OnFrame = Callable[[FromWorker], None]
 
 @dataclass(slots=True, frozen=True)
 class Exit:
-    """How a process ended: Python's return code (negative: a signal), and the last line of its stderr."""
+    """How a process ended: Python's return code (negative: a signal), and the last line of its
+    stderr.
+    """
 
     code: int
     last_line: str
@@ -50,7 +143,8 @@ class Exit:
 class WorkerProcess:
     """A child that runs `toolkit.workers`. Use `spawn`.
 
-    The child ends when the socket closes, so it does not outlive its front, however that dies.
+    The child ends when the socket closes, and Linux and `toolkit.guard` kill it with all that it
+    started when the front dies.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], link: _Link, errors: _Tail) -> None:
@@ -62,7 +156,9 @@ class WorkerProcess:
     async def spawn(
         cls, start: Start, threads: int | None, on_frame: OnFrame, gpus: str | None = None
     ) -> WorkerProcess:
-        """Start a child, which sees these `gpus` alone, and send it `start`; `on_frame` gets what it says."""
+        """Start a child, which sees these `gpus` alone, and send it `start`; `on_frame` gets what
+        it says.
+        """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -87,8 +183,10 @@ class WorkerProcess:
         self._link.send(frame)
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
-        self._process.kill()
+        """SIGKILL to it and to all that it started, if it still runs."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def gone(self) -> str:
         """Wait until it has ended and was reaped, and say why.
@@ -101,6 +199,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             code = await asyncio.to_thread(self._process.wait)
+        guard.forget(self.pid)
         await asyncio.wait((self._errors.closed,), timeout=STDERR_DRAIN_S)
         self._errors.close()
         return Exit(code, _last_line(bytes(self._errors.tail))).reason
@@ -109,19 +208,28 @@ class WorkerProcess:
 def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a child that has the socket, which is closed here.
 
-    Not by the loop: it would copy the page tables of this process, and stand still for that and until the child's
-    interpreter is found. That took 27 to 45 ms where this process had 400 MB, 105 ms where it had 2 GB; on a thread,
-    whose process the child shares until then, the loop runs on.
+    Not by the loop: it would copy the page tables of this process, and stand still for that and
+    until the child's interpreter is found. That took 27 to 45 ms where this process had 400 MB, 105
+    ms where it had 2 GB; on a thread, whose process the child shares until then, the loop runs on.
     """
     with theirs:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             (sys.executable, "-m", "toolkit.workers", str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment,
+            # so that what it starts can be killed with it; Ctrl-C is for the front alone
+            process_group=0,
         )
+    try:
+        guard.watch(process.pid)
+    except OSError:
+        process.kill()
+        process.wait()
+        raise
+    return process
 
 
 class _Tail(asyncio.Protocol):
@@ -157,7 +265,9 @@ class _Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without being a subclass
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's is one without being a subclass
 
     def data_received(self, data: bytes) -> None:
         for frame in self._reader.feed(data):
@@ -180,8 +290,9 @@ def engine_environment(threads: int | None) -> dict[str, str]:
 def engine_variables(threads: int | None) -> dict[str, str]:
     """The number of threads, and glibc's thresholds.
 
-    By default glibc maps every large tensor anew and gives it back at once: on a CPU each prefill then faults its pages
-    in again (60 times as many faults, 6 to 18 % of a prefill of 1,024 tokens).
+    By default glibc maps every large tensor anew and gives it back at once: on a CPU each prefill
+    then faults its pages in again (60 times as many faults, 6 to 18 % of a prefill of 1,024
+    tokens).
     """
     variables = {"TOKENIZERS_PARALLELISM": "false"} | KEEP_MEMORY
     if threads is not None:

@@ -1,4 +1,6 @@
-"""The seam between whoever schedules and the workers: send a slice or a round, hear what became of it."""
+"""The seam between whoever schedules and the workers: send a slice or a round, hear what became of
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from toolkit.engines.protocol import Round, RoundOutput, Row, SliceOutput, StepO
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.types import Failure
-from toolkit.workers.supervisor import Silent
+from toolkit.workers.supervisor import SilentWorkerError
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,7 +28,9 @@ class WorkerReady:
 
 @dataclass(slots=True, frozen=True)
 class WorkerLost:
-    """A worker's process is gone; a new one is being started. Comes after the `BatchDone` of what it ran."""
+    """A worker's process is gone; a new one is being started. Comes after the `BatchDone` of what
+    it ran.
+    """
 
     worker: int
     reason: str
@@ -34,7 +38,9 @@ class WorkerLost:
 
 @dataclass(slots=True, frozen=True)
 class WorkersFailed:
-    """No worker runs, and none can be loaded again; what `error` says ends the server. Nothing follows."""
+    """No worker runs, and none can be loaded again; what `error` says ends the server. Nothing
+    follows.
+    """
 
     error: EngineError
 
@@ -74,9 +80,11 @@ class BatchDone:
 
 @dataclass(slots=True, frozen=True)
 class RoundDone:
-    """A round is over; all its tokens came as progress. Of one that "crashed" there is no `output`, and no cache.
+    """A round is over; all its tokens came as progress. Of one that "crashed" there is no `output`,
+    and no cache.
 
-    One that ran out of memory ("oom") has lost the rows that `output` says were dropped, if any were.
+    One that ran out of memory ("oom") has lost the rows that `output` says were dropped, if any
+    were.
     """
 
     worker: int
@@ -96,22 +104,35 @@ OnEvent = Callable[[WorkerEvent], None]
 
 
 class Workers(Protocol):
-    """N workers, one slice or round at a time each, on one asyncio loop; events arrive through `on_event`."""
+    """N workers, one slice or round at a time each, on one asyncio loop; events arrive through
+    `on_event`.
+    """
 
     size: int
 
     async def start(self, on_event: OnEvent) -> None:
-        """Start all workers and return when each has reported `WorkerReady`; `EngineError` if one cannot."""
+        """Start all workers and return when each has reported `WorkerReady`; `EngineError` if one
+        cannot.
+        """
         ...
 
-    def run(self, worker: int, batch_id: int, rows: Sequence[Row], steps: int, estimated_s: float = math.inf) -> None:
+    def run(
+        self,
+        worker: int,
+        batch_id: int,
+        rows: Sequence[Row],
+        steps: int,
+        estimated_s: float = math.inf,
+    ) -> None:
         """Send a slice. Exactly one `BatchDone` follows, whatever happens to the process.
 
         A worker that is silent for much longer than `estimated_s` is killed, and started again.
         """
         ...
 
-    def run_round(self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf) -> None:
+    def run_round(
+        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
+    ) -> None:
         """The same of a round, for engines that re-batch: exactly one `RoundDone` follows."""
         ...
 
@@ -127,7 +148,7 @@ class Workers(Protocol):
         """End one at once; `WorkerLost` follows, and it is started again."""
         ...
 
-    def silent(self) -> list[Silent]:
+    def silent(self) -> list[SilentWorkerError]:
         """The workers that take too long now, for what they do: they are about to be killed."""
         ...
 

@@ -1,7 +1,8 @@
-"""What every worker may take for what it does, and the end of one that takes longer, whatever it does.
+"""What every worker may take for what it does, and the end of one that takes longer, whatever it
+does.
 
-Alive means progress, not that a process exists. A worker is in one state at a time; a state allows so much silence,
-and so much time in all.
+Alive means progress, not that a process exists. A worker is in one state at a time; a state allows
+so much silence, and so much time in all.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ DOING: dict[State, str] = {
 class Patience:
     """How long a worker may say nothing, in seconds.
 
-    In a batch `times` its estimate and `grace_s`. While it loads, and while it is idle, where it says so every half
-    second, `waits` times `grace_s`: nobody waits for its tokens then, and disks stall.
-    The first load takes at most `load_s`; a later one at most three times the longest so far, and five minutes.
+    In a batch `times` its estimate and `grace_s`. While it loads, and while it is idle, where it
+    says so every half second, `waits` times `grace_s`: nobody waits for its tokens then, and disks
+    stall. The first load takes at most `load_s`; a later one at most three times the longest so
+    far, and five minutes.
     """
 
     times: float = 10.0
@@ -47,7 +49,7 @@ class Patience:
         return self.times * estimated_s + self.grace_s
 
 
-class Silent(NamedTuple):
+class SilentWorkerError(NamedTuple):
     """A worker that has taken too long: it said nothing for `seconds`, or has not loaded in them."""
 
     worker: int
@@ -69,7 +71,7 @@ class Silent(NamedTuple):
 
 
 @dataclass(slots=True)
-class Watched:
+class SupervisedWorker:
     """One worker: what it does, since when, its last sign of life, and what it may take."""
 
     state: State = "away"
@@ -88,17 +90,24 @@ class Supervisor:
         clock: seconds.
     """
 
-    def __init__(self, size: int, kill: Callable[[Silent], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self.watched = [Watched() for _ in range(size)]
+    def __init__(
+        self,
+        size: int,
+        kill: Callable[[SilentWorkerError], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.watched = [SupervisedWorker() for _ in range(size)]
         self._kill = kill
         self._clock = clock
         self._checked_s = clock()
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, worker: int, state: State, silence_s: float = math.inf, total_s: float = math.inf) -> None:
+    def enter(
+        self, worker: int, state: State, silence_s: float = math.inf, total_s: float = math.inf
+    ) -> None:
         """The worker begins something; that is a sign of life, too."""
         now_s = self._clock()
-        self.watched[worker] = Watched(state, now_s, now_s, silence_s, total_s)
+        self.watched[worker] = SupervisedWorker(state, now_s, now_s, silence_s, total_s)
 
     def sign(self, worker: int) -> None:
         """The worker said something."""
@@ -114,7 +123,9 @@ class Supervisor:
             self._timer.cancel()
 
     def check(self) -> None:
-        """Time in which this process stood still itself is not the workers': on a suspended machine nothing hangs."""
+        """Time in which this process stood still itself is not the workers': on a suspended machine
+        nothing hangs.
+        """
         now_s = self._clock()
         late_s, self._checked_s = now_s - self._checked_s - CHECK_EVERY_S, now_s
         if late_s > CHECK_EVERY_S:
@@ -125,14 +136,16 @@ class Supervisor:
             self._kill(hung)
         self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self.check)
 
-    def silent(self) -> list[Silent]:
+    def silent(self) -> list[SilentWorkerError]:
         """Those that take too long now."""
         now_s, found = self._clock(), []
         for worker, one in enumerate(self.watched):
             if one.state == "away":
                 continue
             if now_s - one.sign_s > one.silence_s:
-                found.append(Silent(worker, one.state, now_s - one.sign_s))
+                found.append(SilentWorkerError(worker, one.state, now_s - one.sign_s))
             elif now_s - one.since_s > one.total_s:
-                found.append(Silent(worker, one.state, now_s - one.since_s, loading=True))
+                found.append(
+                    SilentWorkerError(worker, one.state, now_s - one.since_s, loading=True)
+                )
         return found

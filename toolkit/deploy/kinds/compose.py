@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from toolkit.deploy.kinds.base import Count, Image, Kind
+from toolkit.deploy.kinds.kubernetes import Count, Image, StrictObject
 
 
-class ComposeKind(Kind):
+class ComposeKind(StrictObject):
     """Keys as they are named here."""
 
     model_config = ConfigDict(alias_generator=None)

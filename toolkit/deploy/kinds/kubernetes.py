@@ -2,32 +2,272 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
 
-from toolkit.deploy.kinds.base import Count, DnsName, Kind, Metadata, PodMetadata, Port, Selector
-from toolkit.deploy.kinds.pods import PodSpec
+# What all kinds share: strictness, camelCase, names that a cluster takes, metadata.
 
 
-class PodTemplate(Kind):
+class StrictObject(BaseModel):
+    """A model that refuses unknown keys, on the way out as on the way back in; keys are camelCase
+    in the file.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        alias_generator=to_camel,
+        populate_by_name=True,
+    )
+
+
+DnsName = Annotated[
+    str, Field(pattern=r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")
+]  # RFC 1035: what Services ask for
+Port = Annotated[int, Field(ge=1, le=65535)]
+Count = Annotated[int, Field(ge=0)]
+Image = Annotated[str, Field(pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,254}$")]
+
+
+class Metadata(StrictObject):
+    """metadata of an object."""
+
+    name: DnsName
+    namespace: DnsName | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class PodMetadata(StrictObject):
+    """metadata of a pod template."""
+
+    labels: dict[str, str]
+    annotations: dict[str, str] | None = None
+
+
+class Selector(StrictObject):
+    """metav1.LabelSelector by labels alone."""
+
+    match_labels: dict[str, str]
+
+
+class SecretKey(StrictObject):
+    """A key of a Secret, named and never held."""
+
+    name: DnsName
+    key: str
+    optional: bool | None = None
+
+
+class TypedSecretKey(StrictObject):
+    """Prometheus operator's SafeAuthorization: a bearer token that lies in a Secret."""
+
+    type: Literal["Bearer"] = "Bearer"
+    credentials: SecretKey
+
+
+# A pod as we deploy it: one container, no privilege, three probes, a plan from a ConfigMap, a key
+# from a Secret.
+
+
+class ValueFrom(StrictObject):
+    secret_key_ref: SecretKey
+
+
+class EnvVar(StrictObject):
+    """`value` or `value_from`."""
+
+    name: str
+    value: str | None = None
+    value_from: ValueFrom | None = None
+
+
+class ContainerPort(StrictObject):
+    name: str
+    container_port: Port
+    protocol: Literal["TCP"] = "TCP"
+
+
+class HttpGet(StrictObject):
+    path: str
+    port: str
+
+
+class Probe(StrictObject):
+    http_get: HttpGet
+    period_seconds: Count
+    timeout_seconds: Count
+    failure_threshold: Count
+    termination_grace_period_seconds: Count | None = None
+
+
+class Exec(StrictObject):
+    command: list[str]
+
+
+class Handler(StrictObject):
+    exec: Exec
+
+
+class Lifecycle(StrictObject):
+    """What runs, within the grace period, before a container gets SIGTERM."""
+
+    pre_stop: Handler
+
+
+class Resources(StrictObject):
+    requests: dict[str, str]
+    limits: dict[str, str]
+
+
+class Capabilities(StrictObject):
+    drop: list[Literal["ALL"]] = Field(default=["ALL"])
+
+
+class ContainerSecurity(StrictObject):
+    allow_privilege_escalation: Literal[False] = False
+    read_only_root_filesystem: Literal[True] = True
+    capabilities: Capabilities = Capabilities()
+
+
+class SeccompProfile(StrictObject):
+    type: Literal["RuntimeDefault"] = "RuntimeDefault"
+
+
+class PodSecurity(StrictObject):
+    """`fs_group` lets the one user write to volumes."""
+
+    run_as_non_root: Literal[True] = True
+    run_as_user: Count = 10001
+    run_as_group: Count = 10001
+    fs_group: Count = 10001
+    seccomp_profile: SeccompProfile = SeccompProfile()
+
+
+class VolumeMount(StrictObject):
+    name: DnsName
+    mount_path: str
+    read_only: bool | None = None
+
+
+class ConfigMapVolume(StrictObject):
+    name: DnsName
+
+
+class EmptyDir(StrictObject):
+    medium: Literal["Memory"] | None = None
+    size_limit: str
+
+
+class Claim(StrictObject):
+    claim_name: str
+
+
+class Volume(StrictObject):
+    """One of its sources."""
+
+    name: DnsName
+    config_map: ConfigMapVolume | None = None
+    empty_dir: EmptyDir | None = None
+    persistent_volume_claim: Claim | None = None
+
+
+class Toleration(StrictObject):
+    key: str
+    operator: Literal["Exists"] = "Exists"
+    effect: Literal["NoSchedule"] = "NoSchedule"
+
+
+class NodeRequirement(StrictObject):
+    key: str
+    operator: Literal["In"] = "In"
+    values: list[str]
+
+
+class NodeTerm(StrictObject):
+    match_expressions: list[NodeRequirement]
+
+
+class PreferredNode(StrictObject):
+    weight: Count
+    preference: NodeTerm
+
+
+class NodeSelector(StrictObject):
+    node_selector_terms: list[NodeTerm]
+
+    @classmethod
+    def of(cls, requirement: NodeRequirement) -> NodeSelector:
+        """Of one requirement."""
+        return cls(node_selector_terms=[NodeTerm(match_expressions=[requirement])])
+
+
+class NodeAffinity(StrictObject):
+    """`required` or `preferred`."""
+
+    required: NodeSelector | None = Field(
+        default=None, alias="requiredDuringSchedulingIgnoredDuringExecution"
+    )
+    preferred: list[PreferredNode] | None = Field(
+        default=None, alias="preferredDuringSchedulingIgnoredDuringExecution"
+    )
+
+
+class Affinity(StrictObject):
+    node_affinity: NodeAffinity
+
+
+class Container(StrictObject):
+    name: DnsName
+    image: Image
+    image_pull_policy: Literal["IfNotPresent"] = "IfNotPresent"
+    command: list[str] | None = None
+    args: list[str] | None = None
+    ports: list[ContainerPort] | None = None
+    env: list[EnvVar]
+    resources: Resources
+    startup_probe: Probe | None = None
+    readiness_probe: Probe | None = None
+    liveness_probe: Probe | None = None
+    lifecycle: Lifecycle | None = None
+    security_context: ContainerSecurity = ContainerSecurity()
+    volume_mounts: list[VolumeMount]
+
+
+class PodSpec(StrictObject):
+    automount_service_account_token: Literal[False] = False
+    enable_service_links: Literal[False] = False
+    termination_grace_period_seconds: Count
+    security_context: PodSecurity = PodSecurity()
+    affinity: Affinity | None = None
+    node_selector: dict[str, str] | None = None
+    tolerations: list[Toleration] | None = None
+    containers: list[Container]
+    volumes: list[Volume]
+
+
+class PodTemplate(StrictObject):
     metadata: PodMetadata
     spec: PodSpec
 
 
-class RollingUpdate(Kind):
+class RollingUpdate(StrictObject):
     max_surge: Count
     max_unavailable: Count
 
 
-class Strategy(Kind):
+class Strategy(StrictObject):
     """`rolling_update` where the type is that."""
 
     type: Literal["RollingUpdate", "Recreate"] = "RollingUpdate"
     rolling_update: RollingUpdate | None = None
 
 
-class DeploymentSpec(Kind):
+class DeploymentSpec(StrictObject):
     replicas: Count
     revision_history_limit: Count = 5
     progress_deadline_seconds: Count
@@ -36,35 +276,37 @@ class DeploymentSpec(Kind):
     template: PodTemplate
 
 
-class Deployment(Kind):
+class Deployment(StrictObject):
     api_version: Literal["apps/v1"] = "apps/v1"
     kind: Literal["Deployment"] = "Deployment"
     metadata: Metadata
     spec: DeploymentSpec
 
 
-class ServicePort(Kind):
+class ServicePort(StrictObject):
     name: str
     port: Port
     target_port: str
     protocol: Literal["TCP"] = "TCP"
 
 
-class ServiceSpec(Kind):
+class ServiceSpec(StrictObject):
     type: Literal["ClusterIP"] = "ClusterIP"
     selector: dict[str, str]
     ports: list[ServicePort]
 
 
-class Service(Kind):
+class Service(StrictObject):
     api_version: Literal["v1"] = "v1"
     kind: Literal["Service"] = "Service"
     metadata: Metadata
     spec: ServiceSpec
 
 
-class DisruptionSpec(Kind):
-    """`max_unavailable`, or, of pods that no controller of Kubernetes' own made, `min_available` as a number."""
+class DisruptionSpec(StrictObject):
+    """`max_unavailable`, or, of pods that no controller of Kubernetes' own made, `min_available` as
+    a number.
+    """
 
     max_unavailable: Count | None = None
     min_available: Count | None = None
@@ -72,101 +314,103 @@ class DisruptionSpec(Kind):
     unhealthy_pod_eviction_policy: Literal["AlwaysAllow"] = "AlwaysAllow"
 
 
-class PodDisruptionBudget(Kind):
+class PodDisruptionBudget(StrictObject):
     api_version: Literal["policy/v1"] = "policy/v1"
     kind: Literal["PodDisruptionBudget"] = "PodDisruptionBudget"
     metadata: Metadata
     spec: DisruptionSpec
 
 
-class AnyPods(Kind):
+class AnyPods(StrictObject):
     """metav1.LabelSelector that may be empty: everything."""
 
     match_labels: dict[str, str] | None = None
 
 
-class Peer(Kind):
+class Peer(StrictObject):
     """Pods, and where; without `namespace_selector`, in the policy's own namespace."""
 
     namespace_selector: AnyPods | None = None
     pod_selector: AnyPods | None = None
 
 
-class PolicyPort(Kind):
+class PolicyPort(StrictObject):
     protocol: Literal["TCP", "UDP"] = "TCP"
     port: str | Port
 
 
-class Ingress(Kind):
+class Ingress(StrictObject):
     """Without `ports`: all."""
 
     sender: list[Peer] = Field(alias="from")
     ports: list[PolicyPort] | None = None
 
 
-class Egress(Kind):
+class Egress(StrictObject):
     """Without `to`: anywhere; without `ports`: all."""
 
     to: list[Peer] | None = None
     ports: list[PolicyPort] | None = None
 
 
-class NetworkPolicySpec(Kind):
+class NetworkPolicySpec(StrictObject):
     pod_selector: Selector
     policy_types: list[Literal["Ingress", "Egress"]] = Field(default=["Ingress", "Egress"])
     ingress: list[Ingress]
     egress: list[Egress]
 
 
-class NetworkPolicy(Kind):
+class NetworkPolicy(StrictObject):
     api_version: Literal["networking.k8s.io/v1"] = "networking.k8s.io/v1"
     kind: Literal["NetworkPolicy"] = "NetworkPolicy"
     metadata: Metadata
     spec: NetworkPolicySpec
 
 
-class ClaimResources(Kind):
+class ClaimResources(StrictObject):
     requests: dict[str, str]
 
 
-class ClaimSpec(Kind):
+class ClaimSpec(StrictObject):
     """Of the cluster's default storage class."""
 
     access_modes: list[Literal["ReadWriteOnce", "ReadWriteMany"]]
     resources: ClaimResources
 
 
-class PersistentVolumeClaim(Kind):
+class PersistentVolumeClaim(StrictObject):
     api_version: Literal["v1"] = "v1"
     kind: Literal["PersistentVolumeClaim"] = "PersistentVolumeClaim"
     metadata: Metadata
     spec: ClaimSpec
 
 
-class GeneratorOptions(Kind):
+class GeneratorOptions(StrictObject):
     labels: dict[str, str]
     disable_name_suffix_hash: bool
 
 
-class ConfigMapGenerator(Kind):
-    """A ConfigMap from files; its name gets their hash, so that new content rolls the pods, unless `options` forbid."""
+class ConfigMapGenerator(StrictObject):
+    """A ConfigMap from files; its name gets their hash, so that new content rolls the pods, unless
+    `options` forbid.
+    """
 
     name: DnsName
     files: list[str]
     options: GeneratorOptions | None = None
 
 
-class PatchTarget(Kind):
+class PatchTarget(StrictObject):
     kind: str
     name: DnsName
 
 
-class Patch(Kind):
+class Patch(StrictObject):
     target: PatchTarget
     patch: str
 
 
-class Kustomization(Kind):
+class Kustomization(StrictObject):
     api_version: Literal["kustomize.config.k8s.io/v1beta1"] = "kustomize.config.k8s.io/v1beta1"
     kind: Literal["Kustomization"] = "Kustomization"
     namespace: DnsName | None = None

@@ -1,7 +1,8 @@
 """Kinds of operators that a cluster may have: Prometheus' monitors and rules, KEDA's autoscaling.
 
-No schema of these ships with Kubernetes: the models here are the schema, after the operators' own documentation
-(prometheus-operator API reference, monitoring.coreos.com/v1; KEDA 2.x, `ScaledObject` and the prometheus scaler).
+No schema of these ships with Kubernetes: the models here are the schema, after the operators' own
+documentation (prometheus-operator API reference, monitoring.coreos.com/v1; KEDA 2.x, `ScaledObject`
+and the prometheus scaler).
 """
 
 from __future__ import annotations
@@ -10,29 +11,37 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from toolkit.deploy.kinds.base import Count, DnsName, Kind, Metadata, Selector, TypedSecretKey
+from toolkit.deploy.kinds.kubernetes import (
+    Count,
+    DnsName,
+    Metadata,
+    PodTemplate,
+    Selector,
+    StrictObject,
+    TypedSecretKey,
+)
 
 
-class MetricsEndpoint(Kind):
+class MetricsEndpoint(StrictObject):
     port: str
     path: str
     interval: str
     authorization: TypedSecretKey
 
 
-class PodMonitorSpec(Kind):
+class PodMonitorSpec(StrictObject):
     selector: Selector
     pod_metrics_endpoints: list[MetricsEndpoint]
 
 
-class PodMonitor(Kind):
+class PodMonitor(StrictObject):
     api_version: Literal["monitoring.coreos.com/v1"] = "monitoring.coreos.com/v1"
     kind: Literal["PodMonitor"] = "PodMonitor"
     metadata: Metadata
     spec: PodMonitorSpec
 
 
-class Rule(Kind):
+class AlertRule(StrictObject):
     """An alert; `for_` is `for` in the file."""
 
     alert: str
@@ -41,32 +50,34 @@ class Rule(Kind):
     labels: dict[str, str]
     annotations: dict[str, str]
 
-    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))  # `for` is a keyword here
+    model_config = ConfigDict(
+        alias_generator=lambda name: name.rstrip("_")
+    )  # `for` is a keyword here
 
 
-class RuleGroup(Kind):
+class RuleGroup(StrictObject):
     name: str
-    rules: list[Rule]
+    rules: list[AlertRule]
 
 
-class RulesFile(Kind):
+class RulesFile(StrictObject):
     """What Prometheus itself reads, and the spec of a PrometheusRule."""
 
     groups: list[RuleGroup]
 
 
-class PrometheusRule(Kind):
+class PrometheusRule(StrictObject):
     api_version: Literal["monitoring.coreos.com/v1"] = "monitoring.coreos.com/v1"
     kind: Literal["PrometheusRule"] = "PrometheusRule"
     metadata: Metadata
     spec: RulesFile
 
 
-class ScaleTarget(Kind):
+class ScaleTarget(StrictObject):
     name: DnsName
 
 
-class PrometheusQuery(Kind):
+class PrometheusQuery(StrictObject):
     """The prometheus scaler's metadata; KEDA wants all of it as text."""
 
     server_address: str
@@ -74,13 +85,13 @@ class PrometheusQuery(Kind):
     threshold: str
 
 
-class Trigger(Kind):
+class Trigger(StrictObject):
     type: Literal["prometheus"] = "prometheus"
     metric_type: Literal["AverageValue"] = "AverageValue"
     metadata: PrometheusQuery
 
 
-class ScaledObjectSpec(Kind):
+class ScaledObjectSpec(StrictObject):
     scale_target_ref: ScaleTarget
     polling_interval: Count
     cooldown_period: Count
@@ -89,8 +100,62 @@ class ScaledObjectSpec(Kind):
     triggers: list[Trigger]
 
 
-class ScaledObject(Kind):
+class ScaledObject(StrictObject):
     api_version: Literal["keda.sh/v1alpha1"] = "keda.sh/v1alpha1"
     kind: Literal["ScaledObject"] = "ScaledObject"
     metadata: Metadata
     spec: ScaledObjectSpec
+
+
+# KubeRay's RayCluster, as far as we emit it: the models here are strict, and the CRD's own schema
+# is held in tests.
+#
+# After ray.io/v1 of KubeRay 1.7 (helm-chart/kuberay-operator/crds/ray.io_rayclusters.yaml); 1.6
+# is the first with `authOptions.secretName` and `upgradeStrategy`.
+
+StartParams = dict[str, str]  # options of `ray start` without their dashes
+
+
+class AuthOptions(StrictObject):
+    """Every connection to Ray shows the token that lies in the Secret under `auth_token`."""
+
+    mode: Literal["token"] = "token"
+    secret_name: DnsName
+
+
+class UpgradeStrategy(StrictObject):
+    """Without this, a changed pod template reaches only pods that are replaced for other reasons."""
+
+    type: Literal["Recreate"] = "Recreate"
+
+
+class HeadGroup(StrictObject):
+    ray_start_params: StartParams
+    template: PodTemplate
+
+
+class WorkerGroup(StrictObject):
+    group_name: DnsName
+    replicas: Count
+    min_replicas: Count
+    max_replicas: Count
+    labels: dict[str, str] | None = (
+        None  # of Ray's nodes; KubeRay refuses them among the parameters
+    )
+    ray_start_params: StartParams
+    template: PodTemplate
+
+
+class RayClusterSpec(StrictObject):
+    ray_version: str
+    auth_options: AuthOptions
+    upgrade_strategy: UpgradeStrategy = UpgradeStrategy()
+    head_group_spec: HeadGroup
+    worker_group_specs: list[WorkerGroup]
+
+
+class RayCluster(StrictObject):
+    api_version: Literal["ray.io/v1"] = "ray.io/v1"
+    kind: Literal["RayCluster"] = "RayCluster"
+    metadata: Metadata
+    spec: RayClusterSpec

@@ -1,1 +1,3 @@
-"""Places to deploy to, a file each: a function from an order to its files, what explains them, and how to start."""
+"""Places to deploy to, a file each: a function from an order to its files, what explains them, and
+how to start.
+"""

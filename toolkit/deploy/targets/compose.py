@@ -1,8 +1,9 @@
-"""One machine with Docker Compose: one service, no privilege, its key as a secret file, its port on loopback."""
+"""One machine with Docker Compose: one service, no privilege, its key as a secret file, its port on
+loopback.
+"""
 
 from __future__ import annotations
 
-from toolkit.deploy.images import llmctl_image
 from toolkit.deploy.kinds.compose import (
     ComposeFile,
     ComposeService,
@@ -15,14 +16,16 @@ from toolkit.deploy.kinds.compose import (
     Reservations,
     SecretFile,
 )
-from toolkit.deploy.order import Order, Rendered, Told, told
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, llmctl_image, told
 from toolkit.deploy.reckon import drain_s, from_hub, gpus, grace_s, startup_s
-from toolkit.files.yaml_text import dump_yaml
+from toolkit.files.strict import dump_yaml
 
 READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready', timeout=3)"
 SECRET = "llmctl_api_key"
 KEY_FOLDER = "/etc/llmctl"
-HUB_TOKEN = "optional, of the shell that runs docker compose: the hub asks for it where a model is gated"
+HUB_TOKEN = (
+    "optional, of the shell that runs docker compose: the hub asks for it where a model is gated"
+)
 
 
 def render(order: Order) -> Rendered:
@@ -33,20 +36,33 @@ def render(order: Order) -> Rendered:
         secrets={SECRET: SecretFile(file=key_file(order))},
         volumes={"models": NamedVolume()},
     )
-    return Rendered({"compose.yaml": dump_yaml([file], order.comment())}, _told(order), _start(order))
+    return Rendered(
+        {"compose.yaml": dump_yaml([file], order.comment())}, _told(order), _start(order)
+    )
 
 
 def _service(order: Order) -> ComposeService:
     drain, devices = drain_s(order), gpus(order.plan.recipe).value
-    reserved = Deploy(resources=DeployResources(reservations=Reservations(devices=[Device(count=devices)])))
+    reserved = Deploy(
+        resources=DeployResources(reservations=Reservations(devices=[Device(count=devices)]))
+    )
     model = order.plan.recipe.model.source
-    token = {"HF_TOKEN": "${HF_TOKEN-}"} if from_hub(order.plan.recipe) else {}  # Compose's own environment has it
+    token = (
+        {"HF_TOKEN": "${HF_TOKEN-}"} if from_hub(order.plan.recipe) else {}
+    )  # Compose's own environment has it
     mounts = [
         Mount(type="bind", source="./plan.json", target="/etc/llmctl/plan.json", read_only=True),
         Mount(type="volume", source="models", target="/models"),
     ]
     if model.startswith("/"):
-        mounts.append(Mount(type="bind", source=uninterpolated(model), target=uninterpolated(model), read_only=True))
+        mounts.append(
+            Mount(
+                type="bind",
+                source=uninterpolated(model),
+                target=uninterpolated(model),
+                read_only=True,
+            )
+        )
     return ComposeService(
         image=llmctl_image(order).value,
         command=[
@@ -83,7 +99,7 @@ def uninterpolated(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _told(order: Order) -> list[Told]:
+def _told(order: Order) -> list[ExplainedValue]:
     drain = drain_s(order)
     grace, startup, recipe = grace_s(drain), startup_s(order), order.plan.recipe
     return [
@@ -92,14 +108,22 @@ def _told(order: Order) -> list[Told]:
         told("stop_grace_period", grace, f"{grace.value} s"),
         told("healthcheck.start_period", startup, f"{startup.value} s"),
         told("deploy.resources.reservations.devices.count", gpus(recipe)),
-        Told(
+        ExplainedValue(
             "ports",
             f"127.0.0.1:{recipe.serve.port or 8000}",
             "recipe: serve.port; loopback: put a proxy with TLS in front",
         ),
-        Told("secrets", key_file(order), "a file that you make; it is in no image and in no rendered file"),
-        Told("healthcheck on /ready", "3 x 10 s", "what --wait waits for; Docker restarts nothing for it"),
-        *([Told("HF_TOKEN", "${HF_TOKEN-}", HUB_TOKEN)] if from_hub(recipe) else []),
+        ExplainedValue(
+            "secrets",
+            key_file(order),
+            "a file that you make; it is in no image and in no rendered file",
+        ),
+        ExplainedValue(
+            "healthcheck on /ready",
+            "3 x 10 s",
+            "what --wait waits for; Docker restarts nothing for it",
+        ),
+        *([ExplainedValue("HF_TOKEN", "${HF_TOKEN-}", HUB_TOKEN)] if from_hub(recipe) else []),
     ]
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.deploy.order import Order, Rendered, told
+from toolkit.deploy.order import Order, Rendered, fill, told
 from toolkit.deploy.reckon import drain_s
-from toolkit.deploy.templating import fill
 
 
 def render(order: Order) -> Rendered:
@@ -12,7 +11,11 @@ def render(order: Order) -> Rendered:
     drain = drain_s(order)
     flags = [("--shutdown-timeout", drain.value)]
     return Rendered(
-        {"serve.sh": fill("serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances)},
+        {
+            "serve.sh": fill(
+                "serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances
+            )
+        },
         [told("serve.sh --shutdown-timeout", drain, f"{drain.value} s")],
         "`./serve.sh` starts it, `llmctl status` shows it, Ctrl-C or `llmctl stop` drains and ends it.",
     )

@@ -1,11 +1,12 @@
-"""A Ray cluster that exists: a script that starts the front on one of its machines; workers are actors on all."""
+"""A Ray cluster that exists: a script that starts the front on one of its machines; workers are
+actors on all.
+"""
 
 from __future__ import annotations
 
-from toolkit.cluster.places import Share, node_labels
-from toolkit.deploy.order import Order, Rendered, Told, told
+from toolkit.cluster.workers import MachineShare, node_labels
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, fill, told
 from toolkit.deploy.reckon import cpus, drain_s, gpus
-from toolkit.deploy.templating import fill
 
 START = """\
 On a machine of the cluster: `./serve.sh` starts it, `llmctl status` shows it, `llmctl stop` drains and ends it.
@@ -18,28 +19,36 @@ def render(order: Order) -> Rendered:
     flags = [("--ray", "auto"), ("--shutdown-timeout", drain.value)]
     script = fill("serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances)
     lines = [
-        Told("serve.sh --ray", "auto", "RAY_ADDRESS, or the cluster that the machine belongs to"),
+        ExplainedValue(
+            "serve.sh --ray", "auto", "RAY_ADDRESS, or the cluster that the machine belongs to"
+        ),
         told("serve.sh --shutdown-timeout", drain, f"{drain.value} s"),
         *(_of_kinds(order) if order.plan.others else _of_one_kind(order)),
     ]
     return Rendered({"serve.sh": script}, lines, START)
 
 
-def _of_one_kind(order: Order) -> list[Told]:
+def _of_one_kind(order: Order) -> list[ExplainedValue]:
     recipe = order.plan.recipe
     return [
-        Told("actors", str(order.plan.workers), "plan: workers, spread over the machines"),
+        ExplainedValue(
+            "actors", str(order.plan.workers), "plan: workers, spread over the machines"
+        ),
         told("GPUs of all actors", gpus(recipe)),
         told("CPUs of actors and front", cpus(recipe)),
     ]
 
 
-def _of_kinds(order: Order) -> list[Told]:
+def _of_kinds(order: Order) -> list[ExplainedValue]:
     """Of each kind how many actors, what each takes, and on which nodes."""
     lines = []
     for kind, labels in zip(order.plan.kinds, node_labels(order.plan.kinds), strict=True):
-        share = Share.of(kind.recipe.engine, kind.recipe.hardware)
+        share = MachineShare.of(kind.recipe.engine, kind.recipe.hardware)
         where = ", ".join(f"{key}={value}" for key, value in labels.items())
         actors = f"{kind.workers}, of {share} each"
-        lines.append(Told(f"actors of {kind.recipe.name}", actors, f"fleet; on nodes of Ray with {where}"))
+        lines.append(
+            ExplainedValue(
+                f"actors of {kind.recipe.name}", actors, f"fleet; on nodes of Ray with {where}"
+            )
+        )
     return lines

@@ -1,16 +1,22 @@
 """SGLang with the plan's values as its flags. Its scheduler is its own.
 
-Flags after SGLang's "Server Arguments" (docs/advanced_features/server_arguments.md); not held against its parser, which
-was not at hand.
+Flags after SGLang's "Server Arguments" (docs/advanced_features/server_arguments.md); not held
+against its parser, which was not at hand.
 """
 
 from __future__ import annotations
 
-from toolkit.deploy.flags import check_servable_elsewhere, chunk, foreign, rows, static_share
-from toolkit.deploy.order import Order, Reckoned, Rendered, Told, told
-from toolkit.deploy.targets.vllm import Flags, model_lines
-from toolkit.deploy.templating import fill
-from toolkit.deploy.threshold import waiting_threshold
+from toolkit.deploy.order import ExplainedValue, Order, Reckoned, Rendered, fill, told
+from toolkit.deploy.reckon import waiting_threshold
+from toolkit.deploy.targets.vllm import (
+    Flags,
+    check_servable_elsewhere,
+    chunk,
+    foreign,
+    model_lines,
+    rows,
+    static_share,
+)
 
 CAREFUL, OFTEN_EVICTED_PERCENT = 1.3, 1.0
 KEY = "The key, if there is to be one, is in SGLANG_API_KEY; SGLang takes it as an option, which `ps` shows."
@@ -21,7 +27,9 @@ def render(order: Order) -> Rendered:
     recipe = order.plan.recipe
     check_servable_elsewhere(recipe, "SGLang")
     lines = [*model_lines(recipe), *_fitted(order)]
-    flags: Flags = [(one.key, one.value if one.value else None) for one in lines if one.key.startswith("--")]
+    flags: Flags = [
+        (one.key, one.value if one.value else None) for one in lines if one.key.startswith("--")
+    ]
     script = fill(
         "engine.sh",
         comment=order.comment(),
@@ -33,14 +41,20 @@ def render(order: Order) -> Rendered:
         command=["python3", "-m", "sglang.launch_server", "--model-path", recipe.model.source],
         flags=flags,
     )
-    return Rendered({"serve.sh": script}, lines, "`./serve.sh` starts it; `llmctl status --url URL` looks at it.")
+    return Rendered(
+        {"serve.sh": script},
+        lines,
+        "`./serve.sh` starts it; `llmctl status --url URL` looks at it.",
+    )
 
 
-def _fitted(order: Order) -> list[Told]:
+def _fitted(order: Order) -> list[ExplainedValue]:
     plan, running = order.plan, rows(order)
     prompt, waiting = chunk(order, running.value), waiting_threshold(plan, order.trace)
     lines = [
-        Told("--context-length", str(plan.fit.engine.max_model_len), "fit: engine.max_model_len"),
+        ExplainedValue(
+            "--context-length", str(plan.fit.engine.max_model_len), "fit: engine.max_model_len"
+        ),
         told("--max-running-requests", running),
     ]
     if plan.recipe.hardware.device == "cuda":
@@ -48,7 +62,13 @@ def _fitted(order: Order) -> list[Told]:
     if prompt is not None:
         lines.append(told("--chunked-prefill-size", prompt))
     else:
-        lines.append(Told("chunked-prefill-size", "SGLang's own", "no target on gaps between tokens bounds a pass"))
+        lines.append(
+            ExplainedValue(
+                "chunked-prefill-size",
+                "SGLang's own",
+                "no target on gaps between tokens bounds a pass",
+            )
+        )
     if waiting.value is None:
         lines.append(told("max-queued-requests", waiting, "SGLang's own: no limit"))
     else:
@@ -56,18 +76,27 @@ def _fitted(order: Order) -> list[Told]:
     lines.append(told("--schedule-conservativeness", conservativeness(order)))
     if plan.recipe.engine.tensor_parallel_size > 1:
         lines.append(
-            Told("--tp-size", str(plan.recipe.engine.tensor_parallel_size), "recipe: engine.tensor_parallel_size")
+            ExplainedValue(
+                "--tp-size",
+                str(plan.recipe.engine.tensor_parallel_size),
+                "recipe: engine.tensor_parallel_size",
+            )
         )
     if plan.recipe.workers > 1:
-        lines.append(Told("--dp-size", str(plan.recipe.workers), "recipe: workers"))
-    return [*lines, Told("--enable-metrics", "", "for Prometheus, and for llmctl status")]
+        lines.append(ExplainedValue("--dp-size", str(plan.recipe.workers), "recipe: workers"))
+    return [*lines, ExplainedValue("--enable-metrics", "", "for Prometheus, and for llmctl status")]
 
 
 def conservativeness(order: Order) -> Reckoned[float]:
-    """SGLang's own default, or 1.3 where the plan is predicted to evict often, as its tuning guide advises."""
+    """SGLang's own default, or 1.3 where the plan is predicted to evict often, as its tuning guide
+    advises.
+    """
     evicted = order.plan.predicted.get("evicted_percent")
     if evicted is None:
         return Reckoned(1.0, "SGLang's default: the plan predicts no evictions, or nobody tuned it")
     if evicted > OFTEN_EVICTED_PERCENT:
-        return Reckoned(CAREFUL, f"plan: {evicted:.2g} evictions predicted per 100 requests; SGLang advises 1.3 there")
+        return Reckoned(
+            CAREFUL,
+            f"plan: {evicted:.2g} evictions predicted per 100 requests; SGLang advises 1.3 there",
+        )
     return Reckoned(1.0, f"SGLang's default: {evicted:.2g} evictions predicted per 100 requests")

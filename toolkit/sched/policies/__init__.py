@@ -1,23 +1,23 @@
-"""The registry of policies: one file, one frozen class each. Adding one touches its file and the list below."""
+"""The registry of policies: one file, one frozen class each. Adding one touches its file and the
+list below.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError, nearest
-from toolkit.sched.policies.aggressive import AggressivePolicy
 from toolkit.sched.policies.baton import BatonPolicy
-from toolkit.sched.policies.conservative import ConservativePolicy
-from toolkit.sched.policies.fcfs import FcfsPolicy
-from toolkit.sched.policies.mlfq import MlfqPolicy
+from toolkit.sched.policies.continuous import AggressivePolicy, ConservativePolicy, FcfsPolicy
+from toolkit.sched.policies.mlfq import MlfqPolicy, SrptOracle
 from toolkit.sched.policies.parameters import Value, checked_names
-from toolkit.sched.policies.past_future import PastFuturePolicy
-from toolkit.sched.policies.past_future_oracle import PastFutureOracle
-from toolkit.sched.policies.past_future_sla import PastFutureSlaPolicy
-from toolkit.sched.policies.sequence import SequencePolicy
-from toolkit.sched.policies.slice import SlicePolicy
-from toolkit.sched.policies.slice_continuous import SliceContinuousPolicy
-from toolkit.sched.policies.srpt_oracle import SrptOracle
+from toolkit.sched.policies.past_future import (
+    PastFutureOracle,
+    PastFuturePolicy,
+    PastFutureSlaPolicy,
+)
+from toolkit.sched.policies.slice import SequencePolicy, SliceContinuousPolicy, SlicePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn, Policy
 
@@ -38,18 +38,20 @@ POLICIES: dict[str, type[Policy]] = {
         SrptOracle,
     )
 }
-BUILT_IN: dict[str, type[BuiltIn]] = {VllmPolicy.name: VllmPolicy}  # an engine's own, which our scheduler cannot run
+BUILT_IN: dict[str, type[BuiltIn]] = {
+    VllmPolicy.name: VllmPolicy
+}  # an engine's own, which our scheduler cannot run
 KNOWN: dict[str, type[AnyPolicy]] = {**POLICIES, **BUILT_IN}
-REBATCHING = ("rebatch", "fake")  # engines that keep their rows between rounds
-ELSEWHERE = "openai"  # the engine that is a server already
-HOST = "vllm"  # the engine that policies of ours run inside, or its own scheduler
-ORACLES = frozenset({PastFutureOracle.name, SrptOracle.name})  # they know the output lengths: for simulations only
+ORACLES = frozenset(
+    {PastFutureOracle.name, SrptOracle.name}
+)  # they know the output lengths: for simulations only
 
 
 def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
     """The policy `name` of our scheduler, with `parameters` over its defaults.
 
-    `InputError` for an unknown name, parameter or value, and for a policy that is built into an engine.
+    `InputError` for an unknown name, parameter or value, and for a policy that is built into an
+    engine.
     """
     if name in BUILT_IN:
         raise InputError(
@@ -63,7 +65,9 @@ def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
 
 
 def make_any(name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
-    """As `make_policy`, or one that is built into an engine: for whoever simulates it, or sets it there."""
+    """As `make_policy`, or one that is built into an engine: for whoever simulates it, or sets it
+    there.
+    """
     if name in BUILT_IN:
         built_in = BUILT_IN[name]
         return built_in(**checked_names(built_in, dict(parameters)))
@@ -92,22 +96,21 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
                 f"set engine.name to {home} and profile it, or choose another policy",
             )
         return
-    if engine == ELSEWHERE:
-        return  # the policy says what that server does
-    if engine == HOST:
-        _refuse_inside(policy)
-        return
-    if policy.continuous and engine not in REBATCHING:
+    traits = traits_of(engine)
+    if traits.hosts_policies:
+        if not policy.continuous or policy.name == BatonPolicy.name:
+            batches = "one padded slab" if policy.continuous else "static batches"
+            own = [built_in.name for built_in in BUILT_IN.values() if built_in.engine == engine]
+            raise InputError(
+                f"policy '{policy.name}' lays its rows out in {batches}, and engine '{engine}' "
+                "pages its memory",
+                f"choose the engine's own, '{own[0]}', or a continuous one; see docs/vllm.md",
+            )
+    elif policy.continuous and traits.load and not traits.keeps_rows:
+        able = next(other.name for other in ENGINES.values() if other.keeps_rows)
         raise InputError(
-            f"policy '{policy.name}' needs an engine that re-batches; '{engine}' runs static batches",
-            f"set engine.name to {REBATCHING[0]} and profile it, or serve 'slice' or 'sequence'",
+            f"policy '{policy.name}' needs an engine that re-batches; "
+            f"'{engine}' runs static batches",
+            f"set engine.name to {able} and profile it, or serve 'slice' or 'sequence'",
         )
-
-
-def _refuse_inside(policy: AnyPolicy) -> None:
-    if not policy.continuous or policy.name == BatonPolicy.name:
-        batches = "one padded slab" if policy.continuous else "static batches"
-        raise InputError(
-            f"policy '{policy.name}' lays its rows out in {batches}, and engine '{HOST}' pages its memory",
-            "choose vLLM's own, 'vllm', or a continuous one; see docs/vllm.md",
-        )
+    # What a server elsewhere does is its own affair: there the policy only describes it.

@@ -1,14 +1,16 @@
-"""Dynamic re-batching on an unmodified, padded engine: when a row ends, who waits takes its place (BATON).
+"""Dynamic re-batching on an unmodified, padded engine: when a row ends, who waits takes its place
+(BATON).
 
 *BATON: Enhancing Batch-wise Inference Efficiency for LLMs via Dynamic Re-batching*. The running batch is one slab of
-KV cache, rows x the longest resident, after columns that are padding in every row are released. A newcomer longer than
-that makes the slab wider for all. How newcomers join is the worker's own: prefilled apart and embedded (BATON-PD in the
-paper), or within the batch, at everybody's cost (vector shaping: the paper's own baseline, which it calls equal to Orca
-in throughput).
+KV cache, rows x the longest resident, after columns that are padding in every row are released. A
+newcomer longer than that makes the slab wider for all. How newcomers join is the worker's own:
+prefilled apart and embedded (BATON-PD in the paper), or within the batch, at everybody's cost
+(vector shaping: the paper's own baseline, which it calls equal to Orca in throughput).
 
-Where memory would pass a threshold, the last who joined leave: to host memory, from where they come back before
-anybody else enters and without a prefill, or, where there is no room or no host memory, evicted and prefilled again.
-Left out: the paper prefills queries ahead of their turn, and keeps their caches aside until then.
+Where memory would pass a threshold, the last who joined leave: to host memory, from where they come
+back before anybody else enters and without a prefill, or, where there is no room or no host memory,
+evicted and prefilled again. Left out: the paper prefills queries ahead of their turn, and keeps
+their caches aside until then.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from toolkit.sched.footprint import Footprint, footprint
 from toolkit.sched.policies.continuous import last_first
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
+from toolkit.sched.protocols import Decision, View
 from toolkit.sched.types import Batch, Job, Moves, Worker
-from toolkit.sched.view import Decision, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +37,34 @@ class BatonPolicy:
     name: ClassVar[str] = "baton"
     continuous: ClassVar[bool] = True
 
-    max_batch_size: int = knob(16, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker")
+    max_batch_size: int = knob(
+        16, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker"
+    )
     memory_threshold: float = knob(
-        0.9, low=0.01, high=1, search=(0.5, 1.0), doc="share of the capacity that rows leave above, padding counted"
+        0.9,
+        low=0.01,
+        high=1,
+        search=(0.5, 1.0),
+        doc="share of the capacity that rows leave above, padding counted",
     )
     headroom_steps: int = knob(
-        16, low=1, high=10_000, search=(1, 256), log=True, doc="decode steps that must have room before a row joins"
+        16,
+        low=1,
+        high=10_000,
+        search=(1, 256),
+        log=True,
+        doc="decode steps that must have room before a row joins",
     )
     max_prefill_tokens: int = knob(
-        32_768, low=1, search=(512, 65_536), log=True, doc="a round prefills until it has so many prompt tokens"
+        32_768,
+        low=1,
+        search=(512, 65_536),
+        log=True,
+        doc="a round prefills until it has so many prompt tokens",
     )
-    router: str = choice("round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS))
+    router: str = choice(
+        "round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS)
+    )
     chunk_tokens: int = chunk_knob()
 
     def __post_init__(self) -> None:
@@ -60,11 +79,15 @@ class BatonPolicy:
             for worker in view.due
             if worker.inbox or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
         ]
-        interrupts = [index for index in dict.fromkeys(view.arrived) if self._could_use(view.workers[index])]
+        interrupts = [
+            index for index in dict.fromkeys(view.arrived) if self._could_use(view.workers[index])
+        ]
         return Decision(batches, interrupt=interrupts)
 
     def _could_use(self, worker: Worker) -> bool:
-        """Whether the running round should stop, since the first who waits may enter before one ends."""
+        """Whether the running round should stop, since the first who waits may enter before one
+        ends.
+        """
         running, inbox = worker.running, worker.inbox
         if running is None or running.interrupted or not inbox or worker.swapped.jobs:
             return False
@@ -81,7 +104,11 @@ class BatonPolicy:
         there.prefilled()
         waits_for_step = bool(leave) or self._more_may_enter(worker, there, len(back), len(enter))
         swap_out, evict = _placed(worker, leave)
-        moves = Moves(resume=tuple(back), swap_in=tuple(back), swap_out=tuple(swap_out)) if back or swap_out else None
+        moves = (
+            Moves(resume=tuple(back), swap_in=tuple(back), swap_out=tuple(swap_out))
+            if back or swap_out
+            else None
+        )
         return Batch(
             worker.index,
             tuple(enter),
@@ -97,14 +124,18 @@ class BatonPolicy:
 
     def _room(self, there: Footprint) -> int:
         """Decode steps until memory is at the threshold; a row that is alone may have all of it."""
-        return there.room(int(self.memory_threshold * there.capacity) if there.rows > 1 else there.capacity)
+        return there.room(
+            int(self.memory_threshold * there.capacity) if there.rows > 1 else there.capacity
+        )
 
     def _takes(self, worker: Worker, there: Footprint, job: Job, *, enters: bool = True) -> bool:
         """Whether there is room for one row more, and for some steps. Where nobody is, there is."""
         if there.rows >= min(self.max_batch_size, worker.row_limit):
             return False
         limit = int(self.memory_threshold * there.capacity)
-        return not there.rows or there.fits(job.length, limit, enters=enters, steps=self.headroom_steps)
+        return not there.rows or there.fits(
+            job.length, limit, enters=enters, steps=self.headroom_steps
+        )
 
     def _more_may_enter(self, worker: Worker, there: Footprint, back: int, entering: int) -> bool:
         """Whether the next who waits might enter in a round of its own, after one step of this one."""
@@ -113,7 +144,9 @@ class BatonPolicy:
         return self._takes(worker, there, worker.inbox[entering])
 
     def _leaving(self, worker: Worker) -> tuple[Footprint, list[Job]]:
-        """Who leaves so that one more step fits, as `last_first` has them; and what those who stay take."""
+        """Who leaves so that one more step fits, as `last_first` has them; and what those who stay
+        take.
+        """
         there, leave = footprint(worker), []
         if there.rows > 1 and self._room(there) < 1:
             for job in last_first(worker):
@@ -124,7 +157,9 @@ class BatonPolicy:
         return there, leave
 
     def _coming_back(self, worker: Worker, there: Footprint) -> list[Job]:
-        """Of those in host memory, the most urgent who was there first comes first, and nobody before him."""
+        """Of those in host memory, the most urgent who was there first comes first, and nobody
+        before him.
+        """
         back: list[Job] = []
         for job in sorted(worker.swapped.jobs, key=lambda job: (job.request.priority, job.ticket)):
             if not self._takes(worker, there, job, enters=False):

@@ -1,12 +1,15 @@
-"""What continuous policies share: rounds on every worker, attempts to admit, eviction where memory would run out.
+"""What continuous policies share: rounds on every worker, attempts to admit, eviction where memory
+would run out.
 
-A worker runs one round after the other. Each `interval_steps` decode steps, and whenever it is empty, those who wait at
-it may enter, first come first served; how many, is the policy's own question. Before a round, the last admitted are
-evicted until one more step fits; they wait again before all others, and keep their tokens. A round ends before memory
-is passed, so capacity holds at every step. What rows take of it, paged or padded, is their footprint's to say.
+A worker runs one round after the other. Each `interval_steps` decode steps, and whenever it is
+empty, those who wait at it may enter, first come first served; how many, is the policy's own
+question. Before a round, the last admitted are evicted until one more step fits; they wait again
+before all others, and keep their tokens. A round ends before memory is passed, so capacity holds at
+every step. What rows take of it, paged or padded, is their footprint's to say.
 
-Where requests have priorities, those who are more urgent come first: the least urgent are evicted first, and where the
-most urgent who waits may not enter, as many of those who are less urgent are evicted as it takes, if that suffices.
+Where requests have priorities, those who are more urgent come first: the least urgent are evicted
+first, and where the most urgent who waits may not enter, as many of those who are less urgent are
+evicted as it takes, if that suffices.
 """
 
 from __future__ import annotations
@@ -19,31 +22,44 @@ from typing import ClassVar
 from toolkit.sched.footprint import Footprint, footprint, look
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
+from toolkit.sched.protocols import NOTHING, Decision, View
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
-from toolkit.sched.view import NOTHING, Decision, View
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuousPolicy(ABC):
-    """Base of the continuous policies: subclasses say who may enter (`hopeful`, and `admit` where that is not all).
+    """Base of the continuous policies: subclasses say who may enter (`hopeful`, and `admit` where
+    that is not all).
 
-    `interval_steps` is the paper's 10 in Past-Future's Table 1; its `max_prefill_tokens` there is 32,768.
+    `interval_steps` is the paper's 10 in Past-Future's Table 1; its `max_prefill_tokens` there is
+    32,768.
     """
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = True
 
     interval_steps: int = knob(
-        10, low=1, high=10_000, search=(1, 64), log=True, doc="decode steps from one attempt to admit to the next"
+        10,
+        low=1,
+        high=10_000,
+        search=(1, 64),
+        log=True,
+        doc="decode steps from one attempt to admit to the next",
     )
     max_prefill_tokens: int = knob(
-        32_768, low=1, search=(512, 65_536), log=True, doc="an attempt admits until it has so many prompt tokens"
+        32_768,
+        low=1,
+        search=(512, 65_536),
+        log=True,
+        doc="an attempt admits until it has so many prompt tokens",
     )
     overfill: bool = knob(
         False,
         doc="true: who enters needs no room now, and may have to leave after a step (Table 1's artifact)",
     )
-    router: str = choice("round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS))
+    router: str = choice(
+        "round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS)
+    )
     chunk_tokens: int = chunk_knob()
 
     def __post_init__(self) -> None:
@@ -53,19 +69,22 @@ class ContinuousPolicy(ABC):
     def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
         """Whether `job` may be admitted beside those who are `there` before one of them ends.
 
-        `False` must be certain: nobody asks again until one ends, which is what lets a round be long.
+        `False` must be certain: nobody asks again until one ends, which is what lets a round be
+        long.
         """
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """How many of `candidates`, in their order, may enter by the policy's own criterion.
 
-        They fit the memory as it is now, and each is `hopeful` if those before it enter, but for the first where nobody
-        is resident: it is admitted whatever this says, since what fits alone is never left waiting.
+        They fit the memory as it is now, and each is `hopeful` if those before it enter, but for
+        the first where nobody is resident: it is admitted whatever this says, since what fits alone
+        is never left waiting.
         """
         return len(candidates)
 
     def longest_round(self, worker: Worker, entering: int) -> int:
-        """The most decode steps until the policy wants to decide something that no end of a job brings about.
+        """The most decode steps until the policy wants to decide something that no end of a job
+        brings about.
 
         `entering`: how many enter with the round.
         """
@@ -86,7 +105,11 @@ class ContinuousPolicy(ABC):
 
     def plan(self, view: View, now_s: float) -> Decision:
         due, arrived = view.due, view.arrived
-        batches = [self._round(view, worker) for worker in due if worker.inbox or worker.residents.jobs] if due else []
+        batches = (
+            [self._round(view, worker) for worker in due if worker.inbox or worker.residents.jobs]
+            if due
+            else []
+        )
         if arrived:
             interrupts = [index for index in arrived if self._could_use(view, view.workers[index])]
             if interrupts:
@@ -94,7 +117,9 @@ class ContinuousPolicy(ABC):
         return Decision(batches) if batches else NOTHING
 
     def _could_use(self, view: View, worker: Worker) -> bool:
-        """Whether the running round should stop, since the first that waits may enter before one ends."""
+        """Whether the running round should stop, since the first that waits may enter before one
+        ends.
+        """
         running, inbox = worker.running, worker.inbox
         if running is None or running.interrupted or not inbox:
             return False
@@ -166,7 +191,9 @@ class ContinuousPolicy(ABC):
             worker.chunk_of(self.chunk_tokens) if self.chunk_tokens else 0,
         )
 
-    def _entering(self, view: View, worker: Worker, there: Footprint) -> tuple[list[Job], Footprint]:
+    def _entering(
+        self, view: View, worker: Worker, there: Footprint
+    ) -> tuple[list[Job], Footprint]:
         """Which jobs enter, and what they take with those that are `there`, which is used up."""
         inbox, rows = worker.inbox, there.rows
         if not self._may_enter(worker, inbox[0], there):
@@ -197,7 +224,8 @@ class ContinuousPolicy(ABC):
         return candidates[:admitted], there
 
     def _giving_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
-        """The less urgent residents who must leave so that `job` may enter; nobody, where it may not even so.
+        """The less urgent residents who must leave so that `job` may enter; nobody, where it may
+        not even so.
 
         Then what those who stay take.
         """
@@ -213,7 +241,9 @@ class ContinuousPolicy(ABC):
         return [], footprint(worker)
 
     def _may_enter(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        """Whether an attempt makes sense before one ends: both kinds of room only shrink until then."""
+        """Whether an attempt makes sense before one ends: both kinds of room only shrink until
+        then.
+        """
         if not there.rows:
             return True
         if there.rows >= self.rows(worker):
@@ -224,5 +254,84 @@ class ContinuousPolicy(ABC):
 
 
 def last_first(worker: Worker) -> list[Job]:
-    """Residents in the order in which they are evicted: the least urgent, and of these who was admitted last."""
+    """Residents in the order in which they are evicted: the least urgent, and of these who was
+    admitted last.
+    """
     return sorted(worker.residents.jobs, key=lambda job: job.priority)[::-1]
+
+
+# Aggressive admission: a request enters where there is room for its prompt now, and eviction
+# settles the rest.
+#
+# What vLLM does (Past-Future, section 2.3).
+
+
+@dataclass(frozen=True, slots=True)
+class AggressivePolicy(ContinuousPolicy):
+    """Admit while the tokens in use and the newcomers' stay within `watermark` of the capacity.
+
+    Past-Future's Table 1 has 0.90, 0.95 and 0.99.
+    """
+
+    name: ClassVar[str] = "aggressive"
+
+    watermark: float = knob(
+        0.95, low=0.01, high=1, search=(0.5, 1.0), doc="share of the capacity that may be filled"
+    )
+
+    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
+        return there.taken_with(self._asks(job)) <= self.watermark * worker.capacity_tokens
+
+    def _asks(self, job: Job) -> int:
+        """Tokens that a newcomer is counted with; the artifact leaves out what one that was evicted
+        had generated.
+        """
+        return job.request.prompt_tokens if self.overfill else job.length
+
+
+# Conservative admission: a request enters where there is room for all that it and the residents
+# may generate.
+#
+# What TGI and DeepSpeed-MII do (Past-Future, section 2.3), and continuous batching's baseline
+# (ILS) in the SCLS paper.
+
+
+@dataclass(frozen=True, slots=True)
+class ConservativePolicy(ContinuousPolicy):
+    """Admit while the sum of prompt + max_new_tokens stays within `overcommit` times the capacity.
+
+    On a padded worker it is the number of rows x the largest prompt + max_new_tokens.
+    With 1 nobody is ever evicted. Past-Future's Table 1 has 1, 1.25 and 1.5.
+    """
+
+    name: ClassVar[str] = "conservative"
+
+    overcommit: float = knob(
+        1.0, low=0.01, high=100, search=(1.0, 3.0), doc="capacity that is promised over capacity"
+    )
+
+    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
+        return there.promised_with(job.limit_tokens) <= self.overcommit * worker.capacity_tokens
+
+
+# First come, first served, each run to its end: FastServe's baseline.
+
+
+@dataclass(frozen=True, slots=True)
+class FcfsPolicy(ContinuousPolicy):
+    """Admit up to a number of rows, where memory suffices for all that they may generate: nobody is
+    evicted.
+    """
+
+    name: ClassVar[str] = "fcfs"
+
+    max_batch_size: int = knob(
+        32, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker"
+    )
+
+    @property
+    def most_rows(self) -> int:
+        return self.max_batch_size
+
+    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
+        return there.promised_with(job.limit_tokens) <= worker.capacity_tokens

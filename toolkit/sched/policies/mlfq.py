@@ -2,37 +2,166 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import ClassVar
 
+from toolkit.errors import InputError
+from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.policies.placement import STARVES, Rank, Row
-from toolkit.sched.policies.preemptive import PreemptivePolicy
-from toolkit.sched.policies.queues import Queues, queues_of
+from toolkit.sched.policies.preemptive import STARVES, PreemptivePolicy, Rank, RankedJob
 from toolkit.sched.protocols import LatencyLaw, Standing
-from toolkit.sched.ranked import RankedInbox
 from toolkit.sched.types import Job, Worker
+
+# Multi-level feedback queues as arithmetic: in which queue a job is, from its own counters and a
+# law alone.
+
+NEVER = 1 << 40  # tokens after which a job leaves its queue, where it does not
+LONGEST = 1 << 24  # tokens; a quantum that lasts longer is never used up
+JOBS_KEPT = 1 << 16
+LAWS_KEPT = 8
+
+
+class FeedbackQueues:
+    """Queues under one law, numbered from 0.
+
+    A job joins the first queue whose quantum covers its prefill, or queue 0 if it is naive or was
+    promoted, and leaves a queue when it has used its quantum up. The last queue has none.
+
+    Service is counted in seconds of the law as if the job ran alone: T_prefill(1, L), and each
+    decode step's.
+
+    Args:
+        law: the worker's.
+        first_s: quantum of queue 0, in seconds.
+        growth: each quantum over the one before.
+        count: how many queues there are.
+        skip_join: false: every job joins queue 0.
+    """
+
+    def __init__(
+        self, law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
+    ) -> None:
+        self.quanta_s = [first_s * growth**k for k in range(count)]
+        self._law, self._skip_join, self._emits = law, skip_join, int(law.prefill_emits_token)
+        self._known: dict[tuple[int, int], tuple[int, list[int]]] = {}
+
+    def find(self, prompt_tokens: int, generated: int, promoted_at: int = -1) -> tuple[int, int]:
+        """The queue of a job that generated so much, and the count of generated tokens with which
+        it will leave it.
+
+        `promoted_at` is what it had generated when it was promoted last, -1 if it never was.
+        """
+        key = (prompt_tokens, promoted_at)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= JOBS_KEPT:
+                self._known.clear()
+            known = self._known[key] = self._way(prompt_tokens, promoted_at)
+        first, leaves = known
+        passed = bisect_right(leaves, generated)
+        return first + passed, leaves[passed] if passed < len(leaves) else NEVER
+
+    def service_s(self, prompt_tokens: int, generated: int) -> float:
+        """Seconds of prefill and decode that give a job so many tokens when it runs alone."""
+        if not generated:
+            return 0.0
+        decoded = generated - self._emits
+        prefill_s = self._law.prefill_s(1, prompt_tokens)
+        return prefill_s + (self._law.decode_s(1, prompt_tokens, decoded) if decoded else 0.0)
+
+    def _way(self, prompt_tokens: int, promoted_at: int) -> tuple[int, list[int]]:
+        """The queue that a job joins, and the generated tokens with which it leaves that one and
+        the next ones.
+        """
+        queue, used_s = 0, 0.0
+        if promoted_at >= 0:
+            used_s = self.service_s(prompt_tokens, promoted_at)
+        elif self._skip_join:
+            prefill_s = self._law.prefill_s(1, prompt_tokens)
+            while queue < len(self.quanta_s) - 1 and self.quanta_s[queue] < prefill_s:
+                queue += 1
+        leaves: list[int] = []
+        for quantum_s in self.quanta_s[queue:-1]:
+            used_s += quantum_s
+            tokens = self._tokens(
+                prompt_tokens, used_s, leaves[-1] if leaves else max(promoted_at, 0)
+            )
+            leaves.append(tokens)
+            if tokens == NEVER:
+                break
+        return queue, leaves
+
+    def _tokens(self, prompt_tokens: int, service_s: float, least: int) -> int:
+        """The first count of generated tokens, from `least` up, that takes so much service."""
+        high = max(least, 1)
+        while self.service_s(prompt_tokens, high) < service_s:
+            high *= 2
+            if high > LONGEST:
+                return NEVER
+        low = max(least, high // 2)
+        while low < high:
+            middle = (low + high) // 2
+            if self.service_s(prompt_tokens, middle) >= service_s:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+def queues_of(
+    law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
+) -> FeedbackQueues:
+    """The same object for the same arguments: what it has worked out is not worked out again."""
+    key = (id(law), first_s, growth, count, skip_join)
+    known = _by_identity.get(key)
+    if known is None or known[0] is not law:  # to compare laws takes longer than all the rest
+        if len(_by_identity) >= LAWS_KEPT:
+            _by_identity.clear()
+        known = _by_identity[key] = law, _queues_of(law, first_s, growth, count, skip_join)
+    return known[1]
+
+
+_by_identity: dict[tuple[int, float, float, int, bool], tuple[LatencyLaw, FeedbackQueues]] = {}
+
+
+@lru_cache(maxsize=LAWS_KEPT)
+def _queues_of(
+    law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
+) -> FeedbackQueues:
+    return FeedbackQueues(law, first_s, growth, count, skip_join)
 
 
 @dataclass(frozen=True, slots=True)
 class MlfqPolicy(PreemptivePolicy):
     """Skip-join multi-level feedback queues; with `skip_join` false the naive ones.
 
-    A job joins the first queue whose quantum covers its prefill, leaves a queue for the next when it has used up the
-    quantum, and goes to the first when it has waited for `starvation_s`: it then runs before all who have not, and has
-    that queue's quantum anew. Of the queues, the first comes first; within one, who arrived first. See `Queues`.
+    A job joins the first queue whose quantum covers its prefill, leaves a queue for the next when
+    it has used up the quantum, and goes to the first when it has waited for `starvation_s`: it then
+    runs before all who have not, and has that queue's quantum anew. Of the queues, the first comes
+    first; within one, who arrived first. See `FeedbackQueues`.
 
     Each priority has queues of its own: all of a more urgent one come before those of the next.
     """
 
     name: ClassVar[str] = "mlfq"
 
-    quantum_s: float = knob(0.1, low=1e-9, high=1e9, search=(0.01, 2.0), log=True, doc="service in the first queue, s")
-    growth: float = knob(2.0, low=1.0, high=1e3, search=(1.5, 4.0), doc="a queue's quantum over that of the one before")
+    quantum_s: float = knob(
+        0.1, low=1e-9, high=1e9, search=(0.01, 2.0), log=True, doc="service in the first queue, s"
+    )
+    growth: float = knob(
+        2.0,
+        low=1.0,
+        high=1e3,
+        search=(1.5, 4.0),
+        doc="a queue's quantum over that of the one before",
+    )
     queues: int = knob(8, low=1, high=64, search=(2, 12), doc="how many queues there are")
-    starvation_s: float = knob(30.0, low=1e-9, high=1e9, search=(1, 120), log=True, doc="longest wait before promotion")
+    starvation_s: float = knob(
+        30.0, low=1e-9, high=1e9, search=(1, 120), log=True, doc="longest wait before promotion"
+    )
     skip_join: bool = knob(True, doc="false: every job joins the first queue (naive MLFQ)")
 
     @property
@@ -48,10 +177,16 @@ class MlfqPolicy(PreemptivePolicy):
         return standing
 
     def next_runs(
-        self, worker: Worker, cached: Sequence[Row], rows: Sequence[Row], now_s: float
+        self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
     ) -> dict[Job, tuple[float, Rank]]:
-        """ENST, in seconds: until the row's promotion, or the quanta of all who run before it, whichever is less."""
-        quanta_s, starvation_s, inbox = self._queues(worker.latency).quanta_s, self.starvation_s, worker.inbox
+        """ENST, in seconds: until the row's promotion, or the quanta of all who run before it,
+        whichever is less.
+        """
+        quanta_s, starvation_s, inbox = (
+            self._queues(worker.latency).quanta_s,
+            self.starvation_s,
+            worker.inbox,
+        )
         assert isinstance(inbox, RankedInbox)
         starving, standings, counts = inbox.standings(now_s, starvation_s)
         ahead_s = [0.0]  # of all of lesser standing, by the place of a standing
@@ -81,7 +216,7 @@ class MlfqPolicy(PreemptivePolicy):
         """Of the queue that a standing is in."""
         return quanta_s[0] if standing == STARVES else quanta_s[int(standing) % self.queues]
 
-    def horizon(self, worker: Worker, running: Sequence[Row], steps: int) -> int:
+    def horizon(self, worker: Worker, running: Sequence[RankedJob], steps: int) -> int:
         """Until the first of `running` has used up its quantum."""
         find = self._queues(worker.latency).find
         for row in running:
@@ -101,5 +236,51 @@ class MlfqPolicy(PreemptivePolicy):
                 steps = left
         return steps
 
-    def _queues(self, law: LatencyLaw) -> Queues:
+    def _queues(self, law: LatencyLaw) -> FeedbackQueues:
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)
+
+
+# Shortest remaining output first, by the true lengths: what FastServe's queues approximate. In
+# simulations only.
+
+
+@dataclass(frozen=True, slots=True)
+class SrptOracle(PreemptivePolicy):
+    """Shortest remaining processing time: whose remaining prefill and decode would be shortest
+    alone, by the law.
+    """
+
+    name: ClassVar[str] = "srpt-oracle"
+
+    def told(self, output_tokens: Mapping[str, int]) -> SrptOracle:
+        """The same policy, with the true output length of each request id."""
+        return _Told(self, output_tokens)
+
+    def standings(self, law: LatencyLaw) -> Standing:
+        raise InputError(
+            f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
+        )
+
+
+class _Told(SrptOracle):
+    """The oracle that knows."""
+
+    __slots__ = ("_output_tokens",)
+    _output_tokens: Mapping[str, int]
+
+    def __init__(self, policy: SrptOracle, output_tokens: Mapping[str, int]) -> None:
+        super().__init__(*[getattr(policy, field.name) for field in fields(policy)])
+        object.__setattr__(self, "_output_tokens", output_tokens)
+
+    def standings(self, law: LatencyLaw) -> Standing:
+        output_tokens = self._output_tokens
+
+        def remaining_s(job: Job, generated: int) -> float:
+            request = job.request
+            remaining = output_tokens[request.request_id] - generated
+            seconds = law.decode_s(1, request.prompt_tokens + generated, remaining)
+            if not generated:
+                seconds += law.prefill_s(1, request.prompt_tokens)
+            return seconds
+
+        return remaining_s

@@ -1,4 +1,6 @@
-"""Policies' parameters: dataclass fields that carry their bounds, what they mean, and the range worth searching."""
+"""Policies' parameters: dataclass fields that carry their bounds, what they mean, and the range
+worth searching.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LARGEST_WHOLE = 2**53  # whole numbers above it are no floats, and array indices
 
 @dataclass(slots=True, frozen=True)
 class Knob:
-    """A parameter's limits (inclusive), its search range if it has one, and its meaning with the unit."""
+    """A parameter's limits (inclusive), its search range if it has one, and its meaning with the
+    unit.
+    """
 
     low: float
     high: float
@@ -72,7 +76,13 @@ def parameters(policy: AnyPolicy) -> dict[str, Value]:
 def validate(policy: AnyPolicy) -> None:
     """For `__post_init__`: every parameter has its type and is within its limits, or `InputError`."""
     for f in fields(policy):  # type: ignore[arg-type]
-        check(f"policy '{policy.name}'", f.name, type(f.default), getattr(policy, f.name), f.metadata["knob"])
+        check(
+            f"policy '{policy.name}'",
+            f.name,
+            type(f.default),
+            getattr(policy, f.name),
+            f.metadata["knob"],
+        )
 
 
 def checked_names(policy: type[AnyPolicy], given: dict[str, Value]) -> dict[str, Value]:
@@ -80,7 +90,9 @@ def checked_names(policy: type[AnyPolicy], given: dict[str, Value]) -> dict[str,
     known = knobs(policy)
     for name in given:
         if name not in known:
-            raise InputError(f"policy '{policy.name}' has no parameter '{name}'", nearest(name, known))
+            raise InputError(
+                f"policy '{policy.name}' has no parameter '{name}'", nearest(name, known)
+            )
     return given
 
 
@@ -110,7 +122,9 @@ def from_words(words: Iterable[str]) -> dict[str, Value]:
 
 
 def check(owner: str, name: str, kind: type, value: Value, limits: Knob) -> None:
-    """`InputError`, naming whose parameter it is, where a value is not of its type or not within its limits."""
+    """`InputError`, naming whose parameter it is, where a value is not of its type or not within
+    its limits.
+    """
     where = f"{owner}: {name} is {value!r}"
     if limits.choices:
         if value not in limits.choices:

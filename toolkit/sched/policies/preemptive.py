@@ -1,18 +1,22 @@
-"""What preemptive policies share: who ranks highest runs, the others keep their caches, on the device or the host.
+"""What preemptive policies share: who ranks highest runs, the others keep their caches, on the
+device or the host.
 
-At every scheduling point all jobs of a worker are ranked, and the best run, as many as rows and memory allow. Who has
-to make way is paused and keeps its cache on the device while there is room, else in host memory, else not at all and is
-prefilled again. Caches move in one of two ways:
+At every scheduling point all jobs of a worker are ranked, and the best run, as many as rows and
+memory allow. Who has to make way is paused and keeps its cache on the device while there is room,
+else in host memory, else not at all and is prefilled again. Caches move in one of two ways:
 
-- reactive: those that memory has no room for are swapped out, and the round waits for its transfers;
-- proactive (FastServe's key-value cache management): a share of the device is kept free for newcomers, caches that
+- reactive: those that memory has no room for are swapped out, and the round waits for its
+  transfers;
+- proactive (FastServe's key-value cache management): a share of the device is kept free for
+  newcomers, caches that
   will be needed last leave first, those needed soonest come back before they are, and all of that beside a round's
   compute. A round waits for its transfers only where it would have nothing to compute, or where one that starved would
   wait longer.
 
-A round ends when one ends, when a policy's `horizon` says that ranks change, when memory is full, when the caches come
-that those who rank higher wait for, every `interval_steps` while anybody waits, and when one arrives who would run.
-Where nobody could enter whatever the ranks, and nobody is paused or swapped out, it goes on until one ends.
+A round ends when one ends, when a policy's `horizon` says that ranks change, when memory is full,
+when the caches come that those who rank higher wait for, every `interval_steps` while anybody
+waits, and when one arrives who would run. Where nobody could enter whatever the ranks, and nobody
+is paused or swapped out, it goes on until one ends.
 """
 
 from __future__ import annotations
@@ -20,53 +24,373 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from itertools import islice
 from operator import attrgetter
 from typing import ClassVar
 
-from toolkit.sched.footprint import footprint, look
+from toolkit.sched.footprint import Footprint, footprint, look
+from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
-from toolkit.sched.policies.placement import (
-    RUNS,
-    STARVES,
-    Chosen,
-    Newcomers,
-    Place,
-    Placement,
-    Rank,
-    Row,
-    after_transfers,
-    beside_transfers,
-    free_places,
-    steps_until,
-)
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.protocols import LatencyLaw, Standing
-from toolkit.sched.ranked import RankedInbox
-from toolkit.sched.types import Batch, Job, Worker
-from toolkit.sched.view import Decision, View
+from toolkit.sched.protocols import Decision, LatencyLaw, Standing, View
+from toolkit.sched.types import Batch, Job, Moves, Worker
+
+# Where the caches of a worker's jobs are, and where a round puts them: the bookkeeping of
+# preemptive policies.
+
+Rank = tuple[
+    float, float, int
+]  # less is served first; the last is the ticket, so that no two are equal
+STARVES = -math.inf  # the first part of the rank of one that does
+RUNS = -1.0  # `RankedJob.waits_s` of one that runs
+
+
+class CacheLocation(Enum):
+    """Where a job's cache is."""
+
+    DEVICE = "device"
+    HOST = "host"
+    INBOX = "inbox"  # it has none
+
+
+@dataclass(slots=True, eq=False)
+class RankedJob:
+    """One job at a scheduling point, its counters up to date."""
+
+    job: Job
+    place: CacheLocation
+    tokens: int  # prompt + generated: what its cache holds, or its prefill will
+    generated: int
+    needs: int  # device tokens that it takes to run one step, its prefill's token with them
+    waits_s: float  # since it ran last; RUNS: it does
+    rank: Rank
+
+
+class Newcomers:
+    """Those who wait at a worker and have no cache, by rank; who could not enter any more is passed
+    over.
+    """
+
+    def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
+        assert isinstance(worker.inbox, RankedInbox)
+        self._inbox, self._now_s = worker.inbox, now_s
+        self._grows = 1 + worker.latency.prefill_emits_token
+        self._starving = worker.inbox.starving(now_s, patience_s)
+        self._others = worker.inbox.others(now_s, patience_s)
+        self._open = True
+
+    def next(self, free: float, place: float) -> RankedJob | None:
+        """The next of those who need at most `free` tokens, and find a place in `place`; never ask
+        for more later.
+
+        One who starves and finds none is waited for: nobody enters before him.
+        """
+        if not self.possible(place) or self._inbox.shortest + self._grows > free:
+            return None
+        grows = self._grows
+        for waits_s, job in self._starving:
+            needs = job.length + grows
+            if needs > place:
+                self._open = False
+                return None
+            if needs <= free:
+                return self._row(job, waits_s, (STARVES, -waits_s, job.ticket))
+        room = min(free, place)
+        for standing, job in self._others:
+            if job.length + grows <= room:
+                return self._row(
+                    job, self._now_s - job.waiting_since_s, (standing, 0.0, job.ticket)
+                )
+        return None
+
+    def possible(self, place: float) -> bool:
+        """Whether anybody who waits could have a cache in so many tokens, as far as is known."""
+        return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= place
+
+    def _row(self, job: Job, waits_s: float, rank: Rank) -> RankedJob:
+        return RankedJob(
+            job,
+            CacheLocation.INBOX,
+            job.length,
+            job.generated,
+            job.length + self._grows,
+            waits_s,
+            rank,
+        )
+
+
+def free_places(worker: Worker) -> int:
+    """Tokens that caches may still take on the device and in host memory together; residents' by
+    the last report.
+    """
+    device = worker.capacity_tokens - footprint(worker).taken - worker.held.tokens
+    return device + worker.host_tokens - worker.swapped.tokens
+
+
+@dataclass(slots=True)
+class Chosen:
+    """Those who should run, and what they take; `closed`: nobody else who waits without a cache
+    could have one.
+    """
+
+    rows: list[RankedJob]
+    there: Footprint
+    closed: bool = False
+
+
+def _add(found: Footprint, worker: Worker, row: RankedJob) -> None:
+    if row.place is CacheLocation.INBOX or row.job in worker.residents.prefilling:
+        found.enter(row.job)
+    else:
+        found.join(row.tokens)
+
+
+@dataclass(slots=True)
+class Placement:
+    """What a round does with every cache. `kept` and `fetched` are those that do not run and are on
+    the device then.
+
+    `there` is what those who run take.
+    """
+
+    run: list[RankedJob]
+    there: Footprint
+    kept: list[RankedJob] = field(default_factory=list)
+    fetched: list[RankedJob] = field(default_factory=list)
+    swap_out: list[RankedJob] = field(default_factory=list)
+    swap_in: list[RankedJob] = field(default_factory=list)
+    evict: list[RankedJob] = field(default_factory=list)
+    overlap: bool = False
+    closed: bool = False  # nobody who waits without a cache could have one
+    awaited: bool = False  # some who should run are in transfer, or wait for the room that it makes
+
+    def moves(self, worker: Worker, promote: Sequence[Job]) -> Moves | None:
+        """As the scheduler wants it; None where nothing changes."""
+        residents = worker.residents.jobs
+        running = {row.job.ticket for row in self.run}
+        pause = tuple(
+            [row.job for row in self.kept if row.job in residents and row.job.ticket not in running]
+        )
+        resume = tuple(
+            [
+                row.job
+                for row in self.run
+                if row.place is not CacheLocation.INBOX and row.job not in residents
+            ]
+        )
+        swap_out = tuple([row.job for row in self.swap_out])
+        swap_in = tuple([row.job for row in self.swap_in])
+        if not (pause or resume or swap_out or swap_in or promote):
+            return None
+        return Moves(
+            pause,
+            resume,
+            swap_out,
+            swap_in,
+            tuple(promote),
+            self.overlap and bool(swap_out or swap_in),
+        )
+
+    def idle(self, cached: Sequence[RankedJob]) -> list[RankedJob]:
+        """Those of `cached` who do not run."""
+        running = {row.job for row in self.run}
+        return [row for row in cached if row.job not in running]
+
+    def room(self, worker: Worker) -> int:
+        """Decode steps until those who run, and the caches on the device beside them, take more
+        than there is.
+        """
+        running = {row.job.ticket for row in self.run}
+        aside = sum([row.tokens for row in self.kept if row.job.ticket not in running])
+        if self.overlap:
+            aside += sum([row.tokens for row in (*self.swap_out, *self.swap_in)])
+        return self.there.room(worker.capacity_tokens - aside)
+
+    def transfers_s(self, worker: Worker) -> float:
+        """Seconds that the round's transfers take, by the worker's law."""
+        law = worker.swap
+        if law is None:
+            return 0.0
+        return sum([law.out_s(row.tokens) for row in self.swap_out]) + sum(
+            [law.in_s(row.tokens) for row in self.swap_in]
+        )
+
+
+def _keep(
+    worker: Worker,
+    others: Sequence[RankedJob],
+    chosen: Chosen,
+    spare: int,
+    share: int,
+    *,
+    fetch: bool,
+) -> Placement:
+    """Who of `others` stays on the device beside `chosen`, who leaves it, and with `fetch` who
+    comes.
+
+    `others` have caches; they come in the order in which they will run. `spare` tokens are left for
+    growth, `share` for newcomers.
+    """
+    free = worker.capacity_tokens - chosen.there.needs - spare - share
+    placed = Placement(list(chosen.rows), chosen.there)
+    leaving: list[RankedJob] = []
+    for row in others:
+        if row.place is CacheLocation.DEVICE:
+            if row.tokens <= free:
+                free -= row.tokens
+                placed.kept.append(row)
+            else:
+                leaving.append(row)
+    for row in others if fetch else ():
+        if (
+            row.place is CacheLocation.HOST and row.tokens <= free - share
+        ):  # else it would leave again soon
+            free -= row.tokens
+            placed.fetched.append(row)
+    room = worker.host_tokens - worker.swapped.tokens
+    stuck: list[RankedJob] = []
+    for row in reversed(leaving):
+        if row.tokens <= room:
+            room -= row.tokens
+            placed.swap_out.append(row)
+        else:
+            stuck.append(row)
+    free += share + spare  # what was to be kept free is worth less than a prefill
+    for row in reversed(stuck):
+        if row.tokens <= free:
+            free -= row.tokens
+            placed.kept.append(row)
+        else:
+            placed.evict.append(row)
+    return placed
+
+
+def after_transfers(
+    worker: Worker, others: Sequence[RankedJob], chosen: Chosen, spare: int, share: int
+) -> Placement:
+    """The round waits for its transfers, and all of `chosen` run in it."""
+    placed = _keep(worker, others, chosen, spare, share, fetch=False)
+    placed.swap_in = [row for row in chosen.rows if row.place is CacheLocation.HOST]
+    return placed
+
+
+def beside_transfers(
+    worker: Worker,
+    others: Sequence[RankedJob],
+    chosen: Chosen,
+    spare: int,
+    share: int,
+    most: int,
+    patience_s: float,
+) -> Placement | None:
+    """The round runs those of `chosen` who can now, and others in the others' rows, beside its
+    transfers.
+
+    None where it should rather wait for them. At most `most` rows run; who has waited for
+    `patience_s` waits for no transfer.
+    """
+    placed = _keep(worker, others, chosen, spare, share, fetch=True)
+    there = footprint(worker).emptied()  # its capacity is what the caches beside the rows leave
+    placed.overlap, placed.run, placed.there = True, [], there
+    there.capacity -= (
+        worker.residents.used + worker.held.tokens - sum([row.tokens for row in placed.evict])
+    )
+    for row in chosen.rows:
+        if (
+            row.place is CacheLocation.HOST
+            and row.tokens <= there.capacity - there.needs
+            and row.waits_s < patience_s
+        ):
+            placed.swap_in.append(row)
+            placed.awaited = True
+            there.capacity -= row.tokens
+        elif row.place is CacheLocation.DEVICE:
+            placed.run.append(row)
+            there.capacity += row.needs - 1
+            _add(there, worker, row)
+        elif row.place is CacheLocation.INBOX and there.fits(row.tokens, there.capacity):
+            placed.run.append(row)
+            there.enter(row.job)
+        elif row.waits_s >= patience_s:
+            return None
+        else:
+            placed.awaited = True
+    for row in sorted(placed.kept, key=attrgetter("rank")):
+        if len(placed.run) >= most:
+            break
+        there.capacity += row.tokens
+        if there.fits(row.tokens, there.capacity, enters=False):
+            placed.run.append(row)
+            there.join(row.tokens)
+        else:
+            there.capacity -= row.tokens
+    if there.needs > there.capacity or not placed.run:
+        return None
+    for row in placed.fetched:
+        if row.tokens <= there.capacity - there.needs:
+            placed.swap_in.append(row)
+            there.capacity -= row.tokens
+    return placed
+
+
+def steps_until(law: LatencyLaw, rows: int, length: float, seconds: float, most: int) -> int:
+    """The first count of decode steps, from 1 to `most`, that takes at least `seconds`; `most`
+    where none does.
+    """
+    low, high = 1, most
+    if seconds == float("inf") or law.decode_s(rows, length, most) < seconds:
+        return most
+    while low < high:
+        middle = (low + high) // 2
+        if law.decode_s(rows, length, middle) >= seconds:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptivePolicy(ABC):
-    """Base of the preemptive policies: subclasses say who goes first (`order`), and until when (`horizon`)."""
+    """Base of the preemptive policies: subclasses say who goes first (`order`), and until when
+    (`horizon`).
+    """
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = True
 
-    max_batch_size: int = knob(32, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker")
+    max_batch_size: int = knob(
+        32, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker"
+    )
     interval_steps: int = knob(
-        64, low=1, high=10_000, search=(8, 256), log=True, doc="decode steps between scheduling points, at the most"
+        64,
+        low=1,
+        high=10_000,
+        search=(8, 256),
+        log=True,
+        doc="decode steps between scheduling points, at the most",
     )
     max_prefill_tokens: int = knob(
-        32_768, low=1, search=(512, 65_536), log=True, doc="a round prefills until it has so many prompt tokens"
+        32_768,
+        low=1,
+        search=(512, 65_536),
+        log=True,
+        doc="a round prefills until it has so many prompt tokens",
     )
-    swap: str = choice("proactive", ("proactive", "reactive"), doc="when caches are swapped: proactive, reactive")
+    swap: str = choice(
+        "proactive", ("proactive", "reactive"), doc="when caches are swapped: proactive, reactive"
+    )
     free_share: float = knob(
-        0.1, low=0, high=0.9, search=(0.0, 0.5), doc="proactive: share of the device's memory kept free for newcomers"
+        0.1,
+        low=0,
+        high=0.9,
+        search=(0.0, 0.5),
+        doc="proactive: share of the device's memory kept free for newcomers",
     )
-    router: str = choice("round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS))
+    router: str = choice(
+        "round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS)
+    )
     chunk_tokens: int = chunk_knob()
 
     def __post_init__(self) -> None:
@@ -82,15 +406,16 @@ class PreemptivePolicy(ABC):
         """See `Ranks`; of two who do not starve, the lesser goes first."""
 
     def next_runs(
-        self, worker: Worker, cached: Sequence[Row], rows: Sequence[Row], now_s: float
+        self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
     ) -> dict[Job, tuple[float, Rank]]:
-        """When each of `rows` will run next, in any unit, and its rank: caches of the latest leave first.
+        """When each of `rows` will run next, in any unit, and its rank: caches of the latest leave
+        first.
 
         `cached` are all of the worker's who have a cache, ranked, and `rows` some of them.
         """
         return {row.job: (0.0, row.rank) for row in rows}
 
-    def horizon(self, worker: Worker, running: Sequence[Row], steps: int) -> int:
+    def horizon(self, worker: Worker, running: Sequence[RankedJob], steps: int) -> int:
         """Steps after which ranks change by what `running` do, at most `steps`."""
         return steps
 
@@ -125,7 +450,9 @@ class PreemptivePolicy(ABC):
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # nobody could enter when it began, so it does not end where ranks change
         since, standing = residents.steps, inbox.standing
-        came = [(standing(job, job.generated), job.ticket) for job in islice(reversed(inbox), newcomers)]
+        came = [
+            (standing(job, job.generated), job.ticket) for job in islice(reversed(inbox), newcomers)
+        ]
         ranks = [
             (standing(job, job.generated + since - job.joined), job.ticket)
             for job in residents.jobs
@@ -141,7 +468,9 @@ class PreemptivePolicy(ABC):
         return min(self.max_batch_size, worker.row_limit)
 
     def _spare(self, worker: Worker, rows: int) -> int:
-        """Tokens that are left free for so many rows to grow into: an interval's, but little of a small memory."""
+        """Tokens that are left free for so many rows to grow into: an interval's, but little of a
+        small memory.
+        """
         return min(rows * self.interval_steps, worker.capacity_tokens // 16)
 
     def _round(self, worker: Worker, now_s: float) -> Batch:
@@ -149,7 +478,9 @@ class PreemptivePolicy(ABC):
             steps = self._as_before(worker, now_s)
             if steps:
                 chunk = worker.chunk_of(self.chunk_tokens)
-                return Batch(worker.index, (), steps, 0, 0.0, "any", keep_cache=True, chunk_tokens=chunk)
+                return Batch(
+                    worker.index, (), steps, 0, 0.0, "any", keep_cache=True, chunk_tokens=chunk
+                )
         cached = self._cached(worker, now_s)
         chosen = self._choose(worker, cached, now_s)
         running = {row.job for row in chosen.rows}
@@ -157,7 +488,11 @@ class PreemptivePolicy(ABC):
         if others:
             enst = self.next_runs(worker, cached, others, now_s)
             others.sort(key=lambda row: enst[row.job])
-        proactive, most, spare = self.swap == "proactive", self._most(worker), self._spare(worker, len(chosen.rows))
+        proactive, most, spare = (
+            self.swap == "proactive",
+            self._most(worker),
+            self._spare(worker, len(chosen.rows)),
+        )
         share = int(self.free_share * worker.capacity_tokens) if proactive else 0
         placed = None
         if proactive:
@@ -168,7 +503,8 @@ class PreemptivePolicy(ABC):
         return self._batch(worker, placed, cached, now_s)
 
     def _as_before(self, worker: Worker, now_s: float) -> int:
-        """Steps of a round in which all residents go on, and nothing enters; 0: that has to be worked out.
+        """Steps of a round in which all residents go on, and nothing enters; 0: that has to be
+        worked out.
 
         What the rest of this class would come to, without ranking anything: all residents fit, no
         other job has a cache, and none waits, or none that could have one.
@@ -189,7 +525,7 @@ class PreemptivePolicy(ABC):
         """`horizon` where all residents of a worker run, and nothing else."""
         return self.horizon(worker, self._cached(worker, now_s), steps)
 
-    def _cached(self, worker: Worker, now_s: float) -> list[Row]:
+    def _cached(self, worker: Worker, now_s: float) -> list[RankedJob]:
         """The jobs of a worker between two rounds that have a cache, ranked."""
         assert isinstance(worker.inbox, RankedInbox)
         since, standing, patience_s = worker.residents.steps, worker.inbox.standing, self.patience_s
@@ -199,22 +535,33 @@ class PreemptivePolicy(ABC):
             tokens, generated = job.length + ran, job.generated + ran
             rank = (standing(job, generated), 0.0, job.ticket)
             needs = (worker.residents.holds(job) if prefilling else tokens) + 1
-            rows.append(Row(job, Place.DEVICE, tokens, generated, needs, RUNS, rank))
-        for place, shelf in ((Place.DEVICE, worker.held), (Place.HOST, worker.swapped)):
+            rows.append(RankedJob(job, CacheLocation.DEVICE, tokens, generated, needs, RUNS, rank))
+        for place, shelf in (
+            (CacheLocation.DEVICE, worker.held),
+            (CacheLocation.HOST, worker.swapped),
+        ):
             for job in shelf.jobs:
                 waits_s = now_s - job.waiting_since_s
                 starves = waits_s >= patience_s
-                rank = (STARVES, -waits_s, job.ticket) if starves else (standing(job, job.generated), 0.0, job.ticket)
-                rows.append(Row(job, place, job.length, job.generated, job.length + 1, waits_s, rank))
+                rank = (
+                    (STARVES, -waits_s, job.ticket)
+                    if starves
+                    else (standing(job, job.generated), 0.0, job.ticket)
+                )
+                rows.append(
+                    RankedJob(job, place, job.length, job.generated, job.length + 1, waits_s, rank)
+                )
         rows.sort(key=attrgetter("rank"))
         return rows
 
-    def _choose(self, worker: Worker, cached: Sequence[Row], now_s: float) -> Chosen:
-        """Those who should run: by rank, who fits; what ranks lower fills the room that the higher ones leave.
+    def _choose(self, worker: Worker, cached: Sequence[RankedJob], now_s: float) -> Chosen:
+        """Those who should run: by rank, who fits; what ranks lower fills the room that the higher
+        ones leave.
 
-        Who runs already goes on while one more step fits; who joins needs room for more, or each step would move one.
-        No cache is dropped so that another may be computed: who enters needs a place for what he displaces. Nor is a
-        half-made one: who is being prefilled goes on before all others.
+        Who runs already goes on while one more step fits; who joins needs room for more, or each
+        step would move one. No cache is dropped so that another may be computed: who enters needs a
+        place for what he displaces. Nor is a half-made one: who is being prefilled goes on before
+        all others.
         """
         prefilling = worker.residents.prefilling
         capacity, most, prefill = worker.capacity_tokens, self._most(worker), 0
@@ -232,25 +579,35 @@ class PreemptivePolicy(ABC):
         while len(chosen) < most and (row or came):
             spare = self._spare(worker, len(chosen) + 1)
             if came and not (row and row.rank < came.rank):
-                if not chosen or (came.needs + spare <= place and there.fits(came.tokens, capacity - spare)):
+                if not chosen or (
+                    came.needs + spare <= place and there.fits(came.tokens, capacity - spare)
+                ):
                     chosen.append(came)
                     there.enter(came.job)
                     place -= came.needs
                     prefill += came.tokens
                 more = self._spare(worker, len(chosen) + 1)
                 goes_on = prefill < self.max_prefill_tokens
-                came = newcomers.next(there.widest(capacity - more), place - more) if goes_on else None
+                came = (
+                    newcomers.next(there.widest(capacity - more), place - more) if goes_on else None
+                )
             elif row:
                 limit = capacity - (0 if row.waits_s == RUNS else spare)
                 if not chosen or there.fits(row.tokens, limit, enters=False):
                     chosen.append(row)
                     there.join(row.tokens)
                 row = next(ahead, None)
-        return Chosen(chosen, there, not newcomers.possible(place - self._spare(worker, len(chosen) + 1)))
+        return Chosen(
+            chosen, there, not newcomers.possible(place - self._spare(worker, len(chosen) + 1))
+        )
 
-    def _batch(self, worker: Worker, placed: Placement, cached: Sequence[Row], now_s: float) -> Batch:
-        enter = [row for row in placed.run if row.place is Place.INBOX]
-        moves = placed.moves(worker, [row.job for row in placed.run if row.waits_s >= self.patience_s])
+    def _batch(
+        self, worker: Worker, placed: Placement, cached: Sequence[RankedJob], now_s: float
+    ) -> Batch:
+        enter = [row for row in placed.run if row.place is CacheLocation.INBOX]
+        moves = placed.moves(
+            worker, [row.job for row in placed.run if row.waits_s >= self.patience_s]
+        )
         return Batch(
             worker.index,
             tuple([row.job for row in enter]),
@@ -265,7 +622,12 @@ class PreemptivePolicy(ABC):
         )
 
     def _steps(
-        self, worker: Worker, placed: Placement, cached: Sequence[Row], enter: Sequence[Row], now_s: float
+        self,
+        worker: Worker,
+        placed: Placement,
+        cached: Sequence[RankedJob],
+        enter: Sequence[RankedJob],
+        now_s: float,
     ) -> int:
         """Steps until something calls for a new decision, by the worker's laws."""
         law, run, n = worker.latency, placed.run, len(placed.run)
@@ -283,9 +645,15 @@ class PreemptivePolicy(ABC):
         lengths = [row.needs - 1 - emits for row in run]
         length = max(lengths) if law.padded else sum(lengths) / n
         begins_s = 0.0
-        inputs = [row.tokens for row in run if row.place is Place.INBOX or row.job in worker.residents.prefilling]
+        inputs = [
+            row.tokens
+            for row in run
+            if row.place is CacheLocation.INBOX or row.job in worker.residents.prefilling
+        ]
         if inputs:
-            begins_s = law.prefill_s(len(inputs), max(inputs) if law.padded else sum(inputs) / len(inputs))
+            begins_s = law.prefill_s(
+                len(inputs), max(inputs) if law.padded else sum(inputs) / len(inputs)
+            )
         transfers_s = placed.transfers_s(worker)
         if not placed.overlap:
             begins_s += transfers_s
@@ -293,7 +661,9 @@ class PreemptivePolicy(ABC):
             steps = steps_until(law, n, length, transfers_s - begins_s, steps)
         return steps_until(law, n, length, starving_s - begins_s, steps)
 
-    def _starving_in_s(self, worker: Worker, idle: Sequence[Row], enter: Sequence[Row], now_s: float) -> float:
+    def _starving_in_s(
+        self, worker: Worker, idle: Sequence[RankedJob], enter: Sequence[RankedJob], now_s: float
+    ) -> float:
         """Seconds until the next of those who wait starves; infinity: none will."""
         patience_s, inbox = self.patience_s, worker.inbox
         if patience_s == math.inf:

@@ -1,11 +1,13 @@
-"""Which worker a request goes to, for policies whose requests wait at a worker: a name each, for a parameter.
+"""Which worker a request goes to, for policies whose requests wait at a worker: a name each, for a
+parameter.
 
-A router is a function of the view that gives each pooled job a worker, in the pool's order. It counts
-work in tokens, and knows of output lengths only what has ended before.
+A router is a function of the view that gives each pooled job a worker, in the pool's order. It
+counts work in tokens, and knows of output lengths only what has ended before.
 
 Where workers are of several kinds, each is asked by its own laws how fast it is with a full memory
-(`toolkit.sched.pace`): who is twice as fast gets twice as much, counted in requests or in tokens, and memory is counted
-in shares of what a worker has. A job goes only where its longest possible end has room.
+(`toolkit.sched.queues`): who is twice as fast gets twice as much, counted in requests or in tokens,
+and memory is counted in shares of what a worker has. A job goes only where its longest possible end
+has room.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.figures import Figure, Numbers
-from toolkit.sched.pace import by_pace, tokens_per_s
+from toolkit.sched.protocols import View
+from toolkit.sched.queues import by_pace, tokens_per_s
 from toolkit.sched.residents import GENERATED, LENGTH
 from toolkit.sched.types import Job, Worker
-from toolkit.sched.view import View
 
 Router = Callable[[View, int], Sequence[int]]  # and the most rows that the policy runs on a worker
 
@@ -38,7 +40,8 @@ def round_robin(view: View, rows: int) -> Sequence[int]:
 
 
 def least_loaded(view: View, rows: int) -> Sequence[int]:
-    """To the worker with the fewest tokens outstanding: what its jobs hold, and what they are expected to add.
+    """To the worker with the fewest tokens outstanding: what its jobs hold, and what they are
+    expected to add.
 
     Of several kinds, where these take the least time with the request's own.
     """
@@ -53,7 +56,9 @@ def max_min(view: View, rows: int) -> Sequence[int]:
 
 
 def future_memory(view: View, _rows: int) -> Sequence[int]:
-    """To the worker whose memory will peak lowest with the request (Past-Future, Eq. 2-4, by expected lengths)."""
+    """To the worker whose memory will peak lowest with the request (Past-Future, Eq. 2-4, by
+    expected lengths).
+    """
     expected = expected_output(view)
     figure = view.figure("future memory", _future_memory)
     added: dict[int, list[Job]] = {}
@@ -74,13 +79,24 @@ def expected_output(view: View) -> int:
     return view.finished.mean()
 
 
-def soonest(view: View, figure: Figure, own: int, job: Job, expected: int, rows: int, *, depends: bool = True) -> int:
+def soonest(
+    view: View,
+    figure: Figure,
+    own: int,
+    job: Job,
+    expected: int,
+    rows: int,
+    *,
+    depends: bool = True,
+) -> int:
     """Which worker would be done first with its tokens of `figure` and the job's own.
 
     `depends`: whether the figure depends on `expected`.
     """
     able = view.holders(job)
-    paces = np.array([tokens_per_s(kind[0], job, expected, rows) for kind in view.kinds])[view.kind_of[able]]
+    paces = np.array([tokens_per_s(kind[0], job, expected, rows) for kind in view.kinds])[
+        view.kind_of[able]
+    ]
     return figure.least(able, expected if depends else 0, lambda tokens: (tokens + own) / paces)
 
 
@@ -91,7 +107,11 @@ def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
     for job in jobs:
         own = job.length + max(expected - job.generated, 1)
         mixed = view.mixed
-        index = soonest(view, figure, own, job, expected, rows) if mixed else figure.least(view.able, expected)
+        index = (
+            soonest(view, figure, own, job, expected, rows)
+            if mixed
+            else figure.least(view.able, expected)
+        )
         figure.add(index, own)
         homes.append(index)
     return homes
@@ -117,13 +137,20 @@ def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
     return tokens, rows
 
 
-def _lowest_peak(view: View, figure: Figure, added: Mapping[int, Sequence[Job]], job: Job, expected: int) -> int:
+def _lowest_peak(
+    view: View, figure: Figure, added: Mapping[int, Sequence[Job]], job: Job, expected: int
+) -> int:
     """The worker whose memory peaks lowest with the job and those `added` to each before it."""
     able, fresh = view.holders(job), max(expected, 1)
     paged = not any(kind[0].padded for kind in view.kinds or (view.workers,))
-    capacities = np.array([kind[0].capacity_tokens for kind in view.kinds])[view.kind_of[able]] if view.mixed else 1
+    capacities = (
+        np.array([kind[0].capacity_tokens for kind in view.kinds])[view.kind_of[able]]
+        if view.mixed
+        else 1
+    )
     if not job.generated and paged:
-        # Nothing remains longer than a new job, so that it comes first: the peak is its input more than without it.
+        # Nothing remains longer than a new job, so that it comes first: the peak is its input more
+        # than without it.
         return figure.least(able, expected, lambda tokens: (tokens + job.length) / capacities)
 
     def bound(peaks: Numbers, rows: Numbers) -> NDArray[np.float64]:
@@ -151,7 +178,8 @@ def _rows_of(worker: Worker, added: Sequence[Job]) -> int:
 
 
 def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int = 0) -> int:
-    """M* of all jobs of a worker and of `newcomers`, as if all ran at once; and so many of no input besides.
+    """M* of all jobs of a worker and of `newcomers`, as if all ran at once; and so many of no input
+    besides.
 
     Those that have generated nothing remain the longest, and all as long: together they come first
     in the order of Eq. 2-4, so a sum and a count stand for them.
@@ -159,7 +187,12 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
     inbox, residents, fresh = worker.inbox, worker.residents, max(expected, 1)
     returned = inbox.returned
     new = [job.length for job in newcomers if not job.generated]
-    jobs = [*returned, *worker.held.jobs, *worker.swapped.jobs, *[job for job in newcomers if job.generated]]
+    jobs = [
+        *returned,
+        *worker.held.jobs,
+        *worker.swapped.jobs,
+        *[job for job in newcomers if job.generated],
+    ]
     count = inbox.waiting - len(returned) + len(new) + empty
     held = inbox.tokens - sum([job.length for job in returned]) + sum(new)
     used = np.array([job.length for job in jobs], dtype=np.int64)

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from toolkit.engine_traits import ENGINES
 from toolkit.errors import InputError
 from toolkit.sched.policies import KNOWN, ORACLES, make_any, refuse_unservable
 
-OURS = ("vllm", "rebatch", "transformers", "deepspeed")  # engines that a recipe can start
+# Engines that a recipe can start, in the order in which they are recommended.
+STARTED = tuple(
+    traits.name for traits in ENGINES.values() if traits.started and not traits.for_tests
+)
 MARK = "*"
 FUTURE = "the future, which no server knows,"
 
@@ -24,13 +28,13 @@ def refusal(policy: str, engines: Iterable[str]) -> str | None:
     """
     engines = list(engines)
     if not engines:
-        return _refused(policy, OURS[1]) if policy in ORACLES else None
+        return _refused(policy, STARTED[0]) if policy in ORACLES else None
     return next((reason for engine in engines if (reason := _refused(policy, engine))), None)
 
 
 def engines_for(policy: str) -> list[str]:
     """The engines of ours that can run the policy of this name: none for an oracle."""
-    return [engine for engine in OURS if _refused(policy, engine) is None]
+    return [engine for engine in STARTED if _refused(policy, engine) is None]
 
 
 def marked(policy: str, engines: Iterable[str]) -> str:

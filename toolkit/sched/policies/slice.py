@@ -1,35 +1,145 @@
-"""Slice-level scheduling (SCLS): batches by dynamic programming, run for one slice, offloaded max-min.
+"""Slice-level scheduling (SCLS): batches by dynamic programming, run for one slice, offloaded
+max-min.
 
-Every T seconds all pooled requests are batched so that the total serving time is least (Algorithm 1); the batches go to
-the least loaded workers, longest first (Eq. 11); T adapts to the load (Eq. 12). Requests that have not ended return to
-the pool with what they generated as part of their input. Sections 4.4 to 4.6 of the SCLS paper. Workers of several
-kinds are beyond it: `toolkit.sched.policies.shares` says who gets what, and each kind then goes on as in the paper.
+Every T seconds all pooled requests are batched so that the total serving time is least (Algorithm
+1); the batches go to the least loaded workers, longest first (Eq. 11); T adapts to the load (Eq.
+12). Requests that have not ended return to the pool with what they generated as part of their
+input. Sections 4.4 to 4.6 of the SCLS paper. Workers of several kinds are beyond it:
+`toolkit.sched.policies.slice` says who gets what, and each kind then goes on as in the paper.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from toolkit.sched.kernels import split_by_serving_time
-from toolkit.sched.policies.parameters import knob, validate
-from toolkit.sched.policies.shares import share_out
-from toolkit.sched.types import Batch, Job, Worker
-from toolkit.sched.view import Decision, View
+from toolkit.sched.figures import Figure
+from toolkit.sched.footprint import Footprint, peak_to_come
+from toolkit.sched.kernels import (
+    admit_knowing,
+    all_left,
+    ends_now,
+    nearest_end,
+    slices_left,
+    split_by_serving_time,
+)
+from toolkit.sched.policies.continuous import ContinuousPolicy
+from toolkit.sched.policies.parameters import choice, knob, validate
+from toolkit.sched.policies.routers import ROUTERS, expected_output, round_robin, soonest
+from toolkit.sched.protocols import Decision, View
+from toolkit.sched.queues import serving_s
+from toolkit.sched.residents import GENERATED, JOINED, LENGTH, LIMIT
+from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
+
+# Which part of the pool each kind of workers batches, where they have different laws.
+#
+# Algorithm 1 asks one law how long batches take and how many rows fit; a batch that it made by
+# the laws of a large card is wrong for a small one. So jobs are shared out first. Ordered by
+# length, as Algorithm 1 has them anyway, the pool is cut, and each kind batches its own stretch
+# by its own laws: rows of a batch are alike, and little is padded. Of a few cuts, with the
+# shortest or with the longest for one kind, that one is taken with which the jobs wait least: the
+# sum over all of the seconds until the batch is done that they are in. To have all workers done
+# at the same time instead, which a makespan would ask for, lets everybody wait for the slow ones
+# (docs/decisions.md).
+#
+# Whom only larger workers hold is theirs whatever the cut says. A kind that would be done later
+# than the others with even one job gets none: that is how a slow card stays idle while a fast one
+# is soon free again.
+
+# cuts that are looked at from either end, between two kinds; fewer where there are more kinds
+STEPS = 8
+
+Batching = Callable[[Sequence[Job], Worker], list[Batch]]  # by the laws of one worker
+Offloading = Callable[[list[Batch], Sequence[Worker]], float]  # over workers of one kind
+
+
+@dataclass(slots=True, frozen=True)
+class KindShare:
+    """Batches for workers of one kind or several, and the sum over their jobs of the seconds until
+    each is done.
+    """
+
+    batches: list[Batch]
+    waits_s: float
+
+
+def share_out(
+    jobs: Sequence[Job],
+    kinds: Sequence[Sequence[Worker]],
+    batch: Batching,
+    offload: Offloading,
+    now_s: float,
+) -> list[Batch]:
+    """Batches of all `jobs`, which are ordered by length and which the last of `kinds` holds,
+    assigned to workers.
+
+    At most 2 `STEPS` + 2 calls of `batch` for two kinds, of at most all jobs.
+    """
+    return _shared(jobs, kinds, batch, offload, now_s).batches
+
+
+def _shared(
+    jobs: Sequence[Job],
+    kinds: Sequence[Sequence[Worker]],
+    batch: Batching,
+    offload: Offloading,
+    now_s: float,
+) -> KindShare:
+    kind, others = kinds[0], kinds[1:]
+    if not others or not jobs:
+        return _share_of(kinds[-1], batch(jobs, kinds[-1][0]) if jobs else [], offload, now_s)
+
+    def split(mine: Sequence[Job]) -> KindShare:
+        """With these for `kind`, the rest for the others."""
+        taken = {job.ticket for job in mine}
+        rest = [job for job in jobs if job.ticket not in taken]
+        own = _share_of(kind, batch(mine, kind[0]) if mine else [], offload, now_s)
+        theirs = _shared(rest, others, batch, offload, now_s)
+        return KindShare([*theirs.batches, *own.batches], theirs.waits_s + own.waits_s)
+
+    able = [job for job in jobs if kind[0].holds(job)]
+    return min(
+        map(split, _cuts(able, max(STEPS // len(others) ** 2, 1))), key=lambda share: share.waits_s
+    )
+
+
+def _cuts(able: Sequence[Job], steps: int) -> list[Sequence[Job]]:
+    """What a kind may get of those that it holds: none first, then the shortest or the longest, up
+    to all.
+    """
+    counts = sorted({len(able) * step // steps for step in range(1, steps + 1)} - {0})
+    shortest = [able[:count] for count in counts]
+    return [[], *shortest, *(able[-count:] for count in counts[:-1])]
+
+
+def _share_of(
+    kind: Sequence[Worker], batches: list[Batch], offload: Offloading, now_s: float
+) -> KindShare:
+    if not batches:
+        return KindShare(batches, 0.0)
+    offload(batches, kind)
+    done_s, waits_s = {worker.index: worker.left_s(now_s) for worker in kind}, 0.0
+    for batch in batches:
+        done_s[batch.worker] += batch.estimated_s
+        waits_s += len(batch.jobs) * done_s[batch.worker]
+    return KindShare(batches, waits_s)
 
 
 @dataclass(frozen=True, slots=True)
 class SlicePolicy:
     """SCLS. Paper: S 128, lambda 0.5, Gamma 6 s on transformers and 3 s on DeepSpeed, zeta 0.9.
 
-    `eager` mends the paper's wait for Gamma under light load: while a worker is idle, nobody waits. Of the paper's
-    ablation, LB is interval_factor 0, AB also max_min false, and PM also a max_batch_size.
+    `eager` mends the paper's wait for Gamma under light load: while a worker is idle, nobody waits.
+    Of the paper's ablation, LB is interval_factor 0, AB also max_min false, and PM also a
+    max_batch_size.
     """
 
     name: ClassVar[str] = "slice"
@@ -45,9 +155,13 @@ class SlicePolicy:
         log=True,
         doc="Gamma of Eq. 12: shortest wait between batchings, in seconds",
     )
-    memory_reserve: float = knob(0.1, high=0.99, search=(0.0, 0.5), doc="share of the fitted memory that is kept free")
+    memory_reserve: float = knob(
+        0.1, high=0.99, search=(0.0, 0.5), doc="share of the fitted memory that is kept free"
+    )
     max_batch_size: int = knob(0, doc="largest batch; 0: what memory allows")
-    max_min: bool = knob(True, doc="longest batch to the least loaded worker; false: batches in turn")
+    max_min: bool = knob(
+        True, doc="longest batch to the least loaded worker; false: batches in turn"
+    )
     eager: bool = knob(True, doc="batch at once while a worker is idle")
 
     def __post_init__(self) -> None:
@@ -62,12 +176,16 @@ class SlicePolicy:
         if view.mixed:
             return self._plan_mixed(view, now_s)
         alive = view.alive()
-        waiting = now_s < view.due_s and not (self.eager and any(not view.workers[index].queue for index in view.idle))
+        waiting = now_s < view.due_s and not (
+            self.eager and any(not view.workers[index].queue for index in view.idle)
+        )
         if waiting or not alive:
             return Decision()
         batches = self.batch(view.pool, alive[0])
         if self.max_min:
-            least_load_s = _offload(batches, view.loads.least(len(batches) + 1))  # no other can be given any
+            least_load_s = _offload(
+                batches, view.loads.least(len(batches) + 1)
+            )  # no other can be given any
         else:
             least_load_s = offload_in_turn(batches, alive)
         interval_s = max(self.interval_factor * least_load_s, self.min_interval_s)  # Eq. 12
@@ -76,9 +194,10 @@ class SlicePolicy:
     def _plan_mixed(self, view: View, now_s: float) -> Decision:
         """As `plan`, each kind of workers batching its share of the pool by its own laws.
 
-        Where the policy is `eager`, only who is idle is given anything, one batch, and Gamma is of no account: what is
-        best run by those who are busy waits in the pool, where those who come meanwhile may join it. Of a worker's
-        batches it is the one with the job that waits longest, so that nobody is passed over for ever.
+        Where the policy is `eager`, only who is idle is given anything, one batch, and Gamma is of
+        no account: what is best run by those who are busy waits in the pool, where those who come
+        meanwhile may join it. Of a worker's batches it is the one with the job that waits longest,
+        so that nobody is passed over for ever.
         """
         idle = [index for index in view.idle if not view.workers[index].queue]
         if not view.kinds or (not self.eager and now_s < view.due_s):
@@ -86,7 +205,13 @@ class SlicePolicy:
         if self.eager and not idle:
             return Decision(wake_at_s=math.inf)  # the next batch's end will do
         jobs = sorted(view.pool, key=attrgetter("length"))
-        batches = share_out(jobs, view.kinds, self.batch, offload_max_min if self.max_min else offload_in_turn, now_s)
+        batches = share_out(
+            jobs,
+            view.kinds,
+            self.batch,
+            offload_max_min if self.max_min else offload_in_turn,
+            now_s,
+        )
         if self.eager:
             return Decision(_oldest(batches, idle), wake_at_s=math.inf)
         loads_s = {worker.index: worker.load_s for worker in view.alive()}
@@ -110,7 +235,9 @@ class SlicePolicy:
         return _walk_back(jobs, starts.tolist(), total_s.tolist(), self.slice_tokens)
 
 
-def _walk_back(jobs: list[Job], starts: list[int], total_s: list[float], slice_tokens: int) -> list[Batch]:
+def _walk_back(
+    jobs: list[Job], starts: list[int], total_s: list[float], slice_tokens: int
+) -> list[Batch]:
     """The batches that the split positions of Algorithm 1 stand for."""
     batches = []
     end = len(jobs)
@@ -138,9 +265,11 @@ def _oldest(batches: Sequence[Batch], workers: Sequence[int]) -> list[Batch]:
 
 
 def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
-    """Longest batch to the least loaded worker (SCLS 4.5, Eq. 11); returns the least load after it, in seconds.
+    """Longest batch to the least loaded worker (SCLS 4.5, Eq. 11); returns the least load after it,
+    in seconds.
 
-    Sorts and assigns `batches`. Equal loads go to the worker that was given the fewest batches, so that none starves.
+    Sorts and assigns `batches`. Equal loads go to the worker that was given the fewest batches, so
+    that none starves.
     """
     return _offload(batches, [(worker.load_s, worker.assigned, worker.index) for worker in workers])
 
@@ -157,10 +286,285 @@ def _offload(batches: list[Batch], heap: list[tuple[float, int, int]]) -> float:
 
 
 def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
-    """Batches to workers round robin, going on where the last call ended; returns the least load after it."""
+    """Batches to workers round robin, going on where the last call ended; returns the least load
+    after it.
+    """
     loads = {worker.index: worker.load_s for worker in workers}
     turn = sum(worker.assigned for worker in workers)
     for k, batch in enumerate(batches, start=turn):
         batch.worker = workers[k % len(workers)].index
         loads[batch.worker] += batch.estimated_s
     return min(loads.values())
+
+
+# Sequence-level scheduling (SLS): what SCLS is measured against.
+#
+# Requests go to the workers in turn; a worker takes a fixed number of them, first come first
+# served, and runs the batch until its longest output ends (SCLS paper, section 5.1). In a fleet
+# of several kinds the turns come by how fast they are, and a batch has no more rows than its
+# worker's memory.
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePolicy:
+    """Fixed batches, round robin, to the longest output. Paper: 16 rows on transformers, 12 on
+    DeepSpeed.
+
+    With `slice_tokens` it is Slice-Only (SO), the first step of the paper's ablation.
+    """
+
+    name: ClassVar[str] = "sequence"
+    continuous: ClassVar[bool] = False
+
+    batch_size: int = knob(16, low=1, search=(1, 64), log=True, doc="rows of a batch")
+    slice_tokens: int = knob(
+        0, doc="tokens per turn, after which a request is dealt again; 0: to its end"
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def route(self, view: View, now_s: float) -> Sequence[int] | None:
+        alive = view.alive()
+        if view.mixed and alive:
+            return round_robin(view, self.batch_size)
+        return [alive[job.ticket % len(alive)].index for job in view.pool] if alive else None
+
+    def plan(self, view: View, now_s: float) -> Decision:
+        return Decision(
+            [self._batch(view, worker) for worker in view.due if worker.inbox and not worker.queue]
+        )
+
+    def _batch(self, view: View, worker: Worker) -> Batch:
+        jobs = tuple(islice(worker.inbox, self.batch_size))
+        length, steps = self._sizes(jobs)
+        while (
+            view.mixed
+            and len(jobs) > int(worker.memory.max_batch(np.array([length]), steps, 0.0)[0]) > 0
+        ):
+            jobs = jobs[:-1]  # one number of rows cannot suit unequal memories
+            length, steps = self._sizes(jobs)
+        return Batch(
+            worker.index, jobs, steps, length, serving_s(worker.latency, len(jobs), length, steps)
+        )
+
+    def _sizes(self, jobs: Sequence[Job]) -> tuple[int, int]:
+        """The longest input, and the steps of a batch."""
+        longest = max(job.remaining_limit for job in jobs)
+        return max(job.length for job in jobs), min(self.slice_tokens or longest, longest)
+
+
+# Slice-level scheduling on continuous batching: the SCLS paper's section 7, which its authors
+# left to be built.
+#
+# A request generates at most one slice per schedule, so the memory that residents will need is
+# known up to the slice's end; that is what newcomers are admitted against. Where its slice is
+# over and requests queue up behind it, a request goes to a worker with clearly more free memory,
+# or gives way to those who wait; else it stays, and its cache with it.
+
+SLICES = "slices"
+GONE = -(1 << 62)  # free tokens of a worker that is lost: less than any has
+
+
+@dataclass(frozen=True, slots=True)
+class SliceContinuousPolicy(ContinuousPolicy):
+    """SCLS with caches that stay. Slices end at attempts to admit, so they are rounded up to
+    `interval_steps`.
+
+    What a worker has promised is the sum of L + S over residents and those who wait (Eq. 5, in
+    tokens); requests are routed to the least promised, the longest first (Eq. 11 with memory as the
+    load); where workers are of several kinds, to the one that what it promised takes the least
+    time.
+    """
+
+    name: ClassVar[str] = "slice-continuous"
+
+    slice_tokens: int = knob(128, low=1, search=(16, 1024), log=True, doc="S: tokens per slice")
+    reserve: float = knob(
+        0.0, high=0.99, search=(0.0, 0.3), doc="share of the capacity that slices must leave free"
+    )
+    margin: float = knob(
+        0.1,
+        high=1,
+        search=(0.02, 0.5),
+        log=True,
+        doc="share of the capacity that is clearly more free memory",
+    )
+    router: str = choice(
+        SLICES,
+        (SLICES, *ROUTERS),
+        doc="how requests are dealt to workers: least promised, or others",
+    )
+
+    def release(self, view: View, now_s: float) -> Sequence[Job]:
+        """Residents whose slice is over and that are better off, or better for others, elsewhere."""
+        leaving: list[Job] = []
+        free: NDArray[np.int64] | None = None
+        for worker in view.due:
+            residents = worker.residents
+            if (
+                residents.jobs
+                and residents.steps % self.interval_steps == 0
+                and self._ends_now(worker)
+            ):
+                over = self._over(worker)
+                if over:
+                    if free is None:
+                        free = self._free(view)
+                    leaving += self._leaving(view, worker, over, free)
+        return leaving
+
+    def route(self, view: View, now_s: float) -> Sequence[int] | None:
+        if self.router != SLICES or not view.alive():
+            return ContinuousPolicy.route(self, view, now_s)
+        promised = self._promised(view)
+        homes, expected = [-1] * len(view.pool), expected_output(view)
+        for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
+            job = view.pool[k]
+            own = job.length + self._period()
+            if view.mixed:
+                homes[k] = soonest(
+                    view, promised, own, job, expected, self.most_rows, depends=False
+                )
+            else:
+                homes[k] = promised.least(view.able, 0)
+            promised.add(homes[k], own)
+        return homes
+
+    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
+        used, left = self._outlook(worker)
+        emits = worker.latency.prefill_emits_token
+        first = self._first_end(worker, worker.residents.steps) - worker.residents.steps
+        waiting = np.array(
+            [(job.length + emits, min(first, job.remaining_limit - emits)) for job in candidates]
+        ).T
+        return int(admit_knowing(used, left, waiting, self._limit(worker) + 1.0, worker.padded))
+
+    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
+        return there.taken_with(job.length) < self._limit(worker)
+
+    def longest_round(self, worker: Worker, entering: int) -> int:
+        residents = worker.residents
+        nearest = (
+            int(nearest_end(residents.table()[JOINED], *self._times(worker)))
+            if residents.jobs
+            else NO_LIMIT
+        )
+        if not entering and residents.jobs:
+            return nearest
+        return min(nearest, self._first_end(worker, residents.steps) - residents.steps)
+
+    def _leaving(
+        self, view: View, worker: Worker, over: Sequence[Job], free: NDArray[np.int64]
+    ) -> list[Job]:
+        """Which of those whose slice is over leave, in the order of admission. Takes what moves off
+        `free`.
+        """
+        used, left = self._outlook(worker)
+        staying = np.ones(len(used), dtype=np.bool_)
+        staying[[job.slot for job in over]] = False
+        here, crowded, limit = worker.index, bool(worker.inbox), self._limit(worker)
+        own, free[here] = int(free[here]), GONE
+        target = int(free.argmax()) if len(view.able) > 1 else here
+        free[here] = own
+        margin = self.margin * worker.capacity_tokens
+        leaving = []
+        for job in over:
+            staying[job.slot] = True
+            room = peak_to_come(used[staying], left[staying], padded=worker.padded) <= limit
+            if not crowded and (room or staying.sum() == 1):
+                continue
+            needs = int(used[job.slot]) + self._period()
+            moves = (
+                target != here
+                and free[target] - needs - margin >= free[here]
+                and view.workers[target].holds(job)
+            )
+            if not moves and (room or not crowded):
+                continue
+            leaving.append(job)
+            staying[job.slot] = False
+            free[here] += needs
+            if moves:
+                free[target] -= needs
+        return leaving
+
+    def _limit(self, worker: Worker) -> int:
+        return int((1.0 - self.reserve) * worker.capacity_tokens)
+
+    def _period(self) -> int:
+        """Steps of a slice that begins with an attempt to admit."""
+        return -(-self.slice_tokens // self.interval_steps) * self.interval_steps
+
+    def _first_steps(self, worker: Worker) -> int:
+        """Steps until one who enters has `slice_tokens`."""
+        return max(self.slice_tokens - worker.latency.prefill_emits_token, 1)
+
+    def _first_end(self, worker: Worker, joined: int) -> int:
+        """The worker's step where the first slice of one who joined at the step `joined` is over."""
+        return -(-(joined + self._first_steps(worker)) // self.interval_steps) * self.interval_steps
+
+    def _over(self, worker: Worker) -> list[Job]:
+        """Residents whose slice is over just now, in the order of admission."""
+        steps, first, period, interval = self._times(worker)
+        return [
+            job
+            for job in worker.residents.jobs
+            if steps >= (end := -(-(job.joined + first) // interval) * interval)
+            and (steps - end) % period == 0
+        ]
+
+    def _left(self, worker: Worker) -> NDArray[np.int64]:
+        """Steps that each resident has until its slice is over; a whole slice where it just was. In
+        slots' order.
+        """
+        return slices_left(worker.residents.table()[JOINED], *self._times(worker))
+
+    def _ends_now(self, worker: Worker) -> bool:
+        return bool(ends_now(worker.residents.table()[JOINED], *self._times(worker)))
+
+    def _times(self, worker: Worker) -> tuple[int, int, int, int]:
+        """In steps: the worker's so far, those of a first slice and of all others, and the
+        interval.
+        """
+        return (
+            worker.residents.steps,
+            self._first_steps(worker),
+            self._period(),
+            self.interval_steps,
+        )
+
+    def _outlook(self, worker: Worker) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens that each resident holds, and will add at most until its slice is over. In slots'
+        order.
+        """
+        table, steps = worker.residents.table(), worker.residents.steps
+        return table[LENGTH] + steps, np.minimum(
+            self._left(worker), table[LIMIT] - table[GENERATED] - steps
+        )
+
+    def _promised(self, view: View) -> Figure:
+        return view.figure((self.name, self), self._promise)
+
+    def _free(self, view: View) -> NDArray[np.int64]:
+        """Each worker's capacity less what it promised [n]; `GONE` for those that are lost."""
+        free = np.full(len(view.workers), GONE)
+        capacities = (
+            [view.workers[index].capacity_tokens for index in view.able] if view.mixed else None
+        )
+        capacity = view.workers[0].capacity_tokens if capacities is None else np.array(capacities)
+        free[view.able] = capacity - self._promised(view).bounds()[view.able]
+        return free
+
+    def _promise(self, worker: Worker, _expected: int) -> tuple[int, int]:
+        """Tokens that were promised; they do not depend on how far the running round has come."""
+        promised = worker.inbox.tokens + len(worker.inbox) * self._period()
+        if worker.residents.jobs:
+            promised += worker.residents.used + int(
+                all_left(worker.residents.table()[JOINED], *self._times(worker))
+            )
+            if (
+                worker.running
+            ):  # prefill's tokens, which are not in the books before the round is over
+                promised += len(worker.running.jobs) * worker.latency.prefill_emits_token
+        return promised, 0

@@ -1,0 +1,40 @@
+#!/bin/sh
+# Installs llmctl and what it needs, every file checked against its hash in a lock:
+#
+#   sh locks/install.sh PYTHON [-e] [EXTRA ...]
+#
+# PYTHON is the interpreter of a virtual environment. With -e the checkout itself is what is imported.
+# An EXTRA is one of pyproject.toml's that has a lock beside this script.
+set -eu
+here=$(dirname "$0")
+python=$1
+shift
+editable=
+if [ "${1-}" = -e ]; then
+    editable=-e
+    shift
+fi
+for extra in "$@"; do
+    if ! [ -f "$here/$extra.txt" ]; then
+        echo "locks/install.sh: there is no locks/$extra.txt; an extra without a lock cannot be installed from here" >&2
+        exit 2
+    fi
+done
+
+# No resolver runs: a lock is whole. What has no wheel is built without isolation, with what build.txt has installed.
+pip_install() {
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation "$@"
+}
+
+pip_install --require-hashes -r "$here/build.txt" -r "$here/run.txt"
+
+# torch for CPUs where an index of this machine has it, else the registry's, which needs CUDA's libraries.
+pip_install --require-hashes -r "$here/torch-cpu.txt" 2>/dev/null || pip_install --require-hashes -r "$here/torch.txt"
+needs_cuda="import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia') for r in m.requires('torch')))"
+if "$python" -c "$needs_cuda"; then
+    pip_install --require-hashes -r "$here/cuda.txt"
+fi
+for extra in "$@"; do
+    pip_install --require-hashes -r "$here/$extra.txt"
+done
+pip_install ${editable:+"$editable"} "$here/.."

@@ -1,0 +1,134 @@
+"""The suite's two lanes, and how a run on several processors is divided.
+
+`slow` marks what `make quick` leaves out: tests that start a process, and tests that take longer
+than half a second. A test without the mark that starts a process fails, so the mark cannot be
+forgotten. One that only takes long is named at the end of `make quick`: time alone is no reason to
+fail on a machine that does other work.
+
+A run by pytest-xdist gives each of its workers whole files, so what a file's tests share is made
+once. Files with slow tests go first, so no worker is left alone with one at the end.
+"""
+
+import asyncio
+import multiprocessing.util
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+QUICK = "not slow"
+LONG_S = 0.5
+NAMED = 10  # at most, of those that took long
+STARTS = {
+    "subprocess.Popen",
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.system",
+}
+# Minutes of commands that share only what is made once for all workers: each of these tests goes
+# where there is room.
+APART = "test_docs_commands.py"
+
+_started: list[str] = []  # by the test that runs
+_took_s: defaultdict[str, float] = defaultdict(float)  # by tests that are not marked slow
+
+
+def _see(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in STARTS:
+        _started.append(f"{event} {arguments[1] if event == 'subprocess.Popen' else ''}".strip())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.has_plugin("lanes-watch"):
+        config.pluginmanager.register(Watch(), "lanes-watch")
+        sys.addaudithook(_see)
+
+
+class Watch:
+    """Reports tests that lack the mark."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        _started.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            # these start processes without an audit event, the second on a loop of uvloop
+            patch.setattr(multiprocessing.util, "spawnv_passfds", _spawn)
+            patch.setattr(asyncio, "create_subprocess_exec", _create)
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+        result = yield
+        if _started and not item.get_closest_marker("slow"):
+            pytest.fail(
+                f"it starts a process, so mark it @pytest.mark.slow: {_started[0]}", pytrace=False
+            )
+        return result
+
+
+_spawnv_passfds = multiprocessing.util.spawnv_passfds
+_create_subprocess_exec = asyncio.create_subprocess_exec
+
+
+def _spawn(path: Any, arguments: Any, passed: Any) -> int:
+    _started.append(f"multiprocessing {arguments}")
+    return _spawnv_passfds(path, arguments, passed)
+
+
+async def _create(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+    _started.append(f"asyncio {words}")
+    return await _create_subprocess_exec(*words, **options)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "slow" not in report.keywords:
+        _took_s[report.nodeid] += report.duration
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if config.option.markexpr != QUICK:
+        return
+    took_long = sorted((seconds, name) for name, seconds in _took_s.items() if seconds > LONG_S)[
+        ::-1
+    ]
+    if took_long:
+        terminalreporter.section(
+            f"{len(took_long)} tests took longer than {LONG_S:g} s and are not marked slow"
+        )
+        for seconds, name in took_long[:NAMED]:
+            terminalreporter.write_line(f"{seconds:5.1f} s  {name}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (item.path.name != APART, item.path not in slow))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """As many as there are processors; one more where tests wait for servers and other processes."""
+    return min((os.cpu_count() or 1) + (config.option.markexpr != QUICK), 8)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        """Whole files, in the order in which they were collected."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return nodeid if file.endswith(APART) else file
+
+    config.option.loadscopereorder = False
+    return Files(config, log)

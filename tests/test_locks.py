@@ -1,0 +1,164 @@
+"""The locks, which everything is installed from: whole, with hashes, and what pyproject.toml asks
+for.
+"""
+
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+LOCKS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "locks").glob("*.txt")}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+UNLOCKED = {"vllm"}  # it pins a transformers of its own
+CUDA = re.compile(r"(nvidia|cuda)-|triton$")
+
+
+def requirements(lock: str) -> dict[str, str]:
+    """Name to version, of a lock whose form is right."""
+    found = {}
+    plain = re.sub(r"^ *(#|--(only|no)-binary ).*\n", "", LOCKS[lock], flags=re.MULTILINE)
+    for line in plain.replace("\\\n", "").splitlines():
+        wanted, *hashes = line.split("--hash=")
+        assert hashes, f"{lock}: {wanted} has no hash"
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", each.strip()) for each in hashes), wanted
+        (pin,) = Requirement(wanted).specifier
+        assert pin.operator == "==", wanted
+        found[Requirement(wanted).name] = pin.version
+    return found
+
+
+def has(locked: dict[str, str], wanted: Iterable[str], which: str) -> None:
+    """Assert that all that applies here of `wanted` is locked, in a version that it allows for."""
+    for each in map(Requirement, wanted):
+        if each.marker is None or each.marker.evaluate():
+            version = locked.get(canonicalize_name(each.name))
+            assert version, f"{which} needs {each}, which no lock has: make lock"
+            assert each.specifier.contains(version, prereleases=True), (
+                f"{which} needs {each}; locked is {version}"
+            )
+
+
+def of_extra(extra: str) -> dict[str, str]:
+    return requirements("run") | requirements("torch") | requirements(extra)
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_line_of_a_lock_is_one_version_with_hashes_and_is_not_built_here(lock: str) -> None:
+    locked = requirements(lock)
+    assert locked
+    assert "\n--only-binary :all:\n" in LOCKS[lock]
+    assert re.findall(r"^--no-binary (.*)$", LOCKS[lock], re.MULTILINE) == ["deepspeed"] * (
+        "deepspeed" in locked
+    )
+
+
+def test_the_locks_have_what_the_project_asks_for() -> None:
+    assert EXTRAS.keys() - UNLOCKED <= LOCKS.keys()
+    has(requirements("run") | requirements("torch"), PROJECT["project"]["dependencies"], "llmctl")
+    for extra in EXTRAS.keys() - UNLOCKED:
+        has(of_extra(extra), EXTRAS[extra], f"the extra {extra}")
+    has(requirements("build"), PROJECT["build-system"]["requires"], "the build")
+
+
+def test_the_locks_have_what_the_installed_packages_ask_for() -> None:
+    """pip installs them without a resolver, so they have to be whole."""
+    locked = of_extra("dev")
+    here = {canonicalize_name(each.metadata["Name"]): each for each in metadata.distributions()}
+    for name in locked.keys() & here.keys():
+        if here[name].version.partition("+")[0] == locked[name]:
+            without_extras = [each for each in here[name].requires or () if "extra ==" not in each]
+            has(locked | requirements("cuda"), without_extras, name)
+
+
+def test_the_constraints_have_the_same_versions() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    locked: dict[str, str] = {}
+    for lock in LOCKS:
+        for name, version in requirements(lock).items():
+            assert (
+                locked.setdefault(name, version).partition("+")[0] == version.partition("+")[0]
+            ), name
+    assert {name: version.partition("+")[0] for name, version in locked.items()} == pinned
+
+
+def test_cudas_libraries_are_installed_only_where_torch_needs_them() -> None:
+    for lock in LOCKS:
+        assert {name for name in requirements(lock) if CUDA.match(name)} == (
+            set(requirements("cuda")) if lock == "cuda" else set()
+        )
+
+
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+"-c "*) exit {cuda} ;;
+esac
+echo "$*" >>"$0.said"
+case "$*" in *torch-cpu.txt) exit {cpu} ;; esac
+"""
+
+
+def installed(
+    folder: Path, *words: str, cuda: bool = False, cpu: bool = False
+) -> tuple[int, list[str], str]:
+    """What pip is called for, with a stand-in for Python; whether torch asks for CUDA, and has a
+    wheel for CPUs.
+    """
+    python = folder / "python"
+    python.write_text(PYTHON.format(cuda=int(not cuda), cpu=int(not cpu)))
+    python.chmod(0o755)
+    command = ["sh", str(ROOT / "locks" / "install.sh"), str(python), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = folder / "python.said"
+    return done.returncode, said.read_text().splitlines() if said.exists() else [], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "cuda", "cpu", "locks"),
+    [
+        ((), False, True, ["build", "run", "torch-cpu"]),
+        ((), True, False, ["build", "run", "torch-cpu", "torch", "cuda"]),
+        (("-e", "dev"), False, True, ["build", "run", "torch-cpu", "dev"]),
+        (
+            ("kuberay", "deepspeed"),
+            True,
+            False,
+            ["build", "run", "torch-cpu", "torch", "cuda", "kuberay", "deepspeed"],
+        ),
+    ],
+)
+def test_all_but_the_project_itself_comes_from_locks(
+    tmp_path: Path, words: tuple[str, ...], cuda: bool, cpu: bool, locks: list[str]
+) -> None:
+    status, calls, _ = installed(tmp_path, *words, cuda=cuda, cpu=cpu)
+    assert status == 0
+    *others, itself = calls
+    assert [
+        name for call in others for name in re.findall(r"-r \S*/locks/(\S+)\.txt", call)
+    ] == locks
+    assert all("--require-hashes" in call for call in others)
+    assert all("--no-deps" in call and "--no-build-isolation" in call for call in calls)
+    assert itself.endswith(("-e " if "-e" in words else "") + f"{ROOT}/locks/..")
+
+
+@pytest.mark.slow
+def test_an_extra_without_a_lock_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    status, calls, error = installed(tmp_path, "vllm")
+    assert (status, calls) == (2, [])
+    assert "there is no locks/vllm.txt" in error
+
+
+@pytest.mark.parametrize("name", ["Makefile", "Dockerfile", ".ci/run"])
+def test_nothing_is_installed_beside_the_locks(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert all("--require-hashes" in line for line in text.splitlines() if "pip install" in line)
+    assert name == ".ci/run" or "locks/install.sh" in text

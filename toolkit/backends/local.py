@@ -1,0 +1,17 @@
+"""Engines that run in worker processes of ours: they are profiled in a process of their own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.process import engine_process
+from toolkit.profiling.run import ProfileBench
+
+
+class LocalBackend:
+    """`toolkit.backends.Backend` of every engine with an `EngineTraits.load`."""
+
+    def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
+        """See `Backend.timed`."""
+        return engine_process(recipe)

@@ -1,0 +1,312 @@
+"""vLLM on the bench: its own server, started by us, asked over HTTP, and timed by its scheduler's
+log of passes.
+
+So what is timed is what will serve, and a client's disturbance is in no figure but `FrontPoint`'s.
+A prefill of [N, L] is from the first pass that N prompts have a part in to the last; a decode step
+of N rows is a pass that has just them, with what lies between it and the next. All passes, these
+and those of mixes and of traffic, are kept for the law of passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import IO
+
+from toolkit.backends.openai import STEPS, Endpoint, EndpointWorkers
+from toolkit.backends.vllm.command import VllmCommand, VllmServer, flags_of, vllm_server
+from toolkit.endpoints.wire import Sample, loop_factory
+from toolkit.engines.loading import saved_model
+from toolkit.errors import EngineError
+from toolkit.estimators.steps import StepShape, shape_of_rows
+from toolkit.files.io import processor
+from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
+from toolkit.files.recipe import Recipe
+from toolkit.profiling.bench import VISIT_SAMPLES, Unmeasurable
+from toolkit.profiling.grid import MIX_STEPS, GridPoint, SliceShape, log_uniform
+from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
+from toolkit.workers.protocol import Workers
+
+# Forward passes of an engine's log as points of a profile: their composition, and what they and
+# the host took.
+
+
+@dataclass(slots=True, frozen=True)
+class TimedPass:
+    """A pass that computed something. `host_s`: until the next one began; None where there was
+    nothing to do.
+    """
+
+    shape: StepShape
+    start_s: float
+    end_s: float
+    host_s: float | None
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
+    """Passes that follow one another. One that was asked for before the last had ended began when
+    that ended.
+    """
+    found: list[TimedPass] = []
+    end_s = -1.0
+    for one, following in pairwise([*[one for one in passes if one.rows], None]):
+        assert one is not None
+        start_s, end_s = max(one.start_s, end_s), one.end_s
+        busy = following is not None and (
+            one.waiting or {row.request_id for row in one.rows} - set(one.ended)
+        )
+        host_s = max(following.start_s - end_s, 0.0) if busy and following else None
+        found.append(TimedPass(shape_of_rows(one.rows), start_s, end_s, host_s))
+    return found
+
+
+def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
+    """One for each pass that has chunks, and one for each stretch of decodes of as many rows."""
+    found = []
+    for chunked, group in groupby(passes, key=lambda one: one.shape.prefills > 0):
+        if chunked:
+            found += [_point([one]) for one in group]
+        else:
+            found += [_point(stretch) for stretch in _stretches(list(group))]
+    return found
+
+
+def _stretches(passes: Sequence[TimedPass]) -> Iterator[list[TimedPass]]:
+    for _, stretch in groupby(passes, key=lambda one: one.shape.decodes):
+        yield list(stretch)
+
+
+def _point(stretch: Sequence[TimedPass]) -> StepPoint:
+    shape = stretch[0].shape
+    return StepPoint(
+        decodes=shape.decodes,
+        decode_cached=fmean(one.shape.decode_cached for one in stretch),
+        prefills=shape.prefills,
+        prefill_tokens=shape.prefill_tokens,
+        prefill_attended=shape.prefill_attended,
+        seconds=[one.seconds for one in stretch],
+        host_s=[one.host_s for one in stretch if one.host_s is not None],
+    )
+
+
+LOG_VARIABLE = "LLMCTL_VLLM_ITERATIONS"
+LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
+STAGGER = 0.6  # of the time that a mix's decodes take, in which its prompts come
+FAILURES_MAX = 5  # points in a row
+
+
+class VllmBench:
+    """`toolkit.profiling.bench.TimedEngine` and `PassBench` on a server that runs."""
+
+    def __init__(self, recipe: Recipe, server: VllmServer, log: IO[bytes]) -> None:
+        self._server, self._log = server, log
+        self._header: IterationLogHeader = header_of(log.readline())
+        self._endpoint = Endpoint(recipe, server.url)
+        self._runner = asyncio.Runner(loop_factory=loop_factory())
+        self.facts: EngineFacts = facts_of(recipe, self._header)
+        self._endpoint.draws_below(self.facts.vocab_size)
+        self._rng = random.Random(recipe.profile.seed)
+        self._longest = recipe.serve.max_new_tokens
+        self._failures = 0
+        self._step_s = 0.0  # about what a decode step takes
+        self._steps: list[StepPoint] = []
+        self._front: list[FrontPoint] = []
+        self._log.readlines()
+
+    @property
+    def steps(self) -> StepsProfile:
+        """See `PassBench.steps`."""
+        header = self._header
+        return StepsProfile(
+            block_tokens=header.block_tokens,
+            blocks=header.blocks,
+            max_num_batched_tokens=header.max_num_batched_tokens,
+            async_scheduling=header.async_scheduling,
+            points=[],
+            front=[],
+        )
+
+    def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
+        """See `PassBench.take_passes`."""
+        found = self._steps, self._front
+        self._steps, self._front = [], []
+        return found
+
+    def time(self, point: GridPoint, warmups: int) -> list[float]:
+        """See `Bench.time`. Raises `EngineError` where the server has ended or fails point after
+        point.
+        """
+        try:
+            for _ in range(warmups if point.kind != "traffic" else 0):
+                self._measure(point)
+            self.take_passes()
+            samples = [self._measure(point)]
+            while len(samples) < VISIT_SAMPLES and point.tokens <= STEPS:
+                samples.append(self._measure(point))
+        except Unmeasurable as reason:
+            if not self._server.running:
+                raise self._server.died("while it was measured") from None
+            self._failures += 1
+            if self._failures >= FAILURES_MAX:
+                raise EngineError(
+                    f"vLLM: {FAILURES_MAX} points failed in a row, the last one: {reason}"
+                ) from None
+            raise
+        self._failures = 0
+        return samples
+
+    def fits(self, shape: SliceShape) -> bool:
+        """Always: what does not fit waits there."""
+        return True
+
+    def stop(self) -> None:
+        """The server goes on, for slices."""
+        self._runner.close()
+
+    def workers(self, recipe: Recipe) -> Workers:
+        """Whole slices go to the same server."""
+        return EndpointWorkers(self._endpoint, self.facts)
+
+    def _measure(self, point: GridPoint) -> float:
+        start_s = perf_counter()
+        samples = self._runner.run(self._endpoint.at_times(self._requests(point), start_s))
+        passes = timed(passes_of(self._log.readlines()))
+        if not passes:
+            raise Unmeasurable("no pass was logged")
+        steps = [one.seconds for one in passes if not one.shape.prefills]
+        self._step_s = fmean(steps) if steps else self._step_s
+        self._steps += points(passes)
+        if point.kind != "traffic":  # whose last request may end long after the others
+            self._front.append(_front(samples, passes, start_s))
+        return _seconds(point, passes)
+
+    def _requests(self, point: GridPoint) -> list[Sample]:
+        """What is sent for a point, and when."""
+        length, longest = point.length, self.facts.max_model_len
+        if point.kind == "prefill":
+            return [Sample(0.0, length, 1) for _ in range(point.batch_size)]
+        if point.kind == "decode":
+            steps = min(STEPS, longest - 1)
+            prompt = max(min(length - steps // 2, longest - steps), 1)
+            return [Sample(0.0, prompt, steps) for _ in range(point.batch_size)]
+        if not self._step_s:
+            self._measure(GridPoint("decode", point.batch_size, MIX_STEPS))
+        if point.kind == "traffic":
+            return self._traffic(point)
+        decoding = [Sample(0.0, MIX_STEPS, MIX_STEPS) for _ in range(point.batch_size)]
+        gap_s = STAGGER * MIX_STEPS * self._step_s / point.others
+        return decoding + [Sample((k + 1) * gap_s, length, 1) for k in range(point.others)]
+
+    def _traffic(self, point: GridPoint) -> list[Sample]:
+        """Requests whose gaps are exponential, at a rate at which about N run at once."""
+        most = self.facts.max_model_len
+        prompts = [
+            min(log_uniform([point.length // 2 + 1, 2 * point.length], self._rng), most - 1)
+            for _ in range(point.others)
+        ]
+        outputs = [
+            min(log_uniform([8, self._longest], self._rng), most - prompt) for prompt in prompts
+        ]
+        rate = point.batch_size / (fmean(outputs) * self._step_s)
+        start_s, samples = 0.0, []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            samples.append(Sample(start_s, prompt, output))
+            start_s += self._rng.expovariate(rate)
+        return samples
+
+
+def _seconds(point: GridPoint, passes: list[TimedPass]) -> float:
+    if point.kind != "decode":
+        return passes[-1].end_s - passes[0].start_s
+    steps = [
+        one for one in passes if not one.shape.prefills and one.shape.decodes == point.batch_size
+    ]
+    if not steps:
+        raise Unmeasurable(
+            "its rows never decoded all together: raise max_num_batched_tokens or max_num_seqs"
+        )
+    return fmean(one.seconds + (one.host_s or 0.0) for one in steps)
+
+
+def _front(samples: list[Sample], passes: list[TimedPass], start_s: float) -> FrontPoint:
+    """Of a request alone, what its first token took beside its passes; of several, what the last
+    token took back.
+    """
+    rows, prompt = len(samples), samples[0].prompt_tokens
+    if rows == 1:
+        first_end_s = next(one.end_s for one in passes if _emits(one, prompt))
+        seconds = samples[0].first_token_s - samples[0].sent_s - (first_end_s - passes[0].start_s)
+    else:
+        seconds = max(one.last_token_s for one in samples) + start_s - passes[-1].end_s
+    return FrontPoint(rows=rows, prompt_tokens=prompt, seconds=max(seconds, 0.0))
+
+
+def _emits(one: TimedPass, prompt: int) -> bool:
+    """Whether the pass of a request alone ends its prompt: what it attends to is then known."""
+    shape = one.shape
+    if not shape.prefills:
+        return False
+    cached = shape.prefill_attended / shape.prefill_tokens - shape.prefill_tokens / 2
+    return round(cached + shape.prefill_tokens) >= prompt
+
+
+def facts_of(recipe: Recipe, header: IterationLogHeader) -> EngineFacts:
+    """What vLLM resolved, as the log's header has it."""
+    capacity = header.blocks * header.block_tokens
+    return EngineFacts(
+        engine="vllm",
+        engine_version=header.version,
+        model_type=header.model_type,
+        parameters=0,
+        dtype=header.dtype,
+        device=header.device,
+        threads=recipe.engine.threads,
+        kv_bytes_per_token=header.kv_bytes_per_token,
+        kv_budget_bytes=capacity * header.kv_bytes_per_token,
+        capacity_tokens=capacity,
+        max_model_len=header.max_model_len,
+        vocab_size=header.vocab_size,
+        prefill_emits_token=True,
+        max_rows=header.max_num_seqs,
+        processor=processor() if header.device == "cpu" else "",
+        tensor_parallel_size=recipe.engine.tensor_parallel_size,
+    )
+
+
+@contextlib.contextmanager
+def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
+    """A bench on a server of its own, with the recipe's flags but no prefix cache: what is measured
+    is computed.
+
+    Raises `InputError` for a version that was not tried and `EngineError` where vLLM is not there or does not load.
+    """
+    with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as name:
+        path = Path(name) / "passes.jsonl"
+        command = VllmCommand(
+            recipe,
+            saved_model(recipe.model, recipe.hardware),
+            recipe.name,
+            [
+                *flags_of(recipe.policy.name, recipe.policy.parameters, prefix_caching=False),
+                *LOGGED,
+            ],
+            {LOG_VARIABLE: str(path)},
+        )
+        with vllm_server(command, quiet=True) as server, path.open("rb") as log:
+            bench = VllmBench(recipe, server, log)
+            try:
+                yield bench
+            finally:
+                bench.stop()

@@ -1,0 +1,410 @@
+"""A recipe against a machine: is the hardware here, where would the model come from, and do weights
+and KV cache fit.
+
+Arithmetic only: nothing is loaded. What a model really takes is measured by `llmctl profile`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from toolkit.backends import Check, Checks, backend_of
+from toolkit.engine_traits import traits_of
+from toolkit.engines.devices import CudaDevice, Devices
+from toolkit.errors import InputError
+from toolkit.files.recipe import ModelSpec, Recipe
+from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
+
+# The result of one check of `llmctl doctor`, and texts that its checks share.
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def gib(value: float) -> str:
+    """Bytes in the binary unit that suits them, GiB at most."""
+    if value >= GIB:
+        return f"{value / GIB:,.1f} GiB"
+    return f"{value / MIB:,.1f} MiB"
+
+
+# What this machine has, whatever the recipe: Python, packages, devices, compiled kernels, room to
+# write.
+
+DISTRIBUTION = "llmctl"
+LITTLE_DISK_BYTES = 2 * GIB
+
+
+def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
+    """The checks of the machine, in the order to read them. `work_folder` is where results would be
+    written.
+    """
+    return [
+        _check_python(),
+        _check_packages(),
+        _check_devices(devices),
+        _check_processor(),
+        _check_kernels(),
+        _check_disk(work_folder),
+        _check_model_cache(),
+    ]
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on, which containers and `taskset` can limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def model_cache() -> Path:
+    """The folder where downloaded models are kept."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _check_python() -> Check:
+    version = platform.python_version()
+    wanted = SpecifierSet(metadata.metadata(DISTRIBUTION)["Requires-Python"])
+    if version in wanted:
+        return Check("python", "ok", version)
+    return Check("python", "missing", version, f"use Python {wanted}")
+
+
+def _check_packages() -> Check:
+    requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
+    needed = [
+        each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})
+    ]
+    problems = [problem for each in needed if (problem := _package_problem(each))]
+    if problems:
+        return Check("packages", "missing", "; ".join(problems), "install with: make setup")
+    return Check("packages", "ok", f"all {len(needed)} within their ranges")
+
+
+def _package_problem(requirement: Requirement) -> str:
+    wanted = f"{requirement.name}{requirement.specifier}"
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return f"{wanted} is not installed"
+    if requirement.specifier.contains(version, prereleases=True):
+        return ""
+    return f"{requirement.name} is {version}, needs {requirement.specifier}"
+
+
+def _check_devices(devices: Devices) -> Check:
+    build = f"torch {devices.torch}"
+    if devices.gpus:
+        gpus = ", ".join(
+            f"{gpu.name} ({gib(gpu.memory_bytes)}, {gib(gpu.free_bytes)} free)"
+            for gpu in devices.gpus
+        )
+        return Check(
+            "device",
+            "ok",
+            f"{gpus}; driver {devices.driver or 'unknown'}; {build}, CUDA {devices.cuda}",
+        )
+    if devices.driver and not devices.cuda:
+        remedy = f"install a torch for CUDA; driver {devices.driver} is here"
+        return Check("device", "note", f"CPU only: {build} is built without CUDA", remedy)
+    if devices.cuda:
+        return Check(
+            "device", "note", f"CPU only: {build} is built for CUDA {devices.cuda} and sees no GPU"
+        )
+    return Check("device", "ok", f"CPU only; {build}")
+
+
+def _check_processor() -> Check:
+    memory = psutil.virtual_memory()
+    return Check(
+        "cpu",
+        "ok",
+        f"{usable_cpus()} CPUs usable; memory {gib(memory.total)}, {gib(memory.available)} free",
+    )
+
+
+def _check_kernels() -> Check:
+    try:
+        import toolkit.sched.kernels  # noqa: F401  (importing asks numba for a place to cache what it compiles)
+    except RuntimeError as error:
+        remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
+        return Check("numba", "missing", str(error).splitlines()[0], remedy)
+    return Check("numba", "ok", f"{metadata.version('numba')}; compiled kernels can be cached")
+
+
+def _check_disk(folder: Path) -> Check:
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    found = f"{gib(free)} free in {existing}"
+    if not os.access(existing, os.W_OK):
+        return Check(
+            "disk",
+            "missing",
+            f"{existing} cannot be written",
+            "run from a folder of yours, or use --out",
+        )
+    if free < LITTLE_DISK_BYTES:
+        return Check("disk", "note", found, "little room: results are small, models are not")
+    return Check("disk", "ok", found)
+
+
+def _check_model_cache() -> Check:
+    cache = model_cache()
+    existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
+    if os.access(existing, os.W_OK):
+        return Check("model cache", "ok", f"{cache} ({gib(shutil.disk_usage(existing).free)} free)")
+    return Check(
+        "model cache",
+        "note",
+        f"{cache} cannot be written",
+        "set HF_HOME to a folder that can be written",
+    )
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SAME_MEMORY = 0.98  # drivers differ by a little in what they keep for themselves
+
+
+def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
+    """The checks of a recipe on this machine. `InputError` where its own numbers contradict each
+    other.
+    """
+    check_kv_bytes(recipe.model)
+    if recipe.engine.url is not None:
+        remedy = "start it before you profile; nothing of it has to be on this machine"
+        return [Check("engine", "note", f"a server at {recipe.engine.url}", remedy)]
+    checks = [_check_hardware(recipe, devices), _check_model(recipe.model), _check_capacity(recipe)]
+    backend = backend_of(recipe.engine.name)
+    return [*checks, backend.check(recipe)] if isinstance(backend, Checks) else checks
+
+
+def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
+    """A note that names the recipes for vLLM: of this recipe's model on its GPU, or of the GPUs
+    that are here.
+
+    Empty where there is none, or the recipe is for vLLM itself.
+    """
+    if recipe is not None:
+        found = [load_recipe(path) for path in siblings(recipe)]
+    else:
+        shipped = [load_recipe(path) for path in sorted(shipped_recipes().glob("*.yaml"))]
+        found = [one for one in shipped if _has_gpu(one, devices)]
+    names = [one.name for one in found if one.engine.name == "vllm"]
+    if not names or (recipe is not None and traits_of(recipe.engine.name).server):
+        return []
+    if recipe is None:
+        said = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
+        return [
+            Check(
+                "engine",
+                "note",
+                said,
+                "llmctl doctor RECIPE says what is missing; see docs/vllm.md",
+            )
+        ]
+    said = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
+    return [Check("engine", "note", said, f"llmctl doctor {names[0]}; see docs/vllm.md")]
+
+
+def _has_gpu(recipe: Recipe, devices: Devices) -> bool:
+    hardware = recipe.hardware
+    return hardware.device == "cuda" and any(
+        _is_wanted(gpu, hardware.name, hardware.memory_gib or 0.0) for gpu in devices.gpus
+    )
+
+
+def check_kv_bytes(model: ModelSpec) -> None:
+    """`InputError` where `kv_bytes_per_token` is not what `config`, where both are given, says
+    (SCLS Eq. 5).
+    """
+    config, claimed = model.config, model.kv_bytes_per_token
+    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads", heads)
+    hidden = config.get("hidden_size")
+    derived = (
+        hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+    )
+    head_dim = config.get("head_dim", derived)
+    if claimed is None or not (
+        isinstance(layers, int) and isinstance(kv_heads, int) and isinstance(head_dim, int)
+    ):
+        return
+    size = DTYPE_BYTES[model.dtype]
+    right = 2 * layers * kv_heads * head_dim * size
+    if claimed != right:
+        formula = f"2 * {layers} layers * {kv_heads} KV heads * {head_dim} * {size} bytes"
+        raise InputError(f"model.kv_bytes_per_token: {claimed}: the config gives {right}", formula)
+
+
+def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
+    hardware = recipe.hardware
+    if hardware.device == "cpu":
+        return _check_cpu(recipe)
+    processes = recipe.workers * recipe.engine.tensor_parallel_size
+    wanted = f"{processes} x {hardware.name}"
+    if hardware.memory_gib is not None:
+        wanted += f" of {hardware.memory_gib:g} GiB"
+    matching = [
+        gpu for gpu in devices.gpus if _is_wanted(gpu, hardware.name, hardware.memory_gib or 0.0)
+    ]
+    if len(matching) >= processes:
+        return Check("hardware", "ok", f"{wanted}: found {len(matching)}")
+    here = ", ".join(gpu.name for gpu in devices.gpus) or "no GPU"
+    remedy = "profile and serve it where it is; fit, tune and simulate run here"
+    return Check("hardware", "missing", f"{wanted}: this machine has {here}", remedy)
+
+
+def _is_wanted(gpu: CudaDevice, name: str, memory_gib: float) -> bool:
+    """'A100-80GB' is 'NVIDIA A100-SXM4-80GB' and 'NVIDIA A100 80GB PCIe'."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return (
+        all(word in gpu.name.lower() for word in words)
+        and gpu.memory_bytes >= SAME_MEMORY * memory_gib * GIB
+    )
+
+
+def _check_cpu(recipe: Recipe) -> Check:
+    cpus, threads = usable_cpus(), recipe.engine.threads
+    if threads is None:
+        remedy = "set engine.threads: workers that share CPUs measure each other"
+        return Check(
+            "hardware",
+            "note" if recipe.workers > 1 else "ok",
+            f"{recipe.workers} workers on all {cpus} CPUs",
+            remedy,
+        )
+    shares = recipe.engine.tensor_parallel_size
+    wanted = recipe.workers * shares * threads
+    each = f"{shares} processes x {threads} threads" if shares > 1 else f"{threads} threads"
+    found = f"{recipe.workers} workers x {each} on {cpus} CPUs"
+    if wanted > cpus:
+        return Check(
+            "hardware",
+            "note",
+            found,
+            "more threads than CPUs: times will vary; use fewer workers or threads",
+        )
+    return Check("hardware", "ok", found)
+
+
+def _check_model(model: ModelSpec) -> Check:
+    if model.source == "random":
+        return Check(
+            "model",
+            "ok",
+            f"{model.config['model_type']} with random weights from its config; no download",
+        )
+    folder = Path(model.source)
+    if folder.is_dir():
+        problem = _folder_problem(folder, model)
+        return Check("model", "missing" if problem else "ok", f"folder {folder}{problem}")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model.source):
+        remedy = "model.source is 'random', a folder, or a hub id like org/name"
+        return Check("model", "missing", f"{model.source}: no such folder", remedy)
+    return _check_hub_model(model)
+
+
+def _folder_problem(folder: Path, model: ModelSpec) -> str:
+    if not (folder / "config.json").is_file():
+        return ": no config.json in it"
+    if model.load_format == "auto" and not any(folder.glob("*.safetensors")):
+        return ": no *.safetensors in it"
+    return ""
+
+
+def _check_hub_model(model: ModelSpec) -> Check:
+    from huggingface_hub import try_to_load_from_cache
+
+    if model.load_format == "dummy" and "model_type" in model.config:
+        remedy = (
+            ""
+            if model.tokenizer == "bytes"
+            else "to serve text, fetch its tokenizer, or set tokenizer: bytes"
+        )
+        found = f"{model.source} with random weights from model.config; no download"
+        return Check("model", "note" if remedy else "ok", found, remedy)
+    config = try_to_load_from_cache(model.source, "config.json", revision=model.revision)
+    if isinstance(config, str) and not _folder_problem(Path(config).parent, model):
+        return Check("model", "ok", f"{model.source}, downloaded before")
+    size = (
+        f", {gib(model.weight_bytes)}" if model.weight_bytes and model.load_format == "auto" else ""
+    )
+    revision = f" --revision {model.revision}" if model.revision else ""
+    remedy = f"fetch it once with: hf download {model.source}{revision}"
+    return Check(
+        "model", "missing", f"{model.source}: not in {model_cache()}; from the hub{size}", remedy
+    )
+
+
+def _check_capacity(recipe: Recipe) -> Check:
+    model = recipe.model
+    if model.kv_bytes_per_token is None:
+        return Check(
+            "memory",
+            "note",
+            "unknown before profiling",
+            "give model.kv_bytes_per_token to have it computed",
+        )
+    if recipe.engine.kv_cache_memory_mib is not None:
+        budget, terms = recipe.engine.kv_cache_memory_mib * MIB, "engine.kv_cache_memory_mib"
+    elif recipe.hardware.memory_gib is None or model.weight_bytes is None:
+        remedy = "give hardware.memory_gib and model.weight_bytes, or engine.kv_cache_memory_mib"
+        return Check("memory", "note", "unknown before profiling", remedy)
+    else:
+        share, memory = recipe.engine.gpu_memory_utilization, recipe.hardware.memory_gib * GIB
+        budget = share * memory - model.weight_bytes // recipe.engine.tensor_parallel_size
+        terms = f"{share:g} x {gib(memory)} - weights {gib(model.weight_bytes)}"
+    return _capacity(recipe, budget, terms)
+
+
+def _capacity(recipe: Recipe, budget: float, terms: str) -> Check:
+    model = recipe.model
+    per_token = (
+        model.kv_bytes_per_token or 1
+    ) // recipe.engine.tensor_parallel_size  # of one process of a worker
+    tokens, rows = int(budget // per_token), int(budget // (per_token * model.max_model_len))
+    if rows < 1:
+        found = (
+            f"{terms} = {gib(max(budget, 0))} for KV: not one row of {model.max_model_len:,} tokens"
+        )
+        return Check(
+            "memory",
+            "missing",
+            found,
+            "a smaller model.max_model_len, dtype or model, or more memory",
+        )
+    found = f"{terms} = {gib(budget)} for KV: {tokens:,} tokens, {rows:,} rows of {model.max_model_len:,}"
+    if recipe.hardware.device == "cpu":
+        return _check_host_memory(recipe, budget, found)
+    return Check("memory", "ok", found)
+
+
+def _check_host_memory(recipe: Recipe, budget: float, found: str) -> Check:
+    need = recipe.workers * (
+        recipe.engine.tensor_parallel_size * budget + (recipe.model.weight_bytes or 0)
+    )
+    free = psutil.virtual_memory().available
+    if need > free:
+        remedy = "fewer workers, a smaller engine.kv_cache_memory_mib, or end what else uses memory"
+        return Check(
+            "memory",
+            "missing",
+            f"{recipe.workers} workers need {gib(need)}, {gib(free)} is free",
+            remedy,
+        )
+    return Check("memory", "ok", found)
+
+
+def missing(checks: Sequence[Check]) -> list[Check]:
+    """The checks that stand in the way."""
+    return [check for check in checks if check.status == "missing"]

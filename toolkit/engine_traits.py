@@ -1,0 +1,116 @@
+"""The table of engines: what the rest of llmctl knows of each before any of its code is loaded.
+
+`engine.name` in a recipe is a key of `ENGINES`. To add an engine, write its backend (see
+`toolkit.backends`) and add one `EngineTraits` here; no other module branches on an engine's name.
+A package of its own adds one through the entry point group `llmctl.engines`: a name, and the
+`EngineTraits` of that name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from toolkit.errors import InputError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """How llmctl treats an engine. References to code are written `module:attribute`."""
+
+    name: str
+    summary: str
+    backend: str  # its `toolkit.backends.Backend`
+    load: str = ""  # loads it in a worker process of ours; '': it has processes of its own
+    # A server of its own: it queues what does not fit, schedules by itself, and is one worker.
+    server: bool = False
+    started: bool = True  # llmctl starts it; False: it runs already, at `engine.url`
+    keeps_rows: bool = False  # rows keep their caches between rounds: our continuous policies run
+    hosts_policies: bool = False  # our continuous policies run inside its own scheduler
+    timed_by_pass: bool = False  # it logs its forward passes: the fit has a law of passes
+    loads_model: bool = True  # a model is loaded on this machine's device
+    shares_model: bool = False  # `tensor_parallel_size` may be above 1
+    for_tests: bool = False  # tables of what can serve leave it out
+    settings: tuple[str, ...] = ()  # keys of the recipe's `engine` that only this engine takes
+    extra: str = ""  # the extra of this package that installs it
+    metrics: Literal["llmctl", "vllm"] = "llmctl"  # whose names its metrics have
+
+
+PLUGINS = "llmctl.engines"  # the entry point group
+LOCAL = "toolkit.backends.local:LocalBackend"
+ENGINES: dict[str, EngineTraits] = {
+    traits.name: traits
+    for traits in (
+        EngineTraits(
+            "vllm",
+            "vLLM's own server, with its scheduler or one of ours inside it",
+            backend="toolkit.backends.vllm.backend:VllmBackend",
+            server=True,
+            hosts_policies=True,
+            timed_by_pass=True,
+            shares_model=True,
+            settings=("vllm",),
+            extra="vllm",
+            metrics="vllm",
+        ),
+        EngineTraits(
+            "rebatch",
+            "a transformers model whose running batch is changed between steps",
+            backend=LOCAL,
+            load="toolkit.engines.rebatch_engine:RebatchEngine",
+            keeps_rows=True,
+            shares_model=True,
+        ),
+        EngineTraits(
+            "transformers",
+            "a transformers model in static batches",
+            backend=LOCAL,
+            load="toolkit.engines.transformers_engine:TransformersEngine",
+            shares_model=True,
+        ),
+        EngineTraits(
+            "deepspeed",
+            "a transformers model with DeepSpeed's kernels, in static batches",
+            backend=LOCAL,
+            load="toolkit.engines.deepspeed_engine:DeepSpeedEngine",
+            settings=("kernel_injection",),
+            extra="deepspeed",
+        ),
+        EngineTraits(
+            "openai",
+            "a server that runs already and speaks OpenAI's API",
+            backend="toolkit.backends.openai:OpenaiBackend",
+            server=True,
+            started=False,
+            loads_model=False,
+            settings=("url", "served_model"),
+        ),
+        EngineTraits(
+            "fake",
+            "no model: deterministic tokens and set times, for tests",
+            backend=LOCAL,
+            load="toolkit.engines.fake:load",
+            keeps_rows=True,
+            loads_model=False,
+            for_tests=True,
+        ),
+    )
+}
+
+
+def traits_of(name: str) -> EngineTraits:
+    """The engine of this name. `InputError` where there is none."""
+    if name not in ENGINES:
+        for point in entry_points(group=PLUGINS, name=name):
+            ENGINES[name] = point.load()
+    if name not in ENGINES:
+        raise InputError(f"there is no engine '{name}'", nearest(name, ENGINES))
+    return ENGINES[name]
+
+
+def attribute(reference: str) -> Any:
+    """What `module:attribute` names; its module is imported now."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)

@@ -1,1 +1,0 @@
-"""The scheduler inside engines that have a scheduler of their own: it decides who runs, they do all the rest."""

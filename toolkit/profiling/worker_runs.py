@@ -1,0 +1,480 @@
+"""What a profile measures of rounds, on engines that keep their rows: parts, how many rows enter,
+whole sequences.
+
+Prefills and decode steps are in the grid, as such an engine makes them in rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams, SliceOutput
+from toolkit.files.profile import (
+    EngineFacts,
+    FailedPoint,
+    MemoryPoint,
+    RoundPoint,
+    RoundSequence,
+    RoundsProfile,
+    SlicePoint,
+)
+from toolkit.files.recipe import ProfileSpec, Recipe
+from toolkit.profiling.bench import TimedRoundEngine, Unmeasurable, slice_rows
+from toolkit.profiling.grid import SliceShape, log_uniform, part_points
+from toolkit.profiling.journal import Journal
+from toolkit.profiling.measure import admission_lengths, probe_admission, round_parts, safe_tokens
+from toolkit.sched.rounds import groups_alike
+from toolkit.workers.protocol import BatchDone, RoundDone, WorkerEvent, WorkerReady, Workers
+
+# Workers that are kept busy with what is measured, and with the same unrecorded while it is not
+# all done.
+
+
+class Feed(Protocol):
+    """Gives each worker something to run whenever it has nothing, until what counts is `done`."""
+
+    @property
+    def done(self) -> asyncio.Event: ...
+
+    def begin(self) -> None:
+        """Once all workers are ready: something unrecorded for each, to warm up."""
+        ...
+
+    def on_event(self, event: WorkerEvent) -> None: ...
+
+
+async def run_feed(workers: Workers, feed: Feed) -> None:
+    """Start the workers, run the feed to its end, and stop them. `EngineError` where one cannot
+    load.
+    """
+    try:
+        await workers.start(feed.on_event)
+        feed.begin()
+        await feed.done.wait()
+    finally:
+        await workers.stop()
+
+
+# Short sequences of rounds through the worker processes, all of them busy: what a server pays for
+# a round.
+#
+# Rows enter, decode together and end as they do in serving, from an empty batch on. A round is
+# timed from its dispatch to its result.
+
+ROUNDS = 12  # of a sequence
+ENTER_SHARE = 0.7  # of the rounds that have room; in the others nobody waits
+ENTER_MAX = 4  # at once, where some run
+TRIES = 50
+
+SequenceRecord = Callable[[int, RoundSequence | FailedPoint], None]
+
+
+@dataclass(slots=True, frozen=True)
+class Ranges:
+    """What sequences are drawn from: the recipe's ranges, and tokens that rows x the longest may
+    come to.
+    """
+
+    spec: ProfileSpec
+    facts: EngineFacts
+    tokens_max: float
+
+
+class RowsOfSequence:
+    """The rows of one sequence on one worker: what its next round is, and what came of it.
+
+    Args:
+        ranges: what is drawn from.
+        number: of the sequence, which all draws depend on.
+        first_row: the rows' numbers count from here.
+        stale: rows that the worker still holds, to be dropped with the first round.
+    """
+
+    def __init__(self, ranges: Ranges, number: int, first_row: int, stale: Sequence[int]) -> None:
+        self._ranges = ranges
+        self._rng = random.Random(f"{ranges.spec.seed}/rounds/{number}")
+        self._wanted = log_uniform(ranges.spec.batch_sizes, self._rng)
+        self._next = first_row
+        self._cached: dict[int, int] = {}  # tokens in the cache of each row
+        self._to_come: dict[int, int] = {}  # tokens that it will still get
+        self._stale = tuple(stale)
+        self._entering: dict[int, Row] = {}
+        self._groups: list[tuple[int, int]] = []
+        self._steps = 0
+        self.points: list[RoundPoint] = []
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of those who are in the batch."""
+        return tuple(self._cached)
+
+    @property
+    def next_row(self) -> int:
+        """Numbers that this sequence has not used begin here."""
+        return self._next
+
+    def plan(self) -> Round:
+        """The next round."""
+        self._entering = self._drawn()
+        lengths = [len(row.tokens) for row in self._entering.values()]
+        self._groups = [
+            (len(group), max(lengths[index] for index in group)) for group in groups_alike(lengths)
+        ]
+        self._steps = log_uniform((1, max(self._ranges.spec.slice_tokens)), self._rng)
+        return Round(
+            self._steps, tuple(self._entering.values()), tuple(self._entering), evict=self._stale
+        )
+
+    def left_by(self, output: RoundOutput) -> tuple[int, ...]:
+        """Numbers of those who are still in the engine after a round that ran out of memory."""
+        gone = {*output.ended, *output.dropped}
+        return tuple(number for number in (*self._cached, *self._entering) if number not in gone)
+
+    def finish(self, output: RoundOutput, seconds: float) -> None:
+        """The round has ended, so many wall seconds after it was sent."""
+        left = len(self._stale) + len(output.ended)
+        self._stale = ()
+        for number, row in self._entering.items():
+            self._cached[number], self._to_come[number] = len(row.tokens), row.max_new_tokens - 1
+        longest, rows = max(self._cached.values(), default=0), len(self._cached)
+        for number in self._cached:
+            self._cached[number] += output.steps
+            self._to_come[number] -= output.steps
+        for number in output.ended:
+            del self._cached[number], self._to_come[number]
+        self.points.append(
+            RoundPoint(
+                groups=self._groups,
+                rows=rows,
+                cached_length=longest,
+                steps=output.steps,
+                left=left,
+                seconds=seconds,
+            )
+        )
+
+    def _drawn(self) -> dict[int, Row]:
+        """Those who enter: as many as are wanted into an empty batch, a few at a time into one that
+        runs.
+        """
+        room = self._wanted - len(self._cached)
+        count = room
+        if self._cached:
+            count = self._rng.randint(1, ENTER_MAX) if self._rng.random() < ENTER_SHARE else 0
+        entering: dict[int, Row] = {}
+        for _ in range(min(count, room)):
+            row = self._draw_row(entering)
+            if row is None:
+                break
+            entering[self._next] = row
+            self._next += 1
+        return entering
+
+    def _draw_row(self, entering: dict[int, Row]) -> Row | None:
+        """One more that fits beside those who run and those who enter; None: nothing was found."""
+        spec, facts, rng = self._ranges.spec, self._ranges.facts, self._rng
+        ends = [tokens + self._to_come[number] for number, tokens in self._cached.items()]
+        ends += [len(row.tokens) + row.max_new_tokens for row in entering.values()]
+        for _ in range(TRIES):
+            length = log_uniform(spec.input_lengths, rng)
+            output = 1 + log_uniform((1, 2 * max(spec.slice_tokens)), rng)
+            longest = max([*ends, length + output])
+            if (
+                length + output <= facts.max_model_len
+                and (len(ends) + 1) * longest <= self._ranges.tokens_max
+            ):
+                tokens = tuple(position % facts.vocab_size for position in range(length))
+                return Row(
+                    f"profile-{self._next}", tokens, 0, output, SamplingParams(ignore_eos=True)
+                )
+        return None
+
+
+async def run_sequences(
+    workers: Workers, numbers: Sequence[int], ranges: Ranges, record: SequenceRecord
+) -> None:
+    """Run the numbered sequences and `record` each, or why it failed.
+
+    Each worker runs one unrecorded first, to warm up, and goes on with unrecorded ones until the
+    last recorded one is done: none that counts runs beside an idle worker.
+    """
+    if not numbers:
+        return
+    await run_feed(workers, _SequenceFeed(workers, numbers, ranges, record))
+
+
+@dataclass(slots=True)
+class _OnWorker:
+    """What a worker runs; `number` None where it is not recorded."""
+
+    number: int | None
+    rows: RowsOfSequence
+    batch_id: int = -1
+    sent_s: float = math.nan
+
+
+@dataclass(slots=True)
+class _SequenceFeed:
+    """Gives each worker a round whenever it has none; see `Feed`."""
+
+    workers: Workers
+    numbers: Sequence[int]
+    ranges: Ranges
+    record: SequenceRecord
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: deque[int] = field(init=False)
+    _on: dict[int, _OnWorker] = field(default_factory=dict)
+    _left: int = field(init=False)
+    _batches: int = 0
+    _begun: bool = False
+
+    def __post_init__(self) -> None:
+        self._waiting = deque(self.numbers)
+        self._left = len(self.numbers)
+
+    def begin(self) -> None:
+        """Once all workers are ready: a first sequence for each, to warm up."""
+        self._begun = True
+        for worker in range(self.workers.size):
+            self._start(worker, None, 0, ())
+
+    def on_event(self, event: WorkerEvent) -> None:
+        now_s = time.perf_counter()
+        if isinstance(event, RoundDone) and event.worker in self._on:
+            self._round_done(event, now_s)
+        elif isinstance(event, WorkerReady) and self._begun and event.worker not in self._on:
+            self._next(event.worker, 0, ())  # it was lost, and its rows with it
+
+    def _round_done(self, event: RoundDone, now_s: float) -> None:
+        running = self._on[event.worker]
+        if event.output is None or event.failure:
+            del self._on[event.worker]
+            self._end(
+                running, FailedPoint(kind="rounds", batch_size=0, length=0, reason=event.failure)
+            )
+            if event.output is not None:  # a crashed worker is ready again later
+                self._next(event.worker, running.rows.next_row, running.rows.left_by(event.output))
+            return
+        running.rows.finish(event.output, now_s - running.sent_s)
+        if len(running.rows.points) < ROUNDS:
+            self._send(event.worker)
+            return
+        self._end(running, RoundSequence(rounds=running.rows.points))
+        self._next(event.worker, running.rows.next_row, running.rows.rows)
+
+    def _end(self, running: _OnWorker, result: RoundSequence | FailedPoint) -> None:
+        if running.number is None:
+            return
+        self.record(running.number, result)
+        self._left -= 1
+        if not self._left:
+            self.done.set()
+
+    def _next(self, worker: int, first_row: int, stale: Sequence[int]) -> None:
+        if self._left:
+            self._start(
+                worker, self._waiting.popleft() if self._waiting else None, first_row, stale
+            )
+
+    def _start(self, worker: int, number: int | None, first_row: int, stale: Sequence[int]) -> None:
+        drawn = self.numbers[self._batches % len(self.numbers)] if number is None else number
+        self._on[worker] = _OnWorker(number, RowsOfSequence(self.ranges, drawn, first_row, stale))
+        self._send(worker)
+
+    def _send(self, worker: int) -> None:
+        running = self._on[worker]
+        plan = running.rows.plan()
+        self._batches += 1
+        running.batch_id, running.sent_s = self._batches, time.perf_counter()
+        self.workers.run_round(worker, self._batches, plan)
+
+
+MIB = 1 << 20
+# of the machine's memory that all workers' swapped caches may take where the recipe sets no bound
+HOST_SHARE = 0.5
+
+
+class RoundsStage:
+    """The rounds' share of a profile: what is left to do, doing it, and what came of it."""
+
+    def __init__(self, recipe: Recipe, facts: EngineFacts, journal: Journal) -> None:
+        self._recipe, self._facts, self._journal = recipe, facts, journal
+        self.points = part_points(recipe.profile, facts)
+
+    def lengths_left(self) -> list[int]:
+        """At which rows have not been admitted yet."""
+        lengths = admission_lengths(self._recipe.profile, self._facts)
+        return [length for length in lengths if _admission_key(length) not in self._journal.results]
+
+    def sequences_left(self) -> list[int]:
+        """The numbers of those that the journal does not know."""
+        numbers = range(self._recipe.profile.sequences)
+        return [number for number in numbers if _sequence_key(number) not in self._journal.results]
+
+    def probe_admission(self, bench: TimedRoundEngine, advance: Callable[[str], None]) -> None:
+        """How many rows may enter, at each length."""
+        for length in self.lengths_left():
+            result: MemoryPoint | FailedPoint
+            try:
+                result = probe_admission(bench, length)
+            except Unmeasurable as reason:
+                result = FailedPoint(kind="memory", batch_size=0, length=length, reason=str(reason))
+            self._journal.put(_admission_key(length), result)
+            advance(f"rows of {length} enter")
+
+    def run_sequences(self, workers: Workers, advance: Callable[[str], None]) -> None:
+        """Whole rounds, through the workers' processes."""
+
+        def record(number: int, result: RoundSequence | FailedPoint) -> None:
+            self._journal.put(_sequence_key(number), result)
+            advance(f"rounds {number + 1} of {self._recipe.profile.sequences}")
+
+        ranges = Ranges(
+            self._recipe.profile, self._facts, safe_tokens(self._admissions(), self._facts)
+        )
+        asyncio.run(run_sequences(workers, self.sequences_left(), ranges, record))
+
+    def result(self) -> RoundsProfile:
+        """The profile's section."""
+        results = self._journal.results
+        return RoundsProfile(
+            parts=round_parts(self.points, self._recipe.profile, results),
+            sequences=[result for result in results.values() if isinstance(result, RoundSequence)],
+            memory=self._admissions(),
+            host_bytes=self._host_bytes(),
+        )
+
+    def _admissions(self) -> list[MemoryPoint]:
+        results, lengths = (
+            self._journal.results,
+            admission_lengths(self._recipe.profile, self._facts),
+        )
+        found = (results.get(_admission_key(length)) for length in lengths)
+        return [probe for probe in found if isinstance(probe, MemoryPoint)]
+
+    def _host_bytes(self) -> int:
+        """Of one worker: the recipe's bound, else its part of half the machine's memory."""
+        bound = self._recipe.engine.swap_memory_mib
+        if bound is not None:
+            return int(bound * MIB)
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(HOST_SHARE * total_bytes) // self._recipe.workers
+
+
+def _admission_key(length: int) -> str:
+    return f"admission/{length}"
+
+
+def _sequence_key(number: int) -> str:
+    return f"rounds/{number}"
+
+
+# Whole slices through the worker processes, all of them busy: what a server pays, from dispatch
+# to result.
+
+SliceRecord = Callable[[int, SlicePoint | FailedPoint], None]
+
+
+async def run_slices(
+    workers: Workers, shapes: Mapping[int, SliceShape], vocab_size: int, record: SliceRecord
+) -> None:
+    """Run the numbered slices and `record` each, its wall seconds, or why it failed.
+
+    Each worker runs one slice unrecorded first, to warm up, and goes on with unrecorded ones at the
+    end until the last recorded one is done: none of those that count runs beside an idle worker.
+    """
+    if not shapes:
+        return
+    await run_feed(workers, _SliceFeed(workers, shapes, vocab_size, record))
+
+
+@dataclass(slots=True, frozen=True)
+class _Sent:
+    """A slice under way; `number` None where it is not recorded."""
+
+    number: int | None
+    shape: SliceShape
+    sent_s: float
+
+
+class _SliceFeed:
+    """Gives each worker a slice whenever it has none; see `Feed`."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        shapes: Mapping[int, SliceShape],
+        vocab_size: int,
+        record: SliceRecord,
+    ) -> None:
+        self.done = asyncio.Event()
+        self._workers = workers
+        self._waiting = deque(shapes.items())
+        self._unrecorded = list(shapes.values())
+        self._vocab_size = vocab_size
+        self._record = record
+        self._left = len(shapes)
+        self._sent: dict[int, _Sent] = {}
+        self._batches = 0
+        self._begun = False
+
+    def begin(self) -> None:
+        """Once all workers are ready: a first slice for each, to warm up."""
+        self._begun = True
+        for worker in range(self._workers.size):
+            self._send(worker, None)
+
+    def on_event(self, event: WorkerEvent) -> None:
+        now_s = time.perf_counter()
+        if isinstance(event, BatchDone):
+            self._finish(self._sent.pop(event.batch_id), event, now_s)
+            if event.failure != "crashed":  # a crashed worker is ready again later
+                self._next(event.worker)
+        elif isinstance(event, WorkerReady) and self._begun:
+            self._next(event.worker)
+
+    def _next(self, worker: int) -> None:
+        if self._left:
+            self._send(worker, self._waiting.popleft() if self._waiting else None)
+
+    def _send(self, worker: int, numbered: tuple[int, SliceShape] | None) -> None:
+        number, shape = numbered or (None, self._unrecorded[self._batches % len(self._unrecorded)])
+        rows = slice_rows(shape, self._vocab_size)
+        self._batches += 1
+        self._sent[self._batches] = _Sent(number, shape, time.perf_counter())
+        self._workers.run(worker, self._batches, rows, shape.steps)
+
+    def _finish(self, sent: _Sent, event: BatchDone, now_s: float) -> None:
+        if sent.number is None:
+            return
+        self._record(sent.number, _outcome(sent, event, now_s - sent.sent_s))
+        self._left -= 1
+        if not self._left:
+            self.done.set()
+
+
+def _outcome(sent: _Sent, event: BatchDone, seconds: float) -> SlicePoint | FailedPoint:
+    shape = sent.shape
+    if event.failure or _tokens(event.output) != shape.batch_size * shape.steps:
+        reason = event.failure or f"{_tokens(event.output)} tokens came back"
+        return FailedPoint(
+            kind="slice", batch_size=shape.batch_size, length=shape.input_length, reason=reason
+        )
+    return SlicePoint(
+        batch_size=shape.batch_size,
+        input_length=shape.input_length,
+        steps=shape.steps,
+        seconds=seconds,
+    )
+
+
+def _tokens(output: SliceOutput) -> int:
+    return sum(map(len, output.tokens))

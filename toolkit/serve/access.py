@@ -1,0 +1,404 @@
+"""Whose request it is, and what his key may still take: requests and tokens a minute, choices at
+once.
+
+A request passes three gates, each as early as it can be asked: its key may send another request
+(before its body is read), may have so many choices at once (before tokenizing), may take so many
+tokens (once its prompt is counted). The last takes what the answer may become, prompt and
+`max_tokens` for each choice; what was not used goes back when the request has ended. So no key gets
+beyond its limit by asking for much at once. A refusal costs the key nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import math
+import re
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Literal
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from toolkit.files.keys import ApiKey
+from toolkit.serve.errors import ApiError, error_response
+
+# A token bucket, on whatever clock it is told.
+
+MINUTE_S = 60.0
+
+
+class Bucket:
+    """Holds what may be taken in a minute, and fills at that rate. Full at first.
+
+    So nobody gets more than twice `per_minute` within any minute, nor more than `per_minute` in the
+    long run.
+    """
+
+    def __init__(self, per_minute: int) -> None:
+        self.size = per_minute
+        self._level = float(per_minute)
+        self._at_s = 0.0
+
+    def level(self, now_s: float) -> float:
+        """What may be taken now. A clock that goes back fills nothing."""
+        gained = max(now_s - self._at_s, 0.0) * self.size / MINUTE_S
+        self._level, self._at_s = min(self._level + gained, self.size), now_s
+        return self._level
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Seconds until so much is in it; infinity: never."""
+        missing = amount - self.level(now_s)
+        return math.inf if amount > self.size else max(missing, 0.0) * MINUTE_S / self.size
+
+    def take(self, amount: float, now_s: float) -> None:
+        """Take what is there: whoever calls has asked `wait_s`."""
+        self._level = self.level(now_s) - amount
+
+    def give_back(self, amount: float, now_s: float) -> None:
+        """Of what was taken, what was not used."""
+        self._level = min(self.level(now_s) + amount, self.size)
+
+
+Callers = tuple[str, tuple[ApiKey, ...]]  # the one key that everybody has, or several
+Limit = Literal["requests", "tokens", "concurrent"]
+LIMITS: tuple[Limit, ...] = ("requests", "tokens", "concurrent")
+_SCOPE_KEY = "toolkit.visit"
+
+
+class Account:
+    """What a key has taken. Without a name it is anybody's, and has no limits."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.max_concurrent = math.inf
+        self.urgent = True
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.running = 0  # choices, waiting ones too
+        self.accepted = 0  # requests
+        self.taken_tokens = 0
+        self.refused: Counter[str] = Counter()  # by limit
+
+    def limit(self, key: ApiKey) -> None:
+        """The key's limits from now on. What was taken of one stays taken, unless it has another
+        size.
+        """
+        self.max_concurrent = key.max_concurrent or math.inf
+        self.urgent = key.urgent
+        self.requests = _bucket(key.requests_per_minute, self.requests)
+        self.tokens = _bucket(key.tokens_per_minute, self.tokens)
+
+
+class Keyring:
+    """Everybody's accounts. With neither key nor keys, everybody has the same."""
+
+    def __init__(self, api_key: str = "", keys: Sequence[ApiKey] = ()) -> None:
+        self._accounts: dict[str, Account] = {}  # of every name that ever was
+        self.replace(api_key, keys)
+
+    def replace(self, api_key: str = "", keys: Sequence[ApiKey] = ()) -> None:
+        """These keys from now on, and no others. A name that stays, or comes back, keeps what its
+        key has taken.
+
+        A request that was let in is answered to its end.
+        """
+        accounts = [self._accounts.setdefault(key.name, Account(key.name)) for key in keys]
+        for account, key in zip(accounts, keys, strict=True):
+            account.limit(key)
+        entries = list(zip([key.digest for key in keys], accounts, strict=True))
+        if api_key:
+            entries.append(
+                (
+                    hashlib.sha256(api_key.encode()).digest(),
+                    self._accounts.setdefault("", Account()),
+                )
+            )
+        self.named, self._entries = accounts, entries
+        self._anybody = None if entries else self._accounts.setdefault("", Account())
+
+    def renew(self, callers: Callers) -> str:
+        """As `replace`; what a person may want to know of it, in which there is no key."""
+        before = {account.name for account in self.named}
+        self.replace(*callers)
+        now = {account.name for account in self.named}
+        if not now:
+            return "the API key was read again"
+        changes = {"new": now - before, "gone": before - now}
+        told = "".join(
+            f"; {word}: {', '.join(sorted(names))}" for word, names in changes.items() if names
+        )
+        return f"the keys were read again: {len(now)}{told}"
+
+    def find(self, headers: Headers) -> Account | None:
+        """Whose key it is; None: nobody's. All digests are compared, each in constant time."""
+        if self._anybody:
+            return self._anybody
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
+        found = None
+        for known, account in self._entries:
+            if hmac.compare_digest(digest, known):
+                found = account
+        return found if scheme.lower() == "bearer" else None
+
+
+class KeyedRequest:
+    """One request of a key, from its headers until its answer has ended. `now_s` is the serving
+    clock.
+    """
+
+    def __init__(self, account: Account, now_s: Callable[[], float]) -> None:
+        self._account = account
+        self._now_s = now_s
+        self._entered = False
+        self._choices = 0
+        self._reserved = 0
+        self._used: Callable[[], int] = lambda: 0
+
+    @classmethod
+    def of(cls, scope: Scope) -> KeyedRequest:
+        """The visit that `scope` belongs to."""
+        visit: KeyedRequest = scope[_SCOPE_KEY]
+        return visit
+
+    def enter(self, scope: Scope) -> None:
+        """A request more. `ApiError` where the key may send none now."""
+        account, bucket, now_s = self._account, self._account.requests, self._now_s()
+        wait_s = bucket.wait_s(1, now_s) if bucket else 0.0
+        if bucket and wait_s:
+            raise self._refusal(
+                "requests", f"sends at most {bucket.size} requests a minute", wait_s
+            )
+        if account.running >= account.max_concurrent:
+            raise self._crowded(1)
+        if bucket:
+            bucket.take(1, now_s)
+        account.accepted += 1
+        self._entered = True
+        scope[_SCOPE_KEY] = self
+
+    def admit(self, choices: int, tokens: int) -> None:
+        """So many choices, of `tokens` in all at least. `ApiError` where they are too many now."""
+        account = self._account
+        if account.running + choices > account.max_concurrent:
+            raise self._crowded(choices)
+        self._check_tokens(tokens)
+        account.running += choices
+        self._choices = choices
+
+    def check_priority(self, priority: int) -> None:
+        """`ApiError` for one that goes before everybody else's default, where the key may not."""
+        if priority < 0 and not self._account.urgent:
+            text = f"priority is {priority}; the key '{self._account.name}' may ask for 0 and above"
+            raise ApiError(text, status=403, param="priority", code="priority_not_allowed")
+
+    def reserve(self, tokens: int, used: Callable[[], int]) -> None:
+        """Take what the answer may become; in the end `used` says what it was. `ApiError` where it
+        is too much now.
+        """
+        self._check_tokens(tokens)
+        if self._account.tokens:
+            self._account.tokens.take(tokens, self._now_s())
+        self._reserved, self._used = tokens, used
+
+    def leave(self, status: int) -> None:
+        """The answer has ended. What the server refused for reasons of its own was no request of
+        the key's.
+        """
+        account, now_s, used = self._account, self._now_s(), self._used()
+        account.running -= self._choices
+        account.taken_tokens += used
+        if account.tokens:
+            account.tokens.give_back(self._reserved - used, now_s)
+        if account.requests and self._entered and status in (429, 503):
+            account.requests.give_back(1, now_s)
+
+    def headers(self) -> dict[str, str]:
+        """What is left, under OpenAI's names."""
+        found, now_s = {}, self._now_s()
+        for name, bucket in (
+            ("requests", self._account.requests),
+            ("tokens", self._account.tokens),
+        ):
+            if bucket:
+                found[f"x-ratelimit-limit-{name}"] = str(bucket.size)
+                found[f"x-ratelimit-remaining-{name}"] = str(
+                    max(math.floor(bucket.level(now_s)), 0)
+                )
+                found[f"x-ratelimit-reset-{name}"] = _duration(bucket.wait_s(bucket.size, now_s))
+        return found
+
+    def _check_tokens(self, tokens: int) -> None:
+        bucket = self._account.tokens
+        wait_s = bucket.wait_s(tokens, self._now_s()) if bucket else 0.0
+        if bucket and wait_s:
+            text = f"takes at most {bucket.size} tokens a minute, prompt and max_tokens of all choices together"
+            raise self._refusal("tokens", f"{text}; this request may take {tokens}", wait_s)
+
+    def _crowded(self, choices: int) -> ApiError:
+        account = self._account
+        text = f"has at most {account.max_concurrent} choices at once; {account.running} are there"
+        never = choices > account.max_concurrent
+        return self._refusal(
+            "concurrent", f"{text}, and this request asks for {choices}", math.inf if never else 1.0
+        )
+
+    def _refusal(self, limit: Limit, text: str, wait_s: float) -> ApiError:
+        """As OpenAI's; its clients wait as long as they are told, and do not try again what can
+        never be.
+        """
+        self._account.refused[limit] += 1
+        kind = "tokens" if limit == "tokens" else "requests"
+        if math.isinf(wait_s):
+            said, headers = "ask for less", {"x-should-retry": "false"}
+        else:
+            said, headers = (
+                f"try again in {_duration(wait_s)}",
+                {"Retry-After": str(math.ceil(wait_s))},
+            )
+        return ApiError(
+            f"rate limit reached: the key '{self._account.name}' {text}; {said}",
+            status=429,
+            kind=kind,
+            code="rate_limit_exceeded",
+            headers=headers,
+        )
+
+
+def _bucket(per_minute: int | None, before: Bucket | None) -> Bucket | None:
+    if before is not None and before.size == per_minute:
+        return before
+    return Bucket(per_minute) if per_minute else None
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: 250ms, 12s, 6m0s."""
+    if (ms := math.ceil(1000 * seconds)) < 1000:
+        return f"{ms}ms"
+    whole = math.ceil(seconds)
+    return f"{whole}s" if whole < MINUTE_S else f"{whole // 60}m{whole % 60}s"
+
+
+# The ASGI layer before all routes: who may call, and how often; and a request id on every
+# response.
+#
+# A server of this machine alone, without a key, also looks at the Host. A web page may point a
+# name of its own to this machine ("DNS rebinding"), and the browser then sends that name and lets
+# the page read the answers.
+
+UNKEYED = "without a key this server"
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class AccessGate:
+    """Denies by default: without a key only `open_paths` answer, and nobody learns which other
+    routes exist.
+
+    What a key POSTs counts against its limits, on the clock `now_s`. A Host that is a name other
+    than `localhost` gets 403 from `local_paths`, which answer without a key, and with
+    `local_hosts_only` from all routes but `open_paths`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keyring: Keyring,
+        now_s: Callable[[], float],
+        *,
+        open_paths: Collection[str],
+        local_paths: Collection[str] = (),
+        local_hosts_only: bool = False,
+    ) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._now_s = now_s
+        self._local_paths = frozenset(local_paths)
+        self._open_paths = frozenset(open_paths) | self._local_paths
+        self._local_hosts_only = local_hosts_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+
+        account, visit, status = self._keyring.find(headers), None, 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                added = MutableHeaders(scope=message)
+                added["X-Request-Id"] = request_id
+                added.update(visit.headers() if visit else {})
+            await send(message)
+
+        is_local = scope["path"] in self._local_paths
+        if is_local or (self._local_hosts_only and scope["path"] not in self._open_paths):
+            try:
+                check_local_host(
+                    headers.get("host", ""), "the status page" if is_local else UNKEYED
+                )
+            except ApiError as refusal:
+                await error_response(refusal)(scope, receive, send_with_id)
+                return
+        if account is None and scope["path"] not in self._open_paths:
+            await error_response(_denied(headers))(scope, receive, send_with_id)
+            return
+        if account is None or scope["method"] != "POST":
+            await self._app(scope, receive, send_with_id)
+            return
+        visit = KeyedRequest(account, self._now_s)
+        try:
+            visit.enter(scope)
+        except ApiError as refusal:
+            await error_response(refusal)(scope, receive, send_with_id)
+            return
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            visit.leave(status)
+
+
+def check_local_host(host: str, what: str = UNKEYED) -> None:
+    """`ApiError`, for `what`, for a Host that is a name other than localhost.
+
+    Addresses and an empty Host pass: no page has them.
+    """
+    name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+    with suppress(ValueError):
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        return
+    if name.lower().rstrip(".") not in ("localhost", ""):
+        raise ApiError(
+            f"{what} answers to addresses and to localhost, not to the Host {name[:80]!r}; "
+            f"{'start it with an API key, or ' if what == UNKEYED else ''}"
+            "have the proxy in front send an address as Host",
+            status=403,
+            code="host_refused",
+        )
+
+
+def _denied(headers: Headers) -> ApiError:
+    given = headers.get("authorization", "").lower().startswith("bearer ")
+    missing = "this server needs its API key, as 'Authorization: Bearer KEY'"
+    return ApiError(
+        "the API key is not one of this server's" if given else missing,
+        status=401,
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own where it is plain, else a new one. It goes back in a header, and is used for
+    nothing else.
+    """
+    given = headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,0 +1,462 @@
+"""What requests may say, with bounds on everything; and which of OpenAI's parameters are refused
+rather than ignored.
+
+Fields that nobody here knows are ignored, as OpenAI's own servers do. Fields that would change the
+answer, and that this server cannot honour, are errors that name them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+from starlette.requests import ClientDisconnect, Request
+
+from toolkit.engines.tokenizer import Tokenizer
+from toolkit.errors import InputError
+from toolkit.serve.errors import ApiError, from_validation
+
+# A request's body, read within a limit and parsed strictly.
+#
+# Strict means that two parsers cannot read it differently: UTF-8 without a mark, no NaN, no key
+# twice, no half of a surrogate pair, bounded nesting. What is left is plain JSON values.
+
+Json = dict[str, object]
+
+MAX_DEPTH = 32
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+async def read_json_bytes(request: Request, max_bytes: int) -> bytes:
+    """The body, which says that it is JSON. `ApiError` with 400, 413 or 415."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(f"content-type is '{kind[:80]}', and must be application/json", status=415)
+    return await read_body(request, max_bytes)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The bytes, given up on as soon as they are too many: the length that a client states proves
+    nothing.
+    """
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+    except ClientDisconnect:
+        raise ApiError("the body ended early") from None
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    text = f"the body is larger than {max_bytes} bytes"
+    return ApiError(text, status=413, headers={"Connection": "close"})
+
+
+def parse_json(body: bytes) -> Json:
+    """The JSON object that `body` is. `ApiError` where it is not, or where parsers could disagree
+    on it.
+    """
+    try:
+        text = body.decode("utf-8")
+        data = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        if _SURROGATE.search(text):
+            _check_surrogates(data)
+    except RecursionError:
+        raise ApiError(f"the body nests deeper than {MAX_DEPTH} levels") from None
+    except UnicodeEncodeError:
+        raise ApiError("the body holds half of a surrogate pair, which is no character") from None
+    except UnicodeDecodeError as error:
+        raise ApiError(f"the body is not UTF-8: byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ApiError(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+    except ValueError as error:  # raised by the hooks below, and by int() of too many digits
+        raise ApiError(f"the body cannot be read: {str(error).partition(';')[0][:200]}") from None
+    if not isinstance(data, dict):
+        raise ApiError("the body must be a JSON object")
+    _check_depth(data)
+    return data
+
+
+def _object(pairs: list[tuple[str, object]]) -> Json:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:80]!r} comes twice")
+    return result
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _check_surrogates(data: object) -> None:
+    json.dumps(data, ensure_ascii=False).encode("utf-8")
+
+
+def _check_depth(data: object) -> None:
+    level = [data]
+    for _ in range(MAX_DEPTH):
+        level = [
+            value
+            for container in level
+            for value in (container.values() if isinstance(container, dict) else container)  # type: ignore[attr-defined]
+            if isinstance(value, dict | list)
+        ]
+        if not level:
+            return
+    raise ApiError(f"the body nests deeper than {MAX_DEPTH} levels")
+
+
+MAX_PROMPTS = 256
+MAX_MESSAGES = 2048
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_TIMEOUT_S = 86_400.0
+
+Prompt = str | list[int]
+
+# Parameter to the values with which it asks for nothing. Those of chats and of completions differ
+# in one.
+REFUSED: dict[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "presence_penalty": (None, 0),
+    "prompt_logprobs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None, 0),
+    "use_beam_search": (None, False),
+}
+
+
+def asking_for_nothing(*, chat: bool) -> dict[str, tuple[object, ...]]:
+    """`REFUSED`, and what the one endpoint in question adds to it."""
+    return REFUSED | {"logprobs": (None, False) if chat else (None,)}
+
+
+def _some(items: JsonSchemaValue, most: int | None = None) -> JsonSchemaValue:
+    limit = {} if most is None else {"maxItems": most}
+    return {"type": "array", "items": items, "minItems": 1, **limit}
+
+
+_TEXT: JsonSchemaValue = {"type": "string", "minLength": 1}
+_TOKEN: JsonSchemaValue = {"type": "integer", "minimum": 0}
+_STOP: JsonSchemaValue = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_PART: JsonSchemaValue = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+PROMPT_SCHEMA: JsonSchemaValue = {
+    "anyOf": [_TEXT, _some(_TEXT, MAX_PROMPTS), _some(_TOKEN), _some(_some(_TOKEN), MAX_PROMPTS)]
+}
+STOP_SCHEMA: JsonSchemaValue = {
+    "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]
+}
+CONTENT_SCHEMA: JsonSchemaValue = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+
+
+def _is_tokens(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _prompts(value: object) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            "should be a string, a list of strings, a list of tokens or a list of lists of tokens"
+        )
+    if _is_tokens(value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(value)} prompts; the limit is {MAX_PROMPTS}")
+    if all(isinstance(prompt, str) for prompt in value) or all(
+        _is_tokens(prompt) for prompt in value
+    ):
+        return value
+    raise ValueError("should hold strings alone, tokens alone, or lists of tokens alone")
+
+
+def _tokens(value: object) -> list[int]:
+    """One error for all items: an error for each would be larger than the body."""
+    if not _is_tokens(value):
+        raise ValueError("should be a list of tokens, which are integers")
+    return value  # type: ignore[return-value]
+
+
+def _stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value if value is not None else []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("should be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"holds {len(stops)} strings; the limit is {MAX_STOPS}")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"strings should have 1 to {MAX_STOP_CHARS} characters")
+    return stops
+
+
+def _content(value: object) -> str:
+    """A message's text: a string, or parts of type text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("should be a string or a list of parts of type 'text'")
+    texts = []
+    for part in value:
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise ValueError(
+                "holds a part that is not of type 'text', which is all that this model reads"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class Form(BaseModel):
+    """Values as they are: no "5" for 5, no NaN; unknown fields ignored; null is the same as absent."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Form):
+    include_usage: bool | None = None
+
+
+class GenerationForm(Form):
+    """What completions and chat completions have in common."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    stop: Annotated[list[str], PlainValidator(_stops), WithJsonSchema(STOP_SCHEMA)] = Field(
+        default_factory=list
+    )
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)] | None
+    ) = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    llmctl_end_after: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionForm(GenerationForm):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+
+
+class Message(Form):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, PlainValidator(_content), WithJsonSchema(CONTENT_SCHEMA)]
+
+
+class ChatForm(GenerationForm):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class TokenizeForm(Form):
+    """POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: (
+        Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+        | None
+    ) = None
+
+
+class DetokenizeForm(Form):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[
+        list[int], PlainValidator(_tokens), WithJsonSchema({"type": "array", "items": _TOKEN})
+    ]
+
+
+FormT = TypeVar("FormT", bound=Form)
+
+
+def validate(form: type[FormT], data: Json) -> FormT:
+    """`data` as a form. `ApiError` for the first thing that is wrong with it."""
+    if issubclass(form, GenerationForm):
+        refuse_unsupported(data, chat=form is ChatForm)
+    try:
+        return form.model_validate(data)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def refuse_unsupported(data: Json, *, chat: bool) -> None:
+    """`ApiError` for a parameter that would change the answer and cannot be honoured."""
+    harmless = asking_for_nothing(chat=chat)
+    for name in data.keys() & harmless.keys():
+        if not any(_same(data[name], value) for value in harmless[name]):
+            raise ApiError(
+                f"'{name}' is not supported here", param=name, code="unsupported_parameter"
+            )
+
+
+def _same(one: object, other: object) -> bool:
+    """Equal as JSON: in Python true is 1."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+# From a request's body to a form and its prompts in tokens. No I/O: it runs in the server and in
+# the helper alike.
+
+MAX_ANSWERED_TOKENS = 1 << 20  # by /tokenize, unless the model takes more
+
+NOTHING_SAID = Message(role="user", content="")
+
+Worked = TypeVar("Worked")
+
+
+class BodyReader:
+    """Reads bodies for one model, within its limits. Everything it raises is an `ApiError`."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def form(self, kind: type[FormT], body: bytes) -> FormT:
+        return validate(kind, parse_json(body))
+
+    def completion(self, body: bytes) -> tuple[CompletionForm, list[list[int]]]:
+        """The form, with nothing for its prompts, and their tokens."""
+        form = self.form(CompletionForm, body)
+        prompts = self.prompts(form.prompt)
+        for prompt in prompts:
+            check_room(len(prompt), self._max_model_len)
+        return form.model_copy(update={"prompt": [""]}), prompts
+
+    def chat(self, body: bytes) -> tuple[ChatForm, list[list[int]]]:
+        """The form, with nothing for its messages, and the tokens that they are."""
+        form = self.form(ChatForm, body)
+        prompt = self.chat_tokens(form.messages)
+        check_room(len(prompt), self._max_model_len)
+        return form.model_copy(update={"messages": [NOTHING_SAID]}), [prompt]
+
+    def tokenize(self, body: bytes) -> bytes:
+        """The answer's JSON."""
+        form = self.form(TokenizeForm, body)
+        if (form.prompt is None) == (form.messages is None):
+            raise ApiError("one of 'prompt' and 'messages' is needed", param="prompt")
+        if form.messages is not None:
+            tokens = self.chat_tokens(form.messages)
+        else:
+            tokens = self._encoded(lambda: self._tokenizer.encode(form.prompt or ""), "prompt")
+        limit = max(MAX_ANSWERED_TOKENS, self._max_model_len)
+        if len(tokens) > limit:
+            text = f"the text has {len(tokens)} tokens; an answer holds at most {limit}"
+            raise ApiError(text, param="messages" if form.messages is not None else "prompt")
+        return msgspec.json.encode(
+            {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
+        )
+
+    def detokenize(self, body: bytes) -> bytes:
+        """The answer's JSON."""
+        tokens = self.form(DetokenizeForm, body).tokens
+        if len(tokens) > self._max_model_len:
+            text = f"'tokens' holds {len(tokens)} tokens; the limit is {self._max_model_len}, as of prompt + output"
+            raise ApiError(text, param="tokens")
+        self.check_tokens(tokens, "tokens")
+        return msgspec.json.encode({"prompt": self._tokenizer.decode(tokens)})
+
+    def prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """All prompts as tokens."""
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                self.check_tokens(prompt, "prompt")
+        encode = self._tokenizer.encode
+        return self._encoded(
+            lambda: [encode(one) if isinstance(one, str) else one for one in prompts], "prompt"
+        )
+
+    def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
+        """The messages in the model's chat template. 'developer' is what newer clients call
+        'system'.
+        """
+        roles = {"developer": "system"}
+        plain = [
+            {"role": roles.get(one.role, one.role), "content": one.content} for one in messages
+        ]
+        return self._encoded(lambda: self._tokenizer.encode_chat(plain), "messages")
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """`ApiError` for a token that the model does not have."""
+        size = self._vocab_size
+        if tokens and not (min(tokens) >= 0 and max(tokens) < size):
+            token = next(one for one in tokens if not 0 <= one < size)
+            raise ApiError(
+                f"'{param}' holds token {short(token)}; tokens here are 0 to {size - 1}",
+                param=param,
+            )
+
+    def _encoded(self, work: Callable[[], Worked], param: str) -> Worked:
+        try:
+            return work()
+        except InputError as error:
+            raise ApiError(error.message, param=param) from None
+
+
+def check_room(prompt_tokens: int, max_model_len: int) -> None:
+    """`ApiError` for a prompt that leaves no room for a token."""
+    if prompt_tokens < 1:
+        raise ApiError("the prompt has no tokens", param="prompt")
+    if prompt_tokens >= max_model_len:
+        text = f"the prompt has {prompt_tokens} tokens; the limit of prompt + output is {max_model_len}"
+        raise ApiError(text, param="prompt", code="context_length_exceeded")
+
+
+def short(number: int) -> str:
+    """A number for a message; JSON's may have thousands of digits."""
+    return str(number) if abs(number) < 10**20 else "too large a number"
