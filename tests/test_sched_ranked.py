@@ -62,15 +62,39 @@ def test_the_order_is_that_of_sorted_ranks(rows):
     assert not left or inbox.shortest == min(job.length for job in left)
 
 
+def check_counts(inbox, left, now_s, queue, ticket):
+    starves = {job: now_s - job.waiting_since_s >= PATIENCE_S for job in left}
+    starving, standings, counts = inbox.standings(now_s, PATIENCE_S)
+    others = [job for job in left if not starves[job]]
+    assert starving == sum(starves.values())
+    assert standings == sorted({standing(job, 0) for job in left})
+    assert counts == [sum(standing(job, 0) == value for job in others) for value in standings]
+    before = [job for job in others if standing(job, 0) == queue and job.ticket < ticket]
+    assert inbox.equals_before(float(queue), ticket) == len(before)
+
+
 @given(jobs_that_wait, st.integers(0, 3), st.integers(0, 20))
-def test_it_counts_who_is_served_before_a_job(rows, queue, ticket):
+def test_it_counts_what_is_served_before_a_job(rows, queue, ticket):
     inbox, left = filled(rows)
-    starving, counts = inbox.standings_before(NOW_S, PATIENCE_S, float(queue), ticket)
-    before = [rank(job)[0] for job in left if rank(job) < (float(queue), 0.0, ticket)]
-    assert starving == before.count(-1.0)
-    assert {value: count for value, count in counts if count} == {
-        k: before.count(k) for k in before if k >= 0.0
-    }
+    check_counts(inbox, left, NOW_S, queue, ticket)
+
+
+@given(
+    jobs_that_wait, jobs_that_wait, st.lists(st.floats(0, 2 * NOW_S), max_size=4), st.integers(0, 3)
+)
+def test_counts_stay_right_while_jobs_come_and_go_and_time_goes_on(rows, more, times_s, queue):
+    inbox, left = filled(rows)
+    coming = [
+        Job(Request(f"more {k}", 0.0, length, 10, one), 100 + k, length, waiting_since_s=since_s)
+        for k, (one, length, since_s, _) in enumerate(more)
+    ]
+    for now_s in [*sorted(times_s), 0.0]:
+        check_counts(inbox, left, now_s, queue, 101)
+        if coming:
+            left.append(coming.pop())
+            inbox.append(left[-1])
+        if left:
+            inbox.remove(left.pop(0))
 
 
 @given(jobs_that_wait)

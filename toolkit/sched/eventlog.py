@@ -164,12 +164,10 @@ class RecordingScheduler(Scheduler):
         return refusal
 
     def tick(self, now_s: float) -> list[Batch]:
-        before = len(self._interrupts)
+        before = len(self.interrupts)
         batches = super().tick(now_s)
         self._sink(
-            Tick(
-                now_s, tuple(started(batch) for batch in batches), tuple(self._interrupts[before:])
-            )
+            Tick(now_s, tuple(started(batch) for batch in batches), tuple(self.interrupts[before:]))
         )
         return batches
 

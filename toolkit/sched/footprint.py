@@ -41,13 +41,21 @@ class Footprint:
     __slots__ = ("_fresh", "_used", "_worker", "capacity", "promised", "rows")
 
     def __init__(self, worker: Worker) -> None:
-        residents = worker.residents
         self._worker = worker
-        self.rows = len(residents.jobs)
+        self.look()
+
+    def look(self) -> Footprint:
+        """That of the worker's residents as they are now."""
+        worker = self._worker
+        residents = worker.residents
+        self.rows = rows = len(residents.jobs)
         self.capacity = worker.capacity_tokens
         self.promised = residents.committed
-        self._used = residents.used
+        self._used = (
+            residents.used if residents.prefilling else residents.base + rows * residents.steps
+        )
         self._fresh = 0  # tokens that the prefills to come will give
+        return self
 
     @property
     def taken(self) -> int:
@@ -125,11 +133,10 @@ class SlabFootprint(Footprint):
 
     __slots__ = ("_entering", "_left", "_lengths", "_longest", "_newcomers", "_promises")
 
-    def __init__(self, worker: Worker) -> None:
-        residents = worker.residents
-        self._worker = worker
+    def look(self) -> SlabFootprint:
+        residents = self._worker.residents
         self.rows = len(residents.jobs)
-        self.capacity = worker.capacity_tokens
+        self.capacity = self._worker.capacity_tokens
         self._longest = residents.longest  # of those whose cache is there
         self.promised = residents.longest_promise
         self._newcomers = len(residents.prefilling)
@@ -139,6 +146,7 @@ class SlabFootprint(Footprint):
         self._left: set[Job] = set()
         self._lengths: list[int] = []  # of the residents, ascending; once one has left
         self._promises: list[int] = []
+        return self
 
     @property
     def taken(self) -> int:
@@ -249,6 +257,18 @@ def _without(ascending: list[int], value: int) -> int:
 def footprint(worker: Worker) -> Footprint:
     """That of the worker's residents."""
     return Footprint(worker) if worker.joining is None else SlabFootprint(worker)
+
+
+def look(worker: Worker) -> Footprint:
+    """As `footprint`, but one object per worker, which is valid until the next look at it.
+
+    For decisions that are made at every round and keep none: making an object costs as much as the
+    whole comparison.
+    """
+    if worker.there is None:
+        worker.there = footprint(worker)
+        return worker.there
+    return worker.there.look()
 
 
 def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], *, padded: bool) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolkit.sched.types import Job
 
+_append, _popleft = deque.append, deque.popleft
 # jobs that come forward together: few enough to be put back at no cost, enough for an attempt to
 # admit
 RECALLED = 64
@@ -29,12 +30,23 @@ class Inbox(deque["Job"]):
     waits. The deque itself is who waits before them.
     """
 
-    __slots__ = ("behind", "tokens")
+    __slots__ = ("_longest", "behind", "returned", "tokens")
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = 0
         self.behind: deque[Job] = deque()
+        self.returned: dict[Job, None] = {}  # those that have generated something before
+        self._longest: int | None = None  # of the others; None: to be looked for
+
+    @property
+    def longest_new(self) -> int:
+        """The longest input of those that have generated nothing yet; 0 where there is none."""
+        if self._longest is None:
+            self._longest = max(
+                [job.length for job in self.everybody() if not job.generated], default=0
+            )
+        return self._longest
 
     @property
     def waiting(self) -> int:
@@ -57,19 +69,23 @@ class Inbox(deque["Job"]):
         return super().__contains__(job) or job in self.behind
 
     def append(self, job: Job) -> None:
-        """Behind all who are as urgent."""
-        self._place(job, last=True)
-        self.tokens += job.length
+        """Behind all that are as urgent."""
+        if not self or self[-1].priority <= job.priority:
+            _append(self, job)
+        else:
+            self._place(job, last=True)
+        self._came(job)
 
     def appendleft(self, job: Job) -> None:
-        """Before all who are as urgent."""
+        """Before all that are as urgent."""
         self._place(job, last=False)
-        self.tokens += job.length
+        self._came(job)
 
     def popleft(self) -> Job:
-        job = super().popleft()
-        self.tokens -= job.length
-        self._recall()
+        job = _popleft(self)
+        self._left(job)
+        if self.behind:
+            self._recall()
         return job
 
     def remove(self, job: Any) -> None:
@@ -77,8 +93,8 @@ class Inbox(deque["Job"]):
             super().remove(job)
         except ValueError:
             self.behind.remove(job)
+        self._left(job)
         self._recall()
-        self.tokens -= job.length
 
     def defer(self, job: Job) -> None:
         """Put a job behind the others."""
@@ -91,12 +107,26 @@ class Inbox(deque["Job"]):
         self.behind.remove(job)
         self._place(job, last=False)
 
+    def _came(self, job: Job) -> None:
+        self.tokens += job.length
+        if job.generated:
+            self.returned[job] = None
+        elif self._longest is not None and job.length > self._longest:
+            self._longest = job.length
+
+    def _left(self, job: Job) -> None:
+        self.tokens -= job.length
+        if job.generated:
+            del self.returned[job]
+        elif job.length == self._longest:
+            self._longest = None
+
     def _place(self, job: Job, *, last: bool) -> None:
         """Among those who do not wait behind, as the last or the first of its own urgency."""
-        priority = job.request.priority
-        if last and (not self or self[-1].request.priority <= priority):
+        priority = job.priority
+        if last and (not self or self[-1].priority <= priority):
             super().append(job)
-        elif not last and (not self or priority <= self[0].request.priority):
+        elif not last and (not self or priority <= self[0].priority):
             super().appendleft(job)
         else:
             self.insert((bisect_right if last else bisect_left)(self, priority, key=_priority), job)
@@ -107,11 +137,11 @@ class Inbox(deque["Job"]):
 
 
 def _priority(job: Job) -> int:
-    return job.request.priority
+    return job.priority
 
 
 def _turn(job: Job) -> tuple[int, int]:
-    return job.request.priority, job.ticket
+    return job.priority, job.ticket
 
 
 # An inbox that is kept in the order of a policy's ranks, so that nobody has to sort a backlog to
@@ -121,6 +151,8 @@ def _turn(job: Job) -> tuple[int, int]:
 # that is a matter of one more order. So three sorted lists say all that a scheduling point asks;
 # keeping them costs O(log n) comparisons per job that comes or goes.
 
+LAST = 1 << 62  # more than any ticket
+
 
 class RankedInbox(Inbox):
     """An `Inbox` that also knows its jobs by standing, by how long they have waited, and by length.
@@ -129,17 +161,20 @@ class RankedInbox(Inbox):
     standing.
 
     Args:
-        standing: of a job and what it has generated, less is served first; equals go by their tickets.
+        standing: of a job and what it has generated, less is served first; equals go by their tickets. It is kept.
     """
 
-    __slots__ = ("_by_age", "_by_length", "_by_standing", "_standing")
+    __slots__ = ("_by_age", "_by_length", "_by_standing", "_starved", "standing")
 
     def __init__(self, standing: Callable[[Job, int], float]) -> None:
         super().__init__()
-        self._standing = standing
+        self.standing = standing
         self._by_standing: list[tuple[float, int, Job]] = []
         self._by_age: list[tuple[float, int, float, Job]] = []  # waiting since, ticket, standing
         self._by_length: list[int] = []
+        self._starved: list[
+            tuple[float, int]
+        ] = []  # standing, ticket: of the first so many of `_by_age`
 
     @property
     def shortest(self) -> int:
@@ -147,24 +182,11 @@ class RankedInbox(Inbox):
         return self._by_length[0]
 
     def emptied(self) -> RankedInbox:
-        return RankedInbox(self._standing)
+        return RankedInbox(self.standing)
 
     def append(self, job: Job) -> None:
-        super().append(job)
-        self._enter(job)
-
-    def appendleft(self, job: Job) -> None:
-        super().appendleft(job)
-        self._enter(job)
-
-    def popleft(self) -> Job:
-        job = super().popleft()
-        self._leave(job)
-        return job
-
-    def remove(self, job: Any) -> None:
-        super().remove(job)
-        self._leave(job)
+        self._place(job, last=True)
+        self._came(job)
 
     def _place(self, job: Job, *, last: bool) -> None:
         (deque.append if last else deque.appendleft)(self, job)
@@ -177,9 +199,13 @@ class RankedInbox(Inbox):
             yield now_s - since_s, job
 
     def others(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
-        """Who has not, and his standing, the least first."""
+        """Those that have not, and their standing, the least first."""
+        left = len(self._by_age) - self._starving(now_s, patience_s)
         for standing, _, job in self._by_standing:
+            if not left:
+                return
             if now_s - job.waiting_since_s < patience_s:
+                left -= 1
                 yield standing, job
 
     def next_wait_s(self, now_s: float, patience_s: float, besides: Collection[Job]) -> float:
@@ -196,29 +222,44 @@ class RankedInbox(Inbox):
         """How many have waited for longer than `waited_s`, or as long with an earlier ticket."""
         return bisect_left(self._by_age, (now_s - waited_s, ticket))
 
-    def standings_before(
-        self, now_s: float, patience_s: float, standing: float, ticket: int
-    ) -> tuple[int, list[tuple[float, int]]]:
-        """How many starve, and of the others that are served before a job, how many of which
-        standing.
-        """
-        starving = self._starving(now_s, patience_s)
-        by_standing = self._by_standing
-        end = bisect_left(by_standing, (standing, ticket))
-        counts: list[tuple[float, int]] = []
-        start = 0
-        while start < end:
+    def standings(self, now_s: float, patience_s: float) -> tuple[int, list[float], list[int]]:
+        """How many starve; the standings of all jobs, ascending, and of how many others each is."""
+        starving = self._count_starved(now_s, patience_s)
+        by_standing, starved = self._by_standing, self._starved
+        values: list[float] = []
+        counts: list[int] = []
+        start = starved_start = 0
+        while start < len(by_standing):
             value = by_standing[start][0]
-            stop = min(bisect_left(by_standing, (value, 1 << 62)), end)
-            counts.append((value, stop - start))
-            start = stop
-        if starving:
-            fewer: dict[float, int] = {}
-            for _, other, value, _ in self._by_age[:starving]:
-                if (value, other) < (standing, ticket):
-                    fewer[value] = fewer.get(value, 0) + 1
-            counts = [(value, count - fewer.get(value, 0)) for value, count in counts]
-        return starving, counts
+            stop, starved_stop = (
+                bisect_left(by_standing, (value, LAST)),
+                bisect_left(starved, (value, LAST)),
+            )
+            values.append(value)
+            counts.append(stop - start - (starved_stop - starved_start))
+            start, starved_start = stop, starved_stop
+        return starving, values, counts
+
+    def equals_before(self, standing: float, ticket: int) -> int:
+        """How many of this standing have an earlier ticket and did not starve when `standings` was
+        asked last.
+        """
+        by_standing, starved = self._by_standing, self._starved
+        here, first = (standing, ticket), (standing, -1)
+        ahead = bisect_left(by_standing, here) - bisect_left(by_standing, first)
+        return ahead - (bisect_left(starved, here) - bisect_left(starved, first))
+
+    def _count_starved(self, now_s: float, patience_s: float) -> int:
+        """How many starve, which are then in `_starved`: time goes on, and they are the first of
+        `_by_age`.
+        """
+        by_age, starved = self._by_age, self._starved
+        count = self._starving(now_s, patience_s)
+        for _, ticket, standing, _ in by_age[len(starved) : count]:
+            insort(starved, (standing, ticket))
+        for _, ticket, standing, _ in by_age[count : len(starved)]:
+            del starved[bisect_left(starved, (standing, ticket))]
+        return count
 
     def _starving(self, now_s: float, patience_s: float) -> int:
         by_age = self._by_age
@@ -231,14 +272,23 @@ class RankedInbox(Inbox):
                 high = middle
         return low
 
-    def _enter(self, job: Job) -> None:
-        standing = self._standing(job, job.generated)
+    def _came(self, job: Job) -> None:
+        super()._came(job)
+        standing = self.standing(job, job.generated)
         insort(self._by_standing, (standing, job.ticket, job))
-        insort(self._by_age, (job.waiting_since_s, job.ticket, standing, job))
+        entry = (job.waiting_since_s, job.ticket, standing, job)
+        at = bisect_left(self._by_age, entry)
+        if at < len(self._starved):
+            insort(self._starved, (standing, job.ticket))
+        self._by_age.insert(at, entry)
         insort(self._by_length, job.length)
 
-    def _leave(self, job: Job) -> None:
-        standing, ticket = self._standing(job, job.generated), job.ticket
+    def _left(self, job: Job) -> None:
+        super()._left(job)
+        standing, ticket = self.standing(job, job.generated), job.ticket
         del self._by_standing[bisect_left(self._by_standing, (standing, ticket))]
-        del self._by_age[bisect_left(self._by_age, (job.waiting_since_s, ticket))]
+        at = bisect_left(self._by_age, (job.waiting_since_s, ticket))
+        if at < len(self._starved):
+            del self._starved[bisect_left(self._starved, (standing, ticket))]
+        del self._by_age[at]
         del self._by_length[bisect_left(self._by_length, job.length)]

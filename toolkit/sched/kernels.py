@@ -139,6 +139,39 @@ def slices_left(
 
 
 @njit
+def nearest_end(
+    joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int
+) -> int:
+    """The least of `slices_left`, of at least one resident."""
+    nearest = 1 << 62
+    for i in range(len(joined)):
+        end = -(-(joined[i] + first) // interval) * interval
+        left = end - steps if steps < end else period - (steps - end) % period
+        nearest = min(nearest, left)
+    return nearest
+
+
+@njit
+def all_left(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> int:
+    """The sum of `slices_left`."""
+    total = 0
+    for i in range(len(joined)):
+        end = -(-(joined[i] + first) // interval) * interval
+        total += end - steps if steps < end else period - (steps - end) % period
+    return total
+
+
+@njit
+def ends_now(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> bool:
+    """Whether any resident's slice is over just now; arguments as of `slices_left`."""
+    for i in range(len(joined)):
+        end = -(-(joined[i] + first) // interval) * interval
+        if steps >= end and (steps - end) % period == 0:
+            return True
+    return False
+
+
+@njit
 def _uniform(state: NDArray[np.uint64]) -> float:
     """The next draw in [0, 1) of a splitmix64 stream."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)

@@ -108,12 +108,19 @@ class WaitingPool:
             self._tickets += 1
             (self.jobs if job.limit_tokens <= stranded.limit else stranded.jobs).append(job)
 
-    def route(self, homes: Sequence[int]) -> None:
-        """The whole pool goes to workers' inboxes, each job to the worker at its place in `homes`."""
+    def route(self, homes: Sequence[int]) -> list[Worker]:
+        """The whole pool goes to workers' inboxes, each job to the worker at its place in `homes`;
+        these.
+        """
+        workers = self._workers
+        found: list[Worker] = []
         for job, home in zip(self.jobs, homes, strict=True):
             job.home = home
-            self._workers[home].inbox.append(job)
+            worker = workers[home]
+            worker.inbox.append(job)
+            found.append(worker)
         self.jobs.clear()
+        return found
 
     def reorder(self, behind: Iterable[Job], first: Iterable[Job]) -> None:
         """In their inboxes: put these `behind` all others, those before who are as urgent."""

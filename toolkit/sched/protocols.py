@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.sched.figures import Amount, Figure, Loads, Numbers
 from toolkit.sched.kernels import replace_sorted
 from toolkit.sched.types import Batch, Job, Worker
 
@@ -30,6 +31,7 @@ class LengthHistory:
         self.recent: deque[int] = deque(start, maxlen=window)
         self._sorted: NDArray[np.int64] | None = None
         self._count = 0  # how many are in _sorted
+        self._sum = sum(self.recent)
         self._pending: list[
             tuple[int, int]
         ] = []  # (length that left or -1, length that came), not yet in _sorted
@@ -42,7 +44,14 @@ class LengthHistory:
             if len(pending) == recent.maxlen:  # all that was sorted is gone
                 self._sorted = None
                 pending.clear()
+        if len(recent) == recent.maxlen:
+            self._sum -= recent[0]
+        self._sum += length
         recent.append(length)
+
+    def mean(self) -> int:
+        """The mean length, rounded down; 1 where nothing is remembered."""
+        return int(self._sum / len(self.recent)) if self.recent else 1
 
     def ascending(self) -> NDArray[np.int64]:
         """All remembered lengths, sorted: a view that is valid until the next `add`."""
@@ -64,8 +73,13 @@ class LengthHistory:
 class View:
     """What a policy may look at. The lists are the scheduler's own, live: read them, never write.
 
-    Where workers are `mixed`, of several kinds, every job of the pool has somebody alive who holds
-    it (`Worker.holds`), and is not given to anybody else.
+    Workers that something happened to since the last plan are `due`: a round or batch ended, jobs
+    were routed to an idle one, it came back. A policy that never leaves an idle worker with work
+    looks at these alone, and costs nothing for workers that nothing happens to; one that lets work
+    wait at an idle worker has to look at `free`.
+
+    Where workers are `mixed`, of several kinds, each job of the pool fits a worker that is alive
+    (`Worker.holds`), and may only be given to such a worker.
     """
 
     pool: Sequence[Job]  # waiting and not routed, oldest ticket first
@@ -76,33 +90,84 @@ class View:
         np.random.Generator
     )  # the only randomness: a scheduler made with the same seed decides the same
     now_s: float = 0.0
-    prioritised: bool = (
-        False  # some request had another priority than the default: until then nobody has to look
-    )
+    prioritised: bool = False  # some request had another priority than the default
     arrived: list[int] = field(
         default_factory=list
     )  # workers that jobs were routed to since the last plan
-    free: list[Worker] = field(
-        init=False
-    )  # alive and running nothing, by index: those that a plan can be for
+    due: list[Worker] = field(init=False)  # free, and something happened; by index
+    idle: list[int] = field(init=False)  # the indices of `free`, ascending
     mixed: bool = field(init=False)
     kinds: list[list[Worker]] = field(
         init=False
     )  # of mixed workers those alive, by kind; the longest holder's last
+    able: Numbers = field(init=False)  # the indices of those alive, ascending
+    kind_of: Numbers = field(init=False)  # of mixed workers: by index, its place in `kinds`
+    loads: Loads = field(init=False)
     _alive: list[Worker] = field(init=False)
+    _able: dict[int, Numbers] = field(init=False)  # by how many of `kinds` are too small
+    figures: dict[Hashable, Figure] = field(init=False)
 
     def __post_init__(self) -> None:
         self.mixed = not all(worker.is_like(self.workers[0]) for worker in self.workers)
+        self.due = []
+        self.figures = {}
+        self.loads = Loads(self.workers)
         self.workers_changed()
+        for worker in self.free:
+            self.make_due(worker)
 
     def alive(self) -> Sequence[Worker]:
         return self._alive
 
+    @property
+    def free(self) -> list[Worker]:
+        """Alive and running nothing, by index: those that a plan can be for."""
+        return [self.workers[index] for index in self.idle]
+
+    def make_due(self, worker: Worker) -> None:
+        """The scheduler says that something happened to a worker; of no account while it cannot
+        run.
+        """
+        if not worker.is_due and worker.alive and worker.running is None:
+            worker.is_due = True
+            self.due.append(worker)
+
     def workers_changed(self) -> None:
         """The scheduler says that a worker was lost or came back."""
         self._alive = [worker for worker in self.workers if worker.alive]
-        self.free = [worker for worker in self._alive if worker.running is None]
+        self.idle = [worker.index for worker in self._alive if worker.running is None]
+        for worker in self.due:
+            worker.is_due = worker.alive
+        self.due = [worker for worker in self.due if worker.alive]
         self.kinds = _by_kind(self._alive) if self.mixed else []
+        self.able = np.array([worker.index for worker in self._alive], dtype=np.int64)
+        self.kind_of = np.zeros(len(self.workers), dtype=np.int64)
+        for k, kind in enumerate(self.kinds):
+            self.kind_of[[worker.index for worker in kind]] = k
+        self._able = {}
+        self.loads.forget()
+
+    def holders(self, job: Job) -> Numbers:
+        """The indices of those alive that a job may go to, ascending."""
+        if not self.mixed:
+            return self.able
+        small = sum([not kind[0].holds(job) for kind in self.kinds])  # the first ones: kinds ascend
+        if small not in self._able:
+            self._able[small] = self.able[self.kind_of[self.able] >= small]
+        return self._able[small]
+
+    def figure(self, key: Hashable, amount: Amount) -> Figure:
+        """The numbers that `amount` says of workers; `key` stands for it. They are kept for the
+        next asking.
+        """
+        if key not in self.figures:
+            self.figures[key] = Figure(self.workers, amount)
+        return self.figures[key]
+
+    def changed(self, index: int) -> None:
+        """The scheduler says that what waits or runs at a worker is not what it was."""
+        for figure in self.figures.values():
+            figure.forget(index)
 
 
 def _by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:
@@ -128,6 +193,9 @@ class Decision:
     batches: Sequence[Batch] = ()
     wake_at_s: float | None = None  # None: leave `View.due_s` as it is
     interrupt: Sequence[int] = ()
+
+
+NOTHING = Decision()  # to do: what most ticks come to
 
 
 class LatencyLaw(Protocol):

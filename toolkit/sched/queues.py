@@ -8,14 +8,13 @@ here, by the workers' own laws.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.protocols import LatencyLaw, View
 from toolkit.sched.types import Batch, Job, Worker
 
 # T_serve, how long a static batch takes: what queues are estimated by and loads are counted in.
@@ -36,13 +35,15 @@ class BatchQueues:
     here.
 
     Args:
-        workers: all of them.
-        mixed: whether they are of several kinds: a batch then goes only where its jobs fit.
+        view: of the scheduler: workers that a batch waits at become due. Where they are of several
+            kinds, a batch goes only where its jobs fit.
     """
 
-    def __init__(self, workers: Sequence[Worker], mixed: bool) -> None:
-        self._workers = workers
-        self._mixed = mixed
+    def __init__(self, view: View) -> None:
+        self._workers = view.workers
+        self._mixed = view.mixed
+        self._make_due = view.make_due
+        self._loads = view.loads
         self._batches = 0  # that have a number
 
     def put(self, batch: Batch, *, first: bool = False) -> None:
@@ -53,6 +54,10 @@ class BatchQueues:
             self._batches += 1
         worker.load_s += batch.estimated_s  # Eq. 11
         worker.assigned += 1
+        if self._loads.kept:
+            self._loads.note(worker)
+        if not worker.is_due:
+            self._make_due(worker)
         if first:
             worker.queue.appendleft(batch)
         else:
@@ -65,6 +70,7 @@ class BatchQueues:
         worker.load_s = (
             max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.running else 0.0
         )
+        self._loads.note(worker)
 
     def take_out(self, job: Job) -> bool:
         """Its batch goes without it, or not at all: a policy must not take a worker to have work
@@ -189,22 +195,26 @@ def tokens_per_s(worker: Worker, job: Job, expected: int, most_rows: int) -> flo
     return (job.length + output) * requests_per_s(worker, job.length, output, most_rows)
 
 
-def by_pace(job: Job, able: Sequence[Worker], expected: int, most_rows: int) -> Worker:
-    """One of `able`, who get as many of those that come one after the other as they are fast.
+def by_pace(
+    job: Job, kinds: Sequence[Worker], kind_of: NDArray[np.int64], expected: int, most_rows: int
+) -> int:
+    """Which of the workers, so that each gets as many of the jobs that come one after the other as
+    it is fast.
 
     By the job's ticket alone: no state, and no randomness.
+
+    Args:
+        kinds: a worker of each kind.
+        kind_of: [n], the kind of each that the job may go to. The answer is a place in it.
     """
     output = _output(job, expected)
-    bounds = list(
-        accumulate(requests_per_s(worker, job.length, output, most_rows) for worker in able)
-    )
+    paces = np.array([requests_per_s(worker, job.length, output, most_rows) for worker in kinds])
+    bounds = np.cumsum(paces[kind_of])  # one after the other, as a loop would add them
     at = job.ticket * TURN % 1.0 * bounds[-1]
-    return able[min(bisect_right(bounds, at), len(able) - 1)]
+    return min(int(bounds.searchsorted(at, side="right")), len(bounds) - 1)
 
 
 def _output(job: Job, expected: int) -> int:
     """Tokens that it will still generate; before anything has ended, all that it may."""
-    output = (
-        min(expected, job.request.max_new_tokens) if expected > 1 else job.request.max_new_tokens
-    )
+    output = min(expected, job.max_new_tokens) if expected > 1 else job.max_new_tokens
     return max(output - job.generated, 1)

@@ -23,19 +23,19 @@ LENGTH, GENERATED, LIMIT, JOINED = range(4)  # the rows of `Residents.table`
 class Residents:
     """Jobs in the order of their admission, and the tokens that they hold.
 
-    `steps` counts the worker's decode steps so far; `committed` is the sum of prompt +
-    max_new_tokens. `prefilling` are those whose prefill may take more than a round: until it ends
-    they do not grow, and the token that it gives is owed to them. The longest is looked for only
-    once somebody has asked, and again where it has left.
+    `steps` counts the worker's decode steps so far; `base` is the sum of length - joined,
+    `committed` that of prompt + max_new_tokens. `prefilling` are those whose prefill may take more
+    than a round: until it ends they do not grow, and the token that it gives is owed to them. The
+    longest is looked for only once somebody has asked, and again where it has left.
     """
 
     __slots__ = (
-        "_base",
         "_emits",
         "_longest",
         "_longest_promise",
         "_slots",
         "_table",
+        "base",
         "committed",
         "jobs",
         "prefilling",
@@ -48,7 +48,7 @@ class Residents:
         self.committed = 0
         self.prefilling: dict[Job, None] = {}
         self._emits = False  # whether prefills give a token
-        self._base = 0  # sum of length - joined
+        self.base = 0
         self._longest: int | None = None  # the largest length - joined; None: to be looked for
         self._longest_promise: int | None = None
         self._slots: list[Job] = []
@@ -62,7 +62,7 @@ class Residents:
         """Tokens of KV cache that the residents hold, prompt and generated, and those owed to who
         is prefilled.
         """
-        return self._base + len(self.jobs) * self.steps + len(self.prefilling) * self._emits
+        return self.base + len(self.jobs) * self.steps + len(self.prefilling) * self._emits
 
     @property
     def longest(self) -> int:
@@ -87,8 +87,8 @@ class Residents:
         steps = self.steps
         job.joined = steps
         self.jobs[job] = None
-        self._base += job.length - steps
-        self.committed += job.request.prompt_tokens + job.request.max_new_tokens
+        self.base += job.length - steps
+        self.committed += job.limit_tokens
         if self._longest is not None:
             self._longest = max(self._longest, job.length - steps)
         if self._longest_promise is not None:
@@ -101,7 +101,7 @@ class Residents:
         for job in jobs:
             job.length += 1
             job.generated += 1
-            self._base += 1
+            self.base += 1
             if self._longest is not None:
                 self._longest = max(self._longest, job.length - job.joined)
             if self._table is not None:
@@ -121,8 +121,8 @@ class Residents:
         del self.jobs[job]
         self.prefilling.pop(job, None)
         decoded = self.steps - job.joined
-        self._base -= job.length - job.joined
-        self.committed -= job.request.prompt_tokens + job.request.max_new_tokens
+        self.base -= job.length - job.joined
+        self.committed -= job.limit_tokens
         if self._longest == job.length - job.joined:
             self._longest = None
         if self._longest_promise is not None and self._longest_promise == job.limit_tokens:
@@ -139,7 +139,7 @@ class Residents:
         if steps and self._longest == job.length - job.joined:
             self._longest = None
         job.joined += steps
-        self._base -= steps
+        self.base -= steps
         if self._table is not None:
             self._table[:LIMIT, job.slot] -= steps
             self._table[JOINED, job.slot] += steps
@@ -167,7 +167,7 @@ class Residents:
         self._table[:, slot] = (
             job.length - joined,
             job.generated - joined,
-            job.request.max_new_tokens,
+            job.max_new_tokens,
             joined,
         )
 

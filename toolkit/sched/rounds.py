@@ -31,17 +31,18 @@ class WorkerRounds:
             self.evict(worker, job, now_s)
         if batch.moves is not None:
             moves.begin(worker, batch.moves, now_s)
-        residents = worker.residents
-        for job in batch.jobs:
-            residents.join(job)
-            job.slices += 1
-        if batch.chunk_tokens and batch.jobs:
+        residents, jobs = worker.residents, batch.jobs
+        if jobs:
+            for job in jobs:
+                residents.join(job)
+                job.slices += 1
+        if batch.chunk_tokens and jobs:
             residents.prefill_on(
                 (*residents.prefilling, *batch.jobs), emits=worker.latency.prefill_emits_token
             )
-        if worker.index in self._cancelled:
+        if self._cancelled and worker.index in self._cancelled:
             batch.evict += tuple(self._cancelled.pop(worker.index))
-        if worker.index in self._released:
+        if self._released and worker.index in self._released:
             batch.release = tuple(self._released.pop(worker.index))
 
     def finish(
@@ -59,14 +60,17 @@ class WorkerRounds:
         if batch.jobs or residents.prefilling:
             self._finish_prefills(worker, batch, result)
         residents.steps += result.steps
-        for request_id, steps in result.missed:
-            residents.miss(jobs[request_id], steps)
+        if result.missed:
+            for request_id, steps in result.missed:
+                residents.miss(jobs[request_id], steps)
         if result.steps:
             worker.stepped_s = now_s
-        ended = [jobs[request_id] for request_id in result.ended]
-        for job in ended:
+        ended: list[Job] = []
+        for request_id in result.ended:
+            job = jobs[request_id]
             residents.leave(job)
-        if worker.index in self._cancelled:
+            ended.append(job)
+        if self._cancelled and worker.index in self._cancelled:
             ended += self._finish_cancelled(worker, result)
         if result.failure == "crashed":
             return ended
@@ -273,6 +277,9 @@ class PrefillPasses(Generic[Key]):
         self._mixes = mixes
         self._waiting: list[tuple[Key, int]] = []
         self.group: PrefillGroup[Key] | None = None  # the one that is being prefilled
+
+    def __bool__(self) -> bool:
+        return self.group is not None or bool(self._waiting)
 
     def __len__(self) -> int:
         return len(self._waiting) + (len(self.group.keys) if self.group else 0)

@@ -10,7 +10,7 @@ rounds (`rounds`) and of who was given up (`refusals`). The decisions are the po
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
@@ -21,6 +21,7 @@ from toolkit.sched.footprint import longest
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.pool import RETURN_S, WaitingPool
 from toolkit.sched.protocols import (
+    NOTHING,
     LengthHistory,
     Policy,
     Ranks,
@@ -111,7 +112,7 @@ class Scheduler:
         for length in finished:
             self._finished.add(length)
         self._refusals = Refusals()
-        self._interrupts: list[int] = []
+        self.interrupts: list[int] = []  # what `take_interrupts` will give: for drivers to look at
         self._rounds = WorkerRounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
         self._reorders = policy if isinstance(policy, Reorders) else None
@@ -122,7 +123,8 @@ class Scheduler:
         self._view = View(
             self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed)
         )
-        self._queues = BatchQueues(self.workers, self._view.mixed)
+        self._mixed = self._view.mixed
+        self._queues = BatchQueues(self._view)
         if isinstance(policy, Ranks):
             for worker in self.workers:
                 worker.inbox = RankedInbox(policy.standings(worker.latency))
@@ -131,7 +133,7 @@ class Scheduler:
     def wake_at_s(self) -> float:
         """When to tick again though nothing happened; infinity: no need."""
         due_s = self._view.due_s if self._pool.jobs else math.inf
-        return min(due_s, self._pool.wake_at_s) if self._view.mixed else due_s
+        return min(due_s, self._pool.wake_at_s) if self._mixed else due_s
 
     @property
     def jobs(self) -> int:
@@ -158,9 +160,8 @@ class Scheduler:
 
     def submit(self, request: Request, now_s: float) -> Refusal | None:
         """A request arrives. A `Refusal`, and no further trace of it, where it can never fit."""
-        refusal = too_long(request, self._longest)
-        if refusal is not None:
-            return refusal
+        if request.prompt_tokens + request.max_new_tokens > self._longest:
+            return too_long(request, self._longest)
         if request.request_id in self._jobs:
             raise ValueError(f"request {request.request_id!r} is already here")
         job = Job(request, 0, request.prompt_tokens, waiting_since_s=now_s)
@@ -172,32 +173,57 @@ class Scheduler:
 
     def tick(self, now_s: float) -> list[Batch]:
         """The batches to start now, at most one per worker."""
-        if self._view.mixed:
+        view, pool = self._view, self._pool
+        view.now_s = now_s
+        if self._mixed:
             self._give_up(now_s)
         if self._reschedules is not None:
-            self._release(self._reschedules.release(self._view, now_s), now_s)
-        if self._pool.jobs:
+            self._release(self._reschedules.release(view, now_s), now_s)
+        if pool.jobs:
             self._route(now_s)
-        view = self._view
-        view.now_s = now_s
+        due = view.due
+        if len(due) > 1:
+            due.sort(key=_index)
         if self._reorders is not None:
-            self._pool.reorder(*self._reorders.reorder(view, now_s))
+            pool.reorder(*self._reorders.reorder(view, now_s))
         decision = self.policy.plan(view, now_s)
         if view.arrived:
             view.arrived.clear()
+        if decision is NOTHING and not due:
+            return []
         if decision.wake_at_s is not None:
             view.due_s = decision.wake_at_s
         for index in decision.interrupt:
             self._interrupt(index)
-        if decision.batches:
-            self._pool.take(decision.batches)
-            for batch in decision.batches:
+        batches = decision.batches
+        if batches:
+            pool.take(batches)
+            for batch in batches:
                 self._queues.put(batch)
-        if not view.free:
-            return []
-        started = [self._start(worker, now_s) for worker in view.free if worker.queue]
-        if started:
-            view.free[:] = [worker for worker in view.free if worker.running is None]
+                if view.figures:
+                    view.changed(batch.worker)
+        return self._start_due(now_s) if due else []
+
+    def _start_due(self, now_s: float) -> list[Batch]:
+        """Due workers take what is first in their queues, by index; no worker is due any more."""
+        view, begin = self._view, self._rounds.begin
+        due, idle, figures = view.due, view.idle, view.figures
+        if len(due) > 1:
+            due.sort(key=_index)
+        started: list[Batch] = []
+        for worker in due:
+            worker.is_due = False
+            if worker.queue:
+                batch = worker.queue.popleft()
+                if batch.keep_cache:
+                    begin(worker, batch, now_s)
+                batch.started_s = now_s
+                worker.running = batch
+                if figures:
+                    view.changed(worker.index)
+                del idle[bisect_left(idle, worker.index)]
+                started.append(batch)
+        due.clear()
         return started
 
     def take_interrupts(self) -> list[int]:
@@ -206,9 +232,9 @@ class Scheduler:
         A driver whose engine cannot stop a round may ignore them: the round ends later, nothing
         else changes.
         """
-        if not self._interrupts:
+        if not self.interrupts:
             return []
-        interrupts, self._interrupts = self._interrupts, []
+        interrupts, self.interrupts = self.interrupts, []
         return interrupts
 
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
@@ -220,10 +246,20 @@ class Scheduler:
         if batch is None or batch.batch_id != result.batch_id:
             raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
         worker.running = None
+        view = self._view
+        if view.figures:
+            view.changed(worker.index)
         if worker.alive:
-            insort(self._view.free, worker, key=_index)
+            insort(view.idle, worker.index)
+            worker.is_due = True
+            view.due.append(worker)
         if isinstance(result, RoundResult):
-            self._complete_round(worker, batch, result, now_s)
+            if self.interrupts and worker.index in self.interrupts:  # it was not taken in time
+                self.interrupts.remove(worker.index)
+            for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
+                self._end(job)
+            if result.failure:
+                self._fail_round(worker, result, now_s)
         else:
             self._queues.unload(worker, batch)
             self._complete_batch(worker, batch, result, now_s)
@@ -249,24 +285,17 @@ class Scheduler:
         else:
             self._pool.add(going_on)
 
-    def _complete_round(
-        self, worker: Worker, batch: Batch, result: RoundResult, now_s: float
-    ) -> None:
-        if worker.index in self._interrupts:  # nobody took it in time
-            self._interrupts.remove(worker.index)
-        for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
-            self._end(job)
-        if result.failure:
-            is_short = result.failure == "oom"
-            worker.oom_events += is_short
-            rounds = self._rounds
-            alone = (
-                rounds.run_short(worker, result, self._jobs)
-                if is_short
-                else rounds.crash(worker, now_s)
-            )
-            if alone is not None:
-                self._strike(alone, result.failure)
+    def _fail_round(self, worker: Worker, result: RoundResult, now_s: float) -> None:
+        is_short = result.failure == "oom"
+        worker.oom_events += is_short
+        rounds = self._rounds
+        alone = (
+            rounds.run_short(worker, result, self._jobs)
+            if is_short
+            else rounds.crash(worker, now_s)
+        )
+        if alone is not None:
+            self._strike(alone, result.failure)
 
     def _strike(self, job: Job, failure: str) -> bool:
         """It failed alone; whether it is given up, as it is if not for the first time."""
@@ -281,7 +310,7 @@ class Scheduler:
         batch = self.workers[index].running
         if batch is not None and batch.keep_cache and not batch.interrupted:
             batch.interrupted = True
-            self._interrupts.append(index)
+            self.interrupts.append(index)
 
     def end(self, request_id: str, generated: int, now_s: float) -> None:
         """The driver saw it end after `generated` tokens, of which the worker cannot know: at a
@@ -304,8 +333,11 @@ class Scheduler:
     def _take_out(self, job: Job) -> None:
         """At once where it waits, with its batch where it runs."""
         job.cancelled = True
+        if job.home >= 0:
+            self._view.changed(job.home)
         for worker in self.workers:
             if moves.holds(worker, job):
+                self._view.changed(worker.index)
                 if self._rounds.cancel(worker, job):
                     self._end(job)
                 else:
@@ -321,6 +353,7 @@ class Scheduler:
         worker = self.workers[index]
         worker.alive = False
         self._view.workers_changed()
+        self._view.changed(index)
         self._rounds.lose(worker, now_s)
         if self._view.mixed:
             self._pool.worker_lost(now_s)
@@ -333,6 +366,7 @@ class Scheduler:
         """A worker that was lost is back."""
         self.workers[index].alive = True
         self._view.workers_changed()
+        self._view.make_due(self.workers[index])
         if self._view.mixed:
             self._pool.worker_ready()
 
@@ -352,22 +386,20 @@ class Scheduler:
         all others.
         """
         for job in jobs:
+            self._view.changed(job.home)
             self._rounds.release(self.workers[job.home], job, now_s)
         self._pool.add(jobs)
 
     def _route(self, now_s: float) -> None:
         homes = self.policy.route(self._view, now_s)
         if homes is not None:
-            self._pool.route(homes)
-            self._view.arrived += homes
-
-    def _start(self, worker: Worker, now_s: float) -> Batch:
-        batch = worker.queue.popleft()
-        if batch.keep_cache:
-            self._rounds.begin(worker, batch, now_s)
-        batch.started_s = now_s
-        worker.running = batch
-        return batch
+            view = self._view
+            for worker in self._pool.route(homes):
+                if worker.running is None:
+                    view.make_due(worker)
+                if view.figures:
+                    view.changed(worker.index)
+            view.arrived += homes
 
     def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
         """In two halves; who fails alone is struck, and given up in the end."""

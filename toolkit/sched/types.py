@@ -16,6 +16,7 @@ from toolkit.sched.inbox import Inbox
 from toolkit.sched.residents import ParkedCaches, Residents
 
 if TYPE_CHECKING:
+    from toolkit.sched.footprint import Footprint
     from toolkit.sched.protocols import LatencyLaw, MemoryLaw, SwapLaw
 
 NO_LIMIT = 1 << 40
@@ -41,44 +42,86 @@ class Request:
     priority: int = 0
 
 
-@dataclass(slots=True, eq=False)
 class Job:
     """A request on its way: what was generated so far, and how often it was tried.
 
     While a job is resident (`toolkit.sched.residents`), `length` and `generated` are those of the
     step when it joined.
+
+    Attributes:
+        request_id, prompt_tokens, max_new_tokens, priority: the request's.
+        limit_tokens: tokens that it holds at its end if it generates all that it may.
+        ticket: the order in which jobs entered the pool; a job that re-enters draws a new one.
+        length: prompt + generated: the input of the next slice.
+        strikes: batches of one job that failed.
+        waiting_since_s: since when it has not run: submitted, back in the pool, paused, swapped
+            out, evicted.
+        home: the worker whose inbox holds it; -1: the pool.
+        cancelled: its client does not want it any more.
+        evictions: how often its cache was dropped to make room.
+        reroutes: how often it left its worker after a slice, to be routed anew.
+        joined: the worker's decode steps when it became resident.
+        slot: its column in the residents' table.
+        promoted_at: tokens that it had generated when a policy promoted it last; -1: never.
     """
 
-    request: Request
-    ticket: int  # the order in which jobs entered the pool; a job that re-enters draws a new one
-    length: int  # prompt + generated: the input of the next slice
-    generated: int = 0
-    slices: int = 0
-    strikes: int = 0  # batches of one job that failed
-    waiting_since_s: float = (
-        0.0  # since when it has not run: submitted, back in the pool, paused, swapped out, evicted
+    __slots__ = (
+        "cancelled",
+        "evictions",
+        "generated",
+        "home",
+        "joined",
+        "length",
+        "limit_tokens",
+        "max_new_tokens",
+        "priority",
+        "promoted_at",
+        "prompt_tokens",
+        "request",
+        "request_id",
+        "reroutes",
+        "slices",
+        "slot",
+        "strikes",
+        "ticket",
+        "waiting_since_s",
     )
-    home: int = -1  # the worker whose inbox holds it; -1: the pool
-    cancelled: bool = False  # nobody wants more of it
-    evictions: int = 0  # how often its cache was dropped to make room
-    reroutes: int = 0  # how often it left its worker after a slice, to be routed anew
-    joined: int = 0  # the worker's decode steps when it became resident
-    slot: int = -1  # its column in the residents' table
-    promoted_at: int = -1  # tokens that it had generated when a policy promoted it last; -1: never
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
+    def __init__(
+        self,
+        request: Request,
+        ticket: int,
+        length: int,
+        generated: int = 0,
+        waiting_since_s: float = 0.0,
+    ) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.prompt_tokens = prompt = request.prompt_tokens
+        self.max_new_tokens = limit = request.max_new_tokens
+        self.limit_tokens = prompt + limit
+        self.priority = request.priority
+        self.ticket = ticket
+        self.length = length
+        self.generated = generated
+        self.slices = 0
+        self.strikes = 0
+        self.waiting_since_s = waiting_since_s
+        self.home = -1
+        self.cancelled = False
+        self.evictions = 0
+        self.reroutes = 0
+        self.joined = 0
+        self.slot = -1
+        self.promoted_at = -1
+
+    def __repr__(self) -> str:
+        return f"Job({self.request!r}, ticket={self.ticket}, length={self.length}, generated={self.generated})"
 
     @property
     def remaining_limit(self) -> int:
         """Tokens that this job may still generate."""
-        return self.request.max_new_tokens - self.generated
-
-    @property
-    def limit_tokens(self) -> int:
-        """Tokens that it holds at its end if it generates all that it may."""
-        return self.request.prompt_tokens + self.request.max_new_tokens
+        return self.max_new_tokens - self.generated
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,6 +180,7 @@ class Batch:
     interrupted: bool = False  # it was told to stop early
     moves: Moves | None = None  # of a policy that preempts
     chunk_tokens: int = 0  # 0: whole prefills before the first step
+    refused: Job | None = None  # the policy's note: this one may not enter before the round ends
 
     @property
     def size(self) -> int:
@@ -215,6 +259,8 @@ class Worker:
     joining: Joining | None = None
     held: ParkedCaches = field(default_factory=ParkedCaches)
     swapped: ParkedCaches = field(default_factory=ParkedCaches)
+    is_due: bool = False  # whether it is in `View.due`
+    there: Footprint | None = None  # see `toolkit.sched.footprint.look`
     capacity_tokens: int = field(init=False)  # of KV cache, as the memory law has it
     emits: int = field(init=False)  # tokens that a prefill gives: 1 or 0
     row_limit: int = field(init=False)

@@ -26,6 +26,7 @@ from toolkit.sim.ledger import Ledger, RunsOut
 # steps is one evaluation of the law, so a round costs its passes and no more.
 
 Left = Callable[[Job], int]  # tokens that a job will still generate
+Steps = Callable[[int, float, int], float]  # seconds of decode steps: a law's `decode_s`
 Cost = Callable[[PrefillPass[Job]], float]  # seconds of a pass
 
 
@@ -137,17 +138,18 @@ def steps_by(stretches: Sequence[Stretch], now_s: float, law: LatencyLaw) -> int
 
 def steps_in(stretch: Stretch, now_s: float, law: LatencyLaw) -> int:
     """How many of a stretch's steps end before or first at `now_s`."""
-    n, length, ran, begin_s, end_s = (
-        stretch.rows,
-        stretch.length,
-        stretch.steps,
-        stretch.begin_s,
-        stretch.end_s,
-    )
+    span = stretch.steps, stretch.begin_s, stretch.end_s
+    return steps_within(stretch.rows, stretch.length, *span, now_s, law.decode_s)
+
+
+def steps_within(
+    n: int, length: float, ran: int, begin_s: float, end_s: float, now_s: float, decode_s: Steps
+) -> int:
+    """The same of `ran` steps of n rows of `length`, from `begin_s` to `end_s`."""
     guess = int(ran * (now_s - begin_s) / (end_s - begin_s)) if now_s > begin_s and ran else 0
-    while guess > 0 and begin_s + law.decode_s(n, length, guess - 1) >= now_s:
+    while guess > 0 and begin_s + decode_s(n, length, guess - 1) >= now_s:
         guess -= 1
-    while guess < ran and begin_s + (law.decode_s(n, length, guess) if guess else 0.0) < now_s:
+    while guess < ran and begin_s + (decode_s(n, length, guess) if guess else 0.0) < now_s:
         guess += 1
     return guess
 
@@ -198,18 +200,24 @@ class RoundWorker(Decoding):
         self._failure: Failure = ""
         self._dropped: tuple[str, ...] = ()  # with it
         self._newcomers: PrefillPasses[Job] = PrefillPasses()  # whose prefill takes several passes
+        self._in_passes = False  # whether there ever were such
         self._step_is_due = False  # before the next of them
         self._stretches: list[Stretch] = []  # of the current round, where it has such passes
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, if nobody interrupts it."""
-        for job in batch.evict:
-            self._ledger.evictions += self._drop(job)
-        for job in batch.release:
-            self._ledger.reroutes += self._drop(job)
+        ledger, latency = self._ledger, self._latency
         self._batch, self._start_s, self._failure, self._dropped = batch, now_s, "", ()
-        self._begun_s = prefilled_s = self._begin(batch, now_s)
-        if self._newcomers or (batch.chunk_tokens and batch.jobs):
+        if batch.evict or batch.release or batch.moves is not None:
+            for job in batch.evict:
+                ledger.evictions += self._drop(job)
+            for job in batch.release:
+                ledger.reroutes += self._drop(job)
+            prefilled_s = self._begin(batch, now_s)
+        else:
+            prefilled_s = now_s + latency.round_s
+        self._begun_s = prefilled_s
+        if (batch.chunk_tokens and batch.jobs) or (self._in_passes and self._newcomers):
             return self._run_in_passes(batch, prefilled_s)
         if batch.jobs:
             prefilled_s += self._prefill(batch)
@@ -226,9 +234,12 @@ class RoundWorker(Decoding):
         due = ends[0][0] - self._steps
         ran = due if due < batch.steps else batch.steps
         self._ran, self._prefilled_s = ran, prefilled_s
-        stepped_s = prefilled_s + self._decode_s(n, self._length(), ran) if ran else prefilled_s
-        if ran and ran == due:
-            stepped_s += self._latency.leave_s(self._length() + ran)
+        stepped_s = prefilled_s
+        if ran:
+            length = self._length()
+            stepped_s += self._decode_s(n, length, ran)
+            if ran == due:
+                stepped_s += latency.leave_s(length + ran)
         self._stepped_s = stepped_s
         self._done_s = done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
         return done_s
@@ -247,21 +258,24 @@ class RoundWorker(Decoding):
         assert batch is not None
         if self._failure or now_s >= self._stepped_s:
             return self._done_s
-        stretches = self._stretches
-        if stretches:
-            ran = steps_by(stretches, now_s, self._latency)
+        if self._stretches:
+            ran = steps_by(self._stretches, now_s, self._latency)
+            ran += -(self._steps + ran) % batch.stop_every
+            if ran <= self._ran:
+                self._stretches = cut(self._stretches, ran, self._latency)
+                self._ran, self._stepped_s = ran, self._stretches[-1].end_s
         else:
-            rows, length = len(self._resident), self._length()
-            stretches = [Stretch((), self._prefilled_s, self._ran, self._stepped_s, rows, length)]
-            ran = steps_in(stretches[0], now_s, self._latency)
+            n, length, begin_s = len(self._resident), self._length(), self._prefilled_s
+            ran = steps_within(
+                n, length, self._ran, begin_s, self._stepped_s, now_s, self._decode_s
+            )
             if batch.chunk_tokens:
                 ran = max(ran, 1)  # as where passes are part of it
-        ran += -(self._steps + ran) % batch.stop_every
-        if ran <= self._ran:
-            stretches = cut(stretches, ran, self._latency)
-            self._ran, self._stepped_s = ran, stretches[-1].end_s
-            self._done_s = max(self._stepped_s, self._moved_s)
-            self._stretches = stretches if self._stretches else []
+            ran += -(self._steps + ran) % batch.stop_every
+            if ran < self._ran:
+                self._ran = ran
+                self._stepped_s = begin_s + (self._decode_s(n, length, ran) if ran else 0.0)
+        self._done_s = max(self._stepped_s, self._moved_s)
         return self._done_s
 
     def finish(self) -> RoundResult:
@@ -294,7 +308,8 @@ class RoundWorker(Decoding):
             self._gaps.joined(self._prefilled_s)
         if ran and joined is None:
             self._step_is_due = False
-            self._take_steps(self._prefilled_s, ran, self._stepped_s, self._beside(moves))
+            beside = self._shelves.device_tokens if moves is None else self._beside(moves)
+            self._take_steps(self._prefilled_s, ran, self._stepped_s, beside)
         if moves is not None and moves.overlap:
             self._transferred(moves, done_s)
         ended = self._end_those_due() if self._ends[0][0] <= self._steps else ()
@@ -302,6 +317,7 @@ class RoundWorker(Decoding):
 
     def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
         """Lay out a round in which, or since which, some are prefilled in chunks; when it will end."""
+        self._in_passes = True
         newcomers, rows, law = self._newcomers, len(self._resident), self._latency
         for job in batch.jobs:
             newcomers.add(job, job.length)

@@ -148,7 +148,7 @@ class Decoding:
             if key > longest:
                 longest = key
             admission += 1
-            k = number[job.request.request_id]
+            k = number[job.request_id]
             resident[job] = (admission, key, mark, k)
             heappush(ends, (decoded + outputs[k] - job.generated, admission, job))
         self._key_sum += total - len(jobs) * steps
@@ -168,7 +168,7 @@ class Decoding:
             self._admissions = admission = self._admissions + 1
             if not resident or key > self._longest_key:
                 self._longest_key = key
-            k = number[job.request.request_id]
+            k = number[job.request_id]
             resident[job] = (admission, key, mark, k)
             self._key_sum += key
             heappush(self._ends, (self._steps + outputs[k] - job.generated, admission, job))
@@ -194,15 +194,32 @@ class Decoding:
     def _take_steps(self, begin_s: float, ran: int, end_s: float, beside: int) -> None:
         """All decode `ran` times, at least once, from `begin_s` to `end_s`; `beside`: tokens held
         besides theirs.
+
+        The first step ends the wait since each one's last token; of the others the last takes
+        longest.
         """
-        ledger, n, used = self._ledger, len(self._resident), self.used + beside
+        ledger, n, used, gaps = self._ledger, len(self._resident), self.used + beside, self._gaps
         row_steps = n * ran
         ledger.decoding_steps += ran
         ledger.row_steps += row_steps
         if used + row_steps > ledger.peak_tokens:
             ledger.peak_tokens = used + row_steps
         ledger.memory_token_steps += ran * used + n * (ran * (ran + 1) // 2)
-        self._step_gaps(n, begin_s, ran, end_s)
+        if ledger.token_gaps is not None:
+            self._count_gaps(n, begin_s, ran, end_s, ledger.token_gaps)
+        length, decode_s = self._length(), self._decode_s
+        waiting, first_s, last_gap_s = self._tokenless or self._resumed, None, None
+        if waiting or ran == 1 or gaps.waiting_since != begin_s:
+            first_s = begin_s + decode_s(n, length, 1)
+        if ran > 1:
+            last_gap_s = end_s - (begin_s + decode_s(n, length, ran - 1))
+        gaps.stepped(first_s, last_gap_s, end_s)
+        if waiting:
+            assert first_s is not None
+            if self._tokenless:
+                self._give_tokens(self._tokenless, first_s)
+            if self._resumed:
+                self._give_tokens(self._resumed, first_s)
         self._steps += ran
 
     def _beside(self, moves: Moves | None) -> int:
@@ -218,35 +235,17 @@ class Decoding:
         """
         ledger, number = self._ledger, self._number
         for job in jobs:
-            k = number[job.request.request_id]
+            k = number[job.request_id]
             if ledger.first_token_s[k] < 0.0:
                 ledger.first_token_s[k] = at_s
             else:
-                ledger.max_gap_s[k] = max(ledger.max_gap_s[k], at_s - ledger.last_token_s[k])
+                gap_s = at_s - ledger.last_token_s[k]
+                if gap_s > ledger.max_gap_s[k]:
+                    ledger.max_gap_s[k] = gap_s
                 if ledger.token_gaps is not None:
-                    ledger.token_gaps.add(
-                        1, at_s - ledger.last_token_s[k], at_s - ledger.last_token_s[k]
-                    )
+                    ledger.token_gaps.add(1, gap_s, gap_s)
             ledger.last_token_s[k] = at_s
         jobs.clear()
-
-    def _step_gaps(self, n: int, begin_s: float, ran: int, end_s: float) -> None:
-        """The first step ends the wait since everybody's last token; of the others the last takes
-        longest.
-        """
-        length, decode_s, gaps = self._length(), self._decode_s, self._gaps
-        if self._ledger.token_gaps is not None:
-            self._count_gaps(n, begin_s, ran, end_s, self._ledger.token_gaps)
-        if self._tokenless or self._resumed or ran == 1 or gaps.waiting_since != begin_s:
-            first_s = begin_s + decode_s(n, length, 1)
-            gaps.end_waits(first_s)
-            if self._tokenless:
-                self._give_tokens(self._tokenless, first_s)
-            if self._resumed:
-                self._give_tokens(self._resumed, first_s)
-        if ran > 1:
-            gaps.push(end_s - (begin_s + decode_s(n, length, ran - 1)))
-        gaps.wait_from(end_s)
 
     def _count_gaps(self, n: int, begin_s: float, ran: int, end_s: float, into: TokenGaps) -> None:
         """Every gap of a round's steps; those of who has just come back are counted when they get
@@ -277,7 +276,7 @@ class Decoding:
             _, admission, job = heappop(ends)
             if job in resident and resident[job][0] == admission:
                 ledger.ok[self._leave(job)] = True
-                ended.append(job.request.request_id)
+                ended.append(job.request_id)
         return tuple(ended)
 
     def _leave(self, job: Job) -> int:

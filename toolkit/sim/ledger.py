@@ -324,6 +324,32 @@ class Gaps:
         self._waits = [(self._mark, at_s)]
         self.last_s = at_s
 
+    def stepped(self, first_s: float | None, last_gap_s: float | None, end_s: float) -> None:
+        """All residents decoded, and had their last token at `end_s`: `end_waits`, `push` and
+        `wait_from` at once.
+
+        Args:
+            first_s: when the first step ended; None where the gap that it ended is not looked at.
+            last_gap_s: seconds of the last step; None where it was the first.
+        """
+        gaps, marks = self._gaps, self._marks
+        if first_s is not None:
+            for mark, since_s in self._waits:
+                gap_s = first_s - since_s
+                while gaps and gaps[-1] <= gap_s:
+                    gaps.pop()
+                    marks.pop()
+                gaps.append(gap_s)
+                marks.append(mark)
+        if last_gap_s is not None:
+            while gaps and gaps[-1] <= last_gap_s:
+                gaps.pop()
+                marks.pop()
+            gaps.append(last_gap_s)
+            marks.append(self._mark)
+        self._waits = [(self._mark, end_s)]
+        self.last_s = end_s
+
     def largest(self, mark: int) -> float:
         """The largest gap since those with this mark joined; 0 for none."""
         k = bisect_left(self._marks, mark)

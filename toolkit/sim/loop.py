@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Protocol
 
 from toolkit.errors import LlmctlError
@@ -50,13 +50,16 @@ def run(
     `SimulationStalledError`, naming the state, where the scheduler leaves requests waiting for
     ever.
     """
-    ends: list[
-        tuple[float, int, int]
-    ] = []  # a heap of (when, batch id, worker): one for each worker that runs
+    # A heap of (when, batch id, worker); -1 stands for the id once a round was interrupted, so that
+    # it comes before all that end at the same time. Stale where it is not what `ends_now` has.
+    ends: list[tuple[float, int, int]] = []
+    ends_now: list[tuple[float, int, int] | None] = [None] * len(workers)
     refused: list[Refusal] = []
     arrived, count, idle_wakes = 0, len(requests), 0
     next_arrival_s = requests[0].arrival_s if count else math.inf
     while True:
+        while ends and ends_now[ends[0][2]] is not ends[0]:
+            heappop(ends)
         now_s = ends[0][0] if ends else math.inf
         if next_arrival_s < now_s:
             now_s = next_arrival_s
@@ -69,7 +72,11 @@ def run(
         else:
             idle_wakes = 0
         while ends and ends[0][0] <= now_s:
-            scheduler.complete(workers[heappop(ends)[2]].finish(), now_s)
+            end = heappop(ends)
+            index = end[2]
+            if ends_now[index] is end:
+                ends_now[index] = None
+                scheduler.complete(workers[index].finish(), now_s)
         while next_arrival_s <= now_s:
             refusal = scheduler.submit(requests[arrived], now_s)
             if refusal:
@@ -78,10 +85,14 @@ def run(
             next_arrival_s = requests[arrived].arrival_s if arrived < count else math.inf
         for batch in scheduler.tick(now_s):
             index = batch.worker
-            heappush(ends, (workers[index].run(batch, now_s), batch.batch_id, index))
+            ends_now[index] = end = (workers[index].run(batch, now_s), batch.batch_id, index)
+            heappush(ends, end)
             idle_wakes = 0
-        for index in scheduler.take_interrupts():
-            _end_at(ends, index, workers[index].interrupt(now_s))
+        for index in scheduler.take_interrupts() if scheduler.interrupts else ():
+            done_s, planned = workers[index].interrupt(now_s), ends_now[index]
+            if planned is not None and planned[0] != done_s:
+                ends_now[index] = end = (done_s, -1, index)
+                heappush(ends, end)
         if not drain and arrived == count and not scheduler.waiting_jobs:
             return refused + scheduler.take_refusals()
         if idle_wakes > MAX_IDLE_WAKES:
@@ -104,14 +115,3 @@ def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalle
         f"{scheduler.waiting_jobs:,} wait and {running:,} run; a worker's memory holds {memory:,} tokens",
         f"policy '{scheduler.policy.name}' starts nothing; check its parameters against that memory",
     )
-
-
-def _end_at(ends: list[tuple[float, int, int]], worker: int, done_s: float) -> None:
-    """The worker's round was interrupted and ends then: before all that end at the same time, if
-    that is earlier.
-    """
-    for k, end in enumerate(ends):
-        if end[2] == worker and end[0] != done_s:
-            ends[k] = (done_s, -1, worker)
-            heapify(ends)
-            return

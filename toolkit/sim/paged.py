@@ -126,9 +126,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class PagedPass:
-    """What the next forward pass computes, and who lost his blocks for it."""
+    """What the next forward pass computes, and which rows lost their blocks for it."""
 
     shape: StepShape
+    rows: int  # in it
     chunks: Sequence[Chunk]
     preempted: Sequence[PagedRequest]
 
@@ -182,23 +183,32 @@ class PagedScheduler:
         """Plan the next pass, and take its blocks. A pass without rows is none: everybody has ended
         or waits.
         """
-        preempted = self._make_room()
-        decodes = self._decoding + self._overtime()
+        due = self._due()
+        preempted: list[PagedRequest] = []
+        if due + self._due_chunk() > self.pool.free:
+            preempted = self._make_room()
+            due = self._due()
+        decodes, cached = self._decoding, self._key_sum + self._decoding * self._steps
+        for row in self._ended:
+            if row.stops:  # it takes part in a pass still, since its end was not known
+                decodes += 1
+                cached += row.computed + self._steps
         budget = self._flags.max_num_batched_tokens - decodes
-        cached = self.decode_cached + sum(
-            row.computed + self._steps for row in self._ended if row.stops
-        )
-        self.pool.take(self._due())
+        if due:
+            self.pool.take(due)
         chunks: list[Chunk] = []
         if self._partial is not None:
             chunks.append(self._continue(self._partial, budget))
             budget -= chunks[0].new
-        if not preempted:
+        if self.waiting and not preempted:
             self._admit(budget, chunks)
-        new = [chunk.new for chunk in chunks]
-        attended = sum(chunk_attended(chunk.computed, chunk.new) for chunk in chunks)
-        shape = StepShape(decodes, cached, len(chunks), sum(new), attended)
-        self._plan = PagedPass(shape, chunks, preempted)
+        if chunks:
+            new = sum([chunk.new for chunk in chunks])
+            attended = sum([chunk_attended(chunk.computed, chunk.new) for chunk in chunks])
+            shape = StepShape(decodes, cached, len(chunks), new, attended)
+        else:
+            shape = StepShape(decodes, cached)
+        self._plan = PagedPass(shape, decodes + len(chunks), chunks, preempted)
         return self._plan
 
     def rows(self) -> list[tuple[int, int, int]]:
@@ -251,7 +261,7 @@ class PagedScheduler:
         for row in self._ended:
             row.computed -= 0 if row.stops else steps  # in no pass any more, unless nobody knew
         self._steps += steps
-        ended = self._take_ends()
+        ended = self._take_ends() if self._ends and self._ends[0][0] <= self._steps else []
         for chunk in plan.chunks:
             self._computed(chunk, ended)
         self._ended += ended
@@ -293,11 +303,13 @@ class PagedScheduler:
 
     def _overtime(self) -> int:
         """Rows that have ended and take part in a pass still, since nobody knew."""
-        return sum(row.stops for row in self._ended)
+        return sum([row.stops for row in self._ended]) if self._ended else 0
 
     def _due(self) -> int:
         """Blocks that those who decode need for the next pass."""
         tokens, steps = self._block_tokens, self._steps
+        if not self._ended:
+            return self._fill[-steps % tokens]
         late = sum((row.computed + steps) % tokens == 0 for row in self._ended if row.stops)
         return self._fill[-steps % tokens] + late
 

@@ -135,8 +135,9 @@ class PagedRun:
             while coming and coming[0][1].arrival_s <= now_s:
                 scheduler.add(self._row(*coming.popleft()))
             plan, next_s = scheduler.schedule(), coming[0][1].arrival_s if coming else math.inf
-            self._drop(plan.preempted)
-            if plan.shape.rows:
+            if plan.preempted:
+                self._drop(plan.preempted)
+            if plan.rows:
                 begin_s = max(now_s, done_s)
                 begun_s, done_s, ended = self._make(plan, begin_s, next_s)
                 if ahead:
@@ -144,7 +145,7 @@ class PagedRun:
                     now_s, under_way = begun_s, ended
                 else:
                     scheduler.settle(ended)
-                    now_s = done_s + self._law.after_s(plan.shape.rows)
+                    now_s = done_s + self._law.after_s(plan.rows)
             elif under_way:  # nobody else is there until they have gone
                 scheduler.settle(under_way)
                 now_s, under_way = done_s, []
@@ -168,7 +169,7 @@ class PagedRun:
         `next_s` is when the next request will be there: it is planned for before the first pass
         that begins after it.
         """
-        scheduler, law, shape, rows = self._scheduler, self._law, plan.shape, plan.shape.rows
+        scheduler, law, shape, rows = self._scheduler, self._law, plan.shape, plan.rows
         steps = scheduler.ahead()
         if steps > 1 and not scheduler.waiting:
             planned = int(self._engine.ahead)
@@ -184,7 +185,8 @@ class PagedRun:
         ended = scheduler.commit(steps)
         self._count(plan, steps, shape, free)
         self._last_s = end_s
-        self._end(ended, end_s)
+        if ended:
+            self._end(ended, end_s)
         ledger = self._ledger
         ledger.busy_s[self._index] += end_s - begin_s
         ledger.completed_s[self._index] = end_s
@@ -204,6 +206,8 @@ class PagedRun:
                 ledger.token_gaps.add(
                     decoding * (steps - 1), last_gap_s - (steps - 2) * growth_s, last_gap_s
                 )
+        if not plan.chunks:
+            return
         joined = [chunk.row for chunk in plan.chunks if chunk.completes]
         if not joined:
             return
@@ -248,11 +252,13 @@ class PagedRun:
         used_first = (engine.blocks - free) * engine.block_tokens
         ledger.rounds += steps
         ledger.decoding_steps += steps
-        ledger.row_steps += steps * last.rows
-        ledger.batches += bool(plan.chunks)
-        ledger.rows += sum(chunk.completes for chunk in plan.chunks)
+        ledger.row_steps += steps * (plan.rows if steps == 1 else last.rows)
+        if plan.chunks:
+            ledger.batches += 1
+            ledger.rows += sum([chunk.completes for chunk in plan.chunks])
         ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
-        ledger.peak_tokens = max(ledger.peak_tokens, used)
+        if used > ledger.peak_tokens:
+            ledger.peak_tokens = used
         if valid is not None and not valid.holds(last):
             ledger.extrapolated += steps
 

@@ -131,7 +131,7 @@ class SimWorker:
             failed_s = self._intake.end_s(now_s, prefill_s)
             return self._end(batch, now_s, failed_s, [0] * size, [False] * size, "oom")
         outputs, number = self._ledger.output_tokens, self._number
-        numbers = [number[job.request.request_id] for job in batch.jobs]
+        numbers = [number[job.request_id] for job in batch.jobs]
         remaining = [outputs[k] - job.generated for k, job in zip(numbers, batch.jobs, strict=True)]
         longest = max(remaining)
         ran = min(batch.steps, longest)

@@ -71,13 +71,12 @@ class BatonPolicy:
         validate(self)
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        alive = view.alive()
-        return ROUTERS[self.router](view, alive, self.max_batch_size) if alive else None
+        return ROUTERS[self.router](view, self.max_batch_size) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         batches = [
             self._round(worker)
-            for worker in view.free
+            for worker in view.due
             if worker.inbox or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
         ]
         interrupts = [

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toolkit.sched.footprint import Footprint, footprint
+from toolkit.sched.footprint import Footprint, footprint, look
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.protocols import Decision, View
+from toolkit.sched.protocols import NOTHING, Decision, View
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 
 
@@ -97,37 +97,47 @@ class ContinuousPolicy(ABC):
 
     def rows(self, worker: Worker) -> int:
         """The most residents that the worker may have."""
-        return min(self.most_rows, worker.row_limit)
+        most, limit = self.most_rows, worker.row_limit
+        return most if most < limit else limit
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        alive = view.alive()
-        return ROUTERS[self.router](view, alive, self.most_rows) if alive else None
+        return ROUTERS[self.router](view, self.most_rows) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
-        batches = [
-            self._round(view, worker)
-            for worker in view.free
-            if worker.inbox or worker.residents.jobs
-        ]
-        if not view.arrived:
-            return Decision(batches)
-        interrupts = [index for index in view.arrived if self._could_use(view, view.workers[index])]
-        return Decision(batches, interrupt=interrupts)
+        due, arrived = view.due, view.arrived
+        batches = (
+            [self._round(view, worker) for worker in due if worker.inbox or worker.residents.jobs]
+            if due
+            else []
+        )
+        if arrived:
+            interrupts = [index for index in arrived if self._could_use(view, view.workers[index])]
+            if interrupts:
+                return Decision(batches, interrupt=interrupts)
+        return Decision(batches) if batches else NOTHING
 
     def _could_use(self, view: View, worker: Worker) -> bool:
-        """Whether the running round should stop, since the first who waits may enter before one
+        """Whether the running round should stop, since the first that waits may enter before one
         ends.
         """
         running, inbox = worker.running, worker.inbox
         if running is None or running.interrupted or not inbox:
             return False
-        if self._may_enter(worker, inbox[0], footprint(worker)):
+        first = inbox[0]
+        if running.refused is first:
+            return False
+        there = look(worker) if worker.there is None else worker.there.look()
+        if self._may_enter(worker, first, there):
             return True
-        return view.prioritised and bool(self._giving_way(worker, inbox[0])[0])
+        if view.prioritised and self._giving_way(worker, first)[0]:
+            return True
+        running.refused = first  # nothing that this depends on changes before the round ends
+        return False
 
     def _round(self, view: View, worker: Worker) -> Batch:
         residents, inbox, interval = worker.residents, worker.inbox, self.interval_steps
-        there, capacity = footprint(worker), worker.capacity_tokens
+        there = look(worker) if worker.there is None else worker.there.look()
+        capacity = worker.capacity_tokens
         entering: list[Job] = []
         evicted: list[Job] = []
         longest = 0
@@ -144,17 +154,25 @@ class ContinuousPolicy(ABC):
                 if evicted:
                     entering = [inbox[0]]
                     there.enter(inbox[0])
-            for job in entering:
-                if job.length > longest:
-                    longest = job.length
             if entering:
+                for job in entering:
+                    if job.length > longest:
+                        longest = job.length
                 there.prefilled()
-        steps = max(min(there.room(capacity), self.longest_round(worker, len(entering))), 1)
-        if evicted or len(inbox) > len(entering) or inbox.behind:
-            others = inbox.waiting > len(entering) and (entering or not evicted)
-            first = inbox.after(len(entering)) if others else evicted[-1]
+        count = len(entering)
+        steps = there.room(capacity)
+        most = self.longest_round(worker, count)
+        if most < steps:
+            steps = most
+        if steps < 1:
+            steps = 1
+        if evicted or len(inbox) > count or inbox.behind:
+            others = inbox.waiting > count and (count or not evicted)
+            first = inbox.after(count) if others else evicted[-1]
             if self._may_enter(worker, first, there):
-                steps = min(steps, interval - residents.steps % interval)
+                until = interval - residents.steps % interval
+                if until < steps:
+                    steps = until
         return Batch(
             worker.index,
             tuple(entering),
@@ -162,16 +180,21 @@ class ContinuousPolicy(ABC):
             longest,
             0.0,
             "any",
-            keep_cache=True,
-            evict=tuple(evicted),
-            stop_every=interval,
-            chunk_tokens=worker.chunk_of(self.chunk_tokens),
+            True,
+            -1,
+            -1.0,
+            tuple(evicted),
+            (),
+            interval,
+            False,
+            None,
+            worker.chunk_of(self.chunk_tokens) if self.chunk_tokens else 0,
         )
 
     def _entering(
         self, view: View, worker: Worker, there: Footprint
     ) -> tuple[list[Job], Footprint]:
-        """Who enters, and what they take with those who are `there`, which is used up."""
+        """Which jobs enter, and what they take with those that are `there`, which is used up."""
         inbox, rows = worker.inbox, there.rows
         if not self._may_enter(worker, inbox[0], there):
             return [], there
@@ -195,7 +218,7 @@ class ContinuousPolicy(ABC):
             candidates, admitted = [inbox[0]], 1  # alone it may fill the memory to its last token
         elif admitted == len(candidates):
             return candidates, there
-        there = footprint(worker)
+        there = there.look()
         for job in candidates[:admitted]:
             there.enter(job)
         return candidates[:admitted], there
@@ -209,7 +232,7 @@ class ContinuousPolicy(ABC):
         there = footprint(worker)
         leaving: list[Job] = []
         for other in last_first(worker):
-            if other.request.priority <= job.request.priority:
+            if other.priority <= job.priority:
                 break
             leaving.append(other)
             there.leave(other)
@@ -234,7 +257,7 @@ def last_first(worker: Worker) -> list[Job]:
     """Residents in the order in which they are evicted: the least urgent, and of these who was
     admitted last.
     """
-    return sorted(worker.residents.jobs, key=lambda job: job.request.priority)[::-1]
+    return sorted(worker.residents.jobs, key=lambda job: job.priority)[::-1]
 
 
 # Aggressive admission: a request enters where there is room for its prompt now, and eviction

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -21,6 +21,7 @@ from toolkit.sched.types import Job, Worker
 NEVER = 1 << 40  # tokens after which a job leaves its queue, where it does not
 LONGEST = 1 << 24  # tokens; a quantum that lasts longer is never used up
 JOBS_KEPT = 1 << 16
+LAWS_KEPT = 8
 
 
 class FeedbackQueues:
@@ -110,11 +111,26 @@ class FeedbackQueues:
         return low
 
 
-@lru_cache(maxsize=8)
 def queues_of(
     law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
 ) -> FeedbackQueues:
     """The same object for the same arguments: what it has worked out is not worked out again."""
+    key = (id(law), first_s, growth, count, skip_join)
+    known = _by_identity.get(key)
+    if known is None or known[0] is not law:  # to compare laws takes longer than all the rest
+        if len(_by_identity) >= LAWS_KEPT:
+            _by_identity.clear()
+        known = _by_identity[key] = law, _queues_of(law, first_s, growth, count, skip_join)
+    return known[1]
+
+
+_by_identity: dict[tuple[int, float, float, int, bool], tuple[LatencyLaw, FeedbackQueues]] = {}
+
+
+@lru_cache(maxsize=LAWS_KEPT)
+def _queues_of(
+    law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
+) -> FeedbackQueues:
     return FeedbackQueues(law, first_s, growth, count, skip_join)
 
 
@@ -156,11 +172,7 @@ class MlfqPolicy(PreemptivePolicy):
         find, queues = self._queues(law).find, self.queues
 
         def standing(job: Job, generated: int) -> float:
-            request = job.request
-            return (
-                request.priority * queues
-                + find(request.prompt_tokens, generated, job.promoted_at)[0]
-            )
+            return job.priority * queues + find(job.prompt_tokens, generated, job.promoted_at)[0]
 
         return standing
 
@@ -176,25 +188,28 @@ class MlfqPolicy(PreemptivePolicy):
             worker.inbox,
         )
         assert isinstance(inbox, RankedInbox)
+        starving, standings, counts = inbox.standings(now_s, starvation_s)
+        ahead_s = [0.0]  # of all of lesser standing, by the place of a standing
+        for standing, count in zip(standings, counts, strict=True):
+            ahead_s.append(ahead_s[-1] + count * self._quantum_s(quanta_s, standing))
         found: dict[Job, tuple[float, Rank]] = {}
         asked = {row.job for row in rows}
         before_s = 0.0
         for row in cached:
+            standing, _, ticket = row.rank
+            own_s = self._quantum_s(quanta_s, standing)
             if row.job in asked:
-                if row.rank[0] == STARVES:
-                    waiting_s = (
-                        inbox.starving_before(now_s, row.waits_s, row.job.ticket) * quanta_s[0]
-                    )
+                if standing == STARVES:
+                    waiting_s = inbox.starving_before(now_s, row.waits_s, ticket) * quanta_s[0]
                 else:
-                    starving, counts = inbox.standings_before(
-                        now_s, starvation_s, row.rank[0], row.job.ticket
-                    )
-                    waiting_s = starving * quanta_s[0] + sum(
-                        [count * self._quantum_s(quanta_s, at) for at, count in counts]
-                    )
+                    place = bisect_left(standings, standing)
+                    others_s = ahead_s[place]
+                    if place < len(standings) and standings[place] == standing:
+                        others_s += inbox.equals_before(standing, ticket) * own_s
+                    waiting_s = starving * quanta_s[0] + others_s
                 promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
                 found[row.job] = min(before_s + waiting_s, promotion_s), row.rank
-            before_s += self._quantum_s(quanta_s, row.rank[0])
+            before_s += own_s
         return found
 
     def _quantum_s(self, quanta_s: Sequence[float], standing: float) -> float:
@@ -207,9 +222,18 @@ class MlfqPolicy(PreemptivePolicy):
         for row in running:
             generated = row.generated + row.needs - 1 - row.tokens
             promoted_at = row.generated if row.waits_s >= self.starvation_s else row.job.promoted_at
-            _, leaves = find(row.job.request.prompt_tokens, generated, promoted_at)
+            _, leaves = find(row.job.prompt_tokens, generated, promoted_at)
             if leaves - generated < steps:
                 steps = leaves - generated
+        return steps
+
+    def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
+        find, since = self._queues(worker.latency).find, worker.residents.steps
+        for job in worker.residents.jobs:
+            generated = job.generated + since - job.joined
+            left = find(job.prompt_tokens, generated, job.promoted_at)[1] - generated
+            if left < steps:
+                steps = left
         return steps
 
     def _queues(self, law: LatencyLaw) -> FeedbackQueues:

@@ -73,7 +73,7 @@ class PastFuturePolicy(ContinuousPolicy):
         table = residents.table()
         sets = min(self.samples, self.sample_rows // max(table.shape[1], 1) + 1)
         waiting = np.array(
-            [(job.length, job.generated, job.request.max_new_tokens) for job in candidates]
+            [(job.length, job.generated, job.max_new_tokens) for job in candidates]
         ).T
         seed = view.rng.bit_generator.random_raw() >> 1  # 63 bits: one type for the kernel
         limit = (1.0 - self.reserve) * worker.capacity_tokens
@@ -151,6 +151,26 @@ Tokens = NDArray[np.int64]
 CYCLE = 100  # attempts to admit, of which a share is in the order of arrival
 
 
+@dataclass(slots=True)
+class Inputs:
+    """Rows as a law of time asks for them."""
+
+    rows: int = 0
+    tokens: int = 0
+    longest: int = 0
+
+    def add(self, length: int) -> None:
+        """One more row."""
+        self.rows += 1
+        self.tokens += length
+        if length > self.longest:
+            self.longest = length
+
+    def length(self, worker: Worker) -> float:
+        """L: the longest row's length on a padded engine, else the mean."""
+        return float(self.longest) if worker.latency.padded else self.tokens / self.rows
+
+
 @dataclass(frozen=True, slots=True)
 class PastFutureSlaPolicy(PastFuturePolicy):
     """Past-Future within limits of TTFT and MTPOT; the defaults are the paper's for 7B and 13B.
@@ -181,7 +201,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         """
         behind: list[Job] = []
         first: list[Job] = []
-        for worker in view.free:
+        for worker in view.due:
             inbox, residents = worker.inbox, worker.residents
             if not inbox or (residents.jobs and residents.steps % self.interval_steps):
                 continue
@@ -205,15 +225,20 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         rows = len(used) - fitting
         excused = self._in_turn(worker) and self._is_late(worker, candidates[0], view.now_s)
         deadline_s = math.inf
+        there, entering = Inputs(), Inputs()
+        for length in used[:rows].tolist():
+            there.add(length)
         for count, job in enumerate(candidates[:fitting], start=1):
             n = rows + count
-            step_s = _step_s(worker, used[:n])
-            prefilled_s = view.now_s + _prefill_s(worker, used[rows:n])
-            stepped_s = view.now_s + self._stall_s(worker, used[rows:n]) + step_s
+            there.add(job.length)
+            entering.add(job.length)
+            step_s = worker.latency.decode_s(n, there.length(worker), 1)
+            prefilled_s = view.now_s + _prefill_s(worker, entering)
+            stepped_s = view.now_s + self._stall_s(worker, entering) + step_s
             stalls = rows > 0 and stepped_s - worker.stepped_s > self.mtpot_s
             if rows and self.chunk_tokens:
                 prefilled_s += (
-                    int(used[rows:n].sum()) // self.chunk_tokens * step_s
+                    entering.tokens // self.chunk_tokens * step_s
                 )  # those between the passes
             slows = n > 1 and _slowest_step_s(worker, used[:n], remaining[:n]) > self.mtpot_s
             if (stalls or slows) and not (excused and count == 1):
@@ -232,9 +257,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         arrays [n].
         """
         table, steps = worker.residents.table(), worker.residents.steps
-        waiting = np.array(
-            [(job.length, job.generated, job.request.max_new_tokens) for job in newcomers]
-        ).T
+        waiting = np.array([(job.length, job.generated, job.max_new_tokens) for job in newcomers]).T
         used = np.concatenate([table[LENGTH] + steps, waiting[0]])
         generated = np.concatenate([table[GENERATED] + steps, waiting[1]])
         outputs = np.minimum(np.concatenate([table[LIMIT], waiting[2]]), expected_output(view))
@@ -263,20 +286,20 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         law = worker.latency
         step_s, stall_s = (
             law.decode_s(1, job.length, 1),
-            self._stall_s(worker, np.array([job.length])),
+            self._stall_s(worker, Inputs(1, job.length, job.length)),
         )
         first_s = (
             now_s + law.prefill_s(1, job.length) + (0.0 if law.prefill_emits_token else step_s)
         )
         return first_s > job.request.arrival_s + self.ttft_s or stall_s + step_s > self.mtpot_s
 
-    def _stall_s(self, worker: Worker, inputs: Tokens) -> float:
+    def _stall_s(self, worker: Worker, inputs: Inputs) -> float:
         """Seconds that those who run wait between two steps for the prefill of `inputs`: for all of
         it, or a pass.
         """
-        longest = int(inputs.max())
-        if not 0 < self.chunk_tokens < int(inputs.sum()):
+        if not 0 < self.chunk_tokens < inputs.tokens:
             return _prefill_s(worker, inputs)
+        longest = inputs.longest
         return worker.latency.pass_s(1, max(longest - self.chunk_tokens, 0), longest)
 
 
@@ -284,16 +307,9 @@ def _was_here(job: Job) -> bool:
     return job.generated > 0
 
 
-def _prefill_s(worker: Worker, inputs: Tokens) -> float:
-    """Seconds of the prefill of those who enter with `inputs` tokens."""
-    law = worker.latency
-    return law.prefill_s(len(inputs), float(inputs.max() if law.padded else inputs.mean()))
-
-
-def _step_s(worker: Worker, used: Tokens) -> float:
-    """Seconds of the next decode step of rows that hold `used` tokens."""
-    law = worker.latency
-    return law.decode_s(len(used), float(used.max() if law.padded else used.mean()), 1)
+def _prefill_s(worker: Worker, inputs: Inputs) -> float:
+    """Seconds of the prefill of those that enter with `inputs`."""
+    return worker.latency.prefill_s(inputs.rows, inputs.length(worker))
 
 
 def _slowest_step_s(worker: Worker, used: Tokens, remaining: Tokens) -> float:

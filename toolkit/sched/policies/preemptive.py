@@ -30,7 +30,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import ClassVar
 
-from toolkit.sched.footprint import Footprint, footprint
+from toolkit.sched.footprint import Footprint, footprint, look
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
@@ -420,13 +420,12 @@ class PreemptivePolicy(ABC):
         return steps
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        alive = view.alive()
-        return ROUTERS[self.router](view, alive, self.max_batch_size) if alive else None
+        return ROUTERS[self.router](view, self.max_batch_size) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         batches = [
             self._round(worker, now_s)
-            for worker in view.free
+            for worker in view.due
             if worker.inbox or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
         ]
         interrupts = [
@@ -444,12 +443,13 @@ class PreemptivePolicy(ABC):
         running, residents, inbox = worker.running, worker.residents, worker.inbox
         if running is None or running.interrupted or not inbox:
             return False
+        assert isinstance(inbox, RankedInbox)
         place = free_places(worker)
         if not any(job.length < place for job in islice(reversed(inbox), newcomers)):
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # nobody could enter when it began, so it does not end where ranks change
-        since, standing = residents.steps, self.standings(worker.latency)
+        since, standing = residents.steps, inbox.standing
         came = [
             (standing(job, job.generated), job.ticket) for job in islice(reversed(inbox), newcomers)
         ]
@@ -474,6 +474,13 @@ class PreemptivePolicy(ABC):
         return min(rows * self.interval_steps, worker.capacity_tokens // 16)
 
     def _round(self, worker: Worker, now_s: float) -> Batch:
+        if not (worker.held.jobs or worker.swapped.jobs or worker.residents.prefilling):
+            steps = self._as_before(worker, now_s)
+            if steps:
+                chunk = worker.chunk_of(self.chunk_tokens)
+                return Batch(
+                    worker.index, (), steps, 0, 0.0, "any", keep_cache=True, chunk_tokens=chunk
+                )
         cached = self._cached(worker, now_s)
         chosen = self._choose(worker, cached, now_s)
         running = {row.job for row in chosen.rows}
@@ -495,29 +502,40 @@ class PreemptivePolicy(ABC):
         placed.closed = chosen.closed
         return self._batch(worker, placed, cached, now_s)
 
+    def _as_before(self, worker: Worker, now_s: float) -> int:
+        """Steps of a round in which all residents go on, and nothing enters; 0: that has to be
+        worked out.
+
+        What the rest of this class would come to, without ranking anything: all residents fit, no
+        other job has a cache, and none waits, or none that could have one.
+        """
+        there, capacity, inbox = look(worker), worker.capacity_tokens, worker.inbox
+        rows = there.rows
+        if not rows or rows > self._most(worker) or (rows > 1 and there.needs > capacity):
+            return 0
+        if inbox:
+            assert isinstance(inbox, RankedInbox)
+            place = capacity - there.taken + worker.host_tokens - self._spare(worker, 1)
+            if inbox.shortest + 1 + worker.emits <= place:
+                return 0
+            return max(there.room(capacity), 1)
+        return self.horizon_of_residents(worker, max(there.room(capacity), 1), now_s)
+
+    def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
+        """`horizon` where all residents of a worker run, and nothing else."""
+        return self.horizon(worker, self._cached(worker, now_s), steps)
+
     def _cached(self, worker: Worker, now_s: float) -> list[RankedJob]:
         """The jobs of a worker between two rounds that have a cache, ranked."""
-        since, standing, patience_s = (
-            worker.residents.steps,
-            self.standings(worker.latency),
-            self.patience_s,
-        )
-        rows = []
+        assert isinstance(worker.inbox, RankedInbox)
+        since, standing, patience_s = worker.residents.steps, worker.inbox.standing, self.patience_s
+        rows, prefilling = [], worker.residents.prefilling
         for job in worker.residents.jobs:
             ran = since - job.joined
             tokens, generated = job.length + ran, job.generated + ran
             rank = (standing(job, generated), 0.0, job.ticket)
-            rows.append(
-                RankedJob(
-                    job,
-                    CacheLocation.DEVICE,
-                    tokens,
-                    generated,
-                    worker.residents.holds(job) + 1,
-                    RUNS,
-                    rank,
-                )
-            )
+            needs = (worker.residents.holds(job) if prefilling else tokens) + 1
+            rows.append(RankedJob(job, CacheLocation.DEVICE, tokens, generated, needs, RUNS, rank))
         for place, shelf in (
             (CacheLocation.DEVICE, worker.held),
             (CacheLocation.HOST, worker.swapped),

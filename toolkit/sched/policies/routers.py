@@ -15,125 +15,206 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from toolkit.sched.footprint import peak_to_come
+from toolkit.sched.figures import Figure, Numbers
 from toolkit.sched.protocols import View
 from toolkit.sched.queues import by_pace, tokens_per_s
 from toolkit.sched.residents import GENERATED, LENGTH
 from toolkit.sched.types import Job, Worker
 
-Router = Callable[
-    [View, Sequence[Worker], int], Sequence[int]
-]  # and the most rows that the policy runs on a worker
+Router = Callable[[View, int], Sequence[int]]  # and the most rows that the policy runs on a worker
 
 
-def round_robin(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int]:
+def round_robin(view: View, rows: int) -> Sequence[int]:
     """In turn, by the order of arrival; of several kinds the faster ones more often."""
     if view.mixed:
-        expected = expected_output(view)
-        return [by_pace(job, holders(alive, job), expected, rows).index for job in view.pool]
+        expected, kinds = expected_output(view), [kind[0] for kind in view.kinds]
+        homes = []
+        for job in view.pool:
+            able = view.holders(job)
+            homes.append(int(able[by_pace(job, kinds, view.kind_of[able], expected, rows)]))
+        return homes
+    alive = view.alive()
     return [alive[job.ticket % len(alive)].index for job in view.pool]
 
 
-def least_loaded(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int]:
+def least_loaded(view: View, rows: int) -> Sequence[int]:
     """To the worker with the fewest tokens outstanding: what its jobs hold, and what they are
     expected to add.
 
     Of several kinds, where these take the least time with the request's own.
     """
-    return _to_least(view, alive, view.pool, rows)
+    return _to_least(view, view.pool, rows)
 
 
-def max_min(view: View, alive: Sequence[Worker], rows: int) -> Sequence[int]:
-    """As least-loaded, the longest of those who came together first (SCLS 4.5, Eq. 11)."""
+def max_min(view: View, rows: int) -> Sequence[int]:
+    """As least-loaded, the longest of those that came together first (SCLS 4.5, Eq. 11)."""
     order = sorted(range(len(view.pool)), key=lambda k: -view.pool[k].length)
-    homes = dict(
-        zip(order, _to_least(view, alive, [view.pool[k] for k in order], rows), strict=True)
-    )
+    homes = dict(zip(order, _to_least(view, [view.pool[k] for k in order], rows), strict=True))
     return [homes[k] for k in range(len(order))]
 
 
-def future_memory(view: View, alive: Sequence[Worker], _rows: int) -> Sequence[int]:
+def future_memory(view: View, _rows: int) -> Sequence[int]:
     """To the worker whose memory will peak lowest with the request (Past-Future, Eq. 2-4, by
     expected lengths).
     """
     expected = expected_output(view)
-    added: dict[int, list[Job]] = {worker.index: [] for worker in alive}
-
-    def peak(worker: Worker, job: Job) -> float:
-        tokens = _peak(worker, [*added[worker.index], job], expected)
-        return tokens / worker.capacity_tokens if view.mixed else tokens
-
-    homes = []
+    figure = view.figure("future memory", _future_memory)
+    added: dict[int, list[Job]] = {}
+    homes: list[int] = []
     for job in view.pool:
-        able = holders(alive, job) if view.mixed else alive
-        best = min(able, key=lambda worker: (peak(worker, job), worker.index))
-        added[best.index].append(job)
-        homes.append(best.index)
+        index = _lowest_peak(view, figure, added, job, expected)
+        homes.append(index)
+        if len(homes) < len(view.pool):
+            worker, here = view.workers[index], added.setdefault(index, [])
+            here.append(job)
+            peak = _peak(worker, here, expected, empty=1)
+            figure.write(index, expected, peak, _rows_of(worker, here))
     return homes
 
 
 def expected_output(view: View) -> int:
     """The mean length of the outputs that ended last; 1 before the first."""
-    lengths = view.finished.ascending()
-    return int(lengths.mean()) if len(lengths) else 1
+    return view.finished.mean()
 
 
-def holders(workers: Sequence[Worker], job: Job) -> list[Worker]:
-    """Those of a mixed fleet who hold the job to its longest end."""
-    return [worker for worker in workers if worker.holds(job)]
+def soonest(
+    view: View,
+    figure: Figure,
+    own: int,
+    job: Job,
+    expected: int,
+    rows: int,
+    *,
+    depends: bool = True,
+) -> int:
+    """Which worker would be done first with its tokens of `figure` and the job's own.
+
+    `depends`: whether the figure depends on `expected`.
+    """
+    able = view.holders(job)
+    paces = np.array([tokens_per_s(kind[0], job, expected, rows) for kind in view.kinds])[
+        view.kind_of[able]
+    ]
+    return figure.least(able, expected if depends else 0, lambda tokens: (tokens + own) / paces)
 
 
-def _to_least(view: View, alive: Sequence[Worker], jobs: Sequence[Job], rows: int) -> list[int]:
+def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
     expected = expected_output(view)
-    loads = {worker.index: _outstanding(worker, expected) for worker in alive}
+    figure = view.figure("outstanding", _outstanding)
     homes = []
     for job in jobs:
         own = job.length + max(expected - job.generated, 1)
-        if view.mixed:
-            index = soonest(holders(alive, job), loads, own, job, expected, rows)
-        else:
-            index = min(loads, key=lambda k: (loads[k], k))
-        loads[index] += own
+        mixed = view.mixed
+        index = (
+            soonest(view, figure, own, job, expected, rows)
+            if mixed
+            else figure.least(view.able, expected)
+        )
+        figure.add(index, own)
         homes.append(index)
     return homes
 
 
-def soonest(
-    able: Sequence[Worker], loads: Mapping[int, int], own: int, job: Job, expected: int, rows: int
+def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
+    """Tokens that a worker's jobs hold and are expected to add, and how many jobs there are."""
+    residents, inbox = worker.residents, worker.inbox
+    tokens, rows = 0, inbox.waiting
+    if residents.jobs:
+        rows += len(residents.jobs)
+        to_come = (expected - residents.steps) - residents.table()[GENERATED]
+        tokens += residents.used + int(np.maximum(to_come, 1).sum())
+    returned = inbox.returned
+    tokens += inbox.tokens + (inbox.waiting - len(returned)) * max(expected, 1)
+    for job in returned:
+        tokens += max(expected - job.generated, 1)
+    for shelf in (worker.held, worker.swapped):
+        rows += len(shelf.jobs)
+        tokens += shelf.tokens
+        for job in shelf.jobs:
+            tokens += max(expected - job.generated, 1)
+    return tokens, rows
+
+
+def _lowest_peak(
+    view: View, figure: Figure, added: Mapping[int, Sequence[Job]], job: Job, expected: int
 ) -> int:
-    """Who of `able` would be done first with its tokens outstanding and the job's own."""
+    """The worker whose memory peaks lowest with the job and those `added` to each before it."""
+    able, fresh = view.holders(job), max(expected, 1)
+    paged = not any(kind[0].padded for kind in view.kinds or (view.workers,))
+    capacities = (
+        np.array([kind[0].capacity_tokens for kind in view.kinds])[view.kind_of[able]]
+        if view.mixed
+        else 1
+    )
+    if not job.generated and paged:
+        # Nothing remains longer than a new job, so that it comes first: the peak is its input more
+        # than without it.
+        return figure.least(able, expected, lambda tokens: (tokens + job.length) / capacities)
 
-    def done_s(worker: Worker) -> float:
-        return (loads[worker.index] + own) / tokens_per_s(worker, job, expected, rows)
+    def bound(peaks: Numbers, rows: Numbers) -> NDArray[np.float64]:
+        if job.generated:
+            return np.zeros(len(peaks))
+        alone = np.where(rows == 1, job.length + fresh, 0)
+        return np.asarray(np.maximum(peaks, alone) / capacities)
 
-    return min(able, key=lambda worker: (done_s(worker), worker.index)).index
+    def exact(index: int) -> float:
+        worker = view.workers[index]
+        peak = _peak(worker, [*added.get(index, ()), job], expected)
+        return peak / worker.capacity_tokens if view.mixed else peak
+
+    return figure.least_by(able, expected, bound, exact)
 
 
-def _outstanding(worker: Worker, expected: int) -> int:
-    table, steps = worker.residents.table(), worker.residents.steps
-    to_come = int(np.maximum(expected - steps - table[GENERATED], 1).sum()) if table.shape[1] else 0
-    waiting = sum([job.length + max(expected - job.generated, 1) for job in _waiting(worker)])
-    return worker.residents.used + to_come + waiting
+def _future_memory(worker: Worker, expected: int) -> tuple[int, int]:
+    """The peak of a worker with one new job of no input, and how many jobs there are with it."""
+    return _peak(worker, (), expected, empty=1), _rows_of(worker, ())
 
 
-def _peak(worker: Worker, newcomers: Sequence[Job], expected: int) -> int:
-    """M* of the residents, of those who wait at the worker, and of `newcomers`, as if all ran at
-    once.
+def _rows_of(worker: Worker, added: Sequence[Job]) -> int:
+    aside = len(worker.held.jobs) + len(worker.swapped.jobs)
+    return len(worker.residents.jobs) + worker.inbox.waiting + aside + len(added) + 1
+
+
+def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int = 0) -> int:
+    """M* of all jobs of a worker and of `newcomers`, as if all ran at once; and so many of no input
+    besides.
+
+    Those that have generated nothing remain the longest, and all as long: together they come first
+    in the order of Eq. 2-4, so a sum and a count stand for them.
     """
-    table, steps = worker.residents.table(), worker.residents.steps
-    jobs = [*_waiting(worker), *newcomers]
-    used = np.concatenate(
-        [table[LENGTH] + steps, np.array([job.length for job in jobs], dtype=np.int64)]
-    )
-    generated = np.concatenate(
-        [table[GENERATED] + steps, np.array([job.generated for job in jobs], dtype=np.int64)]
-    )
-    return peak_to_come(used, np.maximum(expected - generated, 1), padded=worker.padded)
-
-
-def _waiting(worker: Worker) -> list[Job]:
-    return [*worker.inbox.everybody(), *worker.held.jobs, *worker.swapped.jobs]
+    inbox, residents, fresh = worker.inbox, worker.residents, max(expected, 1)
+    returned = inbox.returned
+    new = [job.length for job in newcomers if not job.generated]
+    jobs = [
+        *returned,
+        *worker.held.jobs,
+        *worker.swapped.jobs,
+        *[job for job in newcomers if job.generated],
+    ]
+    count = inbox.waiting - len(returned) + len(new) + empty
+    held = inbox.tokens - sum([job.length for job in returned]) + sum(new)
+    used = np.array([job.length for job in jobs], dtype=np.int64)
+    generated = np.array([job.generated for job in jobs], dtype=np.int64)
+    if residents.jobs:
+        table, steps = residents.table(), residents.steps
+        used = np.concatenate([table[LENGTH] + steps, used])
+        generated = np.concatenate([table[GENERATED] + steps, generated])
+    if not len(used) and not worker.padded:
+        return held + count * fresh
+    remaining = np.maximum(expected - generated, 1)
+    order = np.argsort(-remaining, kind="stable")
+    used, remaining = used[order], remaining[order]
+    rows = np.arange(count + 1, count + 1 + len(used))
+    if worker.padded:
+        longest = max([inbox.longest_new if inbox.waiting else 0, *new])
+        first = count * (longest + fresh) if count else 0
+        peaks = rows * (np.maximum(np.maximum.accumulate(used), longest) + remaining)
+    else:
+        first = held + count * fresh
+        peaks = held + np.cumsum(used) + rows * remaining
+    return max(first, int(peaks.max())) if len(peaks) else first
 
 
 ROUTERS: dict[str, Router] = {

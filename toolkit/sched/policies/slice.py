@@ -21,15 +21,23 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.sched.figures import Figure
 from toolkit.sched.footprint import Footprint, peak_to_come
-from toolkit.sched.kernels import admit_knowing, slices_left, split_by_serving_time
+from toolkit.sched.kernels import (
+    admit_knowing,
+    all_left,
+    ends_now,
+    nearest_end,
+    slices_left,
+    split_by_serving_time,
+)
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, knob, validate
-from toolkit.sched.policies.routers import ROUTERS, expected_output, holders, round_robin, soonest
+from toolkit.sched.policies.routers import ROUTERS, expected_output, round_robin, soonest
 from toolkit.sched.protocols import Decision, View
 from toolkit.sched.queues import serving_s
 from toolkit.sched.residents import GENERATED, JOINED, LENGTH, LIMIT
-from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 
 # Which part of the pool each kind of workers batches, where they have different laws.
 #
@@ -169,12 +177,17 @@ class SlicePolicy:
             return self._plan_mixed(view, now_s)
         alive = view.alive()
         waiting = now_s < view.due_s and not (
-            self.eager and any(not worker.queue for worker in view.free)
+            self.eager and any(not view.workers[index].queue for index in view.idle)
         )
         if waiting or not alive:
             return Decision()
         batches = self.batch(view.pool, alive[0])
-        least_load_s = (offload_max_min if self.max_min else offload_in_turn)(batches, alive)
+        if self.max_min:
+            least_load_s = _offload(
+                batches, view.loads.least(len(batches) + 1)
+            )  # no other can be given any
+        else:
+            least_load_s = offload_in_turn(batches, alive)
         interval_s = max(self.interval_factor * least_load_s, self.min_interval_s)  # Eq. 12
         return Decision(batches, wake_at_s=now_s + interval_s)
 
@@ -186,7 +199,7 @@ class SlicePolicy:
         meanwhile may join it. Of a worker's batches it is the one with the job that waits longest,
         so that nobody is passed over for ever.
         """
-        idle = [worker.index for worker in view.free if not worker.queue]
+        idle = [index for index in view.idle if not view.workers[index].queue]
         if not view.kinds or (not self.eager and now_s < view.due_s):
             return Decision()
         if self.eager and not idle:
@@ -258,7 +271,11 @@ def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
     Sorts and assigns `batches`. Equal loads go to the worker that was given the fewest batches, so
     that none starves.
     """
-    heap = [(worker.load_s, worker.assigned, worker.index) for worker in workers]
+    return _offload(batches, [(worker.load_s, worker.assigned, worker.index) for worker in workers])
+
+
+def _offload(batches: list[Batch], heap: list[tuple[float, int, int]]) -> float:
+    """The same with workers' loads, batches that they were given so far, and indices."""
     heapq.heapify(heap)
     batches.sort(key=lambda batch: -batch.estimated_s)
     for batch in batches:
@@ -310,12 +327,12 @@ class SequencePolicy:
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         alive = view.alive()
         if view.mixed and alive:
-            return round_robin(view, alive, self.batch_size)
+            return round_robin(view, self.batch_size)
         return [alive[job.ticket % len(alive)].index for job in view.pool] if alive else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         return Decision(
-            [self._batch(view, worker) for worker in view.free if worker.inbox and not worker.queue]
+            [self._batch(view, worker) for worker in view.due if worker.inbox and not worker.queue]
         )
 
     def _batch(self, view: View, worker: Worker) -> Batch:
@@ -346,6 +363,7 @@ class SequencePolicy:
 # or gives way to those who wait; else it stays, and its cache with it.
 
 SLICES = "slices"
+GONE = -(1 << 62)  # free tokens of a worker that is lost: less than any has
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,47 +397,38 @@ class SliceContinuousPolicy(ContinuousPolicy):
     )
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents whose slice is over and who are better off, or better for others, elsewhere."""
+        """Residents whose slice is over and that are better off, or better for others, elsewhere."""
         leaving: list[Job] = []
-        free: dict[int, int] = {}
-        for worker in view.free:
-            if worker.residents.steps % self.interval_steps == 0:
-                over = [job for job in worker.residents.jobs if self._is_over(worker, job)]
+        free: NDArray[np.int64] | None = None
+        for worker in view.due:
+            residents = worker.residents
+            if (
+                residents.jobs
+                and residents.steps % self.interval_steps == 0
+                and self._ends_now(worker)
+            ):
+                over = self._over(worker)
                 if over:
-                    free = free or {other.index: self._free(other) for other in view.alive()}
+                    if free is None:
+                        free = self._free(view)
                     leaving += self._leaving(view, worker, over, free)
         return leaving
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        alive = view.alive()
-        if self.router != SLICES or not alive:
+        if self.router != SLICES or not view.alive():
             return ContinuousPolicy.route(self, view, now_s)
-        if view.mixed:
-            return self._route_mixed(view, alive)
-        free = {worker.index: self._free(worker) for worker in alive}
-        homes = [-1] * len(view.pool)
-        for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
-            homes[k] = most = max(free, key=lambda index: (free[index], -index))
-            free[most] -= view.pool[k].length + self._period()
-        return homes
-
-    def _route_mixed(self, view: View, alive: Sequence[Worker]) -> list[int]:
-        """To whom what was promised will take the least time, by his own laws, the job's own part
-        with it.
-        """
-        promised = {worker.index: worker.capacity_tokens - self._free(worker) for worker in alive}
+        promised = self._promised(view)
         homes, expected = [-1] * len(view.pool), expected_output(view)
         for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
             job = view.pool[k]
-            homes[k] = soonest(
-                holders(alive, job),
-                promised,
-                job.length + self._period(),
-                job,
-                expected,
-                self.most_rows,
-            )
-            promised[homes[k]] += job.length + self._period()
+            own = job.length + self._period()
+            if view.mixed:
+                homes[k] = soonest(
+                    view, promised, own, job, expected, self.most_rows, depends=False
+                )
+            else:
+                homes[k] = promised.least(view.able, 0)
+            promised.add(homes[k], own)
         return homes
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
@@ -436,27 +445,28 @@ class SliceContinuousPolicy(ContinuousPolicy):
 
     def longest_round(self, worker: Worker, entering: int) -> int:
         residents = worker.residents
-        first = self._first_end(worker, residents.steps) - residents.steps
-        if not residents.jobs:
-            return first
-        nearest = int(self._left(worker).min())
-        return min(nearest, first) if entering else nearest
+        nearest = (
+            int(nearest_end(residents.table()[JOINED], *self._times(worker)))
+            if residents.jobs
+            else NO_LIMIT
+        )
+        if not entering and residents.jobs:
+            return nearest
+        return min(nearest, self._first_end(worker, residents.steps) - residents.steps)
 
     def _leaving(
-        self, view: View, worker: Worker, over: Sequence[Job], free: dict[int, int]
+        self, view: View, worker: Worker, over: Sequence[Job], free: NDArray[np.int64]
     ) -> list[Job]:
-        """Who of those whose slice is over leaves, in the order of admission. Takes what moves off
+        """Which of those whose slice is over leave, in the order of admission. Takes what moves off
         `free`.
         """
         used, left = self._outlook(worker)
         staying = np.ones(len(used), dtype=np.bool_)
         staying[[job.slot for job in over]] = False
         here, crowded, limit = worker.index, bool(worker.inbox), self._limit(worker)
-        target = max(
-            (index for index in free if index != here),
-            key=lambda index: (free[index], -index),
-            default=here,
-        )
+        own, free[here] = int(free[here]), GONE
+        target = int(free.argmax()) if len(view.able) > 1 else here
+        free[here] = own
         margin = self.margin * worker.capacity_tokens
         leaving = []
         for job in over:
@@ -494,18 +504,31 @@ class SliceContinuousPolicy(ContinuousPolicy):
         """The worker's step where the first slice of one who joined at the step `joined` is over."""
         return -(-(joined + self._first_steps(worker)) // self.interval_steps) * self.interval_steps
 
-    def _is_over(self, worker: Worker, job: Job) -> bool:
-        beyond = worker.residents.steps - self._first_end(worker, job.joined)
-        return beyond >= 0 and beyond % self._period() == 0
+    def _over(self, worker: Worker) -> list[Job]:
+        """Residents whose slice is over just now, in the order of admission."""
+        steps, first, period, interval = self._times(worker)
+        return [
+            job
+            for job in worker.residents.jobs
+            if steps >= (end := -(-(job.joined + first) // interval) * interval)
+            and (steps - end) % period == 0
+        ]
 
     def _left(self, worker: Worker) -> NDArray[np.int64]:
         """Steps that each resident has until its slice is over; a whole slice where it just was. In
         slots' order.
         """
-        residents = worker.residents
-        return slices_left(
-            residents.table()[JOINED],
-            residents.steps,
+        return slices_left(worker.residents.table()[JOINED], *self._times(worker))
+
+    def _ends_now(self, worker: Worker) -> bool:
+        return bool(ends_now(worker.residents.table()[JOINED], *self._times(worker)))
+
+    def _times(self, worker: Worker) -> tuple[int, int, int, int]:
+        """In steps: the worker's so far, those of a first slice and of all others, and the
+        interval.
+        """
+        return (
+            worker.residents.steps,
             self._first_steps(worker),
             self._period(),
             self.interval_steps,
@@ -520,15 +543,28 @@ class SliceContinuousPolicy(ContinuousPolicy):
             self._left(worker), table[LIMIT] - table[GENERATED] - steps
         )
 
-    def _free(self, worker: Worker) -> int:
-        """Capacity less what was promised; it does not depend on how far the running round has
-        come.
-        """
+    def _promised(self, view: View) -> Figure:
+        return view.figure((self.name, self), self._promise)
+
+    def _free(self, view: View) -> NDArray[np.int64]:
+        """Each worker's capacity less what it promised [n]; `GONE` for those that are lost."""
+        free = np.full(len(view.workers), GONE)
+        capacities = (
+            [view.workers[index].capacity_tokens for index in view.able] if view.mixed else None
+        )
+        capacity = view.workers[0].capacity_tokens if capacities is None else np.array(capacities)
+        free[view.able] = capacity - self._promised(view).bounds()[view.able]
+        return free
+
+    def _promise(self, worker: Worker, _expected: int) -> tuple[int, int]:
+        """Tokens that were promised; they do not depend on how far the running round has come."""
         promised = worker.inbox.tokens + len(worker.inbox) * self._period()
         if worker.residents.jobs:
-            promised += worker.residents.used + int(self._left(worker).sum())
+            promised += worker.residents.used + int(
+                all_left(worker.residents.table()[JOINED], *self._times(worker))
+            )
             if (
                 worker.running
             ):  # prefill's tokens, which are not in the books before the round is over
                 promised += len(worker.running.jobs) * worker.latency.prefill_emits_token
-        return worker.capacity_tokens - promised
+        return promised, 0

@@ -1,0 +1,367 @@
+"""Digests of what the scheduler decides and what the simulator makes of it, for many worlds.
+
+A digest covers every decision (the event log, byte for byte) and every outcome (token times,
+largest gaps, busy and completed times, counters). Work that makes the scheduler or the simulator
+faster must leave all digests as they are. Traces are made with additions and products alone, which
+every IEEE machine computes alike, so the digests hold on all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from heapq import heappop, heappush
+
+import numpy as np
+
+from toolkit.estimators.laws import LinearSwap, SegmentedLaw, bilinear_law
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.steps import StepLaw
+from toolkit.files.fit import Range
+from toolkit.sched.eventlog import Event, RecordingScheduler, to_line
+from toolkit.sched.policies import BUILT_IN, POLICIES, make_any, make_policy
+from toolkit.sched.policies.parameters import Value
+from toolkit.sched.protocols import Oracle, Policy
+from toolkit.sched.types import Batch, BatchResult, Joining, Request, RoundResult
+from toolkit.sim.api import requests_of, simulate, virtual_workers
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.loop import run
+from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.world import Validity, World, fleet
+from toolkit.traces.types import Trace
+
+CAPACITY = 3_000  # tokens: about ten requests at their mean, so that memory binds
+LIMIT = 600  # tokens that an output may have
+WORKERS = (8, 64)
+REQUESTS = dict(zip(WORKERS, (60, 130), strict=True))  # of the test, by the number of workers
+VARIANT_REQUESTS = 70
+RATES = (0.4, 1.0, 1.35)
+MEMORIES: tuple[Joining | None, ...] = (
+    None,
+    "embed",
+    "shape",
+)  # paged, or a slab with either joining
+ROUTED = ("conservative", "past-future", "slice-continuous", "mlfq", "baton")
+ROUTERS = ("least-loaded", "max-min", "future-memory", "round-robin")
+SWAP = LinearSwap(2e-3, 1e5, 2e5)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One world, one policy: `name` says both."""
+
+    name: str
+    policy: str
+    world: World
+    trace: Trace
+    parameters: dict[str, Value] = field(default_factory=dict)
+    logged: bool = False  # whether the event log is part of the digest
+    storm: int = 0  # the seed of random failures and cancellations; 0: the simulator's own workers
+
+
+def trace_of(requests: int, rate_rps: float, *, seed: int = 0, prioritised: bool = False) -> Trace:
+    """A made-up trace: bursts, mostly short prompts and outputs with a long tail, some with a
+    limit.
+    """
+    rng = random.Random(seed)
+    now_s, arrival, prompts, outputs, limits, priorities = 0.0, [], [], [], [], []
+    for _ in range(requests):
+        if rng.random() < 0.7:  # else it comes together with the one before
+            now_s += 2.0 * rng.random() / (0.7 * rate_rps)
+        length, output = rng.random(), rng.random()
+        arrival.append(now_s)
+        prompts.append(1 + int(500.0 * length * length * length))
+        outputs.append(1 + int(450.0 * output * output * output))
+        limits.append(0 if rng.random() < 0.5 else 150 + int(400.0 * rng.random()))
+        priorities.append(int(3.0 * rng.random()) - 1)
+    lengths = [np.array(column, dtype=np.int64) for column in (prompts, outputs, limits)]
+    urgent = np.array(priorities, dtype=np.int64) if prioritised else None
+    return Trace(np.array(arrival), *lengths, priority=urgent)
+
+
+def world_of(
+    workers: int, *, emits: bool = False, joining: Joining | None = None, seed: int = 5
+) -> World:
+    """The world of a case: a law with costs of rounds and of rows that leave, and host memory."""
+    law = bilinear_law(
+        p=(2e-5, 1e-3, 1e-6, 5e-3), d=(2e-7, 1e-4, 1e-8, 0.02), prefill_emits_token=emits
+    )
+    segments = law.prefill, law.decode
+    latency = SegmentedLaw(
+        *segments, emits, padded=joining is not None, round_s=1e-3, leaving=(1e-4, 1e-7)
+    )
+    paged = PagedEngine(
+        StepLaw(0.02, 1e-4, 1e-3, 2e-7, 1e-9, (2e-5, 4e-5), (0, 256)), 187, 16, ahead=emits
+    )
+    return World(
+        latency,
+        ZetaMemory(CAPACITY),
+        workers,
+        LIMIT,
+        swap=SWAP,
+        host_tokens=2_000,
+        joining=joining,
+        seed=seed,
+        paged=paged,
+    )
+
+
+def rate_rps(rate: float, workers: int) -> float:
+    """Requests per second at `rate` times what so many workers can about serve."""
+    return 2.2 * rate * workers
+
+
+def matrix(requests: dict[int, int]) -> Iterator[Case]:
+    """Every policy, with so many `requests` for each count of workers."""
+    for workers, count in requests.items():
+        for rate in RATES:
+            trace = trace_of(count, rate_rps(rate, workers), seed=workers)
+            for emits in (False, True):
+                for policy in POLICIES:
+                    for joining in MEMORIES:
+                        world = world_of(workers, emits=emits, joining=joining)
+                        memory = "paged" if joining is None else f"slab, {joining}"
+                        name = f"{policy}, {workers} workers, rate {rate}, emits {int(emits)}, {memory}"
+                        logged = workers == WORKERS[0] and rate == 1.0
+                        yield Case(name, policy, world, trace, logged=logged)
+                for policy in BUILT_IN:
+                    name = f"{policy}, {workers} workers, rate {rate}, ahead {int(emits)}"
+                    yield Case(name, policy, world_of(workers, emits=emits), trace)
+
+
+def variants(requests: int) -> Iterator[Case]:
+    """What the matrix leaves out: routers, chunks, priorities, fleets, failures, counters,
+    parameters.
+    """
+    crowd = trace_of(requests, rate_rps(1.35, 8), seed=1)
+    urgent = trace_of(requests, rate_rps(1.35, 8), seed=2, prioritised=True)
+    plain = world_of(8)
+    small = replace(world_of(5), memory=ZetaMemory(1_500), host_tokens=900)
+    mixed = fleet([world_of(3), replace(small, latency=_slower(small.latency))])
+    wide = replace(world_of(3, joining="embed"), future_memory=True)
+    mixed_slab = fleet([wide, replace(wide, workers=4, memory=ZetaMemory(1_500))])
+    failing = replace(plain, runs_out=_runs_out, round_runs_out=_runs_out, token_gaps=True)
+    narrow = Validity(
+        Range(batch_size_max=4, length_max=300), Range(batch_size_max=6, length_max=350)
+    )
+    counting = replace(plain, valid=narrow, future_memory=True, drain=False, flush_s=0.05)
+    for policy in ROUTED:
+        for router in ROUTERS:
+            for joining in (None, "embed"):
+                where = world_of(8, joining=joining)
+                name = f"{policy} by {router}, {joining or 'paged'}"
+                yield Case(name, policy, where, crowd, {"router": router}, logged=joining is None)
+            yield Case(f"{policy} by {router}, fleet", policy, mixed, crowd, {"router": router})
+    for policy, kind in POLICIES.items():
+        yield Case(f"{policy}, fleet", policy, mixed, crowd)
+        yield Case(f"{policy}, fleet of slabs", policy, mixed_slab, crowd)
+        yield Case(f"{policy}, memory runs out", policy, failing, crowd)
+        yield Case(f"{policy}, counting", policy, counting, crowd)
+        if kind.continuous:
+            yield Case(
+                f"{policy}, limits do not hold", policy, replace(plain, limits_hold=False), crowd
+            )
+            for joining in MEMORIES:
+                where = world_of(8, emits=joining != "shape", joining=joining)
+                memory = joining or "paged"
+                yield Case(
+                    f"{policy} in chunks, {memory}", policy, where, crowd, {"chunk_tokens": 48}
+                )
+                yield Case(
+                    f"{policy} with priorities, {memory}",
+                    policy,
+                    where,
+                    urgent,
+                    logged=joining is None,
+                )
+        for seed in (1, 2):
+            for memory in (None, "embed") if kind.continuous else (None,):
+                where = world_of(4, emits=seed == 1, joining=memory)
+                name = f"{policy}, storm {seed}, {memory or 'paged'}"
+                yield Case(name, policy, where, urgent if seed == 1 else crowd, storm=seed)
+    for name, parameters in OTHERS.items():
+        yield Case(name, name.partition(":")[0], plain, crowd, parameters, logged=True)
+
+
+OTHERS: dict[str, dict[str, Value]] = {
+    "slice: as in the paper": {"eager": False, "slice_tokens": 64},
+    "slice: in turn": {"max_min": False, "interval_factor": 0.0, "max_batch_size": 4},
+    "sequence: in slices": {"slice_tokens": 32},
+    "conservative: overcommitted": {"overcommit": 2.5, "interval_steps": 1},
+    "aggressive: full": {"watermark": 1.0, "interval_steps": 3},
+    "aggressive: overfilling": {"watermark": 1.0, "overfill": True},
+    "past-future: with a history": {
+        "initial_count": 9,
+        "initial_length": 50,
+        "reserve": 0.0,
+        "samples": 2,
+    },
+    "past-future-sla: tight": {"ttft_s": 0.5, "mtpot_s": 0.1, "interval_steps": 2},
+    "past-future-sla: all late": {"ttft_s": 1e-6, "late_share": 0.5},
+    "slice-continuous: restless": {"slice_tokens": 16, "interval_steps": 1, "margin": 0.02},
+    "mlfq: reactive": {"swap": "reactive", "quantum_s": 0.05, "starvation_s": 2.0},
+    "mlfq: naive": {"skip_join": False, "free_share": 0.3, "queues": 3, "max_batch_size": 6},
+    "baton: restless": {"memory_threshold": 0.6, "headroom_steps": 1, "max_prefill_tokens": 60},
+    "srpt-oracle: reactive": {"swap": "reactive", "max_prefill_tokens": 400},
+}
+
+
+def digest(case: Case) -> str:
+    """Sixteen hexadecimal digits that stand for all that happened."""
+    found = hashlib.sha256()
+    if case.policy in BUILT_IN or not (case.logged or case.storm):
+        result = simulate(case.trace, make_any(case.policy, case.parameters), case.world)
+        served = result.served
+        for column in (served.first_token_s, served.finish_s, served.max_gap_s):
+            found.update(np.asarray(column, dtype="<f8").tobytes())
+        found.update(np.asarray(served.ok, dtype="u1").tobytes())
+        found.update(repr(sorted(result.counters.items())).encode())
+        found.update(repr([refusal.reason for refusal in result.refusals]).encode())
+        return found.hexdigest()[:16]
+    requests, outputs = requests_of(case.trace, case.world.max_new_tokens)
+    policy: Policy = make_policy(case.policy, case.parameters)
+    if isinstance(policy, Oracle):
+        policy = policy.told(
+            {one.request_id: tokens for one, tokens in zip(requests, outputs, strict=True)}
+        )
+    recorder = RecordingScheduler(
+        policy, case.world.scheduled(), partial(_note, found), seed=case.world.seed
+    )
+    if case.storm:
+        Storm(recorder, requests, outputs, case.storm).run()
+        found.update(repr(recorder.take_refusals()).encode())
+    else:
+        ledger = Ledger(case.trace.arrival_s.tolist(), outputs, case.world.size)
+        run(recorder, requests, virtual_workers(policy, case.world, ledger, requests))
+        times = (
+            ledger.first_token_s,
+            ledger.last_token_s,
+            ledger.max_gap_s,
+            ledger.busy_s,
+            ledger.completed_s,
+        )
+        for times_s in times:
+            found.update(np.asarray(times_s, dtype="<f8").tobytes())
+    return found.hexdigest()[:16]
+
+
+def _note(found: hashlib._Hash, event: Event) -> None:
+    found.update(to_line(event))
+
+
+def _slower(law: object) -> SegmentedLaw:
+    assert isinstance(law, SegmentedLaw)
+    slow = bilinear_law(p=(8e-5, 2e-3, 2e-6, 2e-2), d=(8e-7, 3e-4, 3e-8, 0.05))
+    return replace(law, prefill=slow.prefill, decode=slow.decode)
+
+
+def _runs_out(batch_id: int, size: int, length: int, steps: int) -> bool:
+    return size > 1 and batch_id % 7 == 3
+
+
+class Storm:
+    """Runs a scheduler's batches and lets much go wrong: cancellations, ends, memory that is short,
+    lost workers.
+    """
+
+    def __init__(
+        self, scheduler: RecordingScheduler, requests: list[Request], outputs: list[int], seed: int
+    ) -> None:
+        self._scheduler, self._rng = scheduler, random.Random(seed)
+        self._requests = requests
+        self._left = {one.request_id: tokens for one, tokens in zip(requests, outputs, strict=True)}
+        self._events: list[tuple[float, int, str, object]] = []
+        self._count = 0
+
+    def run(self) -> None:
+        """Until every request has ended, whatever became of it."""
+        for request in self._requests:
+            self._at(request.arrival_s, "arrives", request)
+            if self._rng.random() < 0.15:
+                self._at(
+                    request.arrival_s + 3.0 * self._rng.random(), "cancelled", request.request_id
+                )
+            elif self._rng.random() < 0.1:
+                self._at(request.arrival_s + 3.0 * self._rng.random(), "stops", request.request_id)
+        scheduler = self._scheduler
+        while self._events:
+            now_s = self._events[0][0]
+            while self._events and self._events[0][0] <= now_s:
+                _, _, what, about = heappop(self._events)
+                self._happens(what, about, now_s)
+            for batch in scheduler.tick(now_s):
+                self._at(now_s + 0.01 + 0.02 * self._rng.random() * batch.steps, "done", batch)
+            scheduler.take_interrupts()
+            wake_s = scheduler.wake_at_s
+            if wake_s > now_s and wake_s < 1e9:
+                self._at(wake_s, "wakes", None)
+        assert not scheduler.jobs
+
+    def _at(self, when_s: float, what: str, about: object) -> None:
+        self._count += 1
+        heappush(self._events, (when_s, self._count, what, about))
+
+    def _happens(self, what: str, about: object, now_s: float) -> None:
+        scheduler = self._scheduler
+        if isinstance(about, Request):
+            scheduler.submit(about, now_s)
+        elif what == "cancelled":
+            scheduler.cancel(str(about), now_s)
+        elif what == "stops":
+            scheduler.end(str(about), 5, now_s)
+        elif isinstance(about, Batch):
+            self._done(about, now_s)
+        elif isinstance(about, int):
+            scheduler.worker_ready(about, now_s)
+
+    def _done(self, batch: Batch, now_s: float) -> None:
+        chance = self._rng.random()
+        result = self._round(batch, chance) if batch.keep_cache else self._slice(batch, chance)
+        self._scheduler.complete(result, now_s)
+        if result.failure == "crashed":
+            self._scheduler.worker_lost(batch.worker, now_s)
+            self._at(now_s + 2.0 * self._rng.random(), "ready", batch.worker)
+
+    def _slice(self, batch: Batch, chance: float) -> BatchResult:
+        names = [job.request_id for job in batch.jobs]
+        if chance < 0.1:
+            zeros, on = [0] * len(names), [False] * len(names)
+            return BatchResult(
+                batch.batch_id, batch.worker, zeros, on, "oom" if chance < 0.05 else "crashed"
+            )
+        tokens = [min(batch.steps, self._left[name]) for name in names]
+        for name, count in zip(names, tokens, strict=True):
+            self._left[name] -= count
+        return BatchResult(
+            batch.batch_id, batch.worker, tokens, [not self._left[name] for name in names]
+        )
+
+    def _round(self, batch: Batch, chance: float) -> RoundResult:
+        worker = self._scheduler.workers[batch.worker]
+        rows = [job.request_id for job in worker.residents.jobs]
+        if chance < 0.05:
+            return RoundResult(batch.batch_id, batch.worker, 0, failure="crashed")
+        if chance < 0.1:
+            dropped = tuple(reversed(rows[len(rows) // 2 :]))
+            joined = tuple([(name, 0) for name in rows])
+            return RoundResult(
+                batch.batch_id, batch.worker, 0, joined=joined, failure="oom", dropped=dropped
+            )
+        if worker.emits:
+            for job in batch.jobs:
+                self._left[job.request_id] -= 1
+        steps = min([batch.steps, *[max(self._left[name], 0) for name in rows]])
+        if chance < 0.3:
+            steps = min(steps, 1)
+        for name in rows:
+            self._left[name] -= steps
+        ended = tuple([name for name in rows if self._left[name] <= 0])
+        missed = tuple(
+            [(name, 1) for name in rows[:1] if steps > 1 and chance > 0.95 and name not in ended]
+        )
+        for name, count in missed:
+            self._left[name] += count
+        return RoundResult(batch.batch_id, batch.worker, steps, ended, missed=missed)

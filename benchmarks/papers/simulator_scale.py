@@ -1,0 +1,219 @@
+"""How the simulator's speed changes with workers, load and requests, beside bare loops in the same
+run.
+
+    python -m benchmarks.papers.simulator_scale [--policies conservative mlfq] [--out scale.png] [--most 1000000]
+
+Requests per second of processor time, loop only, on one core. The world is that of
+`benchmarks/papers/simulator_speed.py`; the trace is made up, and its rate is `load` times what the workers can
+about serve. Beside it, as a scale for the machine, run a loop in Python and one in C (where there
+is a compiler) that do the least that a simulator of one queue could: for each request, when it
+starts and when it ends. Each row is divided by them as well, so that figures of two machines
+compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import random
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import process_time
+
+import numpy as np
+
+from benchmarks.papers.simulator_speed import LAW, MAX_NEW_TOKENS, MEMORY
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sim.api import requests_of, virtual_workers
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.loop import run
+from toolkit.sim.world import World
+from toolkit.traces.types import Trace
+
+WORKERS = (8, 64, 256, 1024)
+LOADS = (0.3, 1.0, 3.0)
+REQUESTS = (10_000, 100_000, 1_000_000)
+DEFAULT = 8, 0.5, 10_000  # workers, load and requests of the rows in which another of them varies
+PER_WORKER = 60  # requests of a row with many workers, at least
+SERVED_RPS = (
+    0.25  # requests that a worker of this world serves in a second, about: conservative 0.27
+)
+POLICIES = ("conservative", "conservative:least-loaded", "past-future", "slice", "mlfq")
+C_LOOP = """
+double serve(const double *arrival, const double *seconds, double *end, long n) {
+    double free = 0.0;
+    for (long i = 0; i < n; i++) {
+        double start = arrival[i] > free ? arrival[i] : free;
+        free = start + seconds[i];
+        end[i] = free;
+    }
+    return free;
+}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run: what it was of, and requests per second."""
+
+    policy: str
+    workers: int
+    load: float
+    requests: int
+    rate_rps: float
+
+
+def made_up(requests: int, rate_rps: float) -> Trace:
+    """Poisson arrivals, prompts and outputs with long tails as in conversations."""
+    rng = np.random.default_rng(0)
+    arrival_s = np.cumsum(rng.exponential(1.0 / rate_rps, requests))
+    prompts = np.minimum(rng.lognormal(6.3, 1.1, requests).astype(np.int64) + 1, 8_000)
+    outputs = np.minimum(rng.lognormal(4.9, 0.9, requests).astype(np.int64) + 1, MAX_NEW_TOKENS)
+    return Trace(arrival_s, prompts, outputs, np.zeros(requests, dtype=np.int64))
+
+
+def simulated(policy: str, workers: int, load: float, count: int, repeats: int) -> Row:
+    """The median of `repeats` runs, after a short one that compiles."""
+    name, _, router = policy.partition(":")
+    trace = made_up(count, load * SERVED_RPS * workers)
+    requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
+    world, rates = World(LAW, MEMORY, workers, MAX_NEW_TOKENS), []
+    for take in (200, *[count] * repeats):
+        chosen = make_policy(name, {"router": router} if router else {})
+        ledger = Ledger(trace.arrival_s[:take].tolist(), outputs[:take], workers)
+        scheduler = Scheduler(chosen, world.scheduled())
+        virtual = virtual_workers(chosen, world, ledger, requests[:take])
+        start_s = process_time()
+        run(scheduler, requests[:take], virtual)
+        rates.append(take / (process_time() - start_s))
+    return Row(policy, workers, load, count, statistics.median(rates[1:]))
+
+
+def bare_python(count: int = 1_000_000) -> float:
+    """Requests per second of the least loop in Python."""
+    rng = random.Random(0)
+    arrival_s = [float(k) for k in range(count)]
+    seconds = [rng.random() for _ in range(count)]
+    end_s = [0.0] * count
+    start_s, free_s = process_time(), 0.0
+    for k in range(count):
+        begin_s = arrival_s[k] if arrival_s[k] > free_s else free_s
+        free_s = begin_s + seconds[k]
+        end_s[k] = free_s
+    return count / (process_time() - start_s)
+
+
+def bare_c(count: int = 1_000_000, times: int = 20) -> float | None:
+    """The same in C; None where there is no compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "loop.c", Path(folder) / "loop.so"
+        source.write_text(C_LOOP)
+        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
+        serve = ctypes.CDLL(str(library)).serve
+    serve.restype = ctypes.c_double
+    arrays = np.arange(count, dtype=float), np.random.default_rng(0).random(count), np.zeros(count)
+    pointers = [array.ctypes.data_as(ctypes.POINTER(ctypes.c_double)) for array in arrays]
+    start_s = process_time()
+    for _ in range(times):
+        serve(*pointers, ctypes.c_long(count))
+    return times * count / (process_time() - start_s)
+
+
+def rows_of(policies: Sequence[str], most: int, repeats: int) -> list[Row]:
+    """All rows, each printed when it is there."""
+    workers, load, requests = DEFAULT
+    found: list[Row] = []
+    python_rps, c_rps = bare_python(), bare_c()
+    print(f"bare loop in Python: {python_rps:,.0f} requests/s; in C: ", end="")
+    print(f"{c_rps:,.0f}\n" if c_rps else "there is no compiler\n")
+    print("| policy | workers | load | requests | requests/s | us/request | of Python | of C |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for policy in policies:
+        plans = {(count, load, _of_fleet(count)) for count in WORKERS}
+        plans |= {(workers, other, requests) for other in LOADS}
+        plans |= {(workers, load, count) for count in REQUESTS}
+        for plan in sorted(plans):
+            if plan[2] > most:
+                continue
+            row = simulated(policy, *plan, 1 if plan[2] >= 1_000_000 else repeats)
+            found.append(row)
+            rate, of_c = row.rate_rps, f"1 / {c_rps / row.rate_rps:,.0f}" if c_rps else ""
+            print(
+                f"| {policy} | {row.workers:,} | {row.load:g} | {row.requests:,} | {rate:,.0f} "
+                f"| {1e6 / rate:.1f} | 1 / {python_rps / rate:,.0f} | {of_c} |",
+                flush=True,
+            )
+    return found
+
+
+def _of_fleet(workers: int) -> int:
+    """Requests of a row with so many workers."""
+    return max(DEFAULT[2], PER_WORKER * workers)
+
+
+def draw(rows: Sequence[Row], out: Path) -> None:
+    """Three plots side by side: against workers, load and requests."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print(f"\n{out} is not drawn: matplotlib is not installed; pip install matplotlib")
+        return
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4), sharey=True)
+    workers, load, requests = DEFAULT
+    for policy in dict.fromkeys(row.policy for row in rows):
+        own = [row for row in rows if row.policy == policy]
+        many = {
+            row.workers: row
+            for row in own
+            if row.load == load and row.requests <= max(requests, PER_WORKER * row.workers)
+        }
+        loads = {
+            row.load: row for row in own if row.workers == workers and row.requests == requests
+        }
+        counts = {
+            float(row.requests): row for row in own if (row.workers, row.load) == (workers, load)
+        }
+        points: list[list[tuple[float, float]]] = [
+            sorted((at, row.rate_rps) for at, row in series.items())
+            for series in (many, loads, counts)
+        ]
+        for axis, line in zip(axes, points, strict=True):
+            axis.plot(*zip(*line, strict=True), marker="o", label=policy)
+    for axis, name in zip(axes, ("workers", "load", "requests"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel=name)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("requests/s, one core")
+    axes[2].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(out, dpi=120)
+    print(f"\nwrote {out}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--most", type=int, default=100_000, help="the most requests of a row")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="a PNG with the plots")
+    options = parser.parse_args()
+    rows = rows_of(options.policies, options.most, options.repeats)
+    if options.out:
+        draw(rows, options.out)
+
+
+if __name__ == "__main__":
+    main()

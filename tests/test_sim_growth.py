@@ -1,0 +1,75 @@
+"""What a request costs the scheduler and the simulator does not grow with workers, nor with the
+backlog.
+
+Cost is counted in lines of Python that run, loops in comprehensions included: it is the same on
+every machine. What numpy does in one call counts as one line.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.common.golden import ROUTED, ROUTERS, rate_rps, trace_of, world_of
+from toolkit.sched.policies import ORACLES, POLICIES, make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sim.api import requests_of, simulate, virtual_workers
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.loop import run
+from toolkit.traces.types import Trace
+
+FEW, MANY = 3, 36  # workers
+PER_WORKER = 8  # requests
+BACKLOGS = (100, 600)  # requests that come almost at once, for two workers
+MOST = {  # times the lines with a longer backlog, where it is more than 1.2
+    "past-future-sla": 2.0,  # it looks at up to 64 late requests at each attempt to admit
+    "mlfq": 1.6,  # rounds end, and rows are preempted, more often while more wait
+}
+CASES = [(policy, "") for policy in sorted(POLICIES.keys() - ORACLES)]
+CASES += [(policy, router) for policy in ROUTED for router in ROUTERS[:-1]]
+
+
+def lines_per_request(policy: str, router: str, trace: Trace, workers: int) -> float:
+    """Lines that the loop runs for each request."""
+    world = world_of(workers)
+    simulate(trace_of(5, 1.0), make_policy(policy, {}), world_of(1))  # compiles what is compiled
+    requests, outputs = requests_of(trace, world.max_new_tokens)
+    chosen = make_policy(policy, {"router": router} if router else {})
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, workers)
+    scheduler = Scheduler(chosen, world.scheduled())
+    virtual = virtual_workers(chosen, world, ledger, requests)
+    lines = 0
+
+    def count(frame, event, arg):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        run(scheduler, requests, virtual)
+    finally:
+        sys.settrace(before)
+    assert all(ledger.ok)
+    return lines / len(requests)
+
+
+@pytest.mark.parametrize(("policy", "router"), CASES)
+def test_a_request_costs_as_much_with_many_workers(policy, router):
+    found = []
+    for workers in (FEW, MANY):
+        trace = trace_of(PER_WORKER * workers, rate_rps(0.6, workers))
+        found.append(lines_per_request(policy, router, trace, workers))
+    assert found[1] <= 1.3 * found[0]
+
+
+@pytest.mark.parametrize(("policy", "router"), CASES)
+def test_a_request_costs_as_much_behind_a_long_backlog(policy, router):
+    found = []
+    for requests in BACKLOGS:
+        trace = trace_of(requests, 50.0)
+        lengths = trace.prompt_tokens, trace.output_tokens, trace.max_tokens
+        crowd = Trace(np.arange(requests) * 1e-3, *lengths)
+        found.append(lines_per_request(policy, router, crowd, 2))
+    assert found[1] <= MOST.get(policy, 1.2) * found[0]
