@@ -77,9 +77,12 @@ def trace_of(requests: int, rate_rps: float, *, seed: int = 0, prioritised: bool
         outputs.append(1 + int(450.0 * output * output * output))
         limits.append(0 if rng.random() < 0.5 else 150 + int(400.0 * rng.random()))
         priorities.append(int(3.0 * rng.random()) - 1)
-    lengths = [np.array(column, dtype=np.int64) for column in (prompts, outputs, limits)]
-    urgent = np.array(priorities, dtype=np.int64) if prioritised else None
-    return Trace(np.array(arrival), *lengths, priority=urgent)
+    inputs, lengths, caps, ranks = (
+        np.array(column, dtype=np.int64) for column in (prompts, outputs, limits, priorities)
+    )
+    return Trace(
+        np.array(arrival), inputs, lengths, caps, priority=ranks if prioritised else None
+    )
 
 
 def world_of(
@@ -166,21 +169,22 @@ def variants(requests: int) -> Iterator[Case]:
             )
             for joining in MEMORIES:
                 where = world_of(8, emits=joining != "shape", joining=joining)
-                memory = joining or "paged"
+                layout = joining or "paged"
                 yield Case(
-                    f"{policy} in chunks, {memory}", policy, where, crowd, {"chunk_tokens": 48}
+                    f"{policy} in chunks, {layout}", policy, where, crowd, {"chunk_tokens": 48}
                 )
                 yield Case(
-                    f"{policy} with priorities, {memory}",
+                    f"{policy} with priorities, {layout}",
                     policy,
                     where,
                     urgent,
                     logged=joining is None,
                 )
         for seed in (1, 2):
-            for memory in (None, "embed") if kind.continuous else (None,):
-                where = world_of(4, emits=seed == 1, joining=memory)
-                name = f"{policy}, storm {seed}, {memory or 'paged'}"
+            joinings: tuple[Joining | None, ...] = (None, "embed") if kind.continuous else (None,)
+            for joining in joinings:
+                where = world_of(4, emits=seed == 1, joining=joining)
+                name = f"{policy}, storm {seed}, {joining or 'paged'}"
                 yield Case(name, policy, where, urgent if seed == 1 else crowd, storm=seed)
     for name, parameters in OTHERS.items():
         yield Case(name, name.partition(":")[0], plain, crowd, parameters, logged=True)
@@ -258,7 +262,7 @@ def _slower(law: object) -> SegmentedLaw:
     return replace(law, prefill=slow.prefill, decode=slow.decode)
 
 
-def _runs_out(batch_id: int, size: int, length: int, steps: int) -> bool:
+def _runs_out(batch_id: int, size: int, _length: int, _steps: int) -> bool:
     return size > 1 and batch_id % 7 == 3
 
 
