@@ -41,8 +41,8 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class VllmSpec(Strict):
-    """Flags of `vllm serve` that say what a forward pass costs; who is in it is the scheduler's:
-    policy `vllm`.
+    """Flags of `vllm serve` that decide what a forward pass costs. Policy `vllm` has the flags of
+    vLLM's scheduler.
     """
 
     python: str | None = Field(
