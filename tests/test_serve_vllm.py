@@ -152,7 +152,7 @@ def test_nothing_of_vllm_is_left_when_llmctl_is_killed_and_its_server_cannot_end
         (["--engine", "rebatch"], "--engine rebatch: this plan is for engine 'vllm'"),
         (
             ["--request-log", "x"],
-            "engine vllm does not support --request-log: its server is its own",
+            "engine vllm does not support --request-log: it has a server of its own",
         ),
         (["--host", "0.0.0.0"], "there is no API key"),
     ],

@@ -403,7 +403,7 @@ def _server_order(given: ServeOptions, plan: Plan, access: Access, ray: str) -> 
     if found:
         raise InputError(
             f"engine {plan.recipe.engine.name} does not support {', '.join(found)}:"
-            " its server is its own",
+            " it has a server of its own",
             "leave it out",
         )
     return ServerOrder(
