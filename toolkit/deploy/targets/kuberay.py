@@ -366,8 +366,8 @@ Needs KubeRay 1.6 or newer. One Secret has the clients' key and the token of Ray
 
 ```bash
 {preparation(order, TOKEN_KEY)}
-# Needs the CRDs of KubeRay and of Prometheus' operator; without the latter: apply -k core
 kubectl apply -k .
+# This needs the CRDs of KubeRay and Prometheus' operator; without the latter: apply -k core
 kubectl -n {namespace} rollout status deployment/{name}
 kubectl -n {namespace} port-forward service/{name} 8000
 kubectl delete -k .         # the front drains, then the workers end, then the head
