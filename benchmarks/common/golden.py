@@ -80,9 +80,7 @@ def trace_of(requests: int, rate_rps: float, *, seed: int = 0, prioritised: bool
     inputs, lengths, caps, ranks = (
         np.array(column, dtype=np.int64) for column in (prompts, outputs, limits, priorities)
     )
-    return Trace(
-        np.array(arrival), inputs, lengths, caps, priority=ranks if prioritised else None
-    )
+    return Trace(np.array(arrival), inputs, lengths, caps, priority=ranks if prioritised else None)
 
 
 def world_of(
