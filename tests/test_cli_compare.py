@@ -123,7 +123,7 @@ def test_every_plot_fits_the_terminal(words, stage, capsys):
         (
             ["--policies", "slice", "--rate", "-1"],
             "a rate of -1 requests/s is not possible",
-            "give a rate",
+            "give a rate from",
         ),
         (
             ["--policies", "slice", "--columns", "goodput"],
