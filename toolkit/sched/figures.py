@@ -1,7 +1,7 @@
 """Whole numbers that policies keep by worker: worked out anew only where something happened.
 
 A router that asks every worker at every arrival costs more with each worker and each job that
-waits. What it asks for changes only where a round ended, a job came or went. So a `Figure` keeps
+waits. What it asks for changes only where a round ended, a job came or went. So a `WorkerFigure` keeps
 the answers, the scheduler says whose is out of date, and to find the least is one operation on an
 array.
 """
@@ -24,7 +24,7 @@ Amount = Callable[
 Score = Callable[[Numbers], NDArray[np.float64]]  # of figures
 
 
-class Figure:
+class WorkerFigure:
     """One number per worker, which may depend on `expected`, the length that an output is expected
     to have.
 

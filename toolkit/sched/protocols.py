@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.sched.figures import Amount, Figure, Loads, Numbers
+from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
 from toolkit.sched.types import Batch, Job, Worker
 
@@ -105,7 +105,7 @@ class View:
     loads: Loads = field(init=False)
     _alive: list[Worker] = field(init=False)
     _able: dict[int, Numbers] = field(init=False)  # by how many of `kinds` are too small
-    figures: dict[Hashable, Figure] = field(init=False)
+    figures: dict[Hashable, WorkerFigure] = field(init=False)
 
     def __post_init__(self) -> None:
         self.mixed = not all(worker.is_like(self.workers[0]) for worker in self.workers)
@@ -156,12 +156,12 @@ class View:
             self._able[small] = self.able[self.kind_of[self.able] >= small]
         return self._able[small]
 
-    def figure(self, key: Hashable, amount: Amount) -> Figure:
+    def figure(self, key: Hashable, amount: Amount) -> WorkerFigure:
         """The numbers that `amount` says of workers; `key` stands for it. They are kept for the
         next asking.
         """
         if key not in self.figures:
-            self.figures[key] = Figure(self.workers, amount)
+            self.figures[key] = WorkerFigure(self.workers, amount)
         return self.figures[key]
 
     def changed(self, index: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.sched.figures import Figure, Numbers
+from toolkit.sched.figures import Numbers, WorkerFigure
 from toolkit.sched.protocols import View
 from toolkit.sched.queues import by_pace, tokens_per_s
 from toolkit.sched.residents import GENERATED, LENGTH
@@ -81,7 +81,7 @@ def expected_output(view: View) -> int:
 
 def soonest(
     view: View,
-    figure: Figure,
+    figure: WorkerFigure,
     own: int,
     job: Job,
     expected: int,
@@ -138,7 +138,7 @@ def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
 
 
 def _lowest_peak(
-    view: View, figure: Figure, added: Mapping[int, Sequence[Job]], job: Job, expected: int
+    view: View, figure: WorkerFigure, added: Mapping[int, Sequence[Job]], job: Job, expected: int
 ) -> int:
     """The worker whose memory peaks lowest with the job and those `added` to each before it."""
     able, fresh = view.holders(job), max(expected, 1)

@@ -21,7 +21,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.sched.figures import Figure
+from toolkit.sched.figures import WorkerFigure
 from toolkit.sched.footprint import Footprint, peak_to_come
 from toolkit.sched.kernels import (
     admit_knowing,
@@ -543,7 +543,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
             self._left(worker), table[LIMIT] - table[GENERATED] - steps
         )
 
-    def _promised(self, view: View) -> Figure:
+    def _promised(self, view: View) -> WorkerFigure:
         return view.figure((self.name, self), self._promise)
 
     def _free(self, view: View) -> NDArray[np.int64]:
