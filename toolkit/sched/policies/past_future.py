@@ -152,7 +152,7 @@ CYCLE = 100  # attempts to admit, of which a share is in the order of arrival
 
 
 @dataclass(slots=True)
-class InputSizes:
+class RowLengths:
     """Rows as a law of time asks for them."""
 
     rows: int = 0
@@ -225,7 +225,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         rows = len(used) - fitting
         excused = self._in_turn(worker) and self._is_late(worker, candidates[0], view.now_s)
         deadline_s = math.inf
-        there, entering = InputSizes(), InputSizes()
+        there, entering = RowLengths(), RowLengths()
         for length in used[:rows].tolist():
             there.add(length)
         for count, job in enumerate(candidates[:fitting], start=1):
@@ -286,14 +286,14 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         law = worker.latency
         step_s, stall_s = (
             law.decode_s(1, job.length, 1),
-            self._stall_s(worker, InputSizes(1, job.length, job.length)),
+            self._stall_s(worker, RowLengths(1, job.length, job.length)),
         )
         first_s = (
             now_s + law.prefill_s(1, job.length) + (0.0 if law.prefill_emits_token else step_s)
         )
         return first_s > job.request.arrival_s + self.ttft_s or stall_s + step_s > self.mtpot_s
 
-    def _stall_s(self, worker: Worker, inputs: InputSizes) -> float:
+    def _stall_s(self, worker: Worker, inputs: RowLengths) -> float:
         """Seconds that those who run wait between two steps for the prefill of `inputs`: for all of
         it, or a pass.
         """
@@ -307,7 +307,7 @@ def _was_here(job: Job) -> bool:
     return job.generated > 0
 
 
-def _prefill_s(worker: Worker, inputs: InputSizes) -> float:
+def _prefill_s(worker: Worker, inputs: RowLengths) -> float:
     """Seconds of the prefill of those that enter with `inputs`."""
     return worker.latency.prefill_s(inputs.rows, inputs.length(worker))
 
