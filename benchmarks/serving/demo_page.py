@@ -27,7 +27,8 @@ WIDTH = 82
 HEAD = """\
 # What `make demo` prints
 
-{about} Shortened at the dots; made by `python -m benchmarks.serving.demo_page demo.log` of one run's output.
+{about} Dots mark omitted lines. `python -m benchmarks.serving.demo_page demo.log` makes this page
+from the run's output.
 
 ```text
 {text}
