@@ -371,6 +371,9 @@ def test_the_demo_goes_on_where_no_setting_keeps_the_limits(
     assert told == {
         "profile": False, "fit": False, "tune": False, "render": True, "serve": True, "bench": False, "report": False,
     }  # fmt: skip
-    assert "No setting keeps every limit on this machine." in capsys.readouterr().out
+    assert (
+        "No setting keeps every limit on this machine; the demo continues"
+        in capsys.readouterr().out
+    )
     with pytest.raises(typer.Exit):
         demo.Stages(io.StringIO()).llmctl("tune")
