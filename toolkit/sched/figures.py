@@ -1,9 +1,9 @@
 """Whole numbers that policies keep by worker: worked out anew only where something happened.
 
 A router that asks every worker at every arrival costs more with each worker and each job that
-waits. What it asks for changes only where a round ended, a job came or went. So a `WorkerFigure` keeps
-the answers, the scheduler says whose is out of date, and to find the least is one operation on an
-array.
+waits. What it asks for changes only where a round ended, a job came or went. So a `WorkerFigure`
+keeps the answers, the scheduler says which are out of date, and to find the least is one operation
+on an array.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Amount = Callable[
     [Worker, int], tuple[int, int]
 ]  # of a worker and `expected`: the figure, and its rows
 Score = Callable[[Numbers], NDArray[np.float64]]  # of figures
+FEW = 32  # workers of which all are looked at sooner than a heap of them is kept
 
 
 class WorkerFigure:
@@ -133,10 +134,14 @@ class Loads:
         self.kept.clear()
 
     def least(self, count: int) -> list[tuple[float, int, int]]:
-        """The first of the workers that are alive, at most so many, ascending: load, batches,
-        index.
+        """Load, batches and index of the first workers that are alive: at least so many of them,
+        where there are as many.
         """
         heap, workers = self.kept, self._workers
+        if len(workers) <= FEW:
+            return [
+                (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive
+            ]
         if not heap or len(heap) > 4 * len(workers):
             heap[:] = [
                 (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive
