@@ -104,6 +104,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_an_engine_of_another_package_is_profiled_fitted_tuned_and_served(folder: Path):
     assert llmctl("profile", "recipe.yaml", "--out", "profile.json") == 0
     assert llmctl("fit", "profile.json", "--out", "fit.json") == 0

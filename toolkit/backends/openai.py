@@ -110,7 +110,7 @@ class Endpoint:
         url = url or recipe.engine.url
         assert url is not None, "the recipe was checked"
         self.target: Target = find_target(
-            url, recipe.engine.served_model, os.environ.get(KEY_VARIABLE, "")
+            url, recipe.engine.served_model, os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE
         )
         self.dialect: Dialect = learn(self.target)
         self._connection = ClientConnection(self.target)
@@ -173,36 +173,73 @@ class Endpoint:
         return samples
 
 
-class EndpointBench:
-    """`toolkit.profiling.bench.TimedEngine` on a server. It has no memory edge: it queues what does not
-    fit.
+class ServerBench:
+    """What all benches on a server share: requests over HTTP, slices, and the count of failures.
+
+    A server has no memory edge: requests that do not fit wait in its queue. `name` stands in
+    errors.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._endpoint = Endpoint(recipe)
+    facts: EngineFacts
+
+    def __init__(self, endpoint: Endpoint, name: str) -> None:
+        self._endpoint = endpoint
         self._runner = asyncio.Runner(loop_factory=loop_factory())
+        self._name = name
         self._failures = 0
-        self._head_starts: dict[GridPoint, list[int]] = {}
-        try:
-            rows = self._admission(4 * max(recipe.profile.batch_sizes))
-            self.facts: EngineFacts = facts_of(
-                recipe, self._endpoint.target, self._endpoint.dialect, rows
-            )
-        except Unmeasurable as reason:
-            self._runner.close()
-            raise EngineError(
-                f"{self._endpoint.target.url} does not serve: {reason}", "try it with: llmctl bench"
-            ) from None
-        self._endpoint.draws_below(self.facts.vocab_size)
 
     def stop(self) -> None:
-        """The server goes on."""
+        """End the client. The server keeps running, for slices."""
         self._runner.close()
 
     def workers(self, recipe: Recipe) -> Workers:
-        """Whole slices go to the same server."""
-
+        """Run whole slices on the same server."""
         return EndpointWorkers(self._endpoint, self.facts)
+
+    def fits(self, shape: SliceShape) -> bool:
+        """Always true: requests that do not fit wait in the server's queue."""
+        return True
+
+    @contextlib.contextmanager
+    def counting_failures(self) -> Iterator[None]:
+        """Count `Unmeasurable` errors. Raises `EngineError` after `FAILURES_MAX` in a row."""
+        try:
+            yield
+        except Unmeasurable as reason:
+            self._failures += 1
+            if self._failures >= FAILURES_MAX:
+                raise EngineError(
+                    f"{self._name}: {FAILURES_MAX} points failed in a row, the last one: {reason}",
+                    "the results so far are kept: the same command resumes from there",
+                ) from None
+            raise
+        self._failures = 0
+
+
+def prompt_around(length: int, steps: int, max_model_len: int) -> int:
+    """The prompt tokens for which half of `steps` decode steps come before a cached `length`."""
+    return max(min(length - steps // 2, max_model_len - steps), 1)
+
+
+class EndpointBench(ServerBench):
+    """`toolkit.profiling.bench.TimedEngine` on a server that runs already.
+
+    Raises `EngineError` when the server cannot answer the first requests.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        endpoint = Endpoint(recipe)
+        super().__init__(endpoint, endpoint.target.url)
+        self._head_starts: dict[GridPoint, list[int]] = {}
+        try:
+            rows = self._measure_max_rows(4 * max(recipe.profile.batch_sizes))
+            self.facts = facts_of(recipe, endpoint.target, endpoint.dialect, rows)
+        except Unmeasurable as reason:
+            self.stop()
+            raise EngineError(
+                f"{endpoint.target.url} does not serve: {reason}", "try it with: llmctl bench"
+            ) from None
+        endpoint.draws_below(self.facts.vocab_size)
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `Bench.time`. Raises `EngineError` where the server does not answer any more."""
@@ -214,10 +251,6 @@ class EndpointBench:
         while not samples or (len(samples) < VISIT_SAMPLES and time.perf_counter() < end_s):
             samples.append(measure(point))
         return samples
-
-    def fits(self, shape: SliceShape) -> bool:
-        """Always: what does not fit waits there."""
-        return True
 
     def _prefill_s(self, point: GridPoint) -> float:
         samples = self._together([point.length] * point.batch_size, [1] * point.batch_size)
@@ -232,7 +265,7 @@ class EndpointBench:
         point.
         """
         steps = min(STEPS, self.facts.max_model_len // 4)
-        prompt = max(min(point.length - steps // 2, self.facts.max_model_len - steps), 1)
+        prompt = prompt_around(point.length, steps, self.facts.max_model_len)
         more_max = self.facts.max_model_len - prompt - steps
         head_starts = self._head_starts.setdefault(point, [0] * point.batch_size)
         for _ in range(TRIES):
@@ -259,7 +292,7 @@ class EndpointBench:
             f"{point.batch_size} requests of {prompt} tokens did not decode at once: the first had ended"
         )
 
-    def _admission(self, limit: int) -> int | None:
+    def _measure_max_rows(self, limit: int) -> int | None:
         """How many requests run at once at most; None: at least `limit`.
 
         Those run at once whose first token comes before the first of them ends.
@@ -276,18 +309,8 @@ class EndpointBench:
         return None
 
     def _together(self, prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
-        try:
-            samples = self._runner.run(self._endpoint.together(prompts, max_tokens))
-        except Unmeasurable as reason:
-            self._failures += 1
-            if self._failures >= FAILURES_MAX:
-                message = f"{self._endpoint.target.url}: {FAILURES_MAX} points failed in a row, the last one: {reason}"
-                raise EngineError(
-                    message, "what was measured is kept: the same command goes on from there"
-                ) from None
-            raise
-        self._failures = 0
-        return samples
+        with self.counting_failures():
+            return self._runner.run(self._endpoint.together(prompts, max_tokens))
 
 
 @contextlib.contextmanager

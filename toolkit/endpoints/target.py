@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -62,12 +62,12 @@ def distrusted(error: BaseException) -> str:
     return ""
 
 
-HINTS = {
-    401: "give the key in LLMCTL_API_KEY",
-    403: "give the key in LLMCTL_API_KEY",
-    503: "try again when it is ready; llmctl's says so itself, and at /ready",
-}
-PATIENCE_S = 60.0  # for a first answer; a server that is loading its model refuses earlier
+KEY_REFUSED = (401, 403)
+NOT_READY = 503
+NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
+KEY_VARIABLE = "LLMCTL_API_KEY"
+# A first answer may take this long. A server that loads its model refuses connections meanwhile.
+ANSWER_TIMEOUT_S = 60.0
 
 
 class Model(msgspec.Struct):
@@ -104,8 +104,10 @@ class ForeignErrorBody(msgspec.Struct):
 
 @dataclass(slots=True, frozen=True)
 class Target:
-    """A server that answered. `own` says that it is llmctl's, which can hide the trace's lengths
-    from its scheduler.
+    """A server that answered.
+
+    `own` says that it is llmctl's, which can hide the trace's lengths from its scheduler.
+    `key_variable` is the environment variable of the key, for error messages.
     """
 
     url: str  # scheme, host, port and any path before /v1
@@ -113,19 +115,22 @@ class Target:
     model: str
     max_model_len: int | None
     own: bool
+    key_variable: str = KEY_VARIABLE
 
     @property
     def headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
-def find_target(url: str, model: str | None = None, api_key: str = "") -> Target:
+def find_target(
+    url: str, model: str | None = None, api_key: str = "", key_variable: str = KEY_VARIABLE
+) -> Target:
     """The server at `url` and the model it serves (its first, where none is named).
 
     Raises InputError, naming the URL, where nobody answers, the key is refused, or there is no such model.
     """
     base = base_url(url)
-    target = Target(base, api_key, "", None, own=False)
+    target = Target(base, api_key, "", None, own=False, key_variable=key_variable)
     body = get(target, "/v1/models")
     try:
         found = msgspec.json.decode(body, type=Models).data
@@ -138,7 +143,12 @@ def find_target(url: str, model: str | None = None, api_key: str = "") -> Target
     if chosen is None:
         names = ", ".join(one.id for one in found) or "none"
         raise InputError(f"{base} does not serve the model '{model}'", f"it serves: {names}")
-    return Target(base, api_key, chosen.id, chosen.max_model_len, own=chosen.owned_by == "llmctl")
+    return replace(
+        target,
+        model=chosen.id,
+        max_model_len=chosen.max_model_len,
+        own=chosen.owned_by == "llmctl",
+    )
 
 
 def version(target: Target) -> str:
@@ -193,7 +203,10 @@ def get(target: Target, path: str) -> bytes:
 
 def refusal(target: Target, path: str, status: int, body: bytes, hint: str = "") -> InputError:
     """The server's refusal in its own words; the hint is of the status, or else `hint`."""
-    hint = HINTS.get(status, hint)
+    if status in KEY_REFUSED:
+        hint = f"give the key in {target.key_variable}"
+    elif status == NOT_READY:
+        hint = NOT_READY_HINT
     return InputError(f"{target.url}{path}: HTTP {status}: {error_text(body)}", hint)
 
 
@@ -207,7 +220,7 @@ def _answer(
             url,
             headers=target.headers,
             json=fields,
-            timeout=PATIENCE_S,
+            timeout=ANSWER_TIMEOUT_S,
             trust_env=False,
             verify=verify(url),
         )
@@ -390,7 +403,7 @@ def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
     try:
         trusted = verify(url, certificate)
         answer = httpx.get(
-            url, headers=target.headers, timeout=PATIENCE_S, trust_env=False, verify=trusted
+            url, headers=target.headers, timeout=ANSWER_TIMEOUT_S, trust_env=False, verify=trusted
         )
     except httpx.HTTPError as error:
         raise InputError(f"{url} does not answer: {error}") from error
@@ -411,7 +424,7 @@ def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
 #
 # It may be llmctl's own or vLLM's, which has names of its own for some metrics, and no /ready.
 
-LOOK_PATIENCE_S = 5.0
+LOOK_TIMEOUT_S = 5.0
 OK, NOT_FOUND = 200, 404
 RUNNING = "llmctl_requests_running", "vllm:num_requests_running"
 WAITING = "llmctl_requests_waiting", "vllm:num_requests_waiting"
@@ -489,4 +502,4 @@ def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
 
 
 def _status(url: str, trusted: ssl.SSLContext | bool) -> int:
-    return httpx.get(url, timeout=LOOK_PATIENCE_S, trust_env=False, verify=trusted).status_code
+    return httpx.get(url, timeout=LOOK_TIMEOUT_S, trust_env=False, verify=trusted).status_code

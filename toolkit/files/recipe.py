@@ -242,7 +242,8 @@ class EngineSpec(Strict):
         if self.url and any(mark in self.url for mark in "@?#"):
             # The message does not repeat the address: it may hold a secret.
             raise ValueError(
-                "engine.url may have scheme, host, port and path only; give a key in LLMCTL_API_KEY"
+                "engine.url may have scheme, host, port and path only; "
+                "give a key in LLMCTL_ENGINE_API_KEY"
             )
         if self.tensor_parallel_size > 1 and not traits.shares_model:
             able = [f"'{each.name}'" for each in ENGINES.values() if each.shares_model]

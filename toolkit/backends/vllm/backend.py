@@ -1,30 +1,63 @@
-"""vLLM as a backend: profiled through its own server, started as a child, checked by version."""
+"""vLLM as a backend: profile it through its own server, start it with a plan, check its version.
+
+`VllmBackend` comes first, then `launch_vllm`, which starts vLLM's own server as a child process
+with exactly the plan's flags. Clients talk to vLLM directly. llmctl reports when vLLM is ready,
+forwards signals and waits for its end. A policy of ours runs inside vLLM
+(`toolkit.backends.vllm.scheduler`), from the same plan. In every case vLLM's passes are counted and
+compared with the plan's laws (`toolkit.backends.vllm.counts`), in vLLM's own /metrics.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from toolkit.backends import Check, ServerOrder
-from toolkit.backends.vllm.command import vllm_python, vllm_version
+from toolkit.backends.vllm.command import (
+    POLICY,
+    VllmCommand,
+    VllmServer,
+    flags_of,
+    vllm_python,
+    vllm_server,
+    vllm_version,
+)
+from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, PLAN_VARIABLE
 from toolkit.errors import LlmctlError
+from toolkit.files.io import processor, write_file
+from toolkit.files.profile import refuse_foreign
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.run import ProfileBench
+from toolkit.serve.server import Ending, check_exposure, end_signals, listen
+from toolkit.workers.process import require_gpu
+
+POLICY_SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
+COUNTING_SCHEDULER = "toolkit.backends.vllm.counts.counted_scheduler"
+METRICS_FOLDER = "metrics"  # vLLM's processes share their metrics through files
+ENDED_METRIC, REASON_LABEL = "vllm:request_success", "finished_reason"
+POLL_EVERY_S = 0.2
 
 
 class VllmBackend:
-    """`toolkit.backends.Backend`, `Serves` and `Checks`."""
+    """`toolkit.backends.Backend`, `Serves` and `Checks` of vLLM."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
         """See `Backend.timed`."""
-        from toolkit.backends.vllm.profile import vllm_bench
+        from toolkit.backends.vllm.profile import vllm_bench  # here: only a profile needs httpx
 
         return vllm_bench(recipe)
 
     def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
         """See `Serves.launch`."""
-        from toolkit.backends.vllm.launch import launch_vllm
-
         return launch_vllm(order, on_ready)
 
     def check(self, recipe: Recipe) -> Check:
@@ -34,3 +67,122 @@ class VllmBackend:
             return Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}")
         except LlmctlError as error:
             return Check("engine", "missing", error.message, error.hint)
+
+
+class EndRequested(Exception):  # noqa: N818  (not an error)
+    """A signal arrived while the server loads."""
+
+
+def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str, int]:
+    """Serve until a signal ends the server. Returns the number of ended requests by finish reason.
+
+    `on_ready` gets the URL once the server answers. Raises `InputError` for an address that cannot
+    be used, an untested version of vLLM, or a plan that was fitted on another CPU or version of
+    vLLM. Raises `EngineError` if vLLM is not installed, cannot load, or ends by itself.
+    """
+    require_gpu([order.plan.recipe])
+    check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
+    # What will serve, as far as it is known before loading. vLLM omits a build's local version.
+    version, _, _ = vllm_version(order.plan.recipe).partition("+")
+    identity = {"engine": f"vllm {version}"}
+    if order.plan.recipe.hardware.device == "cpu":
+        identity["device"] = f"CPU {processor()}"
+    refuse_foreign(order.plan.fit.engine, [identity], order.on_foreign)
+    # Report a bad address before anything slow; vLLM takes the port later.
+    with listen(order.host, order.port) as probe:
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="llmctl-plan-") as folder, _signals() as signals:
+        command = command_of(order, Path(folder))
+        with (
+            contextlib.suppress(EndRequested),
+            vllm_server(command, order.host, port, quiet=False) as server,
+        ):
+            signals.loading = False
+            if not signals.count:
+                on_ready(server.url)
+                _serve(server, order.ending, signals)
+        return _count_ended(Path(folder) / METRICS_FOLDER)
+
+
+def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
+    """The command that starts vLLM. `folder` gets the plan, which our code inside vLLM reads, and
+    vLLM's metrics.
+    """
+    from toolkit.engines.loading import saved_model  # here: it imports torch, which takes seconds
+
+    plan, policy = order.plan, order.plan.policy
+    (folder / METRICS_FOLDER).mkdir()
+    path = folder / "plan.json"
+    write_file(plan, path)
+    flags = flags_of(policy.name, policy.parameters)
+    variables = {
+        PLAN_VARIABLE: str(path),
+        "PROMETHEUS_MULTIPROC_DIR": str(folder / METRICS_FOLDER),
+    }
+    if order.api_key:
+        variables["VLLM_API_KEY"] = order.api_key
+    if plan.fit.steps is not None:
+        flags += ["--scheduler-cls", COUNTING_SCHEDULER]
+    elif policy.name != POLICY:
+        flags += ["--scheduler-cls", POLICY_SCHEDULER]
+    if policy.name == "mlfq":
+        flags += ["--no-async-scheduling"]
+    if policy.name != POLICY and order.event_log is not None:
+        variables[EVENT_LOG_VARIABLE] = str(order.event_log.absolute())
+    flags += ["--shutdown-timeout", str(round(order.ending.timeout_s))]
+    model = saved_model(plan.recipe.model, plan.recipe.hardware)
+    return VllmCommand(plan.recipe, model, order.served_model, flags, variables)
+
+
+def _count_ended(metrics: Path) -> dict[str, int]:
+    """The number of ended requests by vLLM's finish reasons, from the files that vLLM leaves."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(metrics))
+    ended: dict[str, int] = {}
+    for family in registry.collect():
+        if family.name == ENDED_METRIC:
+            for sample in family.samples:
+                reason = sample.labels.get(REASON_LABEL, "")
+                ended[reason] = ended.get(reason, 0) + int(sample.value)
+    return ended
+
+
+class _Signals:
+    """Counts signals. The first one while the server loads raises `EndRequested`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.loading = True
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.loading and self.count == 1:
+            raise EndRequested
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Signals]:
+    signals = _Signals()
+    before = {number: signal.signal(number, signals) for number in end_signals()}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serve(server: VllmServer, ending: Ending, signals: _Signals) -> None:
+    """Wait for a signal, then for vLLM to finish running requests.
+
+    The notice and the timeout of `ending` bound the wait; a second signal ends it.
+    """
+    while not signals.count:
+        if server.wait(POLL_EVERY_S) is not None:
+            raise server.died("while it served")
+    notice_end_s = time.monotonic() + ending.notice_s
+    while signals.count < 2 and time.monotonic() < notice_end_s:
+        time.sleep(min(POLL_EVERY_S, ending.notice_s))
+    server.signal_end()
+    deadline_s = time.monotonic() + ending.timeout_s
+    while signals.count < 2 and time.monotonic() < deadline_s and server.wait(POLL_EVERY_S) is None:
+        pass

@@ -23,6 +23,9 @@ from packaging.version import InvalidVersion, Version
 
 import toolkit
 from toolkit import guard
+from toolkit.backends.vllm.child import END_S as CHILD_END_S
+from toolkit.backends.vllm.child import SHUTDOWN
+from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import Recipe, VllmSpec
 from toolkit.sched.policies import make_any
@@ -50,9 +53,6 @@ def check_version(version: str, remedy: str = "or leave out --scheduler-cls") ->
 # How vLLM's server is started for a recipe: the Python that has it, its command line, its
 # environment.
 
-PYTHON = "LLMCTL_VLLM_PYTHON"
-SHUTDOWN = "--shutdown-timeout"  # vLLM's flag: seconds for requests that run
-COMMAND_END_S = 10.0  # from then to SIGKILL, as `toolkit.backends.vllm.child` has it
 MIB = 1 << 20
 ASK_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
 PATIENCE_S = 60.0
@@ -112,9 +112,7 @@ class VllmCommand:
         `toolkit.backends.vllm.child`.
         """
         words = list(self.flags)
-        return COMMAND_END_S + (
-            float(words[words.index(SHUTDOWN) + 1]) if SHUTDOWN in words else 0.0
-        )
+        return CHILD_END_S + (float(words[words.index(SHUTDOWN) + 1]) if SHUTDOWN in words else 0.0)
 
     @property
     def cpus(self) -> tuple[list[int], list[int]]:
@@ -137,7 +135,7 @@ class VllmCommand:
 def vllm_python(recipe: Recipe) -> str:
     """The Python of vLLM's environment, which seldom is ours: it wants another transformers."""
     spec = recipe.engine.vllm
-    return (spec.python if spec else None) or os.environ.get(PYTHON) or sys.executable
+    return (spec.python if spec else None) or os.environ.get(PYTHON_VARIABLE) or sys.executable
 
 
 def vllm_version(recipe: Recipe) -> str:
@@ -145,7 +143,7 @@ def vllm_version(recipe: Recipe) -> str:
     tried.
     """
     python = vllm_python(recipe)
-    remedy = f"pip install 'vllm{TRIED}' into it, or name another: engine.vllm.python in the recipe, or {PYTHON}"
+    remedy = f"pip install 'vllm{TRIED}' into it, or name another: engine.vllm.python in the recipe, or {PYTHON_VARIABLE}"
     try:
         found = subprocess.run(
             [python, "-c", ASK_VERSION], capture_output=True, text=True, timeout=PATIENCE_S
@@ -157,7 +155,9 @@ def vllm_version(recipe: Recipe) -> str:
     if found.returncode:
         raise EngineError(f"{python} has no vLLM", remedy)
     version = found.stdout.strip()
-    check_version(version, f"or name another Python: engine.vllm.python in the recipe, or {PYTHON}")
+    check_version(
+        version, f"or name another Python: engine.vllm.python in the recipe, or {PYTHON_VARIABLE}"
+    )
     return version
 
 

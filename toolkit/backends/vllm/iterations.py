@@ -20,11 +20,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request as VllmRequest
 
 from toolkit.backends.vllm.command import check_version
-from toolkit.backends.vllm.setup import one_line
+from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, one_line
 from toolkit.errors import InputError
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, LoggedRow, to_line
-
-LOG = "LLMCTL_VLLM_ITERATIONS"
 
 with one_line():
     check_version(vllm.__version__)
@@ -106,10 +104,11 @@ class Logged(PassLoggingMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         with one_line():
-            path = os.environ.get(LOG, "")
+            path = os.environ.get(ITERATIONS_VARIABLE, "")
             if not path:
                 raise InputError(
-                    f"{LOG} is not set", "it names the file that gets a line for each pass"
+                    f"{ITERATIONS_VARIABLE} is not set",
+                    "it names the file that gets a line for each pass",
                 )
             try:
                 self._log = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `shutdown`)

@@ -9,7 +9,6 @@ and those of mixes and of traffic, are kept for the law of passes.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import tempfile
@@ -21,19 +20,18 @@ from statistics import fmean
 from time import perf_counter
 from typing import IO
 
-from toolkit.backends.openai import STEPS, Endpoint, EndpointWorkers
+from toolkit.backends.openai import STEPS, Endpoint, ServerBench, prompt_around
 from toolkit.backends.vllm.command import VllmCommand, VllmServer, flags_of, vllm_server
-from toolkit.endpoints.wire import Sample, loop_factory
+from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE
+from toolkit.endpoints.wire import Sample
 from toolkit.engines.loading import saved_model
-from toolkit.errors import EngineError
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import processor
 from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import VISIT_SAMPLES, Unmeasurable
-from toolkit.profiling.grid import MIX_STEPS, GridPoint, SliceShape, log_uniform
+from toolkit.profiling.grid import MIX_STEPS, GridPoint, log_uniform
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
-from toolkit.workers.protocol import Workers
 
 # Forward passes of an engine's log as points of a profile: their composition, and what they and
 # the host took.
@@ -101,25 +99,24 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
     )
 
 
-LOG_VARIABLE = "LLMCTL_VLLM_ITERATIONS"
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
 STAGGER = 0.6  # of the time that a mix's decodes take, in which its prompts come
-FAILURES_MAX = 5  # points in a row
 
 
-class VllmBench:
-    """`toolkit.profiling.bench.TimedEngine` and `PassBench` on a server that runs."""
+class VllmBench(ServerBench):
+    """`toolkit.profiling.bench.TimedEngine` and `TimedPassEngine` on a running vLLM server.
+
+    `log` is the file that vLLM's scheduler writes its passes to, at its first line.
+    """
 
     def __init__(self, recipe: Recipe, server: VllmServer, log: IO[bytes]) -> None:
+        super().__init__(Endpoint(recipe, server.url), "vLLM")
         self._server, self._log = server, log
         self._header: IterationLogHeader = header_of(log.readline())
-        self._endpoint = Endpoint(recipe, server.url)
-        self._runner = asyncio.Runner(loop_factory=loop_factory())
-        self.facts: EngineFacts = facts_of(recipe, self._header)
+        self.facts = facts_of(recipe, self._header)
         self._endpoint.draws_below(self.facts.vocab_size)
         self._rng = random.Random(recipe.profile.seed)
         self._longest = recipe.serve.max_new_tokens
-        self._failures = 0
         self._step_s = 0.0  # about what a decode step takes
         self._steps: list[StepPoint] = []
         self._front: list[FrontPoint] = []
@@ -145,39 +142,23 @@ class VllmBench:
         return found
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
-        """See `Bench.time`. Raises `EngineError` where the server has ended or fails point after
-        point.
+        """See `TimedEngine.time`.
+
+        Raises `EngineError` when the server has ended, or when `FAILURES_MAX` points fail in a row.
         """
-        try:
-            for _ in range(warmups if point.kind != "traffic" else 0):
-                self._measure(point)
-            self.take_passes()
-            samples = [self._measure(point)]
-            while len(samples) < VISIT_SAMPLES and point.tokens <= STEPS:
-                samples.append(self._measure(point))
-        except Unmeasurable as reason:
-            if not self._server.running:
-                raise self._server.died("while it was measured") from None
-            self._failures += 1
-            if self._failures >= FAILURES_MAX:
-                raise EngineError(
-                    f"vLLM: {FAILURES_MAX} points failed in a row, the last one: {reason}"
-                ) from None
-            raise
-        self._failures = 0
+        with self.counting_failures():
+            try:
+                for _ in range(warmups if point.kind != "traffic" else 0):
+                    self._measure(point)
+                self.take_passes()
+                samples = [self._measure(point)]
+                while len(samples) < VISIT_SAMPLES and point.tokens <= STEPS:
+                    samples.append(self._measure(point))
+            except Unmeasurable:
+                if not self._server.running:
+                    raise self._server.died("during a measurement") from None
+                raise
         return samples
-
-    def fits(self, shape: SliceShape) -> bool:
-        """Always: what does not fit waits there."""
-        return True
-
-    def stop(self) -> None:
-        """The server goes on, for slices."""
-        self._runner.close()
-
-    def workers(self, recipe: Recipe) -> Workers:
-        """Whole slices go to the same server."""
-        return EndpointWorkers(self._endpoint, self.facts)
 
     def _measure(self, point: GridPoint) -> float:
         start_s = perf_counter()
@@ -199,7 +180,7 @@ class VllmBench:
             return [Sample(0.0, length, 1) for _ in range(point.batch_size)]
         if point.kind == "decode":
             steps = min(STEPS, longest - 1)
-            prompt = max(min(length - steps // 2, longest - steps), 1)
+            prompt = prompt_around(length, steps, longest)
             return [Sample(0.0, prompt, steps) for _ in range(point.batch_size)]
         if not self._step_s:
             self._measure(GridPoint("decode", point.batch_size, MIX_STEPS))
@@ -302,7 +283,7 @@ def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
                 *flags_of(recipe.policy.name, recipe.policy.parameters, prefix_caching=False),
                 *LOGGED,
             ],
-            {LOG_VARIABLE: str(path)},
+            {ITERATIONS_VARIABLE: str(path)},
         )
         with vllm_server(command, quiet=True) as server, path.open("rb") as log:
             bench = VllmBench(recipe, server, log)

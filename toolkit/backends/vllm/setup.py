@@ -34,8 +34,14 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, RoundResult, Worker
 
 PREFIX = "LLMCTL_VLLM_"
-VARIABLES = ("LLMCTL_VLLM_POLICY", "LLMCTL_VLLM_FIT", "LLMCTL_VLLM_PLAN", "LLMCTL_VLLM_EVENT_LOG")
-OTHERS = ("LLMCTL_VLLM_ITERATIONS", "LLMCTL_VLLM_PYTHON")
+POLICY_VARIABLE = "LLMCTL_VLLM_POLICY"
+FIT_VARIABLE = "LLMCTL_VLLM_FIT"
+PLAN_VARIABLE = "LLMCTL_VLLM_PLAN"
+EVENT_LOG_VARIABLE = "LLMCTL_VLLM_EVENT_LOG"
+ITERATIONS_VARIABLE = "LLMCTL_VLLM_ITERATIONS"
+PYTHON_VARIABLE = "LLMCTL_VLLM_PYTHON"
+VARIABLES = (POLICY_VARIABLE, FIT_VARIABLE, PLAN_VARIABLE, EVENT_LOG_VARIABLE)
+OTHERS = (ITERATIONS_VARIABLE, PYTHON_VARIABLE)
 TIMED = ("past-future-sla", "mlfq")  # they ask what a step or a prefill takes
 ELSEWHERE = {
     "baton": "it lays rows out in one padded slab, and this engine pages its memory",
@@ -84,9 +90,9 @@ def read_setup(environ: Mapping[str, str]) -> Setup:
             raise InputError(f"there is no variable {name}", nearest(name, VARIABLES))
     words, fit_path, plan_path, log = (environ.get(name, "") for name in VARIABLES)
     if plan_path and (words or fit_path):
-        other = "LLMCTL_VLLM_POLICY" if words else "LLMCTL_VLLM_FIT"
+        other = POLICY_VARIABLE if words else FIT_VARIABLE
         raise InputError(
-            f"LLMCTL_VLLM_PLAN and {other} are both set",
+            f"{PLAN_VARIABLE} and {other} are both set",
             "a plan has its policy and its laws; set one only",
         )
     fit: Fit | None = None
