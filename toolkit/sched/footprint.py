@@ -66,7 +66,9 @@ class Footprint:
         return self._used + self._fresh + self.rows
 
     def taken_with(self, length: int) -> int:
-        """Tokens that the rows would hold with another of `length` tokens, before its first token."""
+        """Tokens that the rows would hold with another of `length` tokens, before its first
+        token.
+        """
         return self._used + length
 
     def promised_with(self, tokens: int) -> int:
@@ -88,7 +90,9 @@ class Footprint:
         return (limit - self._used - self._fresh) // self.rows
 
     def widest(self, limit: int) -> int:
-        """The length after one step of the longest job that `fits`; may be below that of any job."""
+        """The length after one step of the longest job that `fits`; may be below that of any
+        job.
+        """
         return limit - self.needs
 
     def enter(self, job: Job) -> None:
@@ -104,7 +108,9 @@ class Footprint:
         self._used += length
 
     def prefilled(self) -> None:
-        """The prefills are done: jobs that entered are ordinary rows and have their first tokens."""
+        """The prefills are done: jobs that entered are ordinary rows and have their first
+        tokens.
+        """
         self._used += self._fresh
         self._fresh = 0
 

@@ -211,7 +211,9 @@ class RankedInbox(Inbox):
                 yield standing, job
 
     def next_wait_s(self, now_s: float, patience_s: float, besides: Collection[Job]) -> float:
-        """The waiting time of the job not in `besides` that will starve next; -1 if there is none."""
+        """The waiting time of the job not in `besides` that will starve next; -1 if there is
+        none.
+        """
         by_age = self._by_age
         for k in range(self._starving(now_s, patience_s), len(by_age)):
             if by_age[k][3] not in besides:

@@ -253,7 +253,9 @@ class LatencyLaw(Protocol):
         ...
 
     def leave_s(self, length: float) -> float:
-        """Seconds to remove a row of about `length` tokens from a running batch; 0 if not measured."""
+        """Seconds to remove a row of about `length` tokens from a running batch; 0 if not
+        measured.
+        """
         ...
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:

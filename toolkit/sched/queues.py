@@ -179,7 +179,9 @@ TURN = 0.6180339887498949
 def requests_per_s(
     worker: Worker, prompt: float, output: float, most_rows: int = ROWS_MAX
 ) -> float:
-    """Requests with these prompt and output lengths in tokens that a full worker serves per second."""
+    """Requests with these prompt and output lengths in tokens that a full worker serves per
+    second.
+    """
     law = worker.latency
     rows = max(
         min(int(worker.capacity_tokens // (prompt + output)), worker.slots, most_rows, ROWS_MAX), 1

@@ -61,7 +61,9 @@ class Residents:
 
     @property
     def used(self) -> int:
-        """Tokens of KV cache that the residents hold or are owed by a prefill that has not ended."""
+        """Tokens of KV cache that the residents hold or are owed by a prefill that has not
+        ended.
+        """
         return self.base + len(self.jobs) * self.steps + len(self.prefilling) * self._emits
 
     @property
@@ -214,7 +216,9 @@ class ParkedCaches:
 
 
 def begin(worker: Worker, moves: Moves, now_s: float) -> None:
-    """Apply the moves at the start of a round: pause, swap, and make resumed jobs residents again."""
+    """Apply the moves at the start of a round: pause, swap, and make resumed jobs residents
+    again.
+    """
     residents, held = worker.residents, worker.held
     for job in (*moves.pause, *moves.swap_out):
         if job in residents.jobs:

@@ -215,7 +215,9 @@ def alike(lengths: Sequence[int], limit: int | None = None) -> list[int]:
 
 
 def groups_alike(lengths: Sequence[int]) -> list[list[int]]:
-    """All indices in groups of similar length; each group begins with the oldest row that is left."""
+    """All indices in groups of similar length; each group begins with the oldest row that is
+    left.
+    """
     left, groups = list(range(len(lengths))), []
     while left:
         members = [left[k] for k in alike([lengths[index] for index in left])]
@@ -319,7 +321,9 @@ class PrefillPasses(Generic[Key]):
         self._waiting = [one for one in self._waiting if one[0] != key]
 
     def take_waiting(self) -> list[Key]:
-        """Remove and return all newcomers that wait, for an engine that prefills them another way."""
+        """Remove and return all newcomers that wait, for an engine that prefills them another
+        way.
+        """
         taken = [key for key, _ in self._waiting]
         self._waiting.clear()
         return taken

@@ -44,7 +44,9 @@ _FAILED = {
 
 
 def too_long(request: Request, longest: int) -> Refusal | None:
-    """A refusal if the request may need more than `longest` tokens, the most that a worker holds."""
+    """A refusal if the request may need more than `longest` tokens, the most that a worker
+    holds.
+    """
     total = request.prompt_tokens + request.max_new_tokens
     if total <= longest:
         return None
@@ -76,7 +78,10 @@ class Refusals:
     def strand(self, job: Job) -> None:
         """Refuse a job because all workers that could hold it were lost and did not come back."""
         tokens = job.limit_tokens
-        reason = f"prompt + max_tokens is {tokens} tokens; workers that hold so many are lost since {RETURN_S:g} s"
+        reason = (
+            f"prompt + max_tokens is {tokens} tokens; the workers that hold so many "
+            f"have been lost for {RETURN_S:g} s"
+        )
         self._refused.append(Refusal(job.request_id, reason))
 
 
@@ -166,7 +171,7 @@ class Scheduler:
         if request.prompt_tokens + request.max_new_tokens > self._longest:
             return too_long(request, self._longest)
         if request.request_id in self._jobs:
-            raise ValueError(f"request {request.request_id!r} is already here")
+            raise ValueError(f"request {request.request_id!r} was already submitted")
         job = Job(request, 0, request.prompt_tokens, waiting_since_s=now_s)
         self._jobs[request.request_id] = job
         if request.priority:
@@ -208,7 +213,9 @@ class Scheduler:
         return self._start_due(now_s) if due else []
 
     def _start_due(self, now_s: float) -> list[Batch]:
-        """Start the first queued batch of each due worker, by index. Afterwards no worker is due."""
+        """Start the first queued batch of each due worker, by index. Afterwards no worker is
+        due.
+        """
         view, begin = self._view, self._rounds.begin
         due, idle, figures = view.due, view.idle, view.figures
         if len(due) > 1:

@@ -120,7 +120,10 @@ class Job:
         self.promoted_at = -1
 
     def __repr__(self) -> str:
-        return f"Job({self.request!r}, ticket={self.ticket}, length={self.length}, generated={self.generated})"
+        return (
+            f"Job({self.request!r}, ticket={self.ticket}, length={self.length}, "
+            f"generated={self.generated})"
+        )
 
     @property
     def remaining_limit(self) -> int:

@@ -138,7 +138,9 @@ class BatonPolicy:
         )
 
     def _more_may_enter(self, worker: Worker, there: Footprint, back: int, entering: int) -> bool:
-        """Whether the next who waits might enter in a round of its own, after one step of this one."""
+        """Whether the next who waits might enter in a round of its own, after one step of this
+        one.
+        """
         if back < len(worker.swapped) or entering == len(worker.inbox):
             return False
         return self._takes(worker, there, worker.inbox[entering])

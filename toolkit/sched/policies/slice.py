@@ -397,7 +397,9 @@ class SliceContinuousPolicy(ContinuousPolicy):
     )
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents whose slice is over and that are better off, or better for others, elsewhere."""
+        """Residents whose slice is over and that are better off, or better for others,
+        elsewhere.
+        """
         leaving: list[Job] = []
         free: NDArray[np.int64] | None = None
         for worker in view.due:
@@ -501,7 +503,9 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return max(self.slice_tokens - worker.latency.prefill_emits_token, 1)
 
     def _first_end(self, worker: Worker, joined: int) -> int:
-        """The worker's step where the first slice of one who joined at the step `joined` is over."""
+        """The worker's step where the first slice of one who joined at the step `joined` is
+        over.
+        """
         return -(-(joined + self._first_steps(worker)) // self.interval_steps) * self.interval_steps
 
     def _over(self, worker: Worker) -> list[Job]:
