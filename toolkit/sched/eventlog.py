@@ -235,7 +235,10 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
             case Submit(now_s, request, refused):
                 refusal = scheduler.submit(request, now_s)
                 if (refusal.reason if refusal else "") != refused:
-                    yield f"event {number}: {request.request_id} refused: {refusal}, logged: {refused!r}"
+                    yield (
+                        f"event {number}: {request.request_id} refused: {refusal}, "
+                        f"logged: {refused!r}"
+                    )
             case Tick(now_s, logged, interrupts):
                 scheduler.take_interrupts()  # drop those of cancellations before this tick
                 decided = tuple(started(batch) for batch in scheduler.tick(now_s))
@@ -254,7 +257,10 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
             case WorkerChange(now_s, worker, alive):
                 (scheduler.worker_ready if alive else scheduler.worker_lost)(worker, now_s)
             case Lost(events_lost, reason):
-                yield f"event {number}: {events_lost} events are missing here ({reason}); replayed up to here"
+                yield (
+                    f"event {number}: {events_lost} events are missing here ({reason}); "
+                    "replayed up to here"
+                )
                 return
             case EventLogHeader():
                 pass

@@ -42,7 +42,7 @@ class WorkerFigure:
         self._values = np.zeros(count, dtype=np.int64)
         self._rows = np.zeros(count, dtype=np.int64)
         self._expected = np.zeros(count, dtype=np.int64)  # the length that each was computed for
-        self._changed = set(range(count))  # workers whose number is stale
+        self._changed = set(range(count))  # workers with a stale number
 
     def bounds(self, expected: int = 0) -> Numbers:
         """The numbers of all workers [n], a copy: exact for `expected`, or a lower bound."""

@@ -36,7 +36,7 @@ def split_by_serving_time(
 
     Args:
         input_lengths: [n], ascending.
-        max_batch: [n], the largest batch whose longest input is the i-th; a batch of one is always
+        max_batch: [n], the largest batch with the i-th input as its longest; one row is always
             allowed.
         table: [3, >= max(max_batch) + 1], T_serve(N, L) = table[0, N] + table[1, N] * L + table[2,
             N] * L^2.

@@ -150,7 +150,7 @@ class View:
         self.loads.forget()
 
     def holders(self, job: Job) -> Numbers:
-        """The indices of the alive workers whose memory holds the job, ascending."""
+        """The indices of the alive workers that hold the job (`Worker.holds`), ascending."""
         if not self.mixed:
             return self.able
         # kinds ascend by what they hold
@@ -189,8 +189,8 @@ class Decision:
     """What a policy wants done: batches for workers' queues, in order, and the latest time to ask
     again.
 
-    `interrupt` names workers whose running round should stop early, so that the policy can act on
-    what arrived.
+    `interrupt` names workers that should stop their round early, so that the policy can act on what
+    arrived.
     """
 
     batches: Sequence[Batch] = ()
@@ -231,8 +231,7 @@ class LatencyLaw(Protocol):
         ...
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        """Seconds of a prefill pass over columns `start` to `end` of N rows whose earlier columns
-        are cached.
+        """Seconds of a prefill pass over columns `start` to `end` of N rows after cached columns.
 
         It is T(N, end) - T(N, start) + T(N, 0). The fixed cost of a batch is counted in its first
         pass.
@@ -313,7 +312,7 @@ class SwapLaw(Protocol):
 
 
 class Policy(Protocol):
-    """A scheduling policy: a frozen object whose fields are its parameters.
+    """A scheduling policy: a frozen object with its parameters as fields.
 
     It keeps no state: everything that it may remember is in the `View`. So a decision depends only
     on what the scheduler saw, and a log of the calls replays exactly.
@@ -336,7 +335,7 @@ class Policy(Protocol):
 
 @runtime_checkable
 class BuiltIn(Protocol):
-    """A scheduling policy of an engine: a frozen object whose fields are flags of that engine.
+    """A scheduling policy of an engine: a frozen object with flags of that engine as fields.
 
     It is named, compared and tuned like the toolkit's policies, and simulated by a model of the
     engine. The toolkit's scheduler cannot run it.
@@ -361,7 +360,7 @@ class UsesHistory(Protocol):
 
 @runtime_checkable
 class Reschedules(Protocol):
-    """A policy whose jobs may leave their worker before they end and continue on another."""
+    """A policy that lets jobs leave their worker before they end and continue on another."""
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
         """Residents of idle workers that leave now: their caches are dropped, their tokens are

@@ -1,4 +1,4 @@
-"""The jobs whose KV cache is on a worker, with bookkeeping that costs O(1) per round.
+"""The jobs with a KV cache on a worker, and bookkeeping that costs O(1) per round.
 
 A resident is a job that decodes in the worker's rounds. Each resident gains one token per decode
 step, so its length is its length when it joined plus the steps since then. `Residents` keeps sums
@@ -26,7 +26,7 @@ class Residents:
 
     `steps` counts the worker's decode steps so far. `base` is the sum of length - joined over the
     residents, and `committed` the sum of prompt + max_new_tokens. `prefilling` has the residents
-    whose prefill may take more than one round: until it ends they do not grow, and the token that
+    that may take more than one round to prefill: until then they do not grow, and the token that
     prefill gives counts as owed to them. The longest is computed at the first query, and again
     after it left.
     """
@@ -191,7 +191,7 @@ class Residents:
 
 
 class ParkedCaches:
-    """Jobs whose caches are kept in one place, in order of arrival there, and the tokens that they
+    """Jobs with caches in one place, in order of arrival there, and the tokens that they
     hold.
     """
 

@@ -26,7 +26,7 @@ class WorkerRounds:
     """
 
     def __init__(self) -> None:
-        # By worker: jobs that are gone but whose caches the engine still holds.
+        # By worker: jobs that are gone, with caches that the engine still holds.
         self._cancelled: dict[int, list[Job]] = {}
         self._released: dict[int, list[Job]] = {}
 
@@ -175,7 +175,7 @@ class WorkerRounds:
         self._released.setdefault(worker.index, []).append(job)
 
     def cancel(self, worker: Worker, job: Job) -> bool:
-        """Cancel a job whose cache `worker` holds. Returns whether it ended at once, or ends with
+        """Cancel a job with a cache on `worker`. Returns whether it ended at once, or ends with
         the round.
         """
         self._cancelled.setdefault(worker.index, []).append(job)

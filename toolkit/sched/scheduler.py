@@ -237,9 +237,9 @@ class Scheduler:
         return started
 
     def take_interrupts(self) -> list[int]:
-        """Workers whose round should stop at its next allowed step, since the last call.
+        """Workers that should stop their round at its next allowed step, since the last call.
 
-        A driver whose engine cannot stop a round may ignore them: then the round just ends later.
+        A driver may ignore them if its engine cannot stop a round: then the round ends later.
         """
         if not self.interrupts:
             return []
@@ -388,7 +388,7 @@ class Scheduler:
         return self._refusals.take()
 
     def _give_up(self, now_s: float) -> None:
-        """Refuse the jobs whose workers were lost and did not come back in time."""
+        """Refuse the stranded jobs that waited too long for a lost worker."""
         for job in self._pool.given_up(now_s):
             job.cancelled = True  # keeps its length out of the history
             self._refusals.strand(job)

@@ -59,7 +59,7 @@ class Job:
         strikes: how often it failed as the only job of a batch.
         waiting_since_s: when it last stopped running: submitted, returned to the pool, paused,
             swapped out or evicted.
-        home: index of the worker whose inbox holds it; -1 while it is in the pool.
+        home: index of the worker that has it in its inbox; -1 while it is in the pool.
         cancelled: whether its client withdrew it.
         evictions: how often its cache was dropped to make room.
         reroutes: how often it left its worker after a slice to be routed again.
@@ -142,7 +142,7 @@ class Moves:
     With `overlap`, transfers run beside the round's compute. A cache that leaves holds its device
     memory until the round ends, a cache that comes back holds it from the round's start, and
     neither job decodes in that round. Without `overlap`, the round waits for its transfers first. A
-    job whose prefill has not ended has no complete cache, so it is never moved.
+    job that is still being prefilled has no complete cache, so it is never moved.
     """
 
     pause: tuple[Job, ...] = ()
@@ -183,9 +183,9 @@ class Batch:
     keep_cache: bool = False
     batch_id: int = -1  # assigned by the scheduler
     started_s: float = -1.0
-    # Jobs whose caches are dropped before the round: evicted or cancelled.
+    # Evicted or cancelled jobs: their caches are dropped before the round.
     evict: tuple[Job, ...] = ()
-    # Jobs whose caches are dropped too, because they left the worker and were routed again.
+    # Jobs that left the worker and were routed again: their caches are dropped too.
     release: tuple[Job, ...] = ()
     stop_every: int = 1
     interrupted: bool = False  # whether it was asked to stop early
@@ -221,15 +221,15 @@ class RoundResult:
 
     Attributes:
         ended: jobs that ended in the round's last step.
-        joined: for each job whose prefill ended in the round, the steps of the round before it
+        joined: for each job that ended its prefill in the round, the steps of the round before it
             joined, which it did not decode. None: every prefill ended before the first step. On
-            engines whose prefill gives a token, the job has that token, and a round in which a job
-            ends with it may have 0 steps. The prefill of a job that is not named continues in the
-            next round.
+            engines with a prefill that gives a token, the job has that token, and a round in which
+            a job ends with it may have 0 steps. The prefill of a job that is not named continues in
+            the next round.
         failure: "oom" if memory ran out. "crashed" if the worker died: then no cache is left.
         missed: residents that an engine which also schedules (`toolkit.backends.vllm`) left out of
             so many of the steps.
-        dropped: jobs whose caches were dropped, the last admitted first; they wait again. Memory
+        dropped: jobs that lost their caches, the last admitted first; they wait again. Memory
             had no room for them (then `failure` is "oom", and `dropped` may be all residents, or
             empty if splitting a pass was enough), or an engine that also schedules made room.
     """
@@ -250,7 +250,7 @@ class Worker:
 
     `load_s` is T_load(w) of SCLS Eq. 11, in seconds. `row_limit` bounds the number of residents: it
     is the engine's `slots`, and less after a failure, until a request that kills its worker runs
-    alone. Paused jobs are in `held`. Swapped jobs are in `swapped`, whose tokens are at most
+    alone. Paused jobs are in `held`. Swapped jobs are in `swapped`, with tokens of at most
     `host_tokens`; 0 means no host memory, so nothing is swapped.
     """
 

@@ -53,7 +53,8 @@ def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
     """
     if name in BUILT_IN:
         raise InputError(
-            f"policy '{name}' is built into the engine '{BUILT_IN[name].engine}': our scheduler cannot run it",
+            f"policy '{name}' is built into the engine '{BUILT_IN[name].engine}': "
+            "our scheduler cannot run it",
             "choose another policy; see docs/policies.md",
         )
     if name not in POLICIES:
@@ -90,7 +91,8 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
         home = BUILT_IN[policy.name].engine
         if engine != home:
             raise InputError(
-                f"policy '{policy.name}' is built into the engine '{home}'; the recipe's is '{engine}'",
+                f"policy '{policy.name}' is built into the engine '{home}'; "
+                f"the recipe's is '{engine}'",
                 f"set engine.name to {home} and profile it, or choose another policy",
             )
         return

@@ -30,7 +30,7 @@ LAWS_KEPT = 8  # entries of the caches of laws
 class FeedbackQueues:
     """The queues under one law, numbered from 0.
 
-    A job joins the first queue whose quantum covers its prefill; it joins queue 0 if joining is
+    A job joins the first queue with a quantum that covers its prefill, or queue 0 if joining is
     naive or the job was promoted. It leaves a queue when it has used up the quantum. The last queue
     has no quantum.
 
@@ -145,8 +145,8 @@ def _queues_of(
 class MlfqPolicy(PreemptivePolicy):
     """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false.
 
-    A job joins the first queue whose quantum covers its prefill, and moves to the next queue when
-    it has used up the quantum. A job that has waited for `starvation_s` starves: it runs before all
+    A job joins the first queue with a quantum that covers its prefill, and moves to the next queue
+    when it has used up the quantum. A job that has waited for `starvation_s` starves: it runs before all
     that do not, and is promoted to the first queue with a new quantum. Queues are served in order,
     each in order of arrival. See `FeedbackQueues`.
 

@@ -64,7 +64,8 @@ def knobs(policy: type[AnyPolicy]) -> dict[str, Knob]:
 
 def defaults(policy: type[AnyPolicy]) -> dict[str, Value]:
     """The parameters' defaults by name."""
-    return {f.name: f.default for f in fields(policy) if f.default is not MISSING}  # type: ignore[arg-type]
+    every = fields(policy)  # type: ignore[arg-type]
+    return {f.name: f.default for f in every if f.default is not MISSING}
 
 
 def parameters(policy: AnyPolicy) -> dict[str, Value]:

@@ -142,8 +142,8 @@ class _Told(PastFutureOracle):
 # that this breaks a limit.
 #
 # An admission costs the residents a stall (the newcomers' prefill between two of their tokens) and
-# a slower step from then on; both must stay within MTPOT. A newcomer whose first token is already
-# late waits behind those that are on time. Eviction, and what it does to MTPOT, is that of plain
+# a slower step from then on; both must stay within MTPOT. A newcomer with a first token
+# that is already late waits behind those that are on time. Eviction, and what it does to MTPOT, is that of plain
 # Past-Future.
 
 Tokens = NDArray[np.int64]
@@ -196,7 +196,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
     )
 
     def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
-        """At attempts to admit: the late jobs to defer, and the deferred ones whose turn it is."""
+        """At attempts to admit: the late jobs to defer, and the deferred jobs to advance."""
         behind: list[Job] = []
         first: list[Job] = []
         for worker in view.due:

@@ -80,7 +80,7 @@ class Newcomers:
         self._open = True
 
     def next(self, free: float, place: float) -> RankedJob | None:
-        """The next job that needs at most `free` device tokens and whose cache finds room in
+        """The next job that needs at most `free` device tokens and has room for its cache in
         `place` tokens.
 
         Later calls must not pass more of either. If a starving job finds no room in `place`, no
@@ -152,7 +152,7 @@ class Placement:
     """What a round does with every cache.
 
     `there` is the footprint of the jobs in `run`. `kept` and `fetched` are the jobs that do not run
-    and whose caches are on the device.
+    and have caches on the device.
     """
 
     run: list[RankedJob]

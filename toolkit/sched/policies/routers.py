@@ -1,4 +1,4 @@
-"""Routers: which worker a request goes to, for policies whose requests wait at a worker.
+"""Routers: which worker a request goes to, for policies that queue requests at workers.
 
 A router is a function of the view that gives each pooled job a worker, in the pool's order; a
 parameter of the policy names it. It counts work in tokens, and knows of output lengths only those
@@ -59,7 +59,7 @@ def max_min(view: View, rows: int) -> Sequence[int]:
 
 
 def future_memory(view: View, _rows: int) -> Sequence[int]:
-    """To the worker whose peak memory will be lowest with the request.
+    """To the worker that will have the lowest peak of memory with the request.
 
     The peak is that of Past-Future, Eq. 2-4, with expected lengths.
     """
@@ -144,7 +144,7 @@ def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
 def _lowest_peak(
     view: View, figure: WorkerFigure, added: Mapping[int, Sequence[Job]], job: Job, expected: int
 ) -> int:
-    """The worker whose memory peaks lowest with the job and the jobs `added` to it before."""
+    """The worker with the lowest peak of memory, with the job and those `added` to it before."""
     able, fresh = view.holders(job), max(expected, 1)
     paged = not any(kind[0].padded for kind in view.kinds or (view.workers,))
     capacities = (

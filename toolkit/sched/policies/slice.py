@@ -401,7 +401,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
     )
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents whose slice is over and that leave, for their own sake or for that of waiting
+        """Residents at the end of a slice that leave, for their own sake or for that of waiting
         jobs.
         """
         leaving: list[Job] = []
@@ -511,7 +511,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return -(-(joined + self._first_steps(worker)) // self.interval_steps) * self.interval_steps
 
     def _over(self, worker: Worker) -> list[Job]:
-        """Residents whose slice ends just now, in order of admission."""
+        """Residents with a slice that ends just now, in order of admission."""
         steps, first, period, interval = self._times(worker)
         return [
             job

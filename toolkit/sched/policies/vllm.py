@@ -1,4 +1,4 @@
-"""vLLM's own scheduler as a policy whose parameters are vLLM's flags.
+"""vLLM's own scheduler as a policy, with vLLM's flags as its parameters.
 
 vLLM runs it, not the toolkit's scheduler, and the simulator has a model of it
 (`toolkit.sim.paged`). So it can be named, compared and tuned like other policies, but makes no
