@@ -142,9 +142,9 @@ class _Told(PastFutureOracle):
 # that this breaks a limit.
 #
 # An admission costs the residents a stall (the newcomers' prefill between two of their tokens) and
-# a slower step from then on; both must stay within MTPOT. A newcomer with a first token
-# that is already late waits behind those that are on time. Eviction, and what it does to MTPOT, is that of plain
-# Past-Future.
+# a slower step from then on; both must stay within MTPOT. A newcomer with a first token that is
+# already late waits behind those that are on time. Eviction, and what it does to MTPOT, is that of
+# plain Past-Future.
 
 Tokens = NDArray[np.int64]
 CYCLE = 100  # attempts to admit, a share of which puts late jobs first
@@ -236,9 +236,8 @@ class PastFutureSlaPolicy(PastFuturePolicy):
             stalls = rows > 0 and stepped_s - worker.stepped_s > self.mtpot_s
             if rows and self.chunk_tokens:
                 # The steps between the passes.
-                prefilled_s += (
-                    entering.tokens // self.chunk_tokens * step_s
-                )  # those between the passes
+                # The decode steps between the passes.
+                prefilled_s += entering.tokens // self.chunk_tokens * step_s
             slows = n > 1 and _slowest_step_s(worker, used[:n], remaining[:n]) > self.mtpot_s
             if (stalls or slows) and not (excused and count == 1):
                 return count - 1
