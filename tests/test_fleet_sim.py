@@ -226,7 +226,7 @@ def test_who_needs_a_kind_that_does_not_come_back_is_given_up_and_told_why(befor
     assert tested.waiting_jobs == 1
     tested.tick(1.0 + RETURN_S)
     assert [refusal.reason for refusal in tested.take_refusals()] == [
-        "prompt + max_tokens is 320 tokens; workers that hold so many are lost since 300 s"
+        "prompt + max_tokens is 320 tokens; the workers that hold so many have been lost for 300 s"
     ]
     assert tested.jobs == 0
 

@@ -1,6 +1,4 @@
-"""Algorithm 1, Algorithm 2, Eq. 8-12: the arithmetic of SCLS, against brute force and the paper's
-figures.
-"""
+"""SCLS, Algorithms 1 and 2 and Eq. 8-12, against brute force and the figures of the paper."""
 
 from itertools import pairwise
 
@@ -16,7 +14,7 @@ from toolkit.sched.policies.slice import SlicePolicy, offload_in_turn, offload_m
 from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.types import Batch, Job, Request, Worker
 
-# Fig. 11: these laws give both of its times (ALGORITHMS section 2).
+# Fig. 11: these laws give both of its times.
 FIG_11 = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
 ROOMY = ZetaMemory(capacity_tokens=1 << 40)
 
@@ -33,7 +31,7 @@ def batch(estimated_s: float) -> Batch:
     return Batch(-1, (job(1),), 1, 1, estimated_s)
 
 
-def test_fig_11_apart_is_faster_than_together():
+def test_fig_11_two_batches_are_faster_than_one():
     together = FIG_11.serve_s(16, 1024, 128)
     apart = FIG_11.serve_s(15, 10, 128) + FIG_11.serve_s(1, 1024, 128)
     assert together == pytest.approx(13.5, abs=0.05)
@@ -130,7 +128,7 @@ def test_equal_loads_starve_no_worker():
     assert [w.assigned for w in workers] == [2, 2, 2]
 
 
-def test_in_turn_goes_on_where_it_ended():
+def test_offloading_in_turn_continues_after_the_last_call():
     workers = [worker(k) for k in range(3)]
     workers[0].assigned = workers[1].assigned = 2
     batches = [batch(1.0) for _ in range(3)]
@@ -159,7 +157,7 @@ def test_the_interval_is_at_least_gamma():
     assert decision.wake_at_s == 67.0
 
 
-def test_eager_mends_the_wait_of_an_idle_worker():
+def test_eager_avoids_the_wait_of_an_idle_worker():
     early = view([worker()], [job(10)], due_s=5.0)
     assert not SlicePolicy(eager=False).plan(early, now_s=1.0).batches
     assert len(SlicePolicy(eager=True).plan(early, now_s=1.0).batches) == 1

@@ -1,6 +1,4 @@
-"""What rows take of a worker's memory: the scheduler's account, the simulated worker's books, and
-plain sums.
-"""
+"""The memory of rows: the scheduler's footprint against the simulated worker and plain sums."""
 
 import numpy as np
 import pytest
@@ -42,9 +40,7 @@ def job(length, limit=50):
 
 
 class Audit:
-    """A policy that decides like another, and compares the scheduler's account with what the worker
-    holds.
-    """
+    """A policy that decides like another, and compares footprints with what the worker holds."""
 
     continuous = True
 
@@ -102,13 +98,13 @@ def worker_with(residents, joining, emits, steps=3):
 
 
 def held_by(residents, steps=3):
-    """Tokens of each who joined so, one after the other."""
+    """Tokens of each row, if rows joined one after the other with `steps` steps after each."""
     n = len(residents)
     return [length + steps * (n - k) for k, length in enumerate(residents)]
 
 
 def plainly(worker, there, entering, steps):
-    """The most that rows `there` and those `entering` take until `steps` are done; lists of tokens."""
+    """The most tokens that rows `there` and rows `entering` take until `steps` are done."""
     emits, n = worker.emits, len(there) + len(entering)
     shaped = worker.joining == "shape" and there and entering
     now = there + [length + (0 if shaped else emits) for length in entering]
@@ -124,7 +120,7 @@ lengths = st.lists(st.integers(1, 120), max_size=6)
 
 @settings(max_examples=300, deadline=None)
 @given(lengths, lengths, lengths, st.integers(1, 120), LAYOUTS, st.booleans())
-def test_a_footprint_is_what_the_rows_take_one_by_one(
+def test_a_footprint_equals_the_plain_sum_over_rows(
     residents, back, entering, length, joining, emits
 ):
     worker = worker_with(residents, joining, emits)
@@ -154,7 +150,7 @@ def test_a_footprint_is_what_the_rows_take_one_by_one(
 
 
 @given(lengths.filter(len), LAYOUTS, st.data())
-def test_who_leaves_takes_his_share_with_him(residents, joining, data):
+def test_a_row_that_leaves_frees_its_tokens(residents, joining, data):
     worker = worker_with(residents, joining, True)
     there = footprint(worker)
     gone = data.draw(st.sets(st.integers(0, len(residents) - 1)))
@@ -176,7 +172,7 @@ def test_who_leaves_takes_his_share_with_him(residents, joining, data):
         max_size=40,
     )
 )
-def test_the_longest_resident_is_found_however_they_come_and_go(moves):
+def test_the_longest_resident_is_right_after_any_joins_and_leaves(moves):
     residents, jobs = Worker(0, law(True), ZetaMemory(CAPACITY)).residents, []
     for move, number in moves:
         if move == "join":

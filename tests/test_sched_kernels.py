@@ -1,4 +1,4 @@
-"""The compiled arithmetic against what it means, spelled out."""
+"""The compiled arithmetic against its definition in plain Python."""
 
 import numpy as np
 import pytest
@@ -43,8 +43,8 @@ def test_known_lengths_admit_while_the_peak_stays_below(rows, waiting, limit):
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(rows=jobs, waiting=jobs, limit=st.integers(1, 400), seed=st.integers(0, 2**63 - 1))
-def test_a_history_of_one_length_leaves_nothing_to_chance(rows, waiting, limit, seed):
-    """All are expected to end at 30: the sampled admission is the one that knows."""
+def test_with_a_history_of_one_length_sampling_is_deterministic(rows, waiting, limit, seed):
+    """All are expected to end at 30, so sampling decides like known lengths."""
     table = columns([(used, 30 - left, 30) for used, left in rows], 3)
     new = columns([(used, 0, 30) for used, _ in waiting], 3)
     admitted = admit_past_future(table, 0, new, np.empty(0, dtype=np.int64), float(limit), 2, seed)
@@ -62,9 +62,7 @@ def test_a_history_of_one_length_leaves_nothing_to_chance(rows, waiting, limit, 
     seed=st.integers(0, 2**63 - 1),
 )
 def test_a_resident_is_expected_to_end_within_the_longer_half_of_history(history, generated, seed):
-    """One resident: the newcomer is refused or not by the resident's sampled end, which lies in
-    [generated, 60].
-    """
+    """The sampled end of the only resident, in [generated, 60], decides about the newcomer."""
     table, past = columns([(100, generated, 60)], 3), np.sort(np.array(history, dtype=np.int64))
     new = columns([(1, 0, 60)], 3)
     assert admit_past_future(table, 0, new, past, 100.0 + 1, 1, seed) == 0  # they hold 101 now
@@ -72,21 +70,18 @@ def test_a_resident_is_expected_to_end_within_the_longer_half_of_history(history
 
 
 def test_sampled_lengths_follow_the_points():
-    """Points 10, 20, 40, 60 for one that generated 10: uniform over the three stretches between
-    them.
-    """
+    """Points 10, 20, 40, 60 after 10 generated tokens: uniform over the three stretches between."""
     table, past = columns([(0, 10, 60)], 3), np.array([5, 20, 40], dtype=np.int64)
-    new = columns(
-        [(1, 59, 60)], 3
-    )  # it ends after one step, so the peak is the resident's end, or both after a step
+    # The newcomer ends after one step: the peak is the resident's end, or both after a step.
+    new = columns([(1, 59, 60)], 3)
     below = [
         np.mean(
             [admit_past_future(table, 0, new, past, float(end), 1, seed) for seed in range(2000)]
         )
         for end in (10, 30, 50)
     ]
-    # Resident's remaining is below `end` with these probabilities; rounding moves each by half a
-    # token.
+    # The resident's remaining tokens are below `end` with these probabilities; rounding moves each
+    # by half a token.
     assert np.allclose(below, [1 / 3, 2 / 3, 1.0], atol=0.04)
 
 
@@ -96,7 +91,7 @@ def test_sampled_lengths_follow_the_points():
     window=st.integers(1, 10),
     asked=st.lists(st.booleans(), min_size=40, max_size=40),
 )
-def test_the_sorted_history_is_the_recent_one_sorted(lengths, window, asked):
+def test_the_sorted_history_equals_sorting_the_recent_one(lengths, window, asked):
     history = LengthHistory(window, [7, 3])
     for length, ask in zip(lengths, asked, strict=False):
         history.add(length)

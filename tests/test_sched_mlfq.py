@@ -1,14 +1,10 @@
-"""FastServe's queues: which queue a job is in, who preempts whom, when a round ends, and that
-nobody starves.
-"""
+"""FastServe's queues: the queue of a job, preemption, the ends of rounds, and starvation."""
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from benchmarks.papers import fastserve_jct as bench
 from toolkit.errors import InputError
 from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
@@ -19,28 +15,15 @@ from toolkit.sched.types import Request, RoundResult, Worker
 from toolkit.sim.api import simulate
 from toolkit.traces.generate import Arrivals, generate
 
-LAW = bilinear_law(
-    p=(0.0, 0.0, 0.01, 0.0), d=(0.0, 0.0, 0.0, 1.0)
-)  # 10 ms per prompt token, 1 s per decode step
-BENCH = Path(__file__).parents[1] / "bench" / "fastserve_jct.py"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("fastserve_jct", BENCH)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+# 10 ms per prompt token, 1 s per decode step.
+LAW = bilinear_law(p=(0.0, 0.0, 0.01, 0.0), d=(0.0, 0.0, 0.0, 1.0))
 
 
 def queues(*, skip_join: bool = True) -> FeedbackQueues:
     return FeedbackQueues(LAW, 2.0, 2.0, 3, skip_join)  # quanta of 2 s, 4 s, and none
 
 
-def test_a_job_joins_the_first_queue_whose_quantum_covers_its_prefill():
+def test_a_job_joins_the_first_queue_with_a_quantum_that_covers_its_prefill():
     assert [queues().find(prompt, 0)[0] for prompt in (200, 201, 400, 401, 9000)] == [0, 1, 1, 2, 2]
     assert [queues(skip_join=False).find(prompt, 0)[0] for prompt in (200, 9000)] == [0, 0]
 
@@ -57,7 +40,7 @@ def test_a_naive_long_prompt_falls_past_the_queues_that_its_prefill_used_up():
     assert queues(skip_join=False).find(650, 1) == (2, NEVER)
 
 
-def test_a_promoted_job_has_the_first_quantum_anew():
+def test_a_promoted_job_gets_a_new_first_quantum():
     assert [queues().find(100, generated, 5) for generated in (5, 6, 7)] == [
         (0, 7),
         (0, 7),
@@ -89,7 +72,7 @@ def test_a_round_ends_where_a_quantum_does():
     assert (first.steps, second.steps) == (1, 4)
 
 
-def test_a_newcomer_preempts_who_was_demoted_and_not_its_equal():
+def test_a_newcomer_preempts_a_demoted_job_and_not_its_equal():
     scheduler = make()
     submit(scheduler, "a", 0.0)
     (first,) = scheduler.tick(0.0)
@@ -106,7 +89,7 @@ def test_a_newcomer_preempts_who_was_demoted_and_not_its_equal():
     assert scheduler.take_interrupts() == [0]
 
 
-def test_a_round_ends_where_one_who_waits_is_promoted_and_the_promoted_runs():
+def test_a_round_ends_when_a_waiting_job_is_promoted_and_that_job_runs():
     scheduler = make(starvation_s=7.0)
     submit(scheduler, "long", 0.0, prompt=900)
     (first,) = scheduler.tick(0.0)
@@ -127,7 +110,7 @@ def test_a_round_ends_where_one_who_waits_is_promoted_and_the_promoted_runs():
 
 
 def preempted(swap: str, host: int = 2000):
-    """Who runs and moves where a short job comes and memory is full of a long one."""
+    """A short job arrives while a long one fills memory: the scheduler and its next round."""
     scheduler = make(capacity=1000, host=host, swap=swap, free_share=0.0, max_batch_size=2)
     submit(scheduler, "long", 0.0, prompt=880)
     (first,) = scheduler.tick(0.0)
@@ -159,7 +142,7 @@ def test_a_cache_that_the_host_has_no_room_for_is_computed_again():
     assert scheduler.workers[0].inbox[0].generated == 2
 
 
-def test_proactive_swapping_goes_on_beside_a_round_and_waits_where_there_is_nothing_to_compute():
+def test_proactive_swapping_runs_beside_a_round_and_waits_if_there_is_nothing_to_compute():
     _, batch = preempted("proactive")
     assert not batch.moves.overlap
     scheduler = make(capacity=1000, free_share=0.3, max_batch_size=1)
@@ -190,10 +173,8 @@ def test_no_server_runs_the_oracle():
 
 
 @pytest.mark.slow
-def test_the_order_of_the_paper_holds_on_heavy_tails_and_nobody_starves(bench):
-    """One of the seeds that the bench averages; of single seeds, one in eight has naive ahead of
-    skip-join.
-    """
+def test_the_order_of_the_paper_holds_on_heavy_tails_without_starvation():
+    """One of the seeds that the benchmark averages: with one in eight, naive is ahead of skip-join."""
     rows = {method: bench.measured(method, 4.5, 150.0, 2) for method in bench.METHODS}
     assert bench.broken(rows) == []
     assert (
@@ -204,7 +185,7 @@ def test_the_order_of_the_paper_holds_on_heavy_tails_and_nobody_starves(bench):
 
 @pytest.mark.parametrize("swap", ["reactive", "proactive"])
 @pytest.mark.parametrize("starvation_s", [1.0, 4.0])
-def test_nobody_waits_longer_than_the_limit_and_one_round(bench, swap, starvation_s):
+def test_no_job_waits_longer_than_the_limit_and_one_round(swap, starvation_s):
     parameters = {"starvation_s": starvation_s, "swap": swap, "max_batch_size": 16}
     watched = bench.Waits(make_policy("mlfq", parameters))
     world = replace(bench.WORLD, memory=ZetaMemory(12_000))

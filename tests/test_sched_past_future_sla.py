@@ -1,4 +1,4 @@
-"""Admission that knows time: MTPOT of those who run, TTFT of those who wait, and nobody starves."""
+"""Admission with time limits: MTPOT of running jobs, TTFT of waiting ones, and no starvation."""
 
 import pytest
 
@@ -32,14 +32,14 @@ def entered(scheduler: Scheduler, now_s: float) -> list[str]:
     return [job.request_id for job in batch.jobs]
 
 
-def test_so_many_enter_that_a_step_is_within_mtpot():
+def test_as_many_jobs_enter_as_keep_a_step_within_mtpot():
     scheduler = make(mtpot_s=0.055)
     for k in range(9):
         submit(scheduler, str(k))
     assert len(entered(scheduler, 0.0)) == 5  # 6 rows would take 60 ms
 
 
-def test_a_prefill_may_stall_those_who_run_for_no_longer_than_mtpot():
+def test_a_prefill_may_stall_running_jobs_for_at_most_mtpot():
     """A step of n rows takes n * 10 ms: with two of 100 tokens 200 + 30 ms, with three 300 + 40 ms."""
     scheduler = make(mtpot_s=0.3)
     submit(scheduler, "runs")
@@ -49,7 +49,7 @@ def test_a_prefill_may_stall_those_who_run_for_no_longer_than_mtpot():
     assert entered(scheduler, 0.0) == ["a", "b"]
 
 
-def test_what_passed_since_the_last_token_counts():
+def test_the_time_since_the_last_token_counts():
     scheduler = make(mtpot_s=0.3)
     submit(scheduler, "runs")
     assert entered(scheduler, 0.0) == ["runs"]
@@ -58,14 +58,14 @@ def test_what_passed_since_the_last_token_counts():
     assert entered(scheduler, 0.1) == ["a"]
 
 
-def test_an_empty_worker_stalls_nobody():
+def test_a_prefill_on_an_empty_worker_stalls_no_job():
     scheduler = make(mtpot_s=0.3)
     for name in "abc":
         submit(scheduler, name, prompt=100)
     assert entered(scheduler, 0.0) == ["a", "b", "c"]
 
 
-def test_a_newcomers_first_token_is_not_delayed_beyond_ttft_by_who_enters_with_it():
+def test_newcomers_do_not_delay_each_others_first_tokens_beyond_ttft():
     """Two are prefilled in 0.8 s and step in 20 ms; three would have their first tokens at 1.23 s."""
     scheduler = make(ttft_s=1.0, mtpot_s=100.0)
     for name in "abc":
@@ -74,9 +74,7 @@ def test_a_newcomers_first_token_is_not_delayed_beyond_ttft_by_who_enters_with_i
 
 
 def late_and_in_time(now_s: float, **parameters) -> tuple[Scheduler, list[str]]:
-    """a and b wait since 0 and c since 5, with a TTFT of 3 s and room for one beside the one who
-    runs.
-    """
+    """a and b wait since 0 s and c since 5 s; TTFT is 3 s, and one more fits beside "runs"."""
     scheduler = make(ttft_s=3.0, mtpot_s=0.025, **parameters)
     submit(scheduler, "runs")
     assert entered(scheduler, 0.0) == ["runs"]
@@ -87,32 +85,32 @@ def late_and_in_time(now_s: float, **parameters) -> tuple[Scheduler, list[str]]:
     return scheduler, entered(scheduler, now_s)
 
 
-def test_who_is_late_waits_behind_who_is_not():
+def test_late_jobs_wait_behind_jobs_in_time():
     scheduler, first = late_and_in_time(6.0, late_share=0.01)
     assert first == ["c"]
     assert [job.request_id for job in scheduler.workers[0].inbox.everybody()] == ["a", "b"]
 
 
-def test_nobody_is_put_behind_in_the_share_of_those_who_are_late():
+def test_no_job_is_deferred_in_the_attempts_for_late_jobs():
     _, first = late_and_in_time(6.0, late_share=0.5)
     assert first == ["a"]
 
 
-def test_who_is_late_is_served_where_nothing_better_waits():
+def test_late_jobs_are_served_if_no_others_wait():
     scheduler = make(ttft_s=0.001)
     for name in "ab":
         submit(scheduler, name)
     assert entered(scheduler, 9.0) == ["a", "b"]
 
 
-def test_a_lost_worker_and_a_cancelled_request_find_those_behind():
+def test_a_cancelled_request_is_removed_from_the_deferred_jobs():
     scheduler, _ = late_and_in_time(6.0, late_share=0.01)
     assert scheduler.waiting_jobs == 2
     scheduler.cancel("b", 7.0)
     assert scheduler.waiting_jobs == 1
 
 
-def test_those_behind_come_forward_some_at_a_time_in_the_order_of_arrival():
+def test_deferred_jobs_come_forward_in_groups_in_order_of_arrival():
     inbox = Inbox()
     jobs = [Job(Request(str(k), 0.0, 1, 1), k, 1) for k in range(RECALLED + 2)]
     for job in jobs:

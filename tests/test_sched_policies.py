@@ -1,4 +1,4 @@
-"""Contract of every policy: parameters that are checked, and a registry that names what is valid."""
+"""The contract of every policy: checked parameters, and a registry with valid names."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The inbox that is kept in the order of ranks, against sorting everybody anew."""
+"""The ranked inbox against sorting all jobs at every query."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,7 +74,7 @@ def check_counts(inbox, left, now_s, queue, ticket):
 
 
 @given(jobs_that_wait, st.integers(0, 3), st.integers(0, 20))
-def test_it_counts_what_is_served_before_a_job(rows, queue, ticket):
+def test_it_counts_the_jobs_that_are_served_before_a_job(rows, queue, ticket):
     inbox, left = filled(rows)
     check_counts(inbox, left, NOW_S, queue, ticket)
 
@@ -98,7 +98,7 @@ def test_counts_stay_right_while_jobs_come_and_go_and_time_goes_on(rows, more, t
 
 
 @given(jobs_that_wait)
-def test_it_knows_who_starves_next(rows):
+def test_it_finds_the_job_that_starves_next(rows):
     inbox, left = filled(rows)
     besides = set(left[::2])
     waits_s = [NOW_S - job.waiting_since_s for job in left if job not in besides]
@@ -107,7 +107,7 @@ def test_it_knows_who_starves_next(rows):
     )
 
 
-def test_nobody_enters_before_one_who_starves_and_finds_no_place():
+def test_no_job_enters_before_a_starving_job_without_room():
     law = bilinear_law(p=(0.0, 0.0, 0.01, 0.0), d=(0.0, 0.0, 0.0, 1.0))
     policy = make_policy("mlfq", {"quantum_s": 2.0, "starvation_s": 5.0})
     scheduler = Scheduler(policy, [Worker(0, law, ZetaMemory(1000))])

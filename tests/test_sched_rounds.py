@@ -26,7 +26,7 @@ def ids(jobs) -> list[str]:
     return [job.request_id for job in jobs]
 
 
-def test_a_resident_goes_on_while_another_enters():
+def test_a_resident_continues_while_another_job_enters():
     scheduler = make(interval_steps=1)
     submit(scheduler, "a")
     (first,) = scheduler.tick(0.0)
@@ -42,7 +42,7 @@ def test_a_resident_goes_on_while_another_enters():
     assert list(scheduler._view.finished.recent) == [5]
 
 
-def test_nobody_is_interrupted_for_one_who_cannot_enter():
+def test_no_round_is_interrupted_for_a_job_that_cannot_enter():
     scheduler = make(capacity=120)
     submit(scheduler, "a")
     scheduler.tick(0.0)
@@ -59,7 +59,7 @@ def test_a_job_that_fills_the_memory_to_its_last_token_runs_alone():
     assert (ids(batch.jobs), batch.steps) == (["a"], 1)
 
 
-def test_the_last_admitted_is_evicted_before_memory_is_passed_and_keeps_its_tokens():
+def test_the_last_admitted_is_evicted_before_memory_is_exceeded_and_keeps_its_tokens():
     scheduler = make("aggressive", capacity=120, watermark=1.0)
     submit(scheduler, "a", "b")
     (first,) = scheduler.tick(0.0)
@@ -70,7 +70,7 @@ def test_the_last_admitted_is_evicted_before_memory_is_passed_and_keeps_its_toke
     assert (evicted.request_id, evicted.generated, evicted.length, second.jobs) == ("b", 50, 60, ())
 
 
-def test_after_a_failure_half_as_many_enter_and_the_culprit_ends_alone():
+def test_after_a_failure_half_as_many_enter_until_the_failing_job_runs_alone():
     scheduler = make()
     submit(scheduler, "a", "b", "c", "killer")
     entered = []
@@ -104,7 +104,7 @@ def test_a_cancelled_resident_interrupts_and_leaves_with_the_round():
     )
 
 
-def test_a_lost_workers_residents_go_on_elsewhere_with_their_tokens():
+def test_a_lost_workers_residents_continue_elsewhere_with_their_tokens():
     scheduler = make(workers=2)
     submit(scheduler, "a")
     (batch,) = scheduler.tick(0.0)
@@ -138,7 +138,7 @@ def test_no_server_runs_an_oracle():
     refuse_oracle("past-future")
 
 
-def test_a_row_that_its_client_saw_end_leaves_with_its_round_and_its_length_is_remembered():
+def test_a_row_that_the_driver_ended_leaves_with_its_round_and_its_length_enters_the_history():
     scheduler = make()
     submit(scheduler, "a", "b")
     (batch,) = scheduler.tick(0.0)
@@ -151,7 +151,7 @@ def test_a_row_that_its_client_saw_end_leaves_with_its_round_and_its_length_is_r
     assert ids(following.evict) == ["a"]
 
 
-def test_a_row_that_ends_in_the_round_in_which_its_client_saw_it_end_counts_once():
+def test_a_row_that_ends_in_the_round_in_which_the_driver_ended_it_counts_once():
     scheduler = make()
     submit(scheduler, "a", "b")
     (batch,) = scheduler.tick(0.0)
@@ -162,7 +162,7 @@ def test_a_row_that_ends_in_the_round_in_which_its_client_saw_it_end_counts_once
     assert following.evict == ()
 
 
-def test_a_request_that_waits_may_end_too():
+def test_the_driver_may_end_a_waiting_request():
     scheduler = make()
     submit(scheduler, "a")
     scheduler.end("a", 4, 1.0)
@@ -187,7 +187,7 @@ def test_an_engine_s_slots_bound_the_residents_and_come_back_after_a_failure():
     assert limits == [1, 2, 3]
 
 
-def test_who_memory_has_no_room_for_is_given_up_when_he_was_alone_twice_and_never_beside_others():
+def test_a_job_is_given_up_after_it_ran_out_of_memory_twice_alone_and_never_beside_others():
     scheduler = make("aggressive")
     submit(scheduler, "a", "b")
     for _ in range(3):
@@ -213,7 +213,7 @@ def test_who_memory_has_no_room_for_is_given_up_when_he_was_alone_twice_and_neve
     assert scheduler.jobs == 0
 
 
-def test_a_resident_that_missed_steps_has_no_tokens_of_them():
+def test_a_resident_gets_no_tokens_for_steps_that_it_missed():
     scheduler = make()
     submit(scheduler, "a", "b")
     (batch,) = scheduler.tick(0.0)
@@ -224,7 +224,7 @@ def test_a_resident_that_missed_steps_has_no_tokens_of_them():
     assert (a.generated, b.generated) == (6, 4)
 
 
-def test_what_an_engine_dropped_waits_before_all_others_with_its_tokens():
+def test_a_job_that_an_engine_dropped_waits_before_all_others_with_its_tokens():
     scheduler = make("aggressive")
     submit(scheduler, "a", "b", "c")
     (batch,) = scheduler.tick(0.0)

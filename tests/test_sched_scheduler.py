@@ -1,4 +1,4 @@
-"""What the scheduler owns whatever the policy: lifecycle, loads, failures, cancellation."""
+"""What the scheduler does for every policy: lifecycle, loads, failures and cancellation."""
 
 import math
 
@@ -123,7 +123,7 @@ def test_with_no_worker_left_jobs_wait_for_one():
 
 
 @pytest.mark.parametrize("policy", ["slice", "sequence"])
-def test_cancelled_while_waiting_never_runs(policy):
+def test_a_job_cancelled_while_waiting_never_runs(policy):
     scheduler = make(policy=policy)
     scheduler.submit(request("running"), 0.0)
     (batch,) = scheduler.tick(0.0)
@@ -136,7 +136,7 @@ def test_cancelled_while_waiting_never_runs(policy):
     assert scheduler.jobs == 0
 
 
-def test_cancelled_in_a_queue_is_left_out_of_its_batch():
+def test_a_job_cancelled_in_a_queue_is_removed_from_its_batch():
     scheduler = make()
     scheduler.submit(request("running"), 0.0)
     (batch,) = scheduler.tick(0.0)
@@ -149,7 +149,7 @@ def test_cancelled_in_a_queue_is_left_out_of_its_batch():
     assert ids(queued) == ["b"]
 
 
-def test_cancelled_while_running_ends_with_its_batch():
+def test_a_job_cancelled_while_running_ends_with_its_batch():
     scheduler = make()
     scheduler.submit(request("a"), 0.0)
     (batch,) = scheduler.tick(0.0)
@@ -159,7 +159,7 @@ def test_cancelled_while_running_ends_with_its_batch():
     assert scheduler.tick(100.0) == []
 
 
-def test_sequence_deals_in_turn_and_runs_to_the_end():
+def test_sequence_routes_in_turn_and_runs_to_the_end():
     scheduler = make(workers=2, policy="sequence", batch_size=2)
     for name in "abcd":
         scheduler.submit(request(name, limit=77), 0.0)
@@ -168,7 +168,7 @@ def test_sequence_deals_in_turn_and_runs_to_the_end():
     assert {batch.steps for batch in batches} == {77}
 
 
-def test_a_batch_in_a_queue_that_nobody_wants_any_more_holds_nobody_up():
+def test_a_queued_batch_of_cancelled_jobs_delays_no_other_batch():
     scheduler = make(policy="sequence")
     for name in "ab":
         scheduler.submit(request(name), 0.0)

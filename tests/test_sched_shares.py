@@ -1,4 +1,4 @@
-"""How a pool is shared out among kinds of workers, and which of the batches `slice` then starts."""
+"""How `slice` divides its pool among kinds of workers, and which of the batches it starts."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def worker(index: int, capacity: int, slowdown: float) -> Worker:
 
 
 def three_kinds() -> list[list[Worker]]:
-    """The one that holds most last, as a view has them."""
+    """Workers by kind, the kind with the largest memory last, as in `View.kinds`."""
     return [
         [worker(0, 200, 1.0)],
         [worker(1, 400, 5.0), worker(2, 400, 5.0)],
@@ -38,7 +38,7 @@ def pool(lengths: Sequence[int]) -> list[Job]:
 
 
 def waits_s(batches: Sequence[Batch]) -> float:
-    """Of all jobs together, on workers that were idle."""
+    """The sum over all jobs of the seconds until each is done, on workers that were idle."""
     done_s: dict[int, float] = {}
     total = 0.0
     for batch in batches:
@@ -49,7 +49,7 @@ def waits_s(batches: Sequence[Batch]) -> float:
 
 @given(lengths=st.lists(st.integers(1, 700), max_size=30))
 @settings(deadline=None, max_examples=40)
-def test_everybody_is_in_one_batch_on_a_worker_that_holds_him(lengths: list[int]) -> None:
+def test_every_job_is_in_one_batch_on_a_worker_that_holds_it(lengths: list[int]) -> None:
     kinds = three_kinds()
     jobs, workers = pool(lengths), {one.index: one for kind in kinds for one in kind}
     batches = share_out(jobs, kinds, POLICY.batch, offload_max_min, 0.0)
@@ -59,7 +59,7 @@ def test_everybody_is_in_one_batch_on_a_worker_that_holds_him(lengths: list[int]
 
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=30))
 @settings(deadline=None, max_examples=40)
-def test_nobody_alone_would_have_all_wait_less(lengths: list[int]) -> None:
+def test_no_kind_alone_would_give_a_shorter_total_wait(lengths: list[int]) -> None:
     kinds, jobs = three_kinds()[1:], pool(lengths)
     shared = waits_s(share_out(jobs, kinds, POLICY.batch, offload_max_min, 0.0))
     for kind in kinds:
@@ -68,7 +68,7 @@ def test_nobody_alone_would_have_all_wait_less(lengths: list[int]) -> None:
         assert shared <= waits_s(alone) + 1e-9
 
 
-def test_the_busy_are_given_nothing_and_the_idle_one_batch_with_the_oldest_job() -> None:
+def test_busy_workers_get_nothing_and_an_idle_one_gets_the_batch_with_the_oldest_job() -> None:
     workers = [worker(0, 4000, 1.0), worker(1, 4000, 3.0)]
     tested = Scheduler(make_policy("slice", {"slice_tokens": 16, "memory_reserve": 0.0}), workers)
     lengths = [900, 20, 900, 20, 900, 20, 900, 900, 900, 20]
@@ -79,10 +79,10 @@ def test_the_busy_are_given_nothing_and_the_idle_one_batch_with_the_oldest_job()
     assert min(job.ticket for batch in started for job in batch.jobs) == 0
     assert not any(one.queue for one in workers)
     assert tested.waiting_jobs == len(lengths) - sum(len(batch.jobs) for batch in started) > 0
-    assert tested.tick(100.0) == [], "Gamma is over, and nobody is idle or had better be"
+    assert tested.tick(100.0) == [], "Gamma is over, and no worker that should run is idle"
 
 
-def test_without_eager_all_is_given_to_all_every_gamma() -> None:
+def test_without_eager_all_workers_get_batches_every_gamma() -> None:
     workers = [worker(0, 4000, 1.0), worker(1, 4000, 3.0)]
     tested = Scheduler(
         make_policy("slice", {"slice_tokens": 16, "eager": False, "min_interval_s": 5.0}), workers

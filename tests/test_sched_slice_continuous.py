@@ -1,6 +1,4 @@
-"""SCLS on continuous batching: what is promised, who enters, and who stays, moves or gives way
-after a slice.
-"""
+"""SCLS on continuous batching: promises, admission, and what a job does after its slice."""
 
 import pytest
 
@@ -32,7 +30,7 @@ def residents(scheduler: Scheduler) -> list[list[str]]:
 
 
 def test_admission_counts_a_slice_and_not_the_clients_limit():
-    """Three of 30 + 20 are the capacity of 150; conservatively, one of 30 + 100 would be."""
+    """Three rows of 30 + 20 fill the capacity of 150; with the limit of 100, one row would."""
     scheduler = make(capacity=150)
     for name in "abcd":
         submit(scheduler, name, prompt=30)
@@ -48,7 +46,7 @@ def test_reserve_is_kept_free():
     assert len(batch.jobs) == 2
 
 
-def test_those_who_end_before_a_newcomers_slice_leave_their_room_to_it():
+def test_rows_that_end_before_a_newcomers_slice_leave_their_room_to_it():
     """a holds 50 and has 10 steps left, b enters with 60: the peak is 60 + 70 = 130, not 60 + 80."""
     scheduler = make(capacity=130)
     submit(scheduler, "a", prompt=40, limit=60)
@@ -69,7 +67,7 @@ def test_a_slice_ends_at_the_attempt_that_follows_its_last_token():
     assert batch.steps == 20
 
 
-def test_it_stays_with_its_cache_where_nobody_waits():
+def test_a_job_stays_with_its_cache_if_no_other_waits():
     scheduler = make(workers=2)
     submit(scheduler, "a", prompt=10)
     (first,) = scheduler.tick(0.0)
@@ -87,9 +85,7 @@ def test_requests_go_where_the_least_is_promised_the_longest_first():
 
 
 def crowded(workers: int, margin: float = 0.1) -> Scheduler:
-    """On worker 0 the slices of a and b are over, and c waits; worker 1, if there is one, came back
-    later.
-    """
+    """On worker 0 the slices of a and b are over, and c waits; worker 1, if any, came back later."""
     scheduler = make(workers, capacity=200, margin=margin)
     if workers == 2:
         scheduler.worker_lost(1, 0.0)
@@ -104,7 +100,7 @@ def crowded(workers: int, margin: float = 0.1) -> Scheduler:
     return scheduler
 
 
-def test_where_requests_queue_up_it_goes_to_the_worker_with_more_free_memory():
+def test_when_requests_queue_a_job_moves_to_the_worker_with_more_free_memory():
     scheduler = crowded(workers=2)
     rounds = scheduler.tick(20.0)
     assert residents(scheduler) == [["b", "c"], ["a"]]
@@ -117,8 +113,8 @@ def test_where_requests_queue_up_it_goes_to_the_worker_with_more_free_memory():
     assert (moved.reroutes, moved.evictions, moved.generated) == (1, 0, 20)
 
 
-def test_it_gives_way_where_no_worker_has_more_room():
-    """a has room for another slice, to 120 of 200; b has not with it, and waits behind c."""
+def test_a_job_makes_way_if_no_worker_has_more_room():
+    """a has room for another slice, up to 120 of 200; b then has none, so it waits behind c."""
     scheduler = crowded(workers=1)
     (batch,) = scheduler.tick(20.0)
     assert residents(scheduler) == [["a", "c"]]
@@ -127,18 +123,17 @@ def test_it_gives_way_where_no_worker_has_more_room():
 
 
 @pytest.mark.parametrize(("margin", "moved"), [(0.95, "a"), (0.96, "b")])
-def test_margin_is_what_clearly_more_means(margin, moved):
-    """With a, worker 1 would have 200 - 120 free; worker 0 has 200 - 2 * 120 - 70: 0.95 of the
-    capacity apart.
+def test_margin_decides_how_much_more_free_memory_is_worth_a_move(margin, moved):
+    """With a, worker 1 has 200 - 120 free; worker 0 has 200 - 2 * 120 - 70: 0.95 of 200 less.
 
-    Where a stays, b has no room beside it, gives way, and is dealt anew.
+    If a stays, b has no room beside it, so it makes way and is routed again.
     """
     scheduler = crowded(workers=2, margin=margin)
     scheduler.tick(20.0)
     assert residents(scheduler)[1] == [moved]
 
 
-def test_the_cache_of_one_who_left_is_dropped_by_its_workers_next_round_only():
+def test_a_job_that_left_loses_its_cache_in_its_workers_next_round_only():
     scheduler = crowded(workers=2)
     first, _ = scheduler.tick(20.0)
     scheduler.complete(RoundResult(first.batch_id, 0, 5, ("c",)), 25.0)

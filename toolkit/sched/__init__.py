@@ -1,6 +1,7 @@
-"""The scheduler: a sans-IO state machine and its policies. No clock, no I/O, no framework, no
-randomness of its own.
+"""The scheduler: a sans-IO state machine and its policies.
 
-`types` are the nouns, `protocols` the seams, `scheduler` the machine, `kernels` the compiled
-arithmetic, `policies` one file each. The simulator and the live server drive the very same code.
+It has no clock, does no I/O, uses no framework, and draws random numbers only from a given seed.
+`types` has the data types, `protocols` the interfaces, `scheduler` the state machine, `kernels` the
+compiled arithmetic, and `policies` one file per family of policies. The simulator and the live
+server run the same code.
 """

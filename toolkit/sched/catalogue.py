@@ -1,8 +1,7 @@
-"""What each policy does in a few words, and where it comes from. Imports no policy: a list of names
-must cost nothing.
+"""What each policy does in a few words, and its source.
 
-A test holds the names to the registry, `toolkit.sched.policies.KNOWN`; docs/policies.md has the
-papers' titles.
+This module imports no policy, so that listing names is cheap. A test compares the names with the
+registry, `toolkit.sched.policies.KNOWN`. docs/policies.md has the papers' titles.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PolicySummary:
-    """A policy in one line: what it does, and the paper or the system that describes it."""
+    """A policy in one line: what it does, and the paper or system that describes it."""
 
     does: str
     source: str

@@ -1,9 +1,8 @@
-"""What a scheduler was told and what it decided, as a log; and the replay that holds a fresh
-scheduler to it.
+"""The event log of a scheduler: its inputs and decisions, and a replay that checks them.
 
-The log is a sequence of typed events, one JSON line each. `RecordingScheduler` is a scheduler that writes it;
-the driver decides where the lines go. `replay` makes the same calls on another scheduler and
-compares the decisions.
+The log is a sequence of typed events, one JSON line each. `RecordingScheduler` produces it; the
+driver decides where the lines go. `replay` makes the same calls on another scheduler and compares
+the decisions.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from toolkit.sched.types import (
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """`Moves` by request ids."""
+    """`Moves` with request ids."""
 
     paused: tuple[str, ...] = ()
     resumed: tuple[str, ...] = ()
@@ -52,14 +51,14 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class EventLogHeader(msgspec.Struct, frozen=True, tag="header"):
-    """What the scheduler was made of: enough to make another one, given the same plan."""
+    """The configuration of the scheduler: with the plan, enough to create an equal one."""
 
     policy: str
     parameters: dict[str, bool | int | float | str]
     workers: int
     plan_sha256: str = ""
     seed: int = 0
-    capacity_tokens: int = 0  # where no plan says it, as inside another engine
+    capacity_tokens: int = 0  # set if there is no plan, as inside another engine
     slots: int = 0
 
 
@@ -103,8 +102,8 @@ class WorkerChange(msgspec.Struct, frozen=True, tag="worker"):
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
-    """So many events are missing here, and why: what follows begins in a state that no replay
-    reaches.
+    """So many events are missing at this point, and why. No replay reaches the state that
+    follows.
     """
 
     events: int
@@ -132,12 +131,12 @@ def to_line(event: Event) -> bytes:
 
 
 def lost_line(events: int, reason: str) -> bytes:
-    """`Lost` as a line without its end, for whatever writes the log."""
+    """`Lost` as a line without its end, for the writer of the log."""
     return _encode(Lost(events, reason[:100]))
 
 
 def from_lines(lines: Iterable[bytes]) -> Iterator[Event]:
-    """The events of a log; a torn last line (the process was killed) ends it."""
+    """The events of a log. An incomplete last line, as after a kill, ends it."""
     for line in lines:
         if not line.endswith(b"\n"):
             return
@@ -145,7 +144,7 @@ def from_lines(lines: Iterable[bytes]) -> Iterator[Event]:
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that also reports every call, and every decision, to `sink`."""
+    """A scheduler that also reports every call and every decision to `sink`."""
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class RecordingScheduler(Scheduler):
 
 
 def started(batch: Batch) -> Started:
-    """The decision behind a batch, comparable."""
+    """The decision behind a batch, in a form that can be compared."""
     return Started(
         batch.batch_id,
         batch.worker,
@@ -227,19 +226,21 @@ def _ids(jobs: Iterable[Job]) -> tuple[str, ...]:
 
 
 def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
-    """Make the logged calls on a fresh `scheduler`; yields a line for each decision that differs,
-    none if all agree.
+    """Make the logged calls on a fresh `scheduler` and yield a line for each decision that differs.
 
-    Where the log lost events, a line says so, and the replay ends.
+    At a gap in the log the replay yields a line that says so, and ends.
     """
     for number, event in enumerate(events, start=1):
         match event:
             case Submit(now_s, request, refused):
                 refusal = scheduler.submit(request, now_s)
                 if (refusal.reason if refusal else "") != refused:
-                    yield f"event {number}: {request.request_id} refused: {refusal}, logged: {refused!r}"
+                    yield (
+                        f"event {number}: {request.request_id} refused: {refusal}, "
+                        f"logged: {refused!r}"
+                    )
             case Tick(now_s, logged, interrupts):
-                scheduler.take_interrupts()  # cancellations made them, not this tick
+                scheduler.take_interrupts()  # drop those of cancellations before this tick
                 decided = tuple(started(batch) for batch in scheduler.tick(now_s))
                 if decided != logged:
                     yield f"event {number}: at {now_s} s decided {decided}, logged {logged}"
@@ -256,7 +257,10 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
             case WorkerChange(now_s, worker, alive):
                 (scheduler.worker_ready if alive else scheduler.worker_lost)(worker, now_s)
             case Lost(events_lost, reason):
-                yield f"event {number}: {events_lost} events are missing here ({reason}); replayed up to here"
+                yield (
+                    f"event {number}: {events_lost} events are missing here ({reason}); "
+                    "replayed up to here"
+                )
                 return
             case EventLogHeader():
                 pass

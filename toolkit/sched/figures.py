@@ -1,9 +1,9 @@
-"""Whole numbers that policies keep by worker: worked out anew only where something happened.
+"""Integers that policies keep per worker and recompute only for workers that changed.
 
-A router that asks every worker at every arrival costs more with each worker and each job that
-waits. What it asks for changes only where a round ended, a job came or went. So a `WorkerFigure`
-keeps the answers, the scheduler says which are out of date, and to find the least is one operation
-on an array.
+Without them, a router that looks at every worker at every arrival costs more with each worker and
+each waiting job. But its inputs only change when a round ends or a job comes or goes. So a
+`WorkerFigure` caches the numbers, the scheduler marks stale ones, and finding the least is one
+operation on an array.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from numpy.typing import NDArray
 from toolkit.sched.types import Worker
 
 Numbers = NDArray[np.int64]
-Amount = Callable[
-    [Worker, int], tuple[int, int]
-]  # of a worker and `expected`: the figure, and its rows
-Score = Callable[[Numbers], NDArray[np.float64]]  # of figures
-FEW = 32  # workers of which all are looked at sooner than a heap of them is kept
+# Maps a worker and an expected output length to its figure and the figure's rows.
+Amount = Callable[[Worker, int], tuple[int, int]]
+Score = Callable[[Numbers], NDArray[np.float64]]  # maps figures to scores
+SMALL_FLEET = 32  # workers up to which a look at all of them is faster than a heap
 
 
 class WorkerFigure:
-    """One number per worker, which may depend on `expected`, the length that an output is expected
-    to have.
+    """One number per worker, which may depend on `expected`, the expected length of an output.
 
-    With each token that is expected more, the number rises by at least nothing and at most its
-    `rows`. That bounds from below what was worked out for another length, so that a new length
-    costs only the workers that might be least.
+    If `expected` grows by one token, the number grows by 0 to `rows`. So the number for one length
+    bounds the number for another from below, and a new length requires recomputing only the workers
+    that might be the least.
 
     Args:
-        workers: all of them, numbered from 0.
-        amount: works the number out, and its rows.
+        workers: all workers, numbered from 0.
+        amount: computes the number and its rows.
     """
 
     def __init__(self, workers: Sequence[Worker], amount: Amount) -> None:
@@ -44,13 +42,11 @@ class WorkerFigure:
         count = len(workers)
         self._values = np.zeros(count, dtype=np.int64)
         self._rows = np.zeros(count, dtype=np.int64)
-        self._expected = np.zeros(count, dtype=np.int64)  # what each was worked out for
-        self._changed = set(range(count))  # workers whose number is out of date
+        self._expected = np.zeros(count, dtype=np.int64)  # the length that each was computed for
+        self._changed = set(range(count))  # workers with a stale number
 
     def bounds(self, expected: int = 0) -> Numbers:
-        """The numbers of all workers [n], a copy: worked out for `expected`, or no more than that
-        would be.
-        """
+        """The numbers of all workers [n], a copy: exact for `expected`, or a lower bound."""
         for index in self._changed:
             self._work_out(index, expected)
         self._changed.clear()
@@ -60,10 +56,10 @@ class WorkerFigure:
         return np.subtract(self._values, drop, out=drop)
 
     def least(self, able: Numbers, expected: int, score: Score | None = None) -> int:
-        """Which of the workers `able`, ascending, has the least number; of equals the first.
+        """The first of the workers `able` (ascending) with the least number.
 
-        With `score` the least score: it is given figures of `able` in their order, and rises with
-        each.
+        With `score`, the least score: a function of the figures of `able`, in order, that grows
+        with each.
         """
         figures = self.bounds(expected)
         while True:
@@ -81,9 +77,10 @@ class WorkerFigure:
         bound: Callable[[Numbers, Numbers], Any],
         exact: Callable[[int], float],
     ) -> int:
-        """The same by a score that no figure says: `bound` gives each at most its `exact` score.
+        """The worker in `able` with the least `exact` score, which `bound` bounds from below.
 
-        `bound` is given the figures and the rows of `able`, in their order.
+        `bound` gets the figures and the rows of `able`, in order. `exact` gets a worker's index and
+        is called only for workers that might be the least.
         """
         scores, known = (
             bound(self.bounds(expected)[able], self._rows[able]).astype(np.float64),
@@ -97,16 +94,16 @@ class WorkerFigure:
             scores[k] = exact(int(able[k]))
 
     def write(self, index: int, expected: int, value: int, rows: int) -> None:
-        """What the worker's number will be when the scheduler has heard what was decided."""
+        """Set the worker's number to what it will be once the scheduler has applied a decision."""
         self._values[index], self._rows[index], self._expected[index] = value, rows, expected
 
     def add(self, index: int, tokens: int) -> None:
-        """A job was given to this worker, and will be there when the scheduler has heard of it."""
+        """Count a job that the current decision gives to this worker."""
         self._values[index] += tokens
         self._rows[index] += 1
 
     def forget(self, index: int) -> None:
-        """The worker's number is out of date."""
+        """Mark the worker's number as stale."""
         self._changed.add(index)
 
     def _work_out(self, index: int, expected: int) -> None:
@@ -115,30 +112,32 @@ class WorkerFigure:
 
 
 class Loads:
-    """Workers by `Worker.load_s`, then by how few batches they were given, then by index.
+    """Workers in order of `Worker.load_s`, then of batches assigned, then of index.
 
-    A heap, in which entries that are not true any more stay until they come first.
+    It is a heap in which stale entries stay until they come first.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
-        self.kept: list[tuple[float, int, int]] = []  # the heap; empty until it is asked for
+        self.kept: list[tuple[float, int, int]] = []  # the heap; empty until the first query
 
     def note(self, worker: Worker) -> None:
-        """The worker's load is another one now."""
+        """Record that the worker's load changed."""
         if self.kept:
             heappush(self.kept, (worker.load_s, worker.assigned, worker.index))
 
     def forget(self) -> None:
-        """Any load may be another one now, and any worker lost or back."""
+        """Drop everything: any load may have changed, and workers may have been lost or come
+        back.
+        """
         self.kept.clear()
 
     def least(self, count: int) -> list[tuple[float, int, int]]:
-        """Load, batches and index of the first workers that are alive: at least so many of them,
-        where there are as many.
+        """At least `count` of the least loaded alive workers, or all of them: (load in s, batches,
+        index).
         """
         heap, workers = self.kept, self._workers
-        if len(workers) <= FEW:
+        if len(workers) <= SMALL_FLEET:
             return [
                 (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive
             ]

@@ -1,17 +1,15 @@
-"""What rows take of a worker's memory: the one place that knows whether it is paged or one padded
-slab.
+"""The memory that rows take on a worker: the one place that knows whether it is paged or one slab.
 
-Paged, as in vLLM: every row takes its own tokens, and they add up. A slab, as in BATON and on the
-engine `rebatch`: so many rows x the longest of them. A policy asks its worker for the footprint of
-those who are there, puts into it those who might join, and compares with what there is; it never
-learns which of the two it has. A cache that is paused lies beside the rows with its own tokens, in
-either.
+In paged memory (vLLM), every row takes its own tokens, and they add up. A slab (BATON, and the
+engine `rebatch`) takes the number of rows x the longest row. A policy gets the footprint of a
+worker's residents, adds the jobs that might join, and compares the result with the capacity. It
+never learns which layout it has. A paused cache takes its own tokens beside the rows in both.
 
-Who enters a slab is prefilled first, and that needs room as well. Prefilled apart, its cache lies
-beside the slab until it is embedded; one such cache at a time counts, since the engine prefills
-fewer together where memory is short. Shaped into the batch, all rows are as much longer for one
-pass. What the passes compute with is not counted here: how much of the device is left for caches is
-the memory law's to say.
+A job that enters a slab is prefilled first, which also needs room. If it is prefilled apart
+(`joining` is "embed"), its cache lies beside the slab until it is embedded. Only one such cache
+counts, because the engine prefills fewer together when memory is short. If it is shaped into the
+batch ("shape"), all rows are that much longer for one pass. The working memory of passes is not
+counted here: the memory law says how much of the device is left for caches.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Footprint:
-    """Rows of a paged worker, at first its residents. All in tokens; who enters gets his first
-    token by his prefill.
+    """The memory of rows on a paged worker, in tokens; initially of its residents.
 
-    `rows` is how many there are, `capacity` what they may take, `promised` what the residents and
-    those who enter come to if each generates all that it may.
+    A job that enters gets its first token from its prefill. `rows` is the number of rows,
+    `capacity` the tokens that they may take, and `promised` the tokens of residents and entering
+    jobs if each generates all that it may.
     """
 
     __slots__ = ("_fresh", "_used", "_worker", "capacity", "promised", "rows")
@@ -45,7 +43,7 @@ class Footprint:
         self.look()
 
     def look(self) -> Footprint:
-        """That of the worker's residents as they are now."""
+        """Reset to the worker's residents as they are now."""
         worker = self._worker
         residents = worker.residents
         self.rows = rows = len(residents.jobs)
@@ -59,25 +57,28 @@ class Footprint:
 
     @property
     def taken(self) -> int:
-        """What the rows hold now."""
+        """Tokens that the rows hold now."""
         return self._used
 
     @property
     def needs(self) -> int:
-        """The most that they take until one step is done, the prefill of those who enter included."""
+        """The most tokens taken until one step is done, including the prefill of entering jobs."""
         return self._used + self._fresh + self.rows
 
     def taken_with(self, length: int) -> int:
-        """What the rows would hold, one of `length` more among them, before its first token."""
+        """Tokens that the rows would hold with another of `length` tokens, before its first
+        token.
+        """
         return self._used + length
 
     def promised_with(self, tokens: int) -> int:
-        """What the rows would come to at most, one more that ends with `tokens` among them."""
+        """The most tokens that the rows could reach with another that ends with `tokens`."""
         return self.promised + tokens
 
     def fits(self, length: int, limit: int, *, enters: bool = True, steps: int = 1) -> bool:
-        """Whether one more may enter, or join with its cache: then, `steps` on, all are within
-        `limit`.
+        """Whether one more row fits: after `steps` steps, all rows together take at most `limit`.
+
+        With `enters` the row is prefilled, otherwise it joins with its cache.
         """
         rows = self.rows + 1
         return (
@@ -89,46 +90,48 @@ class Footprint:
         return (limit - self._used - self._fresh) // self.rows
 
     def widest(self, limit: int) -> int:
-        """What the longest that `fits` to enter comes to after its first step; it may be less than
-        any does.
+        """The length after one step of the longest job that `fits`; may be below that of any
+        job.
         """
         return limit - self.needs
 
     def enter(self, job: Job) -> None:
-        """The job will be prefilled."""
+        """Add a job that will be prefilled."""
         self.rows += 1
         self._used += job.length
         self._fresh += self._worker.emits
         self.promised += job.limit_tokens
 
     def join(self, length: int) -> None:
-        """A row of `length` joins with its cache; what it may come to is not counted."""
+        """Add a row of `length` tokens that has its cache. `promised` does not count it."""
         self.rows += 1
         self._used += length
 
     def prefilled(self) -> None:
-        """Those who entered are rows like the others, and have their first tokens."""
+        """The prefills are done: jobs that entered are ordinary rows and have their first
+        tokens.
+        """
         self._used += self._fresh
         self._fresh = 0
 
     def leave(self, job: Job) -> None:
-        """A resident goes, before anybody joins."""
+        """Remove a resident. Call it before any job joins."""
         residents = self._worker.residents
         self.rows -= 1
         self._used -= residents.holds(job)
         self.promised -= job.limit_tokens
 
     def emptied(self) -> Footprint:
-        """The same without a row."""
+        """This footprint without any rows."""
         self.rows = self._used = self._fresh = self.promised = 0
         return self
 
 
 class SlabFootprint(Footprint):
-    """Rows of a padded worker. What each may come to at most is the number of rows x the longest
-    that any may become.
+    """The memory of rows on a padded worker: the number of rows x the longest.
 
-    `joining` of the worker says how those who enter do so.
+    `promised` is the largest prompt + max_new_tokens of a row. The worker's `joining` says how
+    entering jobs join.
     """
 
     __slots__ = ("_entering", "_left", "_lengths", "_longest", "_newcomers", "_promises")
@@ -137,14 +140,14 @@ class SlabFootprint(Footprint):
         residents = self._worker.residents
         self.rows = len(residents.jobs)
         self.capacity = self._worker.capacity_tokens
-        self._longest = residents.longest  # of those whose cache is there
+        self._longest = residents.longest  # over the rows that have a cache
         self.promised = residents.longest_promise
         self._newcomers = len(residents.prefilling)
-        self._entering = _longest_input(
-            residents.prefilling
-        )  # of those who are or will be prefilled
+        # The longest input that is or will be prefilled.
+        self._entering = _longest_input(residents.prefilling)
         self._left: set[Job] = set()
-        self._lengths: list[int] = []  # of the residents, ascending; once one has left
+        # residents' lengths, ascending; filled when the first one leaves
+        self._lengths: list[int] = []
         self._promises: list[int] = []
         return self
 
@@ -218,13 +221,15 @@ class SlabFootprint(Footprint):
         return self
 
     def _shapes(self, rows: int, newcomers: int) -> bool:
-        """Whether the newcomers are prefilled in a step of the others: where nobody runs, there is
-        none.
+        """Whether newcomers are prefilled within a step of other rows, for which there must be
+        others.
         """
         return self._worker.joining == "shape" and rows > newcomers
 
     def _width(self, rows: int, newcomers: int, longest: int, entering: int) -> int:
-        """Of the slab before its first step; where the prefill is one, it gives no token before."""
+        """The slab's width before its first step. A prefill that is itself a step gives no token
+        before it.
+        """
         if not newcomers:
             return longest
         return max(longest, entering + (0 if self._shapes(rows, newcomers) else self._worker.emits))
@@ -232,7 +237,7 @@ class SlabFootprint(Footprint):
     def _sizes(
         self, rows: int, newcomers: int, longest: int, entering: int, steps: int
     ) -> tuple[int, int]:
-        """Of the slab after so many steps; and the most that there is while those who enter are
+        """Tokens of the slab after `steps` steps, and the most tokens while entering jobs are
         prefilled.
         """
         width = self._width(rows, newcomers, longest, entering)
@@ -249,21 +254,21 @@ def _longest_input(jobs: Iterable[Job]) -> int:
 
 
 def _without(ascending: list[int], value: int) -> int:
-    """Take one of this value out; the largest that is left, or 0."""
+    """Remove one `value` from the list. Returns the largest that is left, or 0."""
     del ascending[bisect_left(ascending, value)]
     return ascending[-1] if ascending else 0
 
 
 def footprint(worker: Worker) -> Footprint:
-    """That of the worker's residents."""
+    """A new footprint of the worker's residents."""
     return Footprint(worker) if worker.joining is None else SlabFootprint(worker)
 
 
 def look(worker: Worker) -> Footprint:
-    """As `footprint`, but one object per worker, which is valid until the next look at it.
+    """The footprint of the worker's residents in one object per worker, valid until the next call.
 
-    For decisions that are made at every round and keep none: making an object costs as much as the
-    whole comparison.
+    For decisions that are made every round and keep no footprint: creating an object costs as much
+    as the whole comparison.
     """
     if worker.there is None:
         worker.there = footprint(worker)
@@ -272,29 +277,30 @@ def look(worker: Worker) -> Footprint:
 
 
 def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], *, padded: bool) -> int:
-    """The most that rows will ever take together: M* of Past-Future, Eq. 2-4, and the same of a
-    slab.
+    """The most tokens that the rows will ever take together: M* of Past-Future, Eq. 2-4, or a
+    slab's.
 
     Args:
-        used: [n], the tokens that each holds now.
-        remaining: [n], the tokens that each will still generate.
-        padded: whether they are one slab.
+        used: [n], the tokens that each row holds now.
+        remaining: [n], the tokens that each row will still generate.
+        padded: whether the rows are one slab.
     """
     return int(padded_peak(used, remaining) if padded else future_peak(used, remaining))
 
 
-# The longest request that a worker's memory holds: what no limit of a request may pass.
+# The longest request that fits a worker's memory, which bounds the limits of requests.
 
 
 def longest(memory: MemoryLaw, continuous: bool) -> int:
-    """Prompt + output, in tokens, of a request alone on the worker: in rounds (`continuous`), or in
-    a static batch.
+    """Prompt + output, in tokens, of the longest request that fits alone on the worker.
+
+    In rounds (`continuous`) that is the whole capacity, in a static batch what the memory law says.
     """
     return memory.usable_tokens if continuous else _longest_alone(memory)
 
 
 def _longest_alone(memory: MemoryLaw) -> int:
-    """By bisection, the law being monotone."""
+    """By bisection, because the law is monotone."""
 
     def fits(length: int) -> bool:
         return bool(memory.max_batch(np.array([length]), 0, 0.0)[0] >= 1)

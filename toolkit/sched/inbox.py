@@ -1,7 +1,7 @@
-"""The jobs that wait at a worker, in their order, and how many tokens they bring.
+"""The jobs that wait at one worker, in the order in which they are served.
 
-The more urgent come first: a smaller `Request.priority`. Of equals who came first, and before them
-who was evicted.
+`Inbox` orders jobs by urgency (a smaller `Request.priority` first), evicted jobs before others of
+the same urgency, and then by arrival. `RankedInbox` also keeps them sorted by a policy's standing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from toolkit.sched.types import Job
 
 _append, _popleft = deque.append, deque.popleft
-# jobs that come forward together: few enough to be put back at no cost, enough for an attempt to
-# admit
+# Deferred jobs that come forward together: few enough to defer again cheaply, and enough for one
+# attempt to admit.
 RECALLED = 64
 
 
 class Inbox(deque["Job"]):
-    """A queue of jobs that keeps `tokens`, the sum of their inputs' lengths: nobody has to walk a
-    long backlog for it.
+    """A queue of jobs that keeps `tokens`, the sum of their input lengths.
 
-    Jobs are taken from near the front, where taking one costs its position. A policy may put some
-    `behind` all others, in the order of urgency and tickets; they come forward when nobody else
-    waits. The deque itself is who waits before them.
+    The sum is kept so that no caller has to walk a long backlog. Taking a job costs its position,
+    so policies take jobs near the front. A policy may defer jobs: they wait in `behind`, ordered by
+    urgency and ticket, and come forward when no other job waits. The deque itself holds the jobs
+    that are not deferred.
     """
 
     __slots__ = ("_longest", "behind", "returned", "tokens")
@@ -36,12 +36,12 @@ class Inbox(deque["Job"]):
         super().__init__()
         self.tokens = 0
         self.behind: deque[Job] = deque()
-        self.returned: dict[Job, None] = {}  # those that have generated something before
-        self._longest: int | None = None  # of the others; None: to be looked for
+        self.returned: dict[Job, None] = {}  # jobs that have generated tokens before
+        self._longest: int | None = None  # of the others; None: to be computed
 
     @property
     def longest_new(self) -> int:
-        """The longest input of those that have generated nothing yet; 0 where there is none."""
+        """The longest input of the jobs that have generated nothing yet; 0 if there are none."""
         if self._longest is None:
             self._longest = max(
                 [job.length for job in self.everybody() if not job.generated], default=0
@@ -50,26 +50,28 @@ class Inbox(deque["Job"]):
 
     @property
     def waiting(self) -> int:
-        """How many wait, those behind too."""
+        """The number of jobs, deferred ones included."""
         return len(self) + len(self.behind)
 
     def emptied(self) -> Inbox:
-        """An empty one of the same kind."""
+        """An empty inbox of the same kind."""
         return Inbox()
 
     def after(self, count: int) -> Job:
-        """Who comes first when `count` of those before have been taken; some must be left."""
+        """The job that is first once `count` of the jobs that are not deferred were taken; one must
+        be left.
+        """
         return self[count] if count < len(self) else self.behind[0]
 
     def everybody(self) -> Iterator[Job]:
-        """All who wait, those behind last."""
+        """All jobs, deferred ones last."""
         return chain(self, self.behind)
 
     def __contains__(self, job: object) -> bool:
         return super().__contains__(job) or job in self.behind
 
     def append(self, job: Job) -> None:
-        """Behind all that are as urgent."""
+        """Add a job behind all that are as urgent."""
         if not self or self[-1].priority <= job.priority:
             _append(self, job)
         else:
@@ -77,7 +79,7 @@ class Inbox(deque["Job"]):
         self._came(job)
 
     def appendleft(self, job: Job) -> None:
-        """Before all that are as urgent."""
+        """Add a job before all that are as urgent."""
         self._place(job, last=False)
         self._came(job)
 
@@ -97,13 +99,13 @@ class Inbox(deque["Job"]):
         self._recall()
 
     def defer(self, job: Job) -> None:
-        """Put a job behind the others."""
+        """Move a job behind all others."""
         super().remove(job)
         insort(self.behind, job, key=_turn)
         self._recall()
 
     def advance(self, job: Job) -> None:
-        """Put a job that is behind the others before those who are as urgent."""
+        """Move a deferred job before those that are as urgent."""
         self.behind.remove(job)
         self._place(job, last=False)
 
@@ -122,7 +124,7 @@ class Inbox(deque["Job"]):
             self._longest = None
 
     def _place(self, job: Job, *, last: bool) -> None:
-        """Among those who do not wait behind, as the last or the first of its own urgency."""
+        """Insert among the jobs that are not deferred, as the last or the first of its urgency."""
         priority = job.priority
         if last and (not self or self[-1].priority <= priority):
             super().append(job)
@@ -144,24 +146,23 @@ def _turn(job: Job) -> tuple[int, int]:
     return job.priority, job.ticket
 
 
-# An inbox that is kept in the order of a policy's ranks, so that nobody has to sort a backlog to
-# see its head.
+# The ranked inbox keeps its order as jobs come and go, so that no scheduling point sorts a backlog.
 #
-# What a job's rank hangs on does not change while it waits: only how long it has waited does, and
-# that is a matter of one more order. So three sorted lists say all that a scheduling point asks;
-# keeping them costs O(log n) comparisons per job that comes or goes.
+# While a job waits, only its waiting time changes; its standing does not. So three sorted lists (by
+# standing, by age, by length) answer every question of a scheduling point, at O(log n) comparisons
+# per job that comes or goes.
 
-LAST = 1 << 62  # more than any ticket
+LAST = 1 << 62  # larger than any ticket
 
 
 class RankedInbox(Inbox):
-    """An `Inbox` that also knows its jobs by standing, by how long they have waited, and by length.
+    """An `Inbox` that also keeps its jobs sorted by standing, by waiting time and by length.
 
-    The deque itself is in the order in which they came: how urgent they are is a matter of their
-    standing.
+    The deque itself is in order of arrival; priorities are a part of the standing.
 
     Args:
-        standing: of a job and what it has generated, less is served first; equals go by their tickets. It is kept.
+        standing: maps a job and its generated tokens to its standing, which must not change while
+            the job waits. Less is served first; equal standings are served by ticket.
     """
 
     __slots__ = ("_by_age", "_by_length", "_by_standing", "_starved", "standing")
@@ -172,13 +173,12 @@ class RankedInbox(Inbox):
         self._by_standing: list[tuple[float, int, Job]] = []
         self._by_age: list[tuple[float, int, float, Job]] = []  # waiting since, ticket, standing
         self._by_length: list[int] = []
-        self._starved: list[
-            tuple[float, int]
-        ] = []  # standing, ticket: of the first so many of `_by_age`
+        # (standing, ticket) of the first jobs of `_by_age`, which starve.
+        self._starved: list[tuple[float, int]] = []
 
     @property
     def shortest(self) -> int:
-        """The length in tokens of the shortest job; some must wait."""
+        """The length in tokens of the shortest job; the inbox must not be empty."""
         return self._by_length[0]
 
     def emptied(self) -> RankedInbox:
@@ -192,14 +192,16 @@ class RankedInbox(Inbox):
         (deque.append if last else deque.appendleft)(self, job)
 
     def starving(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
-        """Who has waited for `patience_s` or more, and how long, the longest first."""
+        """Jobs that have waited for at least `patience_s`, each with its waiting time, the longest
+        first.
+        """
         for since_s, _, _, job in self._by_age:
             if now_s - since_s < patience_s:
                 return
             yield now_s - since_s, job
 
     def others(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
-        """Those that have not, and their standing, the least first."""
+        """Jobs that have waited for less, each with its standing, the least first."""
         left = len(self._by_age) - self._starving(now_s, patience_s)
         for standing, _, job in self._by_standing:
             if not left:
@@ -209,8 +211,8 @@ class RankedInbox(Inbox):
                 yield standing, job
 
     def next_wait_s(self, now_s: float, patience_s: float, besides: Collection[Job]) -> float:
-        """How long that one has waited who will be the next to starve, of those not in `besides`;
-        -1: there is none.
+        """The waiting time of the job not in `besides` that will starve next; -1 if there is
+        none.
         """
         by_age = self._by_age
         for k in range(self._starving(now_s, patience_s), len(by_age)):
@@ -219,11 +221,15 @@ class RankedInbox(Inbox):
         return -1.0
 
     def starving_before(self, now_s: float, waited_s: float, ticket: int) -> int:
-        """How many have waited for longer than `waited_s`, or as long with an earlier ticket."""
+        """How many jobs have waited longer than `waited_s`, or as long with an earlier ticket."""
         return bisect_left(self._by_age, (now_s - waited_s, ticket))
 
     def standings(self, now_s: float, patience_s: float) -> tuple[int, list[float], list[int]]:
-        """How many starve; the standings of all jobs, ascending, and of how many others each is."""
+        """The number of starving jobs, the distinct standings in ascending order, and counts per
+        standing.
+
+        A count has the jobs of that standing that do not starve.
+        """
         starving = self._count_starved(now_s, patience_s)
         by_standing, starved = self._by_standing, self._starved
         values: list[float] = []
@@ -241,8 +247,9 @@ class RankedInbox(Inbox):
         return starving, values, counts
 
     def equals_before(self, standing: float, ticket: int) -> int:
-        """How many of this standing have an earlier ticket and did not starve when `standings` was
-        asked last.
+        """How many jobs of this standing have an earlier ticket and do not starve.
+
+        Starving is judged as of the last call of `standings`.
         """
         by_standing, starved = self._by_standing, self._starved
         here, first = (standing, ticket), (standing, -1)
@@ -250,7 +257,7 @@ class RankedInbox(Inbox):
         return ahead - (bisect_left(starved, here) - bisect_left(starved, first))
 
     def _count_starved(self, now_s: float, patience_s: float) -> int:
-        """How many starve, which are then in `_starved`: time goes on, and they are the first of
+        """The number of starving jobs. Brings `_starved` up to date: the starving are the first of
         `_by_age`.
         """
         by_age, starved = self._by_age, self._starved

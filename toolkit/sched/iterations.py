@@ -1,8 +1,7 @@
-"""The iteration log of a paged engine: a line for each of its forward passes, who was in it, and
-how long it took.
+"""The iteration log of a paged engine: one line per forward pass, with its rows and its duration.
 
-Written inside the engine (`toolkit.backends.vllm.iterations`), read by whoever profiles it or holds
-the simulator to it. Lengths and times only: no text and no tokens.
+It is written inside the engine (`toolkit.backends.vllm.iterations`) and read by the profiler and by
+checks of the simulator. It has lengths and times only: no text and no tokens.
 """
 
 from __future__ import annotations
@@ -25,19 +24,17 @@ class LoggedRow(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether it is one step behind the prompt. The last token of a cache that is made anew is
-        none.
-        """
+        """Whether the row decodes. Recomputing the last token of a dropped cache does not count."""
         return self.new == 1 and self.computed >= self.prompt_tokens
 
 
 class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine resolved: its limits, its cache, and what it runs."""
+    """The engine's resolved settings: its limits, its cache and its model."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     block_tokens: int
-    blocks: int  # that requests can have: vLLM never gives out one of `num_gpu_blocks`
+    blocks: int  # usable by requests: vLLM never gives out one of `num_gpu_blocks`
     enable_chunked_prefill: bool
     prefix_caching: bool
     async_scheduling: bool
@@ -52,11 +49,12 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward pass. Seconds are of the machine's monotonic clock, which its processes share.
+    """One forward pass. Times are seconds of the machine's monotonic clock, shared by its
+    processes.
 
-    `start_s` is when the engine asked its scheduler for the pass, `end_s` when it had taken the
-    tokens in. With async scheduling passes overlap: a pass begins when it was asked for, and not
-    before the one before it has ended.
+    `start_s` is when the engine asked its scheduler for the pass, `end_s` when it had processed the
+    tokens. With async scheduling passes overlap: a pass begins when it was requested, but not
+    before the previous one ended.
     """
 
     step: int
@@ -79,10 +77,18 @@ def to_line(what: IterationLogHeader | LoggedPass) -> bytes:
 
 
 def header_of(line: bytes) -> IterationLogHeader:
-    """The log's first line. Raises `msgspec.DecodeError` for anything else."""
+    """The log's first line.
+
+    Raises:
+        msgspec.DecodeError: it is anything else.
+    """
     return _HEADER.decode(line)
 
 
 def passes_of(lines: Iterable[bytes]) -> list[LoggedPass]:
-    """The lines behind the first. Raises `msgspec.DecodeError` for anything else."""
+    """The lines after the first.
+
+    Raises:
+        msgspec.DecodeError: a line is anything else.
+    """
     return [_PASS.decode(line) for line in lines]

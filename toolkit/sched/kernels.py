@@ -1,4 +1,8 @@
-"""The hot arithmetic of the policies, compiled with numba. Plain arrays in, plain arrays out."""
+"""The hot arithmetic of the policies, compiled with numba: plain arrays in, plain arrays out.
+
+In order: batching of SCLS, the sorted history and peak memory of Past-Future, the ends of slices,
+and Past-Future's admission with sampled or known lengths.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +36,14 @@ def split_by_serving_time(
 
     Args:
         input_lengths: [n], ascending.
-        max_batch: [n], the largest batch whose longest input is the i-th; a batch of one is always allowed.
-        table: [3, >= max(max_batch) + 1], T_serve(N, L) = table[0, N] + table[1, N] * L + table[2, N] * L^2.
+        max_batch: [n], the largest batch with the i-th input as its longest; one row is always
+            allowed.
+        table: [3, >= max(max_batch) + 1], T_serve(N, L) = table[0, N] + table[1, N] * L + table[2,
+            N] * L^2.
 
     Returns:
-        `starts` [n + 1]: the optimal last batch of the first i requests begins at starts[i]; and `total_s` [n + 1], the
-        least total serving time of the first i requests, in seconds.
+        `starts` [n + 1]: the optimal last batch of the first i requests begins at starts[i].
+        `total_s` [n + 1]: the least total serving time of the first i requests, in seconds.
     """
     n = len(input_lengths)
     total_s = np.zeros(n + 1)
@@ -62,10 +68,11 @@ def split_by_serving_time(
 
 @njit
 def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.int64]) -> int:
-    """In `values`, whose first `count` ascend, for each row of `changes` [m, 2] take one value out
-    and put one in.
+    """For each row (out, in) of `changes` [m, 2], remove one value from `values` and insert the
+    other.
 
-    A value of -1 takes nothing out. Returns the new count.
+    The first `count` of `values` ascend, before and after. An out of -1 removes nothing. Returns
+    the new count.
     """
     for c in range(len(changes)):
         gone, new = changes[c, 0], changes[c, 1]
@@ -86,15 +93,15 @@ def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.in
 
 @njit
 def future_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-    """The most memory that these requests will ever hold together, in tokens: M* of Past-Future,
-    Eq. 2-4.
+    """The most tokens that these requests will ever hold together: M* of Past-Future, Eq. 2-4.
 
     Args:
         used: [n], the tokens that each holds now.
         remaining: [n], the tokens that each will still generate.
 
     Returns:
-        max over i of sum(used of the i requests with most remaining) + i * (the i-th most remaining); 0 for none.
+        The maximum over i of sum(used of the i requests with most remaining) + i * (the i-th most
+            remaining); 0 if n is 0.
     """
     order = np.argsort(remaining)
     held, peak, n = 0, 0, len(used)
@@ -107,8 +114,8 @@ def future_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
 
 @njit
 def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-    """`future_peak` where all rows are one slab: the most that rows x the longest of those still
-    there will come to.
+    """`future_peak` of a slab: the largest that rows x the longest row still present will
+    become.
     """
     order = np.argsort(remaining)
     longest, peak, n = 0, 0, len(used)
@@ -123,13 +130,13 @@ def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
 def slices_left(
     joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int
 ) -> NDArray[np.int64]:
-    """Decode steps until each resident's slice is over; a whole period where it is over just now.
+    """Decode steps until each resident's slice ends [n]; a whole period if it ends just now.
 
     Args:
         joined: [n], the steps at which the residents joined.
         steps: the worker's steps so far.
-        first, period: steps of a resident's first slice, which is rounded up to end at a multiple of `interval`; and of
-            all others.
+        first, period: steps of a resident's first slice, which is rounded up to end at a multiple
+            of `interval`, and of all later slices.
     """
     left = np.empty(len(joined), dtype=np.int64)
     for i in range(len(joined)):
@@ -142,7 +149,7 @@ def slices_left(
 def nearest_end(
     joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int
 ) -> int:
-    """The least of `slices_left`, of at least one resident."""
+    """The minimum of `slices_left`, for at least one resident."""
     nearest = 1 << 62
     for i in range(len(joined)):
         end = -(-(joined[i] + first) // interval) * interval
@@ -163,7 +170,7 @@ def all_left(joined: NDArray[np.int64], steps: int, first: int, period: int, int
 
 @njit
 def ends_now(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> bool:
-    """Whether any resident's slice is over just now; arguments as of `slices_left`."""
+    """Whether any resident's slice ends just now; arguments as for `slices_left`."""
     for i in range(len(joined)):
         end = -(-(joined[i] + first) // interval) * interval
         if steps >= end and (steps - end) % period == 0:
@@ -184,18 +191,17 @@ def _uniform(state: NDArray[np.uint64]) -> float:
 
 @njit
 def _sampled_length(history: NDArray[np.int64], generated: int, limit: int, u: float) -> int:
-    """A final length for one that generated so much: from the history's longer ones, interpolated
-    between them.
+    """Sample the final length of a request that generated so much, given that it will be longer.
 
-    The points are [generated] + the longer lengths + [the limit, or the longest if that is more]; u
-    in [0, 1) goes from the first to the last. At most the limit, and just that while there is no
-    history.
+    The support points are [generated] + the longer lengths of the history + [the limit, or the
+    longest length if that is more]. u in [0, 1) moves from the first point to the last, with linear
+    interpolation. The result is at most `limit`, and exactly `limit` if the history is empty.
     """
     count = len(history)
     if count == 0:
         return limit
     low, span = 0, count
-    while span > 0:  # the first that is longer, without a branch to mispredict
+    while span > 0:  # binary search for the first longer length, without a branch to mispredict
         half = span >> 1
         beyond = history[low + half] <= generated
         low += (half + 1) * beyond
@@ -211,10 +217,9 @@ def _sampled_length(history: NDArray[np.int64], generated: int, limit: int, u: f
 
 @njit
 def _insert_and_peak(keys: NDArray[np.int64], n: int, key: int, padded: bool) -> int:
-    """Put `key` into the first n of `keys`, which descend; the peak of all n + 1. A key is
-    remaining << 32 | used.
+    """Insert `key` into the first n of `keys`, which descend, and return the peak of all n + 1.
 
-    The peak is that of `padded_peak` or `future_peak`.
+    A key is remaining << 32 | used. The peak is that of `padded_peak` or `future_peak`.
     """
     at = n
     while at > 0 and keys[at - 1] < key:
@@ -244,17 +249,20 @@ def admit_past_future(
     seed: int,
     padded: bool = False,
 ) -> int:
-    """How many of those who wait Past-Future admits (its Algorithm 1): while the predicted peak
-    stays below a limit.
+    """How many waiting requests Past-Future admits (its Algorithm 1).
+
+    Requests are admitted in order while the predicted peak stays below the limit.
 
     Args:
-        table: [3, n], the residents' lengths, generated tokens (both before `steps` more) and limits.
-        waiting: [3, m], the same of those who wait, in order.
-        history: [w], lengths of requests that ended, ascending.
+        table: [3, n], the residents' lengths and generated tokens (both before `steps` more), and
+            limits.
+        steps: to add to the first two rows of `table`.
+        waiting: [3, m], the same of the waiting requests, in order, with nothing to add.
+        history: [w], output lengths of requests that ended, ascending.
         limit_tokens: the peak must stay below it.
         samples: sets of sampled lengths; the highest of their peaks counts.
         seed: of the samples.
-        padded: whether memory is rows x the longest of them.
+        padded: whether memory is rows x the longest row.
     """
     n: int = table.shape[1]
     m: int = waiting.shape[1]
@@ -290,7 +298,7 @@ def admit_knowing(
     limit_tokens: float,
     padded: bool = False,
 ) -> int:
-    """As `admit_past_future` where all lengths are known: `waiting` is [2, m], used and remaining."""
+    """`admit_past_future` with known lengths: `waiting` [2, m] has used and remaining tokens."""
     n = len(used)
     m: int = waiting.shape[1]
     keys = np.empty(n + m, dtype=np.int64)

@@ -1,8 +1,12 @@
-"""The jobs that wait and are in no batch: in the pool, in the inbox of a worker, or stranded.
+"""Waiting jobs that are in no batch: in the pool, in a worker's inbox, or stranded.
 
-A new job, and one that goes on after its batch, draws a ticket and is in the pool. A policy that
-routes has it moved to a worker's inbox, and any policy has it taken from either into a batch.
-Rounds put who was evicted back into its worker's inbox themselves (`toolkit.sched.rounds`).
+A new job, and a job that continues after its batch, gets a ticket and enters the pool. A policy
+that routes moves it to a worker's inbox; every policy takes jobs from either into a batch. Rounds
+put evicted jobs back into their worker's inbox themselves (`toolkit.sched.rounds`).
+
+A stranded job fits only workers that are lost, in a fleet of several kinds. A lost worker is
+started again, so the job waits, as all jobs do if the only worker is lost. The wait is bounded, so
+that a kind of worker that does not come back does not keep clients waiting for ever.
 """
 
 from __future__ import annotations
@@ -12,44 +16,39 @@ from collections.abc import Iterable, Sequence
 
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 
-# Who waits for a worker that is lost, in a fleet of several kinds: its memory held them, and
-# nobody else's does.
-#
-# A lost worker is started again, and so a request that only it can hold waits, as all do where
-# the only worker is lost. But not for ever: a kind that does not come back must not keep clients
-# waiting for it.
-
-RETURN_S = 300.0  # that a lost worker is waited for: a large model's weights are read in less
+# Seconds that jobs wait for a lost worker; loading the weights of a large model takes less.
+RETURN_S = 300.0
 
 
 class Unplaceable:
-    """Jobs that no worker alive holds, in the order of their tickets; of one scheduler, whose pool
-    has the others.
+    """The stranded jobs of one scheduler, which no alive worker holds, in order of their tickets.
 
-    Those of a batch that was lost with its worker are in that worker's queue instead: they run
-    there alone.
+    Jobs of a batch that was lost with its worker wait in that worker's queue instead, where each
+    will run alone.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.jobs: list[Job] = []
-        self.limit = NO_LIMIT  # the longest prompt + output that some worker alive holds, in tokens
+        self.limit = NO_LIMIT  # the longest prompt + output in tokens that an alive worker holds
         self._workers = workers
         self._lost_s = -math.inf
 
     @property
     def wake_at_s(self) -> float:
-        """When those who wait are given up; infinity: nobody waits."""
+        """When the stranded jobs are given up; infinity if there are none."""
         if self.jobs or any(worker.queue and not worker.alive for worker in self._workers):
             return self._lost_s + RETURN_S
         return math.inf
 
     def lost(self, now_s: float) -> None:
-        """A worker is lost, so the wait begins anew."""
+        """A worker was lost, so the wait starts again."""
         self._lost_s = now_s
 
     def divide(self, pool: list[Job]) -> None:
-        """Workers were lost or came back: whom somebody alive holds is in the pool, nobody else;
-        with nobody, all.
+        """Divide the jobs again after workers were lost or came back.
+
+        Jobs that an alive worker holds go to the pool, the others are stranded. If no worker is
+        alive, all go to the pool.
         """
         self.limit = max(
             (worker.longest for worker in self._workers if worker.alive), default=NO_LIMIT
@@ -59,7 +58,7 @@ class Unplaceable:
         self.jobs = [job for job in everybody if job.limit_tokens > self.limit]
 
     def given_up(self, now_s: float) -> list[Job]:
-        """Takes out those who waited too long."""
+        """Remove and return the jobs that waited too long."""
         if now_s < self.wake_at_s:
             return []
         found, self.jobs = self.jobs, []
@@ -72,11 +71,10 @@ class Unplaceable:
 
 
 class WaitingPool:
-    """Who waits at a scheduler with these workers. `Job.ticket` and `home`, and `Worker.inbox`, are
-    written here.
+    """The jobs that wait at a scheduler. It writes `Job.ticket`, `Job.home` and `Worker.inbox`.
 
-    `jobs` are those in the pool, oldest ticket first: one list for good, which policies see in
-    `View.pool`.
+    `jobs` are those in the pool, oldest ticket first. The list object never changes: policies see
+    it as `View.pool`.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
@@ -87,7 +85,7 @@ class WaitingPool:
 
     @property
     def waiting(self) -> int:
-        """How many wait, here, at workers, and for lost ones."""
+        """The number of waiting jobs: pooled, in inboxes, and stranded."""
         return (
             len(self.jobs)
             + len(self._stranded.jobs)
@@ -96,11 +94,11 @@ class WaitingPool:
 
     @property
     def wake_at_s(self) -> float:
-        """When those who wait for a lost worker are given up; infinity: nobody does."""
+        """When the stranded jobs are given up; infinity if there are none."""
         return self._stranded.wake_at_s
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Behind all others, with new tickets; who fits no worker alive is stranded."""
+        """Append jobs to the pool with new tickets. Jobs that fit no alive worker are stranded."""
         stranded = self._stranded
         for job in jobs:
             job.ticket = self._tickets
@@ -109,8 +107,8 @@ class WaitingPool:
             (self.jobs if job.limit_tokens <= stranded.limit else stranded.jobs).append(job)
 
     def route(self, homes: Sequence[int]) -> list[Worker]:
-        """The whole pool goes to workers' inboxes, each job to the worker at its place in `homes`;
-        these.
+        """Move each pooled job to the inbox of the worker at its place in `homes`. Returns these
+        workers.
         """
         workers = self._workers
         found: list[Worker] = []
@@ -123,14 +121,16 @@ class WaitingPool:
         return found
 
     def reorder(self, behind: Iterable[Job], first: Iterable[Job]) -> None:
-        """In their inboxes: put these `behind` all others, those before who are as urgent."""
+        """In their inboxes, defer the jobs in `behind`, and move those in `first` before equally
+        urgent ones.
+        """
         for job in behind:
             self._workers[job.home].inbox.defer(job)
         for job in first:
             self._workers[job.home].inbox.advance(job)
 
     def take(self, batches: Sequence[Batch]) -> None:
-        """The batches' jobs leave the pool and the inboxes."""
+        """Remove the batches' jobs from the pool and the inboxes."""
         pooled = 0
         for batch in batches:
             for job in batch.jobs:
@@ -151,7 +151,7 @@ class WaitingPool:
             self.jobs[:] = [job for job in self.jobs if job.ticket not in taken]
 
     def remove(self, job: Job) -> bool:
-        """The job does not wait any more; False where it did not."""
+        """Remove a waiting job; False if it does not wait."""
         waiting = self._workers[job.home].inbox if job.home >= 0 else self.jobs
         if job in self._stranded.jobs:
             waiting = self._stranded.jobs
@@ -161,19 +161,19 @@ class WaitingPool:
         return True
 
     def take_back(self, lost: Worker) -> None:
-        """Who waits in the inbox of a worker that is lost."""
+        """Return the jobs in a lost worker's inbox to the pool."""
         inbox, lost.inbox = lost.inbox, lost.inbox.emptied()
         self.add(inbox.everybody())
 
     def worker_lost(self, now_s: float) -> None:
-        """Of workers of several kinds: who fitted that one only is stranded from now on."""
+        """In a fleet of several kinds: strand the jobs that fit only the lost worker."""
         self._stranded.lost(now_s)
         self._stranded.divide(self.jobs)
 
     def worker_ready(self) -> None:
-        """Of workers of several kinds: who was stranded for that one is in the pool again."""
+        """In a fleet of several kinds: return the jobs that the worker holds to the pool."""
         self._stranded.divide(self.jobs)
 
     def given_up(self, now_s: float) -> list[Job]:
-        """Takes out those who were stranded too long."""
+        """Remove and return the jobs that were stranded too long."""
         return self._stranded.given_up(now_s)

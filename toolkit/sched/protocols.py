@@ -1,4 +1,9 @@
-"""The seams of the scheduler: what it needs of a policy, of a latency law and of a memory law."""
+"""The interfaces of the scheduler: policies, latency laws, memory laws and swap laws.
+
+In order: the history of output lengths, `View` and `Decision` (what passes between the scheduler
+and a policy), the laws, and the policy with its optional capabilities (`UsesHistory`,
+`Reschedules`, `Ranks`, `Reorders`, `Oracle`).
+"""
 
 from __future__ import annotations
 
@@ -14,34 +19,33 @@ from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
 from toolkit.sched.types import Batch, Job, Worker
 
-# Output lengths of the requests that ended last: what Past-Future takes the future from (its
-# section 3.2).
+# The history of output lengths, from which Past-Future predicts (its section 3.2).
 
 
 class LengthHistory:
-    """The last `window` lengths, in order of completion; and sorted, which costs nothing until it
-    is asked for.
+    """The output lengths of the last `window` finished requests.
+
+    It keeps them in order of completion, and sorted once `ascending` was called.
 
     Args:
-        window: how many are remembered.
-        start: lengths to begin with, until real ones push them out.
+        window: how many lengths are kept.
+        start: initial lengths, which real ones replace.
     """
 
     def __init__(self, window: int, start: Iterable[int] = ()) -> None:
         self.recent: deque[int] = deque(start, maxlen=window)
         self._sorted: NDArray[np.int64] | None = None
-        self._count = 0  # how many are in _sorted
+        self._count = 0  # how many lengths `_sorted` holds
         self._sum = sum(self.recent)
-        self._pending: list[
-            tuple[int, int]
-        ] = []  # (length that left or -1, length that came), not yet in _sorted
+        # (removed length or -1, added length) pairs that `_sorted` does not have yet.
+        self._pending: list[tuple[int, int]] = []
 
     def add(self, length: int) -> None:
-        """A request ended after `length` tokens."""
+        """Record the output length of a request that ended."""
         recent, pending = self.recent, self._pending
         if self._sorted is not None:
             pending.append((recent[0] if len(recent) == recent.maxlen else -1, length))
-            if len(pending) == recent.maxlen:  # all that was sorted is gone
+            if len(pending) == recent.maxlen:  # every sorted length was replaced
                 self._sorted = None
                 pending.clear()
         if len(recent) == recent.maxlen:
@@ -50,11 +54,11 @@ class LengthHistory:
         recent.append(length)
 
     def mean(self) -> int:
-        """The mean length, rounded down; 1 where nothing is remembered."""
+        """The mean length, rounded down; 1 if the history is empty."""
         return int(self._sum / len(self.recent)) if self.recent else 1
 
     def ascending(self) -> NDArray[np.int64]:
-        """All remembered lengths, sorted: a view that is valid until the next `add`."""
+        """All lengths, sorted: a view that is valid until the next `add`."""
         if self._sorted is None:
             self._sorted = np.zeros(self.recent.maxlen or 0, dtype=np.int64)
             self._count = len(self.recent)
@@ -65,46 +69,45 @@ class LengthHistory:
         return self._sorted[: self._count]
 
 
-# What passes between the scheduler and a policy: the policy looks at a `View` and answers with a
+# The exchange between the scheduler and a policy: the policy reads a `View` and returns a
 # `Decision`.
 
 
 @dataclass(slots=True)
 class View:
-    """What a policy may look at. The lists are the scheduler's own, live: read them, never write.
+    """What a policy may read. The lists are the scheduler's own and change with it: never write to
+    them.
 
-    Workers that something happened to since the last plan are `due`: a round or batch ended, jobs
-    were routed to an idle one, it came back. A policy that never leaves an idle worker with work
-    looks at these alone, and costs nothing for workers that nothing happens to; one that lets work
-    wait at an idle worker has to look at `free`.
+    A worker is `due` if it is free and something happened to it since the last plan: a round or
+    batch ended, jobs were routed to it while it was idle, or it came back. A policy that never
+    leaves an idle worker with work needs only these, so workers without events cost nothing. A
+    policy that may let work wait at an idle worker has to look at `free`.
 
-    Where workers are `mixed`, of several kinds, each job of the pool fits a worker that is alive
-    (`Worker.holds`), and may only be given to such a worker.
+    If workers are `mixed` (of several kinds), every pooled job fits some worker that is alive
+    (`Worker.holds`), and the policy may only give it to such a worker.
     """
 
-    pool: Sequence[Job]  # waiting and not routed, oldest ticket first
+    pool: Sequence[Job]  # waiting jobs that are not routed, oldest ticket first
     workers: Sequence[Worker]
-    due_s: float  # when the policy asked to be woken; -inf before its first plan
+    due_s: float  # when the policy asked to be called again; -inf before its first plan
     finished: LengthHistory  # output lengths of the last requests that ended
-    rng: (
-        np.random.Generator
-    )  # the only randomness: a scheduler made with the same seed decides the same
+    # The only source of randomness: a scheduler with the same seed makes the same decisions.
+    rng: np.random.Generator
     now_s: float = 0.0
-    prioritised: bool = False  # some request had another priority than the default
-    arrived: list[int] = field(
-        default_factory=list
-    )  # workers that jobs were routed to since the last plan
-    due: list[Worker] = field(init=False)  # free, and something happened; by index
+    prioritised: bool = False  # whether any request had a priority other than the default
+    # Indices of workers that jobs were routed to since the last plan, one entry per job.
+    arrived: list[int] = field(default_factory=list)
+    due: list[Worker] = field(init=False)  # free workers with an event, by index
     idle: list[int] = field(init=False)  # the indices of `free`, ascending
     mixed: bool = field(init=False)
-    kinds: list[list[Worker]] = field(
-        init=False
-    )  # of mixed workers those alive, by kind; the longest holder's last
-    able: Numbers = field(init=False)  # the indices of those alive, ascending
-    kind_of: Numbers = field(init=False)  # of mixed workers: by index, its place in `kinds`
+    # Of mixed workers, those alive grouped by kind, in ascending order of `Worker.longest`.
+    kinds: list[list[Worker]] = field(init=False)
+    able: Numbers = field(init=False)  # the indices of workers alive, ascending
+    kind_of: Numbers = field(init=False)  # of mixed workers: worker index -> index in `kinds`
     loads: Loads = field(init=False)
     _alive: list[Worker] = field(init=False)
-    _able: dict[int, Numbers] = field(init=False)  # by how many of `kinds` are too small
+    # Indices of able workers, by the number of leading `kinds` that are too small for a job.
+    _able: dict[int, Numbers] = field(init=False)
     figures: dict[Hashable, WorkerFigure] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,23 +120,22 @@ class View:
             self.make_due(worker)
 
     def alive(self) -> Sequence[Worker]:
+        """The workers that are alive, by index."""
         return self._alive
 
     @property
     def free(self) -> list[Worker]:
-        """Alive and running nothing, by index: those that a plan can be for."""
+        """Workers that are alive and run nothing, by index: a plan may start batches on these."""
         return [self.workers[index] for index in self.idle]
 
     def make_due(self, worker: Worker) -> None:
-        """The scheduler says that something happened to a worker; of no account while it cannot
-        run.
-        """
+        """For the scheduler: something happened to `worker`. Has no effect while it cannot run."""
         if not worker.is_due and worker.alive and worker.running is None:
             worker.is_due = True
             self.due.append(worker)
 
     def workers_changed(self) -> None:
-        """The scheduler says that a worker was lost or came back."""
+        """For the scheduler: a worker was lost or came back."""
         self._alive = [worker for worker in self.workers if worker.alive]
         self.idle = [worker.index for worker in self._alive if worker.running is None]
         for worker in self.due:
@@ -148,24 +150,25 @@ class View:
         self.loads.forget()
 
     def holders(self, job: Job) -> Numbers:
-        """The indices of those alive that a job may go to, ascending."""
+        """The indices of the alive workers that hold the job (`Worker.holds`), ascending."""
         if not self.mixed:
             return self.able
-        small = sum([not kind[0].holds(job) for kind in self.kinds])  # the first ones: kinds ascend
+        # kinds ascend by what they hold
+        small = sum([not kind[0].holds(job) for kind in self.kinds])
         if small not in self._able:
             self._able[small] = self.able[self.kind_of[self.able] >= small]
         return self._able[small]
 
     def figure(self, key: Hashable, amount: Amount) -> WorkerFigure:
-        """The numbers that `amount` says of workers; `key` stands for it. They are kept for the
-        next asking.
-        """
+        """The numbers that `amount` computes per worker, cached under `key` for the next call."""
         if key not in self.figures:
             self.figures[key] = WorkerFigure(self.workers, amount)
         return self.figures[key]
 
     def changed(self, index: int) -> None:
-        """The scheduler says that what waits or runs at a worker is not what it was."""
+        """For the scheduler: the jobs that wait or run at a worker changed, so its figures are
+        stale.
+        """
         for figure in self.figures.values():
             figure.forget(index)
 
@@ -181,43 +184,45 @@ def _by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:
     return sorted(kinds, key=lambda kind: kind[0].longest)
 
 
-@dataclass(slots=True)  # not frozen: one is made per tick, and freezing triples its price
+@dataclass(slots=True)  # not frozen: one is made per tick, and freezing triples its cost
 class Decision:
-    """What a policy wants done: batches for workers' queues, in order, and when to ask it again at
-    the latest.
+    """What a policy wants done: batches for workers' queues, in order, and the latest time to ask
+    again.
 
-    `interrupt` names workers whose running round should stop early, since the policy could act on
-    what has come.
+    `interrupt` names workers that should stop their round early, so that the policy can act on what
+    arrived.
     """
 
     batches: Sequence[Batch] = ()
-    wake_at_s: float | None = None  # None: leave `View.due_s` as it is
+    wake_at_s: float | None = None  # None: `View.due_s` stays as it is
     interrupt: Sequence[int] = ()
 
 
-NOTHING = Decision()  # to do: what most ticks come to
+NOTHING = Decision()  # the decision of most ticks
 
 
 class LatencyLaw(Protocol):
-    """How long a worker takes (SCLS paper, Eq. 1-4). N is the batch size, L the batch's padded
-    input length.
+    """How long a worker takes (SCLS paper, Eq. 1-4), in seconds.
 
-    Laws are values: equal ones answer alike, and what was derived from one may be kept by it.
+    N is the batch size and L the batch's padded input length in tokens. Laws are values: equal laws
+    give equal answers, so a law may cache what it derives.
     """
 
     def __hash__(self) -> int: ...
 
     @property
     def prefill_emits_token(self) -> bool:
-        """True: a slice of S tokens is a prefill and S - 1 decode iterations; False: and S of them
-        (Eq. 1-2).
+        """Whether prefill gives the first output token.
+
+        If so, a slice of S tokens is a prefill and S - 1 decode steps, otherwise a prefill and S
+        decode steps (Eq. 1-2).
         """
         ...
 
     @property
     def padded(self) -> bool:
-        """Whether rows of unequal length all cost what the longest does; else L below is their
-        mean.
+        """Whether every row costs as much as the longest. If not, L below is the mean length of the
+        rows.
         """
         ...
 
@@ -226,73 +231,74 @@ class LatencyLaw(Protocol):
         ...
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        """Seconds of a pass of prefill over the columns from `start` to `end` of N rows, the
-        earlier ones being cached.
+        """Seconds of a prefill pass over columns `start` to `end` of N rows after cached columns.
 
-        T(N, end) - T(N, start) + T(N, 0), with what a batch costs on top of T counted in its first
+        It is T(N, end) - T(N, start) + T(N, 0). The fixed cost of a batch is counted in its first
         pass.
         """
         ...
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Seconds of `steps` decode iterations after an input of L: sum over i = 1..steps of tau(L
-        + i, N), Eq. 2.
+        """Seconds of `steps` decode steps after an input of L: sum over i = 1..steps of tau(L + i,
+        N), Eq. 2.
         """
         ...
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round besides its prefills and steps: dispatch and result. 0 where rounds
-        were not measured.
+        """Seconds of a round besides its prefills and steps: dispatch and result. 0 if not
+        measured.
         """
         ...
 
     def leave_s(self, length: float) -> float:
-        """Seconds until a row of about `length` tokens has left a running batch; 0 where rounds
-        were not measured.
+        """Seconds to remove a row of about `length` tokens from a running batch; 0 if not
+        measured.
         """
         ...
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
-        """T_serve as coefficients t [3, max_batch_size + 1]: T_serve(N, L, S) = t[0,N] + t[1,N] L +
-        t[2,N] L^2.
+        """Coefficients t [3, max_batch_size + 1] of T_serve(N, L, S) = t[0,N] + t[1,N] L + t[2,N]
+        L^2.
 
-        Column 0 is unused. A slice of S tokens is S decode iterations, or S - 1 where
+        Column 0 is unused. A slice of S tokens takes S decode steps, or S - 1 if
         `prefill_emits_token`.
         """
         ...
 
 
 class MemoryLaw(Protocol):
-    """How many rows fit (SCLS paper, Eq. 5-9 and Algorithm 2)."""
+    """How many rows fit a worker's memory (SCLS paper, Eq. 5-9 and Algorithm 2)."""
 
     def max_batch(
         self, input_lengths: NDArray[np.int64], steps: int, reserve: float
     ) -> NDArray[np.int64]:
-        """N_max for batches padded to each of `input_lengths` and run for `steps`, with the share
-        `reserve` kept free.
+        """N_max for batches padded to each of `input_lengths` [n] tokens that run for `steps`
+        steps.
 
-        0 where not even one row fits.
+        The share `reserve` of the memory is kept free. 0 if not even one row fits.
         """
         ...
 
     @property
     def usable_tokens(self) -> int:
-        """Tokens of KV cache that rows may take together, padding counted where the engine pads:
-        what continuous batching counts against.
+        """The KV cache in tokens that all rows may take together, which continuous batching counts
+        against.
+
+        If the engine pads, padding counts too.
         """
         ...
 
 
 class SwapLaw(Protocol):
-    """How long a cache takes between the device and host memory, each way, in seconds for so many
-    tokens.
+    """How long the cache of so many tokens takes between device and host memory, in seconds each
+    way.
     """
 
     @property
     def overlaps(self) -> bool:
-        """Whether transfers go on beside compute; where not, a round waits for them even if its
-        `Moves` overlap.
+        """Whether transfers can run beside compute. If not, rounds wait for them even if
+        `Moves.overlap`.
         """
         ...
 
@@ -306,38 +312,38 @@ class SwapLaw(Protocol):
 
 
 class Policy(Protocol):
-    """A scheduling policy: a frozen object whose fields are its parameters.
+    """A scheduling policy: a frozen object with its parameters as fields.
 
-    It keeps no state: all it may remember is in the `View`. So a decision is a function of what the
-    scheduler saw, and a log of calls replays exactly.
+    It keeps no state: everything that it may remember is in the `View`. So a decision depends only
+    on what the scheduler saw, and a log of the calls replays exactly.
     """
 
     name: ClassVar[str]
-    continuous: ClassVar[bool]  # its batches are rounds: caches stay on the worker
+    continuous: ClassVar[bool]  # whether its batches are rounds, which keep caches on the worker
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        """The worker of each pooled job, in the pool's order; None where jobs stay pooled until
-        they are batched.
+        """The index of the worker for each pooled job, in the pool's order.
+
+        None if jobs stay in the pool until they are batched.
         """
         ...
 
     def plan(self, view: View, now_s: float) -> Decision:
-        """What to run next. Called at every tick; an empty `Decision` means: nothing yet."""
+        """What to run next. Called at every tick; an empty `Decision` starts nothing."""
         ...
 
 
 @runtime_checkable
 class BuiltIn(Protocol):
-    """A policy that an engine has built in: a frozen object whose fields are its parameters, as
-    flags of that engine.
+    """A scheduling policy of an engine: a frozen object with flags of that engine as fields.
 
-    It is named, compared and tuned as ours are, and simulated by a model of that engine; our
-    scheduler cannot run it.
+    It is named, compared and tuned like the toolkit's policies, and simulated by a model of the
+    engine. The toolkit's scheduler cannot run it.
     """
 
     name: ClassVar[str]
     continuous: ClassVar[bool]
-    engine: ClassVar[str]  # the recipe's `engine.name` that it is built into
+    engine: ClassVar[str]  # `engine.name` of the recipes that have it
 
 
 AnyPolicy: TypeAlias = Policy | BuiltIn
@@ -345,7 +351,7 @@ AnyPolicy: TypeAlias = Policy | BuiltIn
 
 @runtime_checkable
 class UsesHistory(Protocol):
-    """A policy that says how many finished lengths it wants to see, and with which to begin."""
+    """A policy that sets the size and the start of the history of output lengths."""
 
     def first_history(self) -> LengthHistory:
         """The history before the first request ends."""
@@ -354,50 +360,47 @@ class UsesHistory(Protocol):
 
 @runtime_checkable
 class Reschedules(Protocol):
-    """A policy whose jobs may leave their worker before they have ended, and run on elsewhere."""
+    """A policy that lets jobs leave their worker before they end and continue on another."""
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents of workers that run nothing who leave now: their caches are dropped, their
-        tokens are kept.
+        """Residents of idle workers that leave now: their caches are dropped, their tokens are
+        kept.
 
-        Asked at every tick before `route`, which gives each of them a worker, behind those who wait
-        there.
+        Called at every tick before `route`, which gives each of them a worker. There they wait
+        behind the jobs that are already waiting.
         """
         ...
 
 
-Standing = Callable[["Job", int], float]  # of a job that has generated so many tokens
+# Maps a job and its generated tokens to its standing; less is served first.
+Standing = Callable[["Job", int], float]
 
 
 @runtime_checkable
 class Ranks(Protocol):
-    """A policy whose jobs wait in the order of their standing: each worker gets a `RankedInbox` by
-    it.
-    """
+    """A policy that serves jobs in order of their standing: each worker gets a `RankedInbox`."""
 
     def standings(self, law: LatencyLaw) -> Standing:
-        """How jobs stand under a worker's law; less is served first. It must not change while a job
-        waits.
-        """
+        """The standing of jobs under a worker's law. It must not change while a job waits."""
         ...
 
 
 @runtime_checkable
 class Reorders(Protocol):
-    """A policy whose jobs do not always wait in the order in which they came."""
+    """A policy that changes the order in which jobs wait."""
 
     def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
-        """Who goes behind all others at his worker, and who of those behind comes before all
-        others.
+        """The jobs to move behind all others at their worker, and the deferred jobs to move to the
+        front.
 
-        Asked at every tick before `plan`.
+        Called at every tick before `plan`.
         """
         ...
 
 
 @runtime_checkable
 class Oracle(Protocol):
-    """A policy that needs the future, which only a simulation can tell it."""
+    """A policy that needs the true output lengths, which only a simulation knows."""
 
     def told(self, output_tokens: Mapping[str, int]) -> Policy:
         """The same policy, with the true output length of each request id."""

@@ -1,9 +1,10 @@
-"""The batches that wait at workers: queues in order, the loads that SCLS balances, what becomes of
-batches that failed.
+"""Batches that wait at workers: the queues, the loads that SCLS balances, and retries of failed
+batches.
 
-A batch that ran out of memory is tried again in two halves on its worker, one that lost its worker
-on another. What a batch holds was decided by its policy; where it has to go instead is decided
-here, by the workers' own laws.
+A batch that ran out of memory is retried in two halves on its worker; a batch that lost its worker
+is retried on another. The policy decides what a batch holds. Where a retry goes is decided here, by
+the workers' own laws. The last part, `requests_per_s` and its users, compares the speed of workers
+of several kinds.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from numpy.typing import NDArray
 from toolkit.sched.protocols import LatencyLaw, View
 from toolkit.sched.types import Batch, Job, Worker
 
-# T_serve, how long a static batch takes: what queues are estimated by and loads are counted in.
+# The serving time of a static batch, T_serve: the unit of loads.
 
 
 def serving_s(law: LatencyLaw, batch_size: int, input_length: int, steps: int) -> float:
-    """T_serve(N, L, S), SCLS Eq. 1: a prefill, and the decode steps for the tokens that it does not
+    """T_serve(N, L, S) in seconds, SCLS Eq. 1: a prefill, then a decode step per token it does not
     give.
     """
     decode_steps = steps - law.prefill_emits_token
@@ -31,12 +32,11 @@ def serving_s(law: LatencyLaw, batch_size: int, input_length: int, steps: int) -
 
 
 class BatchQueues:
-    """The queues of a scheduler's workers. `Worker.queue`, `load_s` and `assigned` are written
-    here.
+    """The queues of a scheduler's workers. It writes `Worker.queue`, `load_s` and `assigned`.
 
     Args:
-        view: of the scheduler: workers that a batch waits at become due. Where they are of several
-            kinds, a batch goes only where its jobs fit.
+        view: of the scheduler. A worker becomes due when a batch is queued at it. If workers are of
+            several kinds, a batch only goes where its jobs fit.
     """
 
     def __init__(self, view: View) -> None:
@@ -44,10 +44,10 @@ class BatchQueues:
         self._mixed = view.mixed
         self._make_due = view.make_due
         self._loads = view.loads
-        self._batches = 0  # that have a number
+        self._batches = 0  # the next batch number
 
     def put(self, batch: Batch, *, first: bool = False) -> None:
-        """At the end of its worker's queue, or `first`."""
+        """Append the batch to its worker's queue, or with `first` put it at the front."""
         worker = self._workers[batch.worker]
         if batch.batch_id < 0:
             batch.batch_id = self._batches
@@ -64,8 +64,9 @@ class BatchQueues:
             worker.queue.append(batch)
 
     def unload(self, worker: Worker, batch: Batch) -> None:
-        """The correction on completion of SCLS 4.5; exactly zero when nothing is left, so that no
-        error adds up.
+        """Subtract a completed batch from the load (SCLS 4.5).
+
+        The load is set to exactly zero when nothing is left, so that rounding errors do not add up.
         """
         worker.load_s = (
             max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.running else 0.0
@@ -73,10 +74,9 @@ class BatchQueues:
         self._loads.note(worker)
 
     def take_out(self, job: Job) -> bool:
-        """Its batch goes without it, or not at all: a policy must not take a worker to have work
-        that nobody wants.
+        """Remove a cancelled job from its queued batch, and the batch if it becomes empty.
 
-        False where no batch that waits has it.
+        So an idle worker is not taken to have work. False if no queued batch has the job.
         """
         for worker in self._workers:
             for batch in worker.queue:
@@ -92,10 +92,11 @@ class BatchQueues:
             self.unload(worker, batch)
 
     def halve(self, worker: Worker, batch: Batch, jobs: Sequence[Job], *, crashed: bool) -> None:
-        """Jobs of a batch that failed on `worker`, in two before all others: there, or where it
-        `crashed` elsewhere.
+        """Queue the jobs of a batch that failed on `worker` in two halves, before all other
+        batches.
 
-        So memory suffices, or a request that kills its worker is found and fails alone.
+        They go to the same worker, or to another if it `crashed`. So a half fits the memory, or the
+        request that kills its worker ends up alone and is found.
         """
         where = self._least_loaded(worker) if crashed else worker
         half = (len(jobs) + 1) // 2
@@ -106,7 +107,7 @@ class BatchQueues:
                 self.put(_retry(batch, part, where), first=True)
 
     def leave(self, lost: Worker) -> None:
-        """What waits at a worker that is lost goes elsewhere."""
+        """Move the queue of a lost worker to other workers."""
         queue, lost.queue = lost.queue, deque()
         lost.load_s = 0.0
         for batch in queue:
@@ -119,10 +120,10 @@ class BatchQueues:
     def _place(
         self, batch: Batch, jobs: Sequence[Job], lost: Worker, *, first: bool = False
     ) -> None:
-        """Jobs of a batch of `lost` go where they fit by that worker's laws, in smaller batches if
-        they must.
+        """Queue jobs of a batch of `lost` where they fit by that worker's laws, in smaller batches
+        if needed.
 
-        One that nobody else alive holds waits in the queue of `lost`, alone.
+        A job that no other alive worker holds waits alone in the queue of `lost`.
         """
         able = [
             other
@@ -139,7 +140,7 @@ class BatchQueues:
             self._place(batch, part, lost, first=first)
 
     def _least_loaded(self, lost: Worker) -> Worker:
-        """Of the workers that are alive, others than `lost` first."""
+        """The least loaded worker: alive workers first, and other workers before `lost`."""
         return min(
             self._workers,
             key=lambda other: (not other.alive, other is lost, other.load_s, other.index),
@@ -155,30 +156,32 @@ def _fits(worker: Worker, jobs: Sequence[Job], steps: int) -> bool:
 
 
 def _retry(batch: Batch, jobs: Sequence[Job], worker: Worker) -> Batch:
-    """A part of a failed batch as a batch of its own, estimated by the worker's law."""
+    """A part of a failed batch as a new batch, with an estimate by the worker's law."""
     length = max(job.length for job in jobs)
     steps = min(batch.steps, max(job.remaining_limit for job in jobs))
     estimate = serving_s(worker.latency, len(jobs), length, steps)
     return Batch(worker.index, tuple(jobs), steps, length, estimate, batch.until, batch.keep_cache)
 
 
-# How fast a worker is when its memory is full, by its own laws: what work is shared out by among
-# unequal ones.
+# The speed of a worker with a full memory, by its own laws, in which work is shared out among
+# unequal workers.
 #
-# A worker's speed hangs on how many rows decode at once. What tells unequal ones apart under load
-# is what they do with as many as they have room for: each row stays for its decode steps, and for
-# the prefills of those who come meanwhile.
+# The speed depends on how many rows decode at once. Under load, unequal workers differ in what they
+# achieve with as many rows as fit: each row stays for its decode steps and for the prefills of the
+# rows that join meanwhile.
 
-LEAST_S = 1e-9  # that a row stays: a law may say that something takes no time
-ROWS_MAX = 256  # that count: what engines run at most by default, and laws are asked for
-# the golden ratio's: multiples of it fill a circle evenly, however far one counts
+LEAST_S = 1e-9  # lower bound of a row's stay in seconds: a law may give zero
+ROWS_MAX = 256  # rows considered at most: the default limit of engines, and the range of the laws
+# The fractional part of the golden ratio: its multiples modulo 1 stay evenly spread.
 TURN = 0.6180339887498949
 
 
 def requests_per_s(
     worker: Worker, prompt: float, output: float, most_rows: int = ROWS_MAX
 ) -> float:
-    """Requests of such lengths, in tokens, that the worker serves in a second when it is full."""
+    """Requests with these prompt and output lengths in tokens that a full worker serves per
+    second.
+    """
     law = worker.latency
     rows = max(
         min(int(worker.capacity_tokens // (prompt + output)), worker.slots, most_rows, ROWS_MAX), 1
@@ -190,7 +193,9 @@ def requests_per_s(
 
 
 def tokens_per_s(worker: Worker, job: Job, expected: int, most_rows: int) -> float:
-    """Tokens, read and generated, of requests like `job`; `expected` is the length of an output."""
+    """Tokens per second, prompt and output, of requests like `job`; `expected` is the output
+    length.
+    """
     output = _output(job, expected)
     return (job.length + output) * requests_per_s(worker, job.length, output, most_rows)
 
@@ -198,23 +203,23 @@ def tokens_per_s(worker: Worker, job: Job, expected: int, most_rows: int) -> flo
 def by_pace(
     job: Job, kinds: Sequence[Worker], kind_of: NDArray[np.int64], expected: int, most_rows: int
 ) -> int:
-    """Which of the workers, so that each gets as many of the jobs that come one after the other as
-    it is fast.
+    """Choose a worker for the job so that each gets consecutive jobs in proportion to its speed.
 
-    By the job's ticket alone: no state, and no randomness.
+    The choice depends on the job's ticket only: no state and no randomness.
 
     Args:
-        kinds: a worker of each kind.
-        kind_of: [n], the kind of each that the job may go to. The answer is a place in it.
+        kinds: one worker of each kind.
+        kind_of: [n], the kind of each worker that the job may go to. The result is an index into
+            it.
     """
     output = _output(job, expected)
     paces = np.array([requests_per_s(worker, job.length, output, most_rows) for worker in kinds])
-    bounds = np.cumsum(paces[kind_of])  # one after the other, as a loop would add them
+    bounds = np.cumsum(paces[kind_of])  # summed in order, as a loop would
     at = job.ticket * TURN % 1.0 * bounds[-1]
     return min(int(bounds.searchsorted(at, side="right")), len(bounds) - 1)
 
 
 def _output(job: Job, expected: int) -> int:
-    """Tokens that it will still generate; before anything has ended, all that it may."""
+    """Tokens that the job will still generate; all that it may, before any request has ended."""
     output = min(expected, job.max_new_tokens) if expected > 1 else job.max_new_tokens
     return max(output - job.generated, 1)

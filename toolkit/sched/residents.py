@@ -1,9 +1,10 @@
-"""The jobs whose KV cache is on a worker, with lazy accounting: a round costs O(1) here, however
-many jobs go on.
+"""The jobs with a KV cache on a worker, and bookkeeping that costs O(1) per round.
 
-Every resident gains one token per decode step, so a job's length is what it was when it joined plus
-the steps since. Sums are kept as integers; a job's own counters are brought up to date when it
-leaves.
+A resident is a job that decodes in the worker's rounds. Each resident gains one token per decode
+step, so its length is its length when it joined plus the steps since then. `Residents` keeps sums
+as integers, and updates a job's own counters only when the job leaves. `ParkedCaches` and the
+functions after it keep the caches of jobs that do not decode: paused on the device, or swapped to
+host memory.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ LENGTH, GENERATED, LIMIT, JOINED = range(4)  # the rows of `Residents.table`
 
 
 class Residents:
-    """Jobs in the order of their admission, and the tokens that they hold.
+    """Jobs in order of admission, and the tokens that they hold.
 
-    `steps` counts the worker's decode steps so far; `base` is the sum of length - joined,
-    `committed` that of prompt + max_new_tokens. `prefilling` are those whose prefill may take more
-    than a round: until it ends they do not grow, and the token that it gives is owed to them. The
-    longest is looked for only once somebody has asked, and again where it has left.
+    `steps` counts the worker's decode steps so far. `base` is the sum of length - joined over the
+    residents, and `committed` the sum of prompt + max_new_tokens. `prefilling` has the residents
+    that may take more than one round to prefill: until then they do not grow, and the token that
+    prefill gives counts as owed to them. The longest is computed at the first query, and again
+    after it left.
     """
 
     __slots__ = (
@@ -49,7 +51,7 @@ class Residents:
         self.prefilling: dict[Job, None] = {}
         self._emits = False  # whether prefills give a token
         self.base = 0
-        self._longest: int | None = None  # the largest length - joined; None: to be looked for
+        self._longest: int | None = None  # the largest length - joined; None: to be computed
         self._longest_promise: int | None = None
         self._slots: list[Job] = []
         self._table: NDArray[np.int64] | None = None
@@ -59,14 +61,14 @@ class Residents:
 
     @property
     def used(self) -> int:
-        """Tokens of KV cache that the residents hold, prompt and generated, and those owed to who
-        is prefilled.
+        """Tokens of KV cache that the residents hold or are owed by a prefill that has not
+        ended.
         """
         return self.base + len(self.jobs) * self.steps + len(self.prefilling) * self._emits
 
     @property
     def longest(self) -> int:
-        """Tokens that the longest of them holds; 0 where there is none."""
+        """Tokens that the longest resident holds; 0 if there is none."""
         if not self.jobs:
             return 0
         if self._longest is None:
@@ -75,7 +77,7 @@ class Residents:
 
     @property
     def longest_promise(self) -> int:
-        """The largest prompt + max_new_tokens; 0 where nobody is there."""
+        """The largest prompt + max_new_tokens of a resident; 0 if there is none."""
         if not self.jobs:
             return 0
         if self._longest_promise is None:
@@ -83,7 +85,7 @@ class Residents:
         return self._longest_promise
 
     def join(self, job: Job) -> None:
-        """The job decodes from here on, once its input is prefilled or its cache is back."""
+        """The job decodes from now on, once its input is prefilled or its cache is back."""
         steps = self.steps
         job.joined = steps
         self.jobs[job] = None
@@ -97,7 +99,7 @@ class Residents:
             self._write(job)
 
     def emitted(self, jobs: Iterable[Job]) -> None:
-        """Prefill gave each of `jobs`, which are resident, its next token."""
+        """Prefill gave each of these residents its next token."""
         for job in jobs:
             job.length += 1
             job.generated += 1
@@ -108,16 +110,16 @@ class Residents:
                 self._table[:LIMIT, job.slot] += 1
 
     def prefill_on(self, jobs: Iterable[Job], *, emits: bool) -> None:
-        """These are still being prefilled, and nobody else is."""
+        """Exactly these jobs are being prefilled. `emits`: whether prefill gives a token."""
         self.prefilling = dict.fromkeys(jobs)
         self._emits = emits
 
     def holds(self, job: Job) -> int:
-        """Tokens of KV cache that a resident holds, and the one owed to it."""
+        """Tokens of KV cache that a resident holds or is owed."""
         return job.length + self.steps - job.joined + (self._emits and job in self.prefilling)
 
     def leave(self, job: Job) -> None:
-        """The job ended or its cache is dropped; its counters are right from here on."""
+        """The job ended or its cache is dropped. Updates the job's own counters."""
         del self.jobs[job]
         self.prefilling.pop(job, None)
         decoded = self.steps - job.joined
@@ -133,8 +135,8 @@ class Residents:
             self._erase(job)
 
     def miss(self, job: Job, steps: int) -> None:
-        """The job had no part in so many of the steps that are counted already, or will be when
-        this round's are.
+        """The job had no part in `steps` decode steps, already counted or to be counted with this
+        round.
         """
         if steps and self._longest == job.length - job.joined:
             self._longest = None
@@ -145,11 +147,11 @@ class Residents:
             self._table[JOINED, job.slot] += steps
 
     def table(self) -> NDArray[np.int64]:
-        """Rows LENGTH, GENERATED, LIMIT, JOINED [4, n] in the order of `Job.slot`; add `steps` to
-        the first two.
+        """An array [4, n] with rows LENGTH, GENERATED, LIMIT, JOINED; column `Job.slot` is the
+        job's.
 
-        A view that is valid until a job joins or leaves. Costs nothing until it is asked for the
-        first time.
+        Add `steps` to the first two rows. The array is a view that is valid until a job joins or
+        leaves. It is built at the first call, so policies that do not need it pay nothing.
         """
         if self._table is None:
             self._table = np.zeros((4, 64), dtype=np.int64)
@@ -172,7 +174,7 @@ class Residents:
         )
 
     def _erase(self, job: Job) -> None:
-        """The last slot moves to the place of the one that is free."""
+        """Free the job's slot and move the last slot into it."""
         assert self._table is not None
         last = self._slots.pop()
         if last is not job:
@@ -181,17 +183,16 @@ class Residents:
             last.slot = job.slot
 
 
-# Caches that are kept while their jobs do not decode: paused on the device, or swapped out to
-# host memory.
+# Caches of jobs that do not decode: paused on the device, or swapped out to host memory.
 #
-# A round says in `Moves` whose cache goes where; these functions make it so in a worker's books,
-# when the round starts and when it ends. What no `Moves` names stays where it is, so policies
-# that do not preempt pay nothing.
+# A round's `Moves` say which cache goes where. These functions update the worker's state, when the
+# round starts and when it ends. A cache that no `Moves` names stays where it is, so policies that
+# do not preempt pay nothing.
 
 
 class ParkedCaches:
-    """Jobs whose caches are kept in one place, in the order in which they came there, and the
-    tokens that they hold.
+    """Jobs with caches in one place, in order of arrival there, and the tokens that they
+    hold.
     """
 
     __slots__ = ("jobs", "tokens")
@@ -204,18 +205,18 @@ class ParkedCaches:
         return len(self.jobs)
 
     def put(self, job: Job) -> None:
-        """The job's cache is here from now on; its length stays as it is."""
+        """The job's cache is here from now on; its length stays the same."""
         self.jobs[job] = None
         self.tokens += job.length
 
     def take(self, job: Job) -> None:
-        """The job's cache is here no more."""
+        """The job's cache is no longer here."""
         del self.jobs[job]
         self.tokens -= job.length
 
 
 def begin(worker: Worker, moves: Moves, now_s: float) -> None:
-    """A round starts: what is paused or swapped out stops decoding, what is resumed is resident
+    """Apply the moves at the start of a round: pause, swap, and make resumed jobs residents
     again.
     """
     residents, held = worker.residents, worker.held
@@ -234,20 +235,18 @@ def begin(worker: Worker, moves: Moves, now_s: float) -> None:
 
 
 def finish(worker: Worker, moves: Moves) -> None:
-    """The round has ended: transfers that went on beside it are done."""
+    """The round has ended, so the transfers that overlapped with it are complete."""
     if moves.overlap:
         _transfer(worker, moves)
 
 
 def holds(worker: Worker, job: Job) -> bool:
-    """Whether the job's cache is on the worker."""
+    """Whether the worker keeps the job's cache, on the device or in host memory."""
     return job in worker.residents.jobs or job in worker.held.jobs or job in worker.swapped.jobs
 
 
 def forget(worker: Worker, job: Job) -> None:
-    """The job's cache is dropped, wherever on the worker it is; its counters are right from here
-    on.
-    """
+    """Drop the job's cache wherever the worker keeps it. Updates the job's own counters."""
     if job in worker.residents.jobs:
         worker.residents.leave(job)
     elif job in worker.held.jobs:
@@ -257,7 +256,7 @@ def forget(worker: Worker, job: Job) -> None:
 
 
 def _transfer(worker: Worker, moves: Moves) -> None:
-    """Those who were cancelled meanwhile have gone."""
+    """Move the caches, except those of jobs that were cancelled meanwhile."""
     held, swapped = worker.held, worker.swapped
     for job in moves.swap_out:
         if job in held.jobs:

@@ -1,9 +1,13 @@
-"""The life of rounds: who is resident on a worker, who leaves it and how, and what a failed round
-leaves behind.
+"""Rounds: how jobs become residents of a worker, how they leave it, and what a failed round leaves.
 
-Nothing is decided here: a `Batch` says who enters, is evicted or moved, and these methods keep the
-worker's books. Jobs whose cache an engine still holds though they have gone are remembered until
-the worker's next round, which names them.
+`WorkerRounds` decides nothing: a `Batch` says which jobs enter, are evicted or moved, and its
+methods update the worker. If a job is gone but the engine still holds its cache, the worker's next
+round names it, so that the engine can drop the cache.
+
+The other parts are shared by the engine that runs the passes, by the fake engine, and by the
+simulated worker that computes their cost, so that all three agree on when a row joins: `alike` and
+`groups_alike` choose newcomers for one padded prefill, and `PrefillPasses` cuts prefills into
+passes.
 """
 
 from __future__ import annotations
@@ -17,15 +21,18 @@ from toolkit.sched.types import Batch, Job, RoundResult, Worker
 
 
 class WorkerRounds:
-    """The rounds of all workers. Jobs that it returns have ended: the scheduler forgets them."""
+    """The rounds of all workers. Jobs that its methods return have ended: the scheduler forgets
+    them.
+    """
 
     def __init__(self) -> None:
-        self._cancelled: dict[int, list[Job]] = {}  # by worker: ended, and its cache still there
-        self._released: dict[int, list[Job]] = {}  # by worker: left it, and its cache still there
+        # By worker: jobs that are gone, with caches that the engine still holds.
+        self._cancelled: dict[int, list[Job]] = {}
+        self._released: dict[int, list[Job]] = {}
 
     def begin(self, worker: Worker, batch: Batch, now_s: float) -> None:
-        """A round starts; the engine hears from `batch` who was cancelled or released since the
-        last.
+        """Start a round. Adds to `batch` the jobs that were cancelled or released since the last
+        round.
         """
         for job in batch.evict:
             self.evict(worker, job, now_s)
@@ -53,7 +60,7 @@ class WorkerRounds:
         jobs: Mapping[str, Job],
         now_s: float,
     ) -> list[Job]:
-        """A round has ended, well or not: the jobs that ended in it, also those that were cancelled
+        """End a round, failed or not. Returns the jobs that ended in it, also those cancelled
         meanwhile.
         """
         residents = worker.residents
@@ -85,11 +92,11 @@ class WorkerRounds:
         return ended
 
     def run_short(self, worker: Worker, result: RoundResult, jobs: Mapping[str, Job]) -> Job | None:
-        """Memory ran out in the round that has finished: of those who were dropped, half may enter
-        with the next.
+        """Handle a round in which memory ran out: half of the dropped jobs may enter with the next
+        round.
 
-        Who was alone on the device, and had to go even so. Where nobody had to go, nobody is kept
-        out either.
+        If nothing was dropped, the limit on rows stays. Returns a job that was dropped although it
+        was alone on the device, else None.
         """
         if not result.dropped:
             return None
@@ -101,7 +108,7 @@ class WorkerRounds:
         return dropped[0] if len(dropped) == 1 and not (stay or worker.held) else None
 
     def _finish_prefills(self, worker: Worker, batch: Batch, result: RoundResult) -> None:
-        """Who joined has the prefill's token and the steps since; who did not, has neither."""
+        """Jobs that joined get the prefill's token and the steps since; the others get neither."""
         residents, emits = worker.residents, worker.latency.prefill_emits_token
         if result.joined is None and not residents.prefilling:
             if emits:
@@ -128,10 +135,11 @@ class WorkerRounds:
         return leaving
 
     def crash(self, worker: Worker, now_s: float) -> Job | None:
-        """No cache is left on the device: all wait again, in order, and half as many may enter; who
-        was alone.
+        """Evict all jobs of a worker that died and halve its limit on rows. Returns a job that was
+        alone.
 
-        Copies in host memory go with `lose`, which comes next.
+        The jobs keep their order. Caches in host memory are dropped by `lose`, which is called
+        next.
         """
         rows = len(worker.residents)
         jobs = [*worker.residents.jobs, *worker.held.jobs]
@@ -141,15 +149,16 @@ class WorkerRounds:
         return jobs[0] if len(jobs) == 1 else None
 
     def lose(self, worker: Worker, now_s: float) -> None:
-        """The worker's process is gone, and what it kept in host memory with it."""
+        """The worker's process is gone, together with the caches in host memory."""
         for job in reversed([*worker.residents.jobs, *worker.held.jobs, *worker.swapped.jobs]):
             self.evict(worker, job, now_s)
         self._released.pop(worker.index, None)
         self._cancelled.pop(worker.index, None)
 
     def evict(self, worker: Worker, job: Job, now_s: float) -> None:
-        """Its cache is dropped, its tokens are kept: it waits before all others. Called for the
-        last admitted first.
+        """Drop the job's cache and put it first in its worker's inbox; its tokens are kept.
+
+        To keep the order, call it for the last admitted job first.
         """
         if job in worker.residents.jobs:
             job.waiting_since_s = now_s
@@ -159,15 +168,15 @@ class WorkerRounds:
         worker.inbox.appendleft(job)
 
     def release(self, worker: Worker, job: Job, now_s: float) -> None:
-        """It leaves its worker between two rounds, to be routed anew."""
+        """Take a job off its worker between two rounds, to be routed again."""
         worker.residents.leave(job)
         job.reroutes += 1
         job.waiting_since_s = now_s
         self._released.setdefault(worker.index, []).append(job)
 
     def cancel(self, worker: Worker, job: Job) -> bool:
-        """Nobody wants a job whose cache `worker` holds. Whether it has ended at once; else it does
-        with the round.
+        """Cancel a job with a cache on `worker`. Returns whether it ended at once, or ends with
+        the round.
         """
         self._cancelled.setdefault(worker.index, []).append(job)
         if job in worker.residents.jobs and worker.running is not None:
@@ -176,31 +185,27 @@ class WorkerRounds:
         return True
 
 
-# Which newcomers are worth one padded prefill together: those of similar length (BATON, section
-# 4.2).
-#
-# One rule for the engine that makes the passes and for the simulated worker that costs them.
+# Which newcomers share a padded prefill: those of similar length (BATON, section 4.2).
 
-# A row joins a group if the padding that it brings is less than this, or than this share of the
-# longest: as much as a forward call of its own would cost on top.
+# A row joins a group if it adds less padding than this many tokens, or than this share of the
+# longest row: about what a forward pass of its own would cost on top.
 PADDING_TOKENS = 32
 PADDING_SHARE = 0.25
 
 
 def alike(lengths: Sequence[int], limit: int | None = None) -> list[int]:
-    """Indices of those who share a pass with the first: lengths that span little, nearest to the
-    first one's first.
+    """Indices of the rows that share a pass with the first, nearest to its length first.
 
     Args:
-        lengths: tokens of each, oldest first; at least one.
-        limit: the most tokens of the pass, padding counted; the first goes whatever its length. None: no limit.
+        lengths: tokens of each row, oldest first; at least one row.
+        limit: the most tokens of a pass, padding included; the first row is always in. None: no
+            limit.
     """
     first = lengths[0]
     low = high = first
     members: list[int] = []
-    for index in sorted(
-        range(len(lengths)), key=lambda k: abs(lengths[k] - first)
-    ):  # stable: oldest first
+    # The sort is stable, so among equals the oldest comes first.
+    for index in sorted(range(len(lengths)), key=lambda k: abs(lengths[k] - first)):
         low, high = min(low, lengths[index]), max(high, lengths[index])
         too_wide = high - low > max(PADDING_TOKENS, PADDING_SHARE * high)
         if too_wide or (members and limit is not None and high * (len(members) + 1) > limit):
@@ -210,8 +215,8 @@ def alike(lengths: Sequence[int], limit: int | None = None) -> list[int]:
 
 
 def groups_alike(lengths: Sequence[int]) -> list[list[int]]:
-    """All indices, in groups of like length; each begins with the oldest that no group before it
-    took.
+    """All indices in groups of similar length; each group begins with the oldest row that is
+    left.
     """
     left, groups = list(range(len(lengths))), []
     while left:
@@ -222,22 +227,20 @@ def groups_alike(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-# How newcomers are prefilled: who shares a pass, how far each pass goes, and what is left of it
-# when one leaves.
+# Prefill in passes: which newcomers share a pass, how far each pass goes, and what changes if a
+# newcomer leaves.
 #
-# A pass is one forward call over some columns of a group of like length
-# (`toolkit.sched.rounds`). While rows decode, passes are bounded, so that a long prompt does
-# not hold up those who run: a pass, a step, the next pass. One book of it for the engine that
-# makes the passes, for the fake one, and for the simulated worker that costs them, so that all
-# three agree on who joins when.
+# A pass is one forward call over some columns of a group of similar length. While rows decode,
+# passes are bounded and alternate with decode steps, so that a long prompt does not stall the
+# running rows.
 
-Key = TypeVar("Key")  # what newcomers go by: an engine's numbers, a scheduler's jobs
+Key = TypeVar("Key")  # identifies a newcomer: a number in an engine, a job in the scheduler
 
 
 @dataclass(slots=True, eq=False)
 class PrefillGroup(Generic[Key]):
-    """Newcomers that are prefilled together, the longest first, padded to its length; `done`
-    columns are cached.
+    """Newcomers that are prefilled together, longest first and padded to it; `done` columns are
+    cached.
     """
 
     keys: list[Key]
@@ -246,7 +249,7 @@ class PrefillGroup(Generic[Key]):
 
     @property
     def width(self) -> int:
-        """Columns in all."""
+        """Columns in total."""
         return self.lengths[0]
 
 
@@ -260,15 +263,16 @@ class PrefillPass(Generic[Key]):
 
     @property
     def completes(self) -> bool:
-        """Whether the group's prefill ends with it."""
+        """Whether the pass ends the group's prefill."""
         return self.end == self.group.width
 
 
 class PrefillPasses(Generic[Key]):
-    """Newcomers on their way into a batch, in the order of their arrival as far as groups allow.
+    """Newcomers that are on their way into a batch, in order of arrival as far as groups allow.
 
     Args:
-        mixes: newcomers of any lengths share a group, as in a static batch; else those of like length.
+        mixes: whether newcomers of any lengths share a group, as in a static batch; else only
+            similar ones do.
     """
 
     __slots__ = ("_mixes", "_waiting", "group")
@@ -276,7 +280,7 @@ class PrefillPasses(Generic[Key]):
     def __init__(self, *, mixes: bool = False) -> None:
         self._mixes = mixes
         self._waiting: list[tuple[Key, int]] = []
-        self.group: PrefillGroup[Key] | None = None  # the one that is being prefilled
+        self.group: PrefillGroup[Key] | None = None  # the group that is being prefilled
 
     def __bool__(self) -> bool:
         return self.group is not None or bool(self._waiting)
@@ -288,11 +292,11 @@ class PrefillPasses(Generic[Key]):
         return bool(self) and key in self.everybody()
 
     def everybody(self) -> list[Key]:
-        """All who are here, those of the group in the works first."""
+        """All newcomers, those of the current group first."""
         return [*(self.group.keys if self.group else ()), *[key for key, _ in self._waiting]]
 
     def copy(self) -> PrefillPasses[Key]:
-        """What can be advanced without this one."""
+        """A copy that can advance independently."""
         other: PrefillPasses[Key] = PrefillPasses(mixes=self._mixes)
         other._waiting = self._waiting.copy()
         if self.group is not None:
@@ -300,15 +304,15 @@ class PrefillPasses(Generic[Key]):
         return other
 
     def add(self, key: Key, length: int) -> None:
-        """A newcomer of so many tokens, at least one."""
+        """Add a newcomer of `length` tokens, at least one."""
         self._waiting.append((key, length))
 
     def remove(self, key: Key) -> None:
-        """A newcomer goes. If it was in the group in the works, that is no more, and the others
-        come first anew.
+        """Remove a newcomer. If it is in the current group, the group is dissolved and its others
+        wait first.
 
-        To cut one out of a half-made cache would save a rare pass and cost every engine the code
-        for it.
+        Cutting a row out of a half-made cache would rarely save a pass, and every engine would need
+        the code for it.
         """
         group = self.group
         if group is not None and key in group.keys:
@@ -317,25 +321,29 @@ class PrefillPasses(Generic[Key]):
         self._waiting = [one for one in self._waiting if one[0] != key]
 
     def take_waiting(self) -> list[Key]:
-        """All who wait, for whoever prefills them otherwise."""
+        """Remove and return all newcomers that wait, for an engine that prefills them another
+        way.
+        """
         taken = [key for key, _ in self._waiting]
         self._waiting.clear()
         return taken
 
     def clear(self) -> None:
-        """Nobody is here any more."""
+        """Remove all newcomers."""
         self._waiting.clear()
         self.group = None
 
     def form(
         self, bound: int = 0, fits: Callable[[Sequence[int]], bool] | None = None
     ) -> PrefillGroup[Key]:
-        """The group in the works; where there is none, it is the first who waits from now on, and
-        those like it.
+        """The current group. If there is none, form one of the first newcomer and those of similar
+        length.
 
         Args:
-            bound: tokens of a pass, at most, padding counted; 0: no bound. The first goes whatever its length.
-            fits: whether memory has room for a group of these lengths; it is halved until it does, or is one row.
+            bound: the most tokens of a pass, padding included; 0: no bound. The first newcomer is
+                always in.
+            fits: whether memory has room for a group of these lengths; the group is halved until it
+                fits or is one row.
         """
         if self.group is None:
             lengths = [length for _, length in self._waiting]
@@ -351,8 +359,8 @@ class PrefillPasses(Generic[Key]):
         return self.group
 
     def next(self, bound: int = 0) -> PrefillPass[Key]:
-        """The next pass: of at most `bound` tokens, padding counted, and at least one column; 0:
-        all that is left.
+        """The next pass: at most `bound` tokens, padding included, but at least one column; 0: all
+        that is left.
         """
         group = self.form(bound)
         end = (
@@ -363,7 +371,7 @@ class PrefillPasses(Generic[Key]):
         return PrefillPass(group, group.done, end)
 
     def made(self, one: PrefillPass[Key]) -> None:
-        """The pass was made."""
+        """Record that the engine made the pass."""
         one.group.done = one.end
         if one.completes:
             self.group = None

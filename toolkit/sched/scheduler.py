@@ -1,10 +1,10 @@
-"""The sans-IO scheduler: what every policy shares.
+"""The sans-IO scheduler: everything that all policies share.
 
-A driver tells it what happens (`submit`, `complete`, `end`, `cancel`, `worker_lost`,
-`worker_ready`) and asks what to run (`tick`); time comes in with every call. It owns what no policy
-should have to get right: requests that can never fit, batches that ran out of memory or lost their
-worker, cancellation. Its books are those of who waits (`pool`), of batches that wait (`queues`), of
-rounds (`rounds`) and of who was given up (`refusals`). The decisions are the policy's.
+A driver reports events (`submit`, `complete`, `end`, `cancel`, `worker_lost`, `worker_ready`) and
+asks what to run (`tick`); each call brings the time. The scheduler handles what no policy should
+have to: requests that can never fit, batches that ran out of memory or lost their worker, and
+cancellation. It keeps the state of waiting jobs in `pool`, of waiting batches in `queues`, of
+rounds in `rounds`, and the requests it gave up on in `Refusals`. The policy makes the decisions.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from toolkit.sched.queues import BatchQueues
 from toolkit.sched.rounds import WorkerRounds
 from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, Worker
 
-# Requests that the scheduler gives up on, and why, in words that may be shown to their clients.
+# Refusals: requests that the scheduler gives up on, with reasons that clients may see.
 
-MAX_STRIKES = 2  # a job that failed this often alone is given up
+MAX_STRIKES = 2  # failures of a job that ran alone until it is given up
 _FAILED = {
     "oom": "ran out of memory alone, twice",
     "crashed": "the worker died while it ran alone, twice",
@@ -44,7 +44,7 @@ _FAILED = {
 
 
 def too_long(request: Request, longest: int) -> Refusal | None:
-    """A refusal where the request may need more tokens than `longest`, what a worker's memory
+    """A refusal if the request may need more than `longest` tokens, the most that a worker
     holds.
     """
     total = request.prompt_tokens + request.max_new_tokens
@@ -55,18 +55,20 @@ def too_long(request: Request, longest: int) -> Refusal | None:
 
 
 class Refusals:
-    """Those that were accepted and are given up, until somebody asks for them."""
+    """Accepted requests that the scheduler gave up on, until the driver takes them."""
 
     def __init__(self) -> None:
         self._refused: list[Refusal] = []
 
     def take(self) -> list[Refusal]:
-        """Those since the last call."""
+        """The refusals since the last call."""
         refused, self._refused = self._refused, []
         return refused
 
     def strike(self, job: Job, failure: str) -> bool:
-        """The job failed alone: whether it is given up, as it is if not for the first time."""
+        """Count a failure of a job that ran alone. Returns whether it is given up, at the second
+        one.
+        """
         job.strikes += 1
         if job.strikes < MAX_STRIKES:
             return False
@@ -74,13 +76,16 @@ class Refusals:
         return True
 
     def strand(self, job: Job) -> None:
-        """The workers that could hold the job were lost, and did not come back."""
+        """Refuse a job because all workers that could hold it were lost and did not come back."""
         tokens = job.limit_tokens
-        reason = f"prompt + max_tokens is {tokens} tokens; workers that hold so many are lost since {RETURN_S:g} s"
+        reason = (
+            f"prompt + max_tokens is {tokens} tokens; the workers that hold so many "
+            f"have been lost for {RETURN_S:g} s"
+        )
         self._refused.append(Refusal(job.request_id, reason))
 
 
-# finished output lengths that a policy may look back on, where it does not say how many itself
+# Output lengths that are kept for a policy that does not set the size of the history itself.
 HISTORY = 1000
 _index = attrgetter("index")
 
@@ -90,9 +95,10 @@ class Scheduler:
 
     Args:
         policy: decides what runs where and when.
-        workers: one `Worker` per engine instance, numbered from 0; of one kind, or of several with own laws.
+        workers: one `Worker` per engine instance, numbered from 0. They may be of several kinds
+            with laws of their own.
         seed: of the policy's random draws.
-        finished: output lengths of requests that ended before, which a policy looks back on like those to come.
+        finished: output lengths of earlier requests, to start the history with.
     """
 
     def __init__(
@@ -112,7 +118,7 @@ class Scheduler:
         for length in finished:
             self._finished.add(length)
         self._refusals = Refusals()
-        self.interrupts: list[int] = []  # what `take_interrupts` will give: for drivers to look at
+        self.interrupts: list[int] = []  # what `take_interrupts` will return; drivers may read it
         self._rounds = WorkerRounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
         self._reorders = policy if isinstance(policy, Reorders) else None
@@ -131,13 +137,13 @@ class Scheduler:
 
     @property
     def wake_at_s(self) -> float:
-        """When to tick again though nothing happened; infinity: no need."""
+        """When to call `tick` again even if nothing happens; infinity if there is no need."""
         due_s = self._view.due_s if self._pool.jobs else math.inf
         return min(due_s, self._pool.wake_at_s) if self._mixed else due_s
 
     @property
     def jobs(self) -> int:
-        """Requests that were accepted and have not ended."""
+        """Accepted requests that have not ended."""
         return len(self._jobs)
 
     @property
@@ -151,19 +157,21 @@ class Scheduler:
 
     @property
     def waiting_jobs(self) -> int:
-        """Requests that wait to run: in the pool, at a worker, preempted, or in a batch in its
-        queue.
-        """
+        """Requests that wait to run: in the pool, at a worker, preempted, or in a queued batch."""
         queued = sum(batch.size for worker in self.workers for batch in worker.queue)
         preempted = sum(len(worker.held) + len(worker.swapped) for worker in self.workers)
         return self._pool.waiting + queued + preempted
 
     def submit(self, request: Request, now_s: float) -> Refusal | None:
-        """A request arrives. A `Refusal`, and no further trace of it, where it can never fit."""
+        """A request arrives. Returns a `Refusal`, and keeps nothing of it, if it can never fit.
+
+        Raises:
+            ValueError: a request with this id has not ended yet.
+        """
         if request.prompt_tokens + request.max_new_tokens > self._longest:
             return too_long(request, self._longest)
         if request.request_id in self._jobs:
-            raise ValueError(f"request {request.request_id!r} is already here")
+            raise ValueError(f"request {request.request_id!r} was already submitted")
         job = Job(request, 0, request.prompt_tokens, waiting_since_s=now_s)
         self._jobs[request.request_id] = job
         if request.priority:
@@ -205,7 +213,9 @@ class Scheduler:
         return self._start_due(now_s) if due else []
 
     def _start_due(self, now_s: float) -> list[Batch]:
-        """Due workers take what is first in their queues, by index; no worker is due any more."""
+        """Start the first queued batch of each due worker, by index. Afterwards no worker is
+        due.
+        """
         view, begin = self._view, self._rounds.begin
         due, idle, figures = view.due, view.idle, view.figures
         if len(due) > 1:
@@ -227,10 +237,9 @@ class Scheduler:
         return started
 
     def take_interrupts(self) -> list[int]:
-        """Workers whose round should stop at its next allowed step, asked for since the last call.
+        """Workers that should stop their round at its next allowed step, since the last call.
 
-        A driver whose engine cannot stop a round may ignore them: the round ends later, nothing
-        else changes.
+        A driver may ignore them if its engine cannot stop a round: then the round ends later.
         """
         if not self.interrupts:
             return []
@@ -238,8 +247,10 @@ class Scheduler:
         return interrupts
 
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
-        """A worker is done with its batch: some jobs ended, others go on; a failed batch is tried
-        again in halves.
+        """A worker reports the result of its batch. A failed batch is retried in halves.
+
+        Raises:
+            ValueError: the worker does not run that batch.
         """
         worker = self.workers[result.worker]
         batch = worker.running
@@ -254,7 +265,7 @@ class Scheduler:
             worker.is_due = True
             view.due.append(worker)
         if isinstance(result, RoundResult):
-            if self.interrupts and worker.index in self.interrupts:  # it was not taken in time
+            if self.interrupts and worker.index in self.interrupts:  # not taken before it ended
                 self.interrupts.remove(worker.index)
             for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
                 self._end(job)
@@ -298,10 +309,12 @@ class Scheduler:
             self._strike(alone, result.failure)
 
     def _strike(self, job: Job, failure: str) -> bool:
-        """It failed alone; whether it is given up, as it is if not for the first time."""
+        """Count the failure of a job that ran alone, and end the job if it is given up. Returns
+        whether it is.
+        """
         if not self._refusals.strike(job, failure):
             return False
-        if job.home >= 0:  # it was evicted
+        if job.home >= 0:  # an evicted job waits in an inbox
             self._pool.remove(job)
         self._end(job)
         return True
@@ -313,11 +326,11 @@ class Scheduler:
             self.interrupts.append(index)
 
     def end(self, request_id: str, generated: int, now_s: float) -> None:
-        """The driver saw it end after `generated` tokens, of which the worker cannot know: at a
-        stop string.
+        """The driver ended the request after `generated` tokens for a reason the worker cannot see.
 
-        An ordinary end, and its length one of those that policies look back on. A row that still
-        runs is taken out as a cancelled one is. Unknown or ended requests are ignored.
+        For example at a stop string. The request counts as finished, and its length enters the
+        history. A row that still runs is removed in the way of a cancelled one. Unknown or ended
+        requests are ignored.
         """
         job = self._jobs.get(request_id)
         if job is not None and not job.cancelled:
@@ -325,13 +338,13 @@ class Scheduler:
             self._take_out(job)
 
     def cancel(self, request_id: str, now_s: float) -> None:
-        """The client does not want it any more. Unknown or ended requests are ignored."""
+        """The client withdrew the request. Unknown or ended requests are ignored."""
         job = self._jobs.get(request_id)
         if job is not None and not job.cancelled:
             self._take_out(job)
 
     def _take_out(self, job: Job) -> None:
-        """At once where it waits, with its batch where it runs."""
+        """Remove the job: at once if it waits, at the end of its batch if it runs."""
         job.cancelled = True
         if job.home >= 0:
             self._view.changed(job.home)
@@ -347,8 +360,8 @@ class Scheduler:
             self._end(job)
 
     def worker_lost(self, index: int, now_s: float) -> None:
-        """A worker's process is gone, after its running batch was completed as crashed: its queue
-        runs elsewhere.
+        """A worker's process died, after its running batch was completed as crashed. Its queue
+        moves elsewhere.
         """
         worker = self.workers[index]
         worker.alive = False
@@ -358,12 +371,12 @@ class Scheduler:
         if self._view.mixed:
             self._pool.worker_lost(now_s)
         if not any(other.alive for other in self.workers):
-            return  # what waits here, waits for this worker to come back
+            return  # its jobs wait until it comes back
         self._pool.take_back(worker)
         self._queues.leave(worker)
 
     def worker_ready(self, index: int, now_s: float) -> None:
-        """A worker that was lost is back."""
+        """A lost worker came back."""
         self.workers[index].alive = True
         self._view.workers_changed()
         self._view.make_due(self.workers[index])
@@ -371,19 +384,19 @@ class Scheduler:
             self._pool.worker_ready()
 
     def take_refusals(self) -> list[Refusal]:
-        """Requests given up on since the last call."""
+        """The accepted requests that were given up since the last call."""
         return self._refusals.take()
 
     def _give_up(self, now_s: float) -> None:
-        """Those whose workers were lost, and did not come back."""
+        """Refuse the stranded jobs that waited too long for a lost worker."""
         for job in self._pool.given_up(now_s):
-            job.cancelled = True  # not a length to look back on
+            job.cancelled = True  # keeps its length out of the history
             self._refusals.strand(job)
             self._end(job)
 
     def _release(self, jobs: Sequence[Job], now_s: float) -> None:
-        """They leave their workers, whose next round tells the engine, and wait in the pool behind
-        all others.
+        """Take jobs off their workers and put them at the end of the pool; the next round tells the
+        engine.
         """
         for job in jobs:
             self._view.changed(job.home)
@@ -402,7 +415,7 @@ class Scheduler:
             view.arrived += homes
 
     def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
-        """In two halves; who fails alone is struck, and given up in the end."""
+        """Retry the jobs of a failed batch in two halves. A job that failed alone gets a strike."""
         if len(jobs) == 1 and self._strike(jobs[0], failure):
             return
         self._queues.halve(worker, batch, jobs, crashed=failure == "crashed")

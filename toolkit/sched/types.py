@@ -1,8 +1,8 @@
-"""The nouns that the scheduler, its policies and its two drivers speak in.
+"""The data types of the scheduler: requests, jobs, batches, results and workers.
 
-Times are seconds on the driver's clock; lengths are tokens. A policy sees these objects and changes
-none of them: only the scheduler and its books write to a `Job` or a `Worker`. Nothing here knows
-how long an output will be.
+Times are seconds on the driver's clock; lengths are tokens. Policies read these objects and never
+write to them: only the scheduler and its parts (`pool`, `queues`, `rounds`) change a `Job` or a
+`Worker`. No type here knows how long an output will be.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 40
 Until = Literal["any", "all"]
 Failure = Literal["", "oom", "crashed"]
+# How newcomers join a padded batch: `engine.joining` of a recipe.
 Joining = Literal[
     "embed", "shape"
 ]  # how newcomers join a padded batch, as in a recipe's engine.joining
@@ -29,10 +30,10 @@ Joining = Literal[
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """What a client asked for, as far as scheduling goes.
+    """What a client asked for, as far as scheduling is concerned.
 
-    `max_new_tokens` is the limit that the client set, not the length that the output will have. Of
-    two requests the one with the smaller `priority` is the more urgent.
+    `max_new_tokens` is the client's limit on output tokens, not the length that the output will
+    have. A request with a smaller `priority` is more urgent.
     """
 
     request_id: str
@@ -43,26 +44,29 @@ class Request:
 
 
 class Job:
-    """A request on its way: what was generated so far, and how often it was tried.
+    """A request inside the scheduler: the tokens generated so far and the history of its attempts.
 
-    While a job is resident (`toolkit.sched.residents`), `length` and `generated` are those of the
-    step when it joined.
+    While a job is resident on a worker (`toolkit.sched.residents`), `length` and `generated` have
+    their values of the step at which it joined, not the current ones.
 
     Attributes:
-        request_id, prompt_tokens, max_new_tokens, priority: the request's.
-        limit_tokens: tokens that it holds at its end if it generates all that it may.
-        ticket: the order in which jobs entered the pool; a job that re-enters draws a new one.
-        length: prompt + generated: the input of the next slice.
-        strikes: batches of one job that failed.
-        waiting_since_s: since when it has not run: submitted, back in the pool, paused, swapped
-            out, evicted.
-        home: the worker whose inbox holds it; -1: the pool.
-        cancelled: its client does not want it any more.
+        request_id, prompt_tokens, max_new_tokens, priority: copied from the request.
+        limit_tokens: prompt_tokens + max_new_tokens, the most tokens that the job can hold.
+        ticket: position in the order in which jobs entered the pool; a job that re-enters gets a
+            new ticket.
+        length: prompt + generated tokens, which is the input of the next slice.
+        slices: batches and rounds that it entered.
+        strikes: how often it failed as the only job of a batch.
+        waiting_since_s: when it last stopped running: submitted, returned to the pool, paused,
+            swapped out or evicted.
+        home: index of the worker that has it in its inbox; -1 while it is in the pool.
+        cancelled: whether its client withdrew it.
         evictions: how often its cache was dropped to make room.
-        reroutes: how often it left its worker after a slice, to be routed anew.
-        joined: the worker's decode steps when it became resident.
-        slot: its column in the residents' table.
-        promoted_at: tokens that it had generated when a policy promoted it last; -1: never.
+        reroutes: how often it left its worker after a slice to be routed again.
+        joined: the worker's count of decode steps when the job became resident.
+        slot: its column in `Residents.table`.
+        promoted_at: tokens that it had generated when a policy last promoted it; -1 if it never
+            was.
     """
 
     __slots__ = (
@@ -116,83 +120,91 @@ class Job:
         self.promoted_at = -1
 
     def __repr__(self) -> str:
-        return f"Job({self.request!r}, ticket={self.ticket}, length={self.length}, generated={self.generated})"
+        return (
+            f"Job({self.request!r}, ticket={self.ticket}, length={self.length}, "
+            f"generated={self.generated})"
+        )
 
     @property
     def remaining_limit(self) -> int:
-        """Tokens that this job may still generate."""
+        """Tokens that the job may still generate."""
         return self.max_new_tokens - self.generated
 
 
 @dataclass(slots=True, frozen=True)
 class Moves:
-    """What a round does with caches that are neither prefilled nor dropped in it.
+    """What a round does with caches that it keeps without computing on them.
 
-    Before its first step, in this order: `pause` and `swap_out` stop decoding; what is swapped out
-    goes from the device to host memory, what is swapped in comes back and is paused there; `resume`
-    go on decoding without a prefill. With `overlap` the transfers go on beside the round's compute:
-    those who leave hold their tokens until it ends, those who come from its start, and none of them
-    decodes in it. Without, the round waits for them first. Who is still being prefilled has no
-    cache to keep, and is not moved.
+    The moves take effect before the first step, in this order: jobs in `pause` and `swap_out` stop
+    decoding; caches in `swap_out` go from the device to host memory; caches in `swap_in` come back
+    and are paused on the device; jobs in `resume` decode again without a prefill.
+
+    With `overlap`, transfers run beside the round's compute. A cache that leaves holds its device
+    memory until the round ends, a cache that comes back holds it from the round's start, and
+    neither job decodes in that round. Without `overlap`, the round waits for its transfers first. A
+    job that is still being prefilled has no complete cache, so it is never moved.
     """
 
     pause: tuple[Job, ...] = ()
     resume: tuple[Job, ...] = ()
     swap_out: tuple[Job, ...] = ()
     swap_in: tuple[Job, ...] = ()
-    promote: tuple[
-        Job, ...
-    ] = ()  # of those who enter or resume: to the first queue, see `Job.promoted_at`
+    # Entering or resuming jobs that go to the first queue, see `Job.promoted_at`.
+    promote: tuple[Job, ...] = ()
     overlap: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The one dial: these jobs, on this worker, for at most `steps` tokens each, until any or all
-    of them finish.
+    """The unit of work: these jobs, on this worker, for at most `steps` tokens each.
 
-    Sequence-level scheduling: steps = max_new_tokens, until all. Slice-level: steps = slice length,
-    until all, cache dropped. Continuous: a round, until any, cache kept: `evict` and `release`
-    leave first and lose their cache, `jobs` enter and are prefilled, and all who are resident then
-    decode at most `steps` times, until one of them ends. A round that is interrupted stops at the
-    first step where the worker's count of steps is a multiple of `stop_every`. With `chunk_tokens`,
-    those who enter are prefilled in passes of at most so many tokens while anybody decodes, and a
-    step follows each; what is not done when the round ends goes on in the next.
+    The fields express each kind of scheduling:
+
+    - sequence level: `steps` is max_new_tokens, and the batch runs until all jobs have ended;
+    - slice level (SCLS): `steps` is the slice length, the batch runs until all jobs have ended or
+      used it up, and caches are dropped;
+    - continuous: the batch is a round, `until` is "any", and caches are kept. Jobs in `evict` and
+      `release` leave first and lose their caches. Then `jobs` enter and are prefilled. All
+      residents decode at most `steps` times, until one of them ends.
+
+    A round that is interrupted stops at the first step at which the worker's count of decode steps
+    is a multiple of `stop_every`. With `chunk_tokens`, entering jobs are prefilled in passes of at
+    most so many tokens while other rows decode, with one step after each pass. A prefill that has
+    not ended with the round continues in the next one.
     """
 
     worker: int
     jobs: tuple[Job, ...]
     steps: int
-    # L: the longest input in the batch, which is what the others are padded to; 0: none enters
+    # L: the longest input in the batch, to which the others are padded; 0 if no job enters.
     input_length: int
-    estimated_s: float  # T_serve(N, L, S), SCLS Eq. 1-2
+    estimated_s: float  # T_serve(N, L, S) in seconds, SCLS Eq. 1-2
     until: Until = "all"
     keep_cache: bool = False
-    batch_id: int = -1  # numbered by the scheduler
+    batch_id: int = -1  # assigned by the scheduler
     started_s: float = -1.0
-    evict: tuple[
-        Job, ...
-    ] = ()  # whose cache is dropped before the round: evicted or cancelled ones
-    release: tuple[
-        Job, ...
-    ] = ()  # whose cache is dropped too: they have left, and were routed anew
+    # Evicted or cancelled jobs: their caches are dropped before the round.
+    evict: tuple[Job, ...] = ()
+    # Jobs that left the worker and were routed again: their caches are dropped too.
+    release: tuple[Job, ...] = ()
     stop_every: int = 1
-    interrupted: bool = False  # it was told to stop early
-    moves: Moves | None = None  # of a policy that preempts
+    interrupted: bool = False  # whether it was asked to stop early
+    moves: Moves | None = None  # set by preemptive policies
     chunk_tokens: int = 0  # 0: whole prefills before the first step
-    refused: Job | None = None  # the policy's note: this one may not enter before the round ends
+    refused: Job | None = None  # memo of the policy: this job may not enter before the round ends
 
     @property
     def size(self) -> int:
+        """The number of jobs."""
         return len(self.jobs)
 
 
 @dataclass(slots=True)
 class BatchResult:
-    """What a worker did with a batch: new tokens and whether it is done, per job in the batch's
+    """What a worker did with a static batch: new tokens and whether it ended, for each job in
     order.
 
-    With a `failure`, `generated` still counts the tokens that reached the client before it.
+    If there was a `failure`, `generated` still counts the tokens that reached the client before it.
     """
 
     batch_id: int
@@ -204,19 +216,22 @@ class BatchResult:
 
 @dataclass(slots=True)
 class RoundResult:
-    """What a worker did with a round: all residents decoded `steps` times, and those who `ended`
-    did so in the last.
+    """What a worker did with a round: all residents decoded `steps` times; `ended` jobs did so
+    last.
 
-    `joined` names those whose prefill ended in it, each with the round's steps until then, which it
-    had no part in; None: everybody's did before the first step. Where prefill gives a token, they
-    have it: a round in which one ends with it may have 0 steps. Who is not named is prefilled
-    further in the next round.
-
-    Those whose caches were `dropped`, the last admitted first, wait again: memory had no room for
-    them, which is the failure "oom" and may be all of them, or nobody where a pass in parts
-    sufficed; or an engine that also schedules (`toolkit.backends.vllm`) made room. Of a round that
-    "crashed" no cache is left. Such an engine may also have `missed` residents in so many of the
-    steps.
+    Attributes:
+        ended: jobs that ended in the round's last step.
+        joined: for each job that ended its prefill in the round, the steps of the round before it
+            joined, which it did not decode. None: every prefill ended before the first step. On
+            engines with a prefill that gives a token, the job has that token, and a round in which
+            a job ends with it may have 0 steps. The prefill of a job that is not named continues in
+            the next round.
+        failure: "oom" if memory ran out. "crashed" if the worker died: then no cache is left.
+        missed: residents that an engine which also schedules (`toolkit.backends.vllm`) left out of
+            so many of the steps.
+        dropped: jobs that lost their caches, the last admitted first; they wait again. Memory
+            had no room for them (then `failure` is "oom", and `dropped` may be all residents, or
+            empty if splitting a pass was enough), or an engine that also schedules made room.
     """
 
     batch_id: int
@@ -231,12 +246,12 @@ class RoundResult:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One engine instance: its laws, what it runs, what waits for it. `load_s` is T_load(w) of SCLS
-    Eq. 11.
+    """One engine instance: its laws, what it runs and what waits for it.
 
-    `row_limit` bounds the residents: by the engine's `slots`, and by less after a failure, so that
-    a request that kills its worker ends up alone. Paused jobs are in `held`, swapped ones in
-    `swapped`, whose tokens `host_tokens` bounds; 0: no host memory, nothing is swapped.
+    `load_s` is T_load(w) of SCLS Eq. 11, in seconds. `row_limit` bounds the number of residents: it
+    is the engine's `slots`, and less after a failure, until a request that kills its worker runs
+    alone. Paused jobs are in `held`. Swapped jobs are in `swapped`, with tokens of at most
+    `host_tokens`; 0 means no host memory, so nothing is swapped.
     """
 
     index: int
@@ -245,23 +260,23 @@ class Worker:
     alive: bool = True
     running: Batch | None = None
     queue: deque[Batch] = field(default_factory=deque)
-    inbox: Inbox = field(default_factory=Inbox)  # jobs routed here and not batched yet
+    inbox: Inbox = field(default_factory=Inbox)  # jobs routed here and not yet batched
     load_s: float = 0.0
-    assigned: int = 0  # batches it was given so far, the tie-break that keeps every worker fed
+    assigned: int = 0  # batches assigned so far: breaks ties so that every worker gets work
     oom_events: int = 0
     residents: Residents = field(default_factory=Residents)
-    slots: int = NO_LIMIT  # the most residents that the engine can have
-    # the longest prompt + output that its memory holds alone, in tokens; the scheduler's to say
+    slots: int = NO_LIMIT  # the most residents that the engine supports
+    # The longest prompt + output in tokens that fits its memory alone; set by the scheduler.
     longest: int = NO_LIMIT
-    stepped_s: float = 0.0  # when its last decode step ended, as far as it was reported
+    stepped_s: float = 0.0  # when its last reported decode step ended
     swap: SwapLaw | None = None
     host_tokens: int = 0
     joining: Joining | None = None
     held: ParkedCaches = field(default_factory=ParkedCaches)
     swapped: ParkedCaches = field(default_factory=ParkedCaches)
     is_due: bool = False  # whether it is in `View.due`
-    there: Footprint | None = None  # see `toolkit.sched.footprint.look`
-    capacity_tokens: int = field(init=False)  # of KV cache, as the memory law has it
+    there: Footprint | None = None  # reused by `toolkit.sched.footprint.look`
+    capacity_tokens: int = field(init=False)  # KV cache in tokens, from the memory law
     emits: int = field(init=False)  # tokens that a prefill gives: 1 or 0
     row_limit: int = field(init=False)
 
@@ -272,23 +287,26 @@ class Worker:
 
     @property
     def padded(self) -> bool:
-        """Whether its running batch is one slab: memory is rows x the longest."""
+        """Whether its running batch is one slab, which takes rows x the longest row."""
         return self.joining is not None
 
     def chunk_of(self, tokens: int) -> int:
-        """`Batch.chunk_tokens` where a policy wants `tokens`: 0 where newcomers are shaped into the
-        batch.
+        """`Batch.chunk_tokens` for a policy that wants `tokens`: 0 on engines that shape newcomers
+        into the batch.
         """
         return 0 if self.joining == "shape" else tokens
 
     def holds(self, job: Job) -> bool:
-        """Whether the job can run here to its end, whatever it generates: in a fleet it goes
-        nowhere else.
+        """Whether the job fits the worker's memory alone, even if it generates all that it may.
+
+        In a fleet of several kinds of workers, a job only goes to workers that hold it.
         """
         return job.limit_tokens <= self.longest
 
     def is_like(self, other: Worker) -> bool:
-        """Whether the two are of one kind: they take as long and hold as much."""
+        """Whether the two workers are of one kind: equal laws, equal capacity and equal ways to
+        batch.
+        """
         return (
             self.latency == other.latency
             and self.memory == other.memory
@@ -298,21 +316,22 @@ class Worker:
         )
 
     def left_s(self, now_s: float) -> float:
-        """Of `load_s`, without what its running batch has done by now."""
+        """Seconds of `load_s` that remain, without the part of the running batch that is done by
+        now.
+        """
         running = self.running
         done_s = min(now_s - running.started_s, running.estimated_s) if running else 0.0
         return max(self.load_s - done_s, 0.0)
 
     @property
     def idle(self) -> bool:
+        """Whether it is alive with nothing running and nothing queued."""
         return self.alive and self.running is None and not self.queue
 
 
 @dataclass(slots=True, frozen=True)
 class Refusal:
-    """A request that the scheduler gives up on, and why, in one line that may be shown to its
-    client.
-    """
+    """A request that the scheduler gives up on, with a reason in one line that clients may see."""
 
     request_id: str
     reason: str

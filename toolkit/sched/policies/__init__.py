@@ -1,5 +1,5 @@
-"""The registry of policies: one file, one frozen class each. Adding one touches its file and the
-list below.
+"""The registry of policies. To add a policy, write its frozen class and add it to the list
+below.
 """
 
 from __future__ import annotations
@@ -38,24 +38,23 @@ POLICIES: dict[str, type[Policy]] = {
         SrptOracle,
     )
 }
-BUILT_IN: dict[str, type[BuiltIn]] = {
-    VllmPolicy.name: VllmPolicy
-}  # an engine's own, which our scheduler cannot run
+# Policies of engines, which the toolkit's scheduler cannot run.
+BUILT_IN: dict[str, type[BuiltIn]] = {VllmPolicy.name: VllmPolicy}
 KNOWN: dict[str, type[AnyPolicy]] = {**POLICIES, **BUILT_IN}
-ORACLES = frozenset(
-    {PastFutureOracle.name, SrptOracle.name}
-)  # they know the output lengths: for simulations only
+# Policies that know the true output lengths, so they exist in simulations only.
+ORACLES = frozenset({PastFutureOracle.name, SrptOracle.name})
 
 
 def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
-    """The policy `name` of our scheduler, with `parameters` over its defaults.
+    """The policy `name` of the toolkit's scheduler, with `parameters` over its defaults.
 
-    `InputError` for an unknown name, parameter or value, and for a policy that is built into an
-    engine.
+    Raises:
+        InputError: an unknown name, parameter or value, or a policy that is built into an engine.
     """
     if name in BUILT_IN:
         raise InputError(
-            f"policy '{name}' is built into the engine '{BUILT_IN[name].engine}': our scheduler cannot run it",
+            f"policy '{name}' is built into the engine '{BUILT_IN[name].engine}': "
+            "our scheduler cannot run it",
             "choose another policy; see docs/policies.md",
         )
     if name not in POLICIES:
@@ -65,8 +64,8 @@ def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
 
 
 def make_any(name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
-    """As `make_policy`, or one that is built into an engine: for whoever simulates it, or sets it
-    there.
+    """Like `make_policy`, but also policies that are built into an engine, to simulate or configure
+    them.
     """
     if name in BUILT_IN:
         built_in = BUILT_IN[name]
@@ -77,7 +76,7 @@ def make_any(name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
 
 
 def refuse_oracle(name: str) -> None:
-    """`InputError` if the policy `name` needs to know what no server knows."""
+    """`InputError` if the policy `name` needs the true output lengths, which no server knows."""
     if name in ORACLES:
         raise InputError(
             f"policy '{name}' knows the true output lengths, so it exists in simulations only",
@@ -92,7 +91,8 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
         home = BUILT_IN[policy.name].engine
         if engine != home:
             raise InputError(
-                f"policy '{policy.name}' is built into the engine '{home}'; the recipe's is '{engine}'",
+                f"policy '{policy.name}' is built into the engine '{home}'; "
+                f"the recipe's is '{engine}'",
                 f"set engine.name to {home} and profile it, or choose another policy",
             )
         return
@@ -113,4 +113,4 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
             f"'{engine}' runs static batches",
             f"set engine.name to {able} and profile it, or serve 'slice' or 'sequence'",
         )
-    # What a server elsewhere does is its own affair: there the policy only describes it.
+    # A server that the toolkit does not run schedules by itself: the policy only describes it.

@@ -1,16 +1,16 @@
-"""Dynamic re-batching on an unmodified, padded engine: when a row ends, who waits takes its place
-(BATON).
+"""BATON: re-batching on an unmodified padded engine; when a row ends, a waiting job takes its
+place.
 
-*BATON: Enhancing Batch-wise Inference Efficiency for LLMs via Dynamic Re-batching*. The running batch is one slab of
-KV cache, rows x the longest resident, after columns that are padding in every row are released. A
-newcomer longer than that makes the slab wider for all. How newcomers join is the worker's own:
-prefilled apart and embedded (BATON-PD in the paper), or within the batch, at everybody's cost
-(vector shaping: the paper's own baseline, which it calls equal to Orca in throughput).
+*BATON: Enhancing Batch-wise Inference Efficiency for LLMs via Dynamic Re-batching*. The running
+batch is one slab of KV cache: rows x the longest resident, after the columns that are padding in
+every row were released. A longer newcomer makes the slab wider for all rows. The worker decides how
+newcomers join: prefilled apart and embedded (BATON-PD in the paper), or shaped into the batch at a
+cost to every row (vector shaping: the paper's baseline, which it says has the throughput of Orca).
 
-Where memory would pass a threshold, the last who joined leave: to host memory, from where they come
-back before anybody else enters and without a prefill, or, where there is no room or no host memory,
-evicted and prefilled again. Left out: the paper prefills queries ahead of their turn, and keeps
-their caches aside until then.
+If memory would pass a threshold, the last rows that joined leave. They go to host memory and come
+back without a prefill, before any other job enters. Without room in host memory they are evicted
+and prefilled again. Not implemented: the paper prefills queries ahead of their turn and keeps their
+caches aside until then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from toolkit.sched.types import Batch, Job, Moves, Worker
 class BatonPolicy:
     """First come, first served, up to a number of rows and a share of memory.
 
-    The paper has batches of 2 to 10 rows and no value for the threshold.
+    The paper uses batches of 2 to 10 rows and states no value for the threshold.
     """
 
     name: ClassVar[str] = "baton"
@@ -45,7 +45,7 @@ class BatonPolicy:
         low=0.01,
         high=1,
         search=(0.5, 1.0),
-        doc="share of the capacity that rows leave above, padding counted",
+        doc="share of the capacity above which rows leave, padding counted",
     )
     headroom_steps: int = knob(
         16,
@@ -85,8 +85,8 @@ class BatonPolicy:
         return Decision(batches, interrupt=interrupts)
 
     def _could_use(self, worker: Worker) -> bool:
-        """Whether the running round should stop, since the first who waits may enter before one
-        ends.
+        """Whether the running round should stop, because the first waiting job may enter before a
+        row ends.
         """
         running, inbox = worker.running, worker.inbox
         if running is None or running.interrupted or not inbox or worker.swapped.jobs:
@@ -123,13 +123,15 @@ class BatonPolicy:
         )
 
     def _room(self, there: Footprint) -> int:
-        """Decode steps until memory is at the threshold; a row that is alone may have all of it."""
+        """Decode steps until memory reaches the threshold; a lone row may use all of it."""
         return there.room(
             int(self.memory_threshold * there.capacity) if there.rows > 1 else there.capacity
         )
 
     def _takes(self, worker: Worker, there: Footprint, job: Job, *, enters: bool = True) -> bool:
-        """Whether there is room for one row more, and for some steps. Where nobody is, there is."""
+        """Whether there is room for one more row and for `headroom_steps`. An empty worker always
+        has room.
+        """
         if there.rows >= min(self.max_batch_size, worker.row_limit):
             return False
         limit = int(self.memory_threshold * there.capacity)
@@ -138,14 +140,17 @@ class BatonPolicy:
         )
 
     def _more_may_enter(self, worker: Worker, there: Footprint, back: int, entering: int) -> bool:
-        """Whether the next who waits might enter in a round of its own, after one step of this one."""
+        """Whether the next waiting job might enter with the next round, after one step of this
+        one.
+        """
         if back < len(worker.swapped) or entering == len(worker.inbox):
             return False
         return self._takes(worker, there, worker.inbox[entering])
 
     def _leaving(self, worker: Worker) -> tuple[Footprint, list[Job]]:
-        """Who leaves so that one more step fits, as `last_first` has them; and what those who stay
-        take.
+        """The footprint of the rows that stay, and the rows that leave so that one more step fits.
+
+        Rows leave in the order of `last_first`.
         """
         there, leave = look(worker), []
         if there.rows > 1 and self._room(there) < 1:
@@ -157,8 +162,8 @@ class BatonPolicy:
         return there, leave
 
     def _coming_back(self, worker: Worker, there: Footprint) -> list[Job]:
-        """Of those in host memory, the most urgent who was there first comes first, and nobody
-        before him.
+        """The swapped jobs that come back, the most urgent first, then by ticket; none overtakes
+        another.
         """
         back: list[Job] = []
         for job in sorted(worker.swapped.jobs, key=lambda job: (job.request.priority, job.ticket)):
@@ -181,7 +186,7 @@ class BatonPolicy:
 
 
 def _placed(worker: Worker, leave: Sequence[Job]) -> tuple[list[Job], list[Job]]:
-    """Of those who leave, who goes to host memory, and for whom there is no room."""
+    """Divide the leaving rows: those that go to host memory, and those it has no room for."""
     room = worker.host_tokens - worker.swapped.tokens
     swap_out: list[Job] = []
     evict: list[Job] = []

@@ -1,15 +1,16 @@
-"""What continuous policies share: rounds on every worker, attempts to admit, eviction where memory
-would run out.
+"""The base of continuous policies, and the three that decide by memory alone.
 
-A worker runs one round after the other. Each `interval_steps` decode steps, and whenever it is
-empty, those who wait at it may enter, first come first served; how many, is the policy's own
-question. Before a round, the last admitted are evicted until one more step fits; they wait again
-before all others, and keep their tokens. A round ends before memory is passed, so capacity holds at
-every step. What rows take of it, paged or padded, is their footprint's to say.
+A worker runs one round after the other. Every `interval_steps` decode steps, and whenever it is
+empty, waiting jobs may enter in order of arrival; the policy decides how many. Before a round, the
+last admitted jobs are evicted until one more step fits. They keep their tokens and wait before all
+others. A round ends before memory is exceeded, so the capacity holds at every step. The worker's
+footprint knows what rows take of it, paged or padded.
 
-Where requests have priorities, those who are more urgent come first: the least urgent are evicted
-first, and where the most urgent who waits may not enter, as many of those who are less urgent are
-evicted as it takes, if that suffices.
+If requests have priorities, urgent ones come first. The least urgent rows are evicted first. If the
+most urgent waiting job may not enter, the fewest less urgent rows that make room are evicted, or
+none if that is not enough.
+
+In order: `ContinuousPolicy`, then `AggressivePolicy`, `ConservativePolicy` and `FcfsPolicy`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 
 @dataclass(frozen=True, slots=True)
 class ContinuousPolicy(ABC):
-    """Base of the continuous policies: subclasses say who may enter (`hopeful`, and `admit` where
-    that is not all).
+    """Base of the continuous policies: subclasses decide which jobs may enter.
 
-    `interval_steps` is the paper's 10 in Past-Future's Table 1; its `max_prefill_tokens` there is
-    32,768.
+    They do so with `hopeful`, and with `admit` if that is not enough. The default of
+    `interval_steps` is the 10 of Past-Future's Table 1, that of `max_prefill_tokens` its 32,768.
     """
 
     name: ClassVar[str]
@@ -55,7 +55,8 @@ class ContinuousPolicy(ABC):
     )
     overfill: bool = knob(
         False,
-        doc="true: who enters needs no room now, and may have to leave after a step (Table 1's artifact)",
+        doc="true: a job enters without room for it now, and may be evicted after a step "
+        "(as in Table 1's artifact)",
     )
     router: str = choice(
         "round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS)
@@ -67,36 +68,35 @@ class ContinuousPolicy(ABC):
 
     @abstractmethod
     def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        """Whether `job` may be admitted beside those who are `there` before one of them ends.
+        """Whether `job` may be admitted beside the rows in `there` before one of them ends.
 
-        `False` must be certain: nobody asks again until one ends, which is what lets a round be
-        long.
+        `False` must be certain: the question is asked again only after a row ended, which is what
+        lets a round be long.
         """
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        """How many of `candidates`, in their order, may enter by the policy's own criterion.
+        """How many of `candidates`, in order, may enter by the policy's own criterion.
 
-        They fit the memory as it is now, and each is `hopeful` if those before it enter, but for
-        the first where nobody is resident: it is admitted whatever this says, since what fits alone
-        is never left waiting.
+        They fit the memory as it is now, and each is `hopeful` if those before it enter. If the
+        worker has no residents, the first candidate may not be hopeful: it is admitted whatever
+        this returns, because a job that fits alone must not wait for ever.
         """
         return len(candidates)
 
     def longest_round(self, worker: Worker, entering: int) -> int:
-        """The most decode steps until the policy wants to decide something that no end of a job
-        brings about.
+        """The most decode steps until the policy has to decide something even if no row ends.
 
-        `entering`: how many enter with the round.
+        `entering`: how many jobs enter with the round.
         """
         return NO_LIMIT
 
     @property
     def most_rows(self) -> int:
-        """The most residents that the policy has on any worker."""
+        """The most residents that the policy allows on any worker."""
         return NO_LIMIT
 
     def rows(self, worker: Worker) -> int:
-        """The most residents that the worker may have."""
+        """The most residents that this worker may have."""
         most, limit = self.most_rows, worker.row_limit
         return most if most < limit else limit
 
@@ -117,8 +117,8 @@ class ContinuousPolicy(ABC):
         return Decision(batches) if batches else NOTHING
 
     def _could_use(self, view: View, worker: Worker) -> bool:
-        """Whether the running round should stop, since the first that waits may enter before one
-        ends.
+        """Whether the running round should stop, because the first waiting job may enter before a
+        row ends.
         """
         running, inbox = worker.running, worker.inbox
         if running is None or running.interrupted or not inbox:
@@ -194,7 +194,7 @@ class ContinuousPolicy(ABC):
     def _entering(
         self, view: View, worker: Worker, there: Footprint
     ) -> tuple[list[Job], Footprint]:
-        """Which jobs enter, and what they take with those that are `there`, which is used up."""
+        """The jobs that enter, and the footprint with them. Consumes the footprint `there`."""
         inbox, rows = worker.inbox, there.rows
         if not self._may_enter(worker, inbox[0], there):
             return [], there
@@ -215,7 +215,7 @@ class ContinuousPolicy(ABC):
             there.enter(job)
         admitted = self.admit(view, worker, candidates) if candidates else 0
         if not (admitted or rows):
-            candidates, admitted = [inbox[0]], 1  # alone it may fill the memory to its last token
+            candidates, admitted = [inbox[0]], 1  # a lone row may fill the memory to its last token
         elif admitted == len(candidates):
             return candidates, there
         there = there.look()
@@ -224,10 +224,10 @@ class ContinuousPolicy(ABC):
         return candidates[:admitted], there
 
     def _giving_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
-        """The less urgent residents who must leave so that `job` may enter; nobody, where it may
-        not even so.
+        """The fewest less urgent residents to evict so that `job` may enter, and the footprint of
+        the others.
 
-        Then what those who stay take.
+        The list is empty if even evicting all of them is not enough.
         """
         there = footprint(worker)
         leaving: list[Job] = []
@@ -241,8 +241,9 @@ class ContinuousPolicy(ABC):
         return [], footprint(worker)
 
     def _may_enter(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        """Whether an attempt makes sense before one ends: both kinds of room only shrink until
-        then.
+        """Whether an attempt to admit `job` can succeed before a row ends.
+
+        Until then the memory and the rows that are free only shrink.
         """
         if not there.rows:
             return True
@@ -254,21 +255,18 @@ class ContinuousPolicy(ABC):
 
 
 def last_first(worker: Worker) -> list[Job]:
-    """Residents in the order in which they are evicted: the least urgent, and of these who was
-    admitted last.
-    """
+    """Residents in order of eviction: the least urgent first, and of these the last admitted."""
     return sorted(worker.residents.jobs, key=lambda job: job.priority)[::-1]
 
 
-# Aggressive admission: a request enters where there is room for its prompt now, and eviction
-# settles the rest.
-#
-# What vLLM does (Past-Future, section 2.3).
+# Aggressive admission: a request enters if there is room for its prompt now, and eviction makes
+# room later. This is what vLLM does (Past-Future, section 2.3).
 
 
 @dataclass(frozen=True, slots=True)
 class AggressivePolicy(ContinuousPolicy):
-    """Admit while the tokens in use and the newcomers' stay within `watermark` of the capacity.
+    """Admit while the tokens in use, with those of the newcomers, are within `watermark` of the
+    capacity.
 
     Past-Future's Table 1 has 0.90, 0.95 and 0.99.
     """
@@ -283,25 +281,25 @@ class AggressivePolicy(ContinuousPolicy):
         return there.taken_with(self._asks(job)) <= self.watermark * worker.capacity_tokens
 
     def _asks(self, job: Job) -> int:
-        """Tokens that a newcomer is counted with; the artifact leaves out what one that was evicted
-        had generated.
+        """Tokens that a newcomer counts; the artifact leaves out the generated tokens of evicted
+        jobs.
         """
         return job.request.prompt_tokens if self.overfill else job.length
 
 
-# Conservative admission: a request enters where there is room for all that it and the residents
-# may generate.
+# Conservative admission: a request enters if there is room for all that it and the residents may
+# generate.
 #
-# What TGI and DeepSpeed-MII do (Past-Future, section 2.3), and continuous batching's baseline
-# (ILS) in the SCLS paper.
+# TGI and DeepSpeed-MII do so (Past-Future, section 2.3), and so does the baseline of continuous
+# batching (ILS) in the SCLS paper.
 
 
 @dataclass(frozen=True, slots=True)
 class ConservativePolicy(ContinuousPolicy):
-    """Admit while the sum of prompt + max_new_tokens stays within `overcommit` times the capacity.
+    """Admit while the sum of prompt + max_new_tokens is within `overcommit` times the capacity.
 
-    On a padded worker it is the number of rows x the largest prompt + max_new_tokens.
-    With 1 nobody is ever evicted. Past-Future's Table 1 has 1, 1.25 and 1.5.
+    On a padded worker, the number of rows x the largest prompt + max_new_tokens counts instead.
+    With an `overcommit` of 1 nothing is ever evicted. Past-Future's Table 1 has 1, 1.25 and 1.5.
     """
 
     name: ClassVar[str] = "conservative"
@@ -314,14 +312,12 @@ class ConservativePolicy(ContinuousPolicy):
         return there.promised_with(job.limit_tokens) <= self.overcommit * worker.capacity_tokens
 
 
-# First come, first served, each run to its end: FastServe's baseline.
+# First come, first served, with each job run to its end: FastServe's baseline.
 
 
 @dataclass(frozen=True, slots=True)
 class FcfsPolicy(ContinuousPolicy):
-    """Admit up to a number of rows, where memory suffices for all that they may generate: nobody is
-    evicted.
-    """
+    """Admit up to a number of rows, while memory holds all that they may generate: no evictions."""
 
     name: ClassVar[str] = "fcfs"
 

@@ -1,4 +1,10 @@
-"""FastServe's multi-level feedback queues: short jobs first, without knowing which they are."""
+"""FastServe's multi-level feedback queues, which put short jobs first without knowing their
+lengths.
+
+`FeedbackQueues` computes the queue of a job from its own counters and a latency law alone.
+`MlfqPolicy` is FastServe's skip-join MLFQ (and the naive one), `SrptOracle` the shortest-remaining
+baseline with true lengths.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +21,27 @@ from toolkit.sched.policies.preemptive import STARVES, PreemptivePolicy, Rank, R
 from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.types import Job, Worker
 
-# Multi-level feedback queues as arithmetic: in which queue a job is, from its own counters and a
-# law alone.
-
-NEVER = 1 << 40  # tokens after which a job leaves its queue, where it does not
-LONGEST = 1 << 24  # tokens; a quantum that lasts longer is never used up
-JOBS_KEPT = 1 << 16
-LAWS_KEPT = 8
+NEVER = 1 << 40  # returned if a job never leaves its queue, in tokens
+LONGEST = 1 << 24  # tokens; a quantum that lasts longer counts as never used up
+JOBS_KEPT = 1 << 16  # entries of a cache of jobs
+LAWS_KEPT = 8  # entries of the caches of laws
 
 
 class FeedbackQueues:
-    """Queues under one law, numbered from 0.
+    """The queues under one law, numbered from 0.
 
-    A job joins the first queue whose quantum covers its prefill, or queue 0 if it is naive or was
-    promoted, and leaves a queue when it has used its quantum up. The last queue has none.
+    A job joins the first queue with a quantum that covers its prefill, or queue 0 if joining is
+    naive or the job was promoted. It leaves a queue when it has used up the quantum. The last queue
+    has no quantum.
 
-    Service is counted in seconds of the law as if the job ran alone: T_prefill(1, L), and each
-    decode step's.
+    Service is measured in seconds of the law as if the job ran alone: T_prefill(1, L), plus the
+    time of each decode step.
 
     Args:
-        law: the worker's.
+        law: the worker's latency law.
         first_s: quantum of queue 0, in seconds.
-        growth: each quantum over the one before.
-        count: how many queues there are.
+        growth: factor from one quantum to the next.
+        count: the number of queues.
         skip_join: false: every job joins queue 0.
     """
 
@@ -49,10 +53,10 @@ class FeedbackQueues:
         self._known: dict[tuple[int, int], tuple[int, list[int]]] = {}
 
     def find(self, prompt_tokens: int, generated: int, promoted_at: int = -1) -> tuple[int, int]:
-        """The queue of a job that generated so much, and the count of generated tokens with which
-        it will leave it.
+        """The queue of a job with so many generated tokens, and the generated tokens at which it
+        leaves it.
 
-        `promoted_at` is what it had generated when it was promoted last, -1 if it never was.
+        `promoted_at` is what it had generated when it was last promoted, -1 if it never was.
         """
         key = (prompt_tokens, promoted_at)
         known = self._known.get(key)
@@ -65,7 +69,7 @@ class FeedbackQueues:
         return first + passed, leaves[passed] if passed < len(leaves) else NEVER
 
     def service_s(self, prompt_tokens: int, generated: int) -> float:
-        """Seconds of prefill and decode that give a job so many tokens when it runs alone."""
+        """Seconds of prefill and decode after which a job that runs alone has so many tokens."""
         if not generated:
             return 0.0
         decoded = generated - self._emits
@@ -73,8 +77,8 @@ class FeedbackQueues:
         return prefill_s + (self._law.decode_s(1, prompt_tokens, decoded) if decoded else 0.0)
 
     def _way(self, prompt_tokens: int, promoted_at: int) -> tuple[int, list[int]]:
-        """The queue that a job joins, and the generated tokens with which it leaves that one and
-        the next ones.
+        """The queue that a job joins, and the generated tokens at which it leaves that and later
+        queues.
         """
         queue, used_s = 0, 0.0
         if promoted_at >= 0:
@@ -95,7 +99,9 @@ class FeedbackQueues:
         return queue, leaves
 
     def _tokens(self, prompt_tokens: int, service_s: float, least: int) -> int:
-        """The first count of generated tokens, from `least` up, that takes so much service."""
+        """The least number of generated tokens, from `least` up, that takes at least `service_s` of
+        service.
+        """
         high = max(least, 1)
         while self.service_s(prompt_tokens, high) < service_s:
             high *= 2
@@ -114,10 +120,11 @@ class FeedbackQueues:
 def queues_of(
     law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
 ) -> FeedbackQueues:
-    """The same object for the same arguments: what it has worked out is not worked out again."""
+    """The `FeedbackQueues` of these arguments, cached with what they have computed."""
     key = (id(law), first_s, growth, count, skip_join)
     known = _by_identity.get(key)
-    if known is None or known[0] is not law:  # to compare laws takes longer than all the rest
+    # comparing laws by value would take longer than the rest
+    if known is None or known[0] is not law:
         if len(_by_identity) >= LAWS_KEPT:
             _by_identity.clear()
         known = _by_identity[key] = law, _queues_of(law, first_s, growth, count, skip_join)
@@ -136,14 +143,14 @@ def _queues_of(
 
 @dataclass(frozen=True, slots=True)
 class MlfqPolicy(PreemptivePolicy):
-    """Skip-join multi-level feedback queues; with `skip_join` false the naive ones.
+    """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false.
 
-    A job joins the first queue whose quantum covers its prefill, leaves a queue for the next when
-    it has used up the quantum, and goes to the first when it has waited for `starvation_s`: it then
-    runs before all who have not, and has that queue's quantum anew. Of the queues, the first comes
-    first; within one, who arrived first. See `FeedbackQueues`.
+    A job joins the first queue with a quantum that covers its prefill, and moves to the next queue
+    when it has used up the quantum. A job that has waited for `starvation_s` starves: it runs before
+    all that do not, and is promoted to the first queue with a new quantum. Queues are served in order,
+    each in order of arrival. See `FeedbackQueues`.
 
-    Each priority has queues of its own: all of a more urgent one come before those of the next.
+    Each priority has its own queues: all queues of a more urgent one come first.
     """
 
     name: ClassVar[str] = "mlfq"
@@ -179,8 +186,10 @@ class MlfqPolicy(PreemptivePolicy):
     def next_runs(
         self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
     ) -> dict[Job, tuple[float, Rank]]:
-        """ENST, in seconds: until the row's promotion, or the quanta of all who run before it,
-        whichever is less.
+        """ENST (estimated next scheduled time) of each row in seconds, after FastServe.
+
+        It is the lesser of the time until the row's promotion and the sum of the quanta of all jobs
+        that run before it.
         """
         quanta_s, starvation_s, inbox = (
             self._queues(worker.latency).quanta_s,
@@ -189,7 +198,7 @@ class MlfqPolicy(PreemptivePolicy):
         )
         assert isinstance(inbox, RankedInbox)
         starving, standings, counts = inbox.standings(now_s, starvation_s)
-        ahead_s = [0.0]  # of all of lesser standing, by the place of a standing
+        ahead_s = [0.0]  # by index in `standings`: the quanta of all jobs of lesser standing
         for standing, count in zip(standings, counts, strict=True):
             ahead_s.append(ahead_s[-1] + count * self._quantum_s(quanta_s, standing))
         found: dict[Job, tuple[float, Rank]] = {}
@@ -213,11 +222,11 @@ class MlfqPolicy(PreemptivePolicy):
         return found
 
     def _quantum_s(self, quanta_s: Sequence[float], standing: float) -> float:
-        """Of the queue that a standing is in."""
+        """The quantum, in seconds, of the queue of a standing."""
         return quanta_s[0] if standing == STARVES else quanta_s[int(standing) % self.queues]
 
     def horizon(self, worker: Worker, running: Sequence[RankedJob], steps: int) -> int:
-        """Until the first of `running` has used up its quantum."""
+        """Steps until the first of `running` has used up its quantum."""
         find = self._queues(worker.latency).find
         for row in running:
             generated = row.generated + row.needs - 1 - row.tokens
@@ -240,14 +249,14 @@ class MlfqPolicy(PreemptivePolicy):
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)
 
 
-# Shortest remaining output first, by the true lengths: what FastServe's queues approximate. In
+# Shortest remaining time first with the true lengths, which FastServe's queues approximate. In
 # simulations only.
 
 
 @dataclass(frozen=True, slots=True)
 class SrptOracle(PreemptivePolicy):
-    """Shortest remaining processing time: whose remaining prefill and decode would be shortest
-    alone, by the law.
+    """Shortest remaining processing time: the least remaining prefill and decode alone, by the
+    law.
     """
 
     name: ClassVar[str] = "srpt-oracle"

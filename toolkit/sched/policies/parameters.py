@@ -1,6 +1,4 @@
-"""Policies' parameters: dataclass fields that carry their bounds, what they mean, and the range
-worth searching.
-"""
+"""Parameters of policies: dataclass fields with their bounds, meaning and search range."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from toolkit.errors import InputError, nearest
 from toolkit.sched.protocols import AnyPolicy
 
 Value = bool | int | float | str
-LARGEST_WHOLE = 2**53  # whole numbers above it are no floats, and array indices are not much larger
+LARGEST_WHOLE = 2**53  # floats represent no larger integers exactly
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,7 +25,7 @@ class Knob:
     search: tuple[float, float] | None
     log: bool
     doc: str
-    choices: tuple[str, ...] = ()  # of a parameter that is a word
+    choices: tuple[str, ...] = ()  # the allowed words, if the parameter is a word
 
 
 def knob(
@@ -38,23 +36,24 @@ def knob(
     high: float = math.inf,
     search: tuple[float, float] | None = None,
     log: bool = False,
-) -> Any:  # like dataclasses.field, so that the field keeps its own type
-    """A policy's numeric (or boolean) parameter. `search` is the range that `llmctl tune` explores."""
+) -> Any:  # like dataclasses.field, so that the field keeps its type
+    """A numeric (or boolean) parameter. `search` is the range that `llmctl tune` explores."""
     return field(default=default, metadata={"knob": Knob(low, high, search, log, doc)})
 
 
 def chunk_knob() -> Any:
-    """`chunk_tokens`, which all continuous policies have."""
+    """The parameter `chunk_tokens`, which all continuous policies have."""
     return knob(
         0,
         search=(32, 16_384),
         log=True,
-        doc="tokens of a pass of prefill while others decode, who step after each; 0: whole prefills before a round",
+        doc="tokens of a prefill pass while rows decode, with a step after each; "
+        "0: whole prefills before a round",
     )
 
 
 def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:
-    """A policy's parameter that is one of a few words."""
+    """A parameter that is one of a few words."""
     return field(default=default, metadata={"knob": Knob(0, 0, None, False, doc, tuple(choices))})
 
 
@@ -65,7 +64,8 @@ def knobs(policy: type[AnyPolicy]) -> dict[str, Knob]:
 
 def defaults(policy: type[AnyPolicy]) -> dict[str, Value]:
     """The parameters' defaults by name."""
-    return {f.name: f.default for f in fields(policy) if f.default is not MISSING}  # type: ignore[arg-type]
+    every = fields(policy)  # type: ignore[arg-type]
+    return {f.name: f.default for f in every if f.default is not MISSING}
 
 
 def parameters(policy: AnyPolicy) -> dict[str, Value]:
@@ -74,7 +74,9 @@ def parameters(policy: AnyPolicy) -> dict[str, Value]:
 
 
 def validate(policy: AnyPolicy) -> None:
-    """For `__post_init__`: every parameter has its type and is within its limits, or `InputError`."""
+    """For `__post_init__`: `InputError` unless every parameter has its type and is within its
+    limits.
+    """
     for f in fields(policy):  # type: ignore[arg-type]
         check(
             f"policy '{policy.name}'",
@@ -97,7 +99,7 @@ def checked_names(policy: type[AnyPolicy], given: dict[str, Value]) -> dict[str,
 
 
 def split(word: str, example: str) -> tuple[str, str]:
-    """Key and value of a `KEY=VALUE` word. `InputError` where it is none."""
+    """Key and value of a `KEY=VALUE` word; `InputError` for any other word."""
     key, found, text = word.partition("=")
     if not found or not key:
         raise InputError(f"'{word}' is not KEY=VALUE", f"for example {example}")
@@ -105,7 +107,7 @@ def split(word: str, example: str) -> tuple[str, str]:
 
 
 def value(text: str) -> Value:
-    """A whole number, a number, true or false; else the text itself."""
+    """The text as an integer, a float, true or false; otherwise the text itself."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):
@@ -117,14 +119,12 @@ def value(text: str) -> Value:
 
 
 def from_words(words: Iterable[str]) -> dict[str, Value]:
-    """`KEY=VALUE` words as parameters. `InputError` for a word that is none."""
+    """`KEY=VALUE` words as parameters; `InputError` for any other word."""
     return {key: value(text) for key, text in (split(word, "slice_tokens=64") for word in words)}
 
 
 def check(owner: str, name: str, kind: type, value: Value, limits: Knob) -> None:
-    """`InputError`, naming whose parameter it is, where a value is not of its type or not within
-    its limits.
-    """
+    """`InputError`, naming `owner`, if a value has the wrong type or is not within its limits."""
     where = f"{owner}: {name} is {value!r}"
     if limits.choices:
         if value not in limits.choices:

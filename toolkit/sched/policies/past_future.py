@@ -1,8 +1,8 @@
-"""Past-Future: admission by the peak memory that is to come, predicted from the output lengths that
-have been.
+"""Past-Future: admission by the predicted peak of memory, from the lengths of past outputs.
 
 Gong et al., *Past-Future Scheduler for LLM Serving under SLA Guarantees*, section 3. Nothing is
-kept between attempts: each samples all lengths anew.
+kept between attempts to admit: each samples all lengths anew. In order: the policy of the paper,
+its oracle with the true lengths, and a variant that also keeps limits of TTFT and MTPOT.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from toolkit.sched.types import Job, Worker
 class PastFuturePolicy(ContinuousPolicy):
     """Admit while the predicted peak (Eq. 2-4) stays below (1 - reserve) of the capacity.
 
-    A resident's length is sampled from the history's longer ones, one who waits draws from all.
-    Table 1 has a reserve of 0.03, 0.05 and 0.10, a window of 1000, and a history that starts with
-    500 outputs of 512 tokens. By default the history starts empty, and requests count as long as
-    they may become until others have ended: the safe start.
+    The length of a resident is sampled from the longer lengths of the history, that of a waiting
+    job from all. Table 1 has a reserve of 0.03, 0.05 and 0.10, a window of 1000, and a history that
+    starts with 500 outputs of 512 tokens. By default the history starts empty, and until requests
+    have ended each counts with its limit: the safe start.
     """
 
     name: ClassVar[str] = "past-future"
@@ -48,7 +48,7 @@ class PastFuturePolicy(ContinuousPolicy):
         doc="share of the capacity that the peak must leave free",
     )
     window: int = knob(
-        1000, low=1, high=1_000_000, doc="w: how many finished lengths are looked back on"
+        1000, low=1, high=1_000_000, doc="w: how many finished lengths the history keeps"
     )
     samples: int = knob(
         5, low=1, high=100, doc="the most sets of sampled lengths; the highest peak counts"
@@ -88,8 +88,7 @@ class PastFuturePolicy(ContinuousPolicy):
         return there.taken_with(job.length) < (1.0 - self.reserve) * worker.capacity_tokens
 
 
-# Past-Future's "theoretical optimum": admission by the true peak memory to come. It exists in
-# simulations only.
+# Past-Future's "theoretical optimum": admission by the true peak of memory, in simulations only.
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,28 +138,28 @@ class _Told(PastFutureOracle):
         return self._output_tokens[job.request.request_id] - job.generated
 
 
-# Past-Future that knows time as well as memory: nobody enters whom the fitted laws say to be too
-# dear, or too late.
+# Past-Future with limits on time as well as memory: a job does not enter if the fitted laws predict
+# that this breaks a limit.
 #
-# An admission costs the residents a stall, the newcomers' prefill between two of their tokens,
-# and a slower step from then on; both must stay within MTPOT. A newcomer whose first token is
-# late already waits behind those whose is not. Eviction and its consequences for MTPOT are plain
-# Past-Future's.
+# An admission costs the residents a stall (the newcomers' prefill between two of their tokens) and
+# a slower step from then on; both must stay within MTPOT. A newcomer with a first token that is
+# already late waits behind those that are on time. Eviction, and what it does to MTPOT, is that of
+# plain Past-Future.
 
 Tokens = NDArray[np.int64]
-CYCLE = 100  # attempts to admit, of which a share is in the order of arrival
+CYCLE = 100  # attempts to admit, a share of which puts late jobs first
 
 
 @dataclass(slots=True)
 class RowLengths:
-    """Rows as a law of time asks for them."""
+    """The number and lengths of rows, as a latency law needs them."""
 
     rows: int = 0
     tokens: int = 0
     longest: int = 0
 
     def add(self, length: int) -> None:
-        """One more row."""
+        """Add a row of `length` tokens."""
         self.rows += 1
         self.tokens += length
         if length > self.longest:
@@ -173,11 +172,12 @@ class RowLengths:
 
 @dataclass(frozen=True, slots=True)
 class PastFutureSlaPolicy(PastFuturePolicy):
-    """Past-Future within limits of TTFT and MTPOT; the defaults are the paper's for 7B and 13B.
+    """Past-Future within limits of TTFT and MTPOT; the defaults are the paper's for 7B and 13B
+    models.
 
-    Late is who has no token yet and could not have one in time even alone, or whose prefill alone
-    breaks MTPOT. In a `late_share` of a worker's attempts the oldest who is late comes first, holds
-    that place, and may break MTPOT: so none starves.
+    A job is late if it has no token yet and could not get one in time even alone, or if its prefill
+    alone breaks MTPOT. In a `late_share` of a worker's attempts to admit, the oldest late job comes
+    first, keeps that place, and may break MTPOT, so that none starves.
     """
 
     name: ClassVar[str] = "past-future-sla"
@@ -196,9 +196,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
     )
 
     def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
-        """Who goes behind the others at his worker, and who comes before them: at attempts to admit
-        only.
-        """
+        """At attempts to admit: the late jobs to defer, and the deferred jobs to advance."""
         behind: list[Job] = []
         first: list[Job] = []
         for worker in view.due:
@@ -237,9 +235,9 @@ class PastFutureSlaPolicy(PastFuturePolicy):
             stepped_s = view.now_s + self._stall_s(worker, entering) + step_s
             stalls = rows > 0 and stepped_s - worker.stepped_s > self.mtpot_s
             if rows and self.chunk_tokens:
-                prefilled_s += (
-                    entering.tokens // self.chunk_tokens * step_s
-                )  # those between the passes
+                # The steps between the passes.
+                # The decode steps between the passes.
+                prefilled_s += entering.tokens // self.chunk_tokens * step_s
             slows = n > 1 and _slowest_step_s(worker, used[:n], remaining[:n]) > self.mtpot_s
             if (stalls or slows) and not (excused and count == 1):
                 return count - 1
@@ -253,8 +251,8 @@ class PastFutureSlaPolicy(PastFuturePolicy):
     def _outlook(
         self, view: View, worker: Worker, newcomers: Sequence[Job]
     ) -> tuple[Tokens, Tokens]:
-        """Tokens that residents and then `newcomers` hold, and are still expected to add: two
-        arrays [n].
+        """The tokens that residents and then `newcomers` hold, and those they are expected to add:
+        [n] each.
         """
         table, steps = worker.residents.table(), worker.residents.steps
         waiting = np.array([(job.length, job.generated, job.max_new_tokens) for job in newcomers]).T
@@ -264,8 +262,8 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         return used, np.maximum(outputs - generated, 1)
 
     def _may_enter(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        """Whether anybody might: who comes first changes with time, and may be as short as one
-        token.
+        """Whether any waiting job might enter: which one is first changes with time, and it may be
+        one token.
         """
         if not there.rows:
             return True
@@ -274,12 +272,12 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         return there.taken_with(1) < (1.0 - self.reserve) * worker.capacity_tokens
 
     def _in_turn(self, worker: Worker) -> bool:
-        """Whether this attempt is one of those in which who has waited longest comes first."""
+        """Whether this attempt is one of those that put the oldest late job first."""
         return worker.residents.steps // self.interval_steps % CYCLE < self.late_share * CYCLE
 
     def _is_late(self, worker: Worker, job: Job, now_s: float) -> bool:
-        """Whether the first token cannot come in time any more, or its prefill alone breaks the
-        others' MTPOT.
+        """Whether the job's first token can only be late, or its prefill alone breaks the others'
+        MTPOT.
         """
         if _was_here(job):
             return False
@@ -294,8 +292,8 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         return first_s > job.request.arrival_s + self.ttft_s or stall_s + step_s > self.mtpot_s
 
     def _stall_s(self, worker: Worker, inputs: RowLengths) -> float:
-        """Seconds that those who run wait between two steps for the prefill of `inputs`: for all of
-        it, or a pass.
+        """Seconds that running rows wait between two steps for the prefill of `inputs`, or one pass
+        of it.
         """
         if not 0 < self.chunk_tokens < inputs.tokens:
             return _prefill_s(worker, inputs)
@@ -308,14 +306,14 @@ def _was_here(job: Job) -> bool:
 
 
 def _prefill_s(worker: Worker, inputs: RowLengths) -> float:
-    """Seconds of the prefill of those that enter with `inputs`."""
+    """Seconds of the prefill of the rows `inputs`."""
     return worker.latency.prefill_s(inputs.rows, inputs.length(worker))
 
 
 def _slowest_step_s(worker: Worker, used: Tokens, remaining: Tokens) -> float:
-    """Seconds of a step of all rows at the memory's peak to come.
+    """Seconds of a step of all rows at the predicted peak of memory.
 
-    A padded engine pays for the longest row at its end, a paged one for the peak's tokens.
+    On a padded engine the longest row at its end determines it, on a paged one the peak's tokens.
     """
     rows = len(used)
     length = (

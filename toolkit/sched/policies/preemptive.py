@@ -1,22 +1,24 @@
-"""What preemptive policies share: who ranks highest runs, the others keep their caches, on the
-device or the host.
+"""The base of preemptive policies: the jobs that rank highest run, the others keep their caches.
 
 At every scheduling point all jobs of a worker are ranked, and the best run, as many as rows and
-memory allow. Who has to make way is paused and keeps its cache on the device while there is room,
-else in host memory, else not at all and is prefilled again. Caches move in one of two ways:
+memory allow. A job that makes way is paused and keeps its cache on the device if there is room,
+else in host memory; without room in either, its cache is dropped and computed again later. Caches
+move in one of two ways:
 
-- reactive: those that memory has no room for are swapped out, and the round waits for its
+- reactive: caches that memory has no room for are swapped out, and the round waits for its
   transfers;
 - proactive (FastServe's key-value cache management): a share of the device is kept free for
-  newcomers, caches that
-  will be needed last leave first, those needed soonest come back before they are, and all of that beside a round's
-  compute. A round waits for its transfers only where it would have nothing to compute, or where one that starved would
-  wait longer.
+  newcomers, caches that are needed last leave first, caches that are needed soonest come back
+  before they are needed, and transfers run beside a round's compute. A round waits for its
+  transfers only if it has nothing to compute, or if a starving job would wait longer.
 
-A round ends when one ends, when a policy's `horizon` says that ranks change, when memory is full,
-when the caches come that those who rank higher wait for, every `interval_steps` while anybody
-waits, and when one arrives who would run. Where nobody could enter whatever the ranks, and nobody
-is paused or swapped out, it goes on until one ends.
+A round ends when a row ends, when ranks change (the policy's `horizon`), when memory is full, when
+the caches arrive that higher-ranked jobs wait for, every `interval_steps` while any job waits, and
+when a job arrives that would run. If no waiting job could enter whatever its rank, and none is
+paused or swapped out, the round continues until a row ends.
+
+In order: ranked jobs and newcomers, `Placement` and the functions that decide where caches go, and
+`PreemptivePolicy`.
 """
 
 from __future__ import annotations
@@ -37,14 +39,10 @@ from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import Decision, LatencyLaw, Standing, View
 from toolkit.sched.types import Batch, Job, Moves, Worker
 
-# Where the caches of a worker's jobs are, and where a round puts them: the bookkeeping of
-# preemptive policies.
-
-Rank = tuple[
-    float, float, int
-]  # less is served first; the last is the ticket, so that no two are equal
-STARVES = -math.inf  # the first part of the rank of one that does
-RUNS = -1.0  # `RankedJob.waits_s` of one that runs
+# (standing, negative waiting time or 0, ticket): less is served first; tickets make ranks distinct.
+Rank = tuple[float, float, int]
+STARVES = -math.inf  # the standing of a starving job
+RUNS = -1.0  # `RankedJob.waits_s` of a running job
 
 
 class CacheLocation(Enum):
@@ -52,25 +50,25 @@ class CacheLocation(Enum):
 
     DEVICE = "device"
     HOST = "host"
-    INBOX = "inbox"  # it has none
+    INBOX = "inbox"  # it has no cache
 
 
 @dataclass(slots=True, eq=False)
 class RankedJob:
-    """One job at a scheduling point, its counters up to date."""
+    """A job at a scheduling point, with up-to-date counters."""
 
     job: Job
     place: CacheLocation
-    tokens: int  # prompt + generated: what its cache holds, or its prefill will
+    tokens: int  # prompt + generated: the size of its cache, or of its prefill
     generated: int
-    needs: int  # device tokens that it takes to run one step, its prefill's token with them
-    waits_s: float  # since it ran last; RUNS: it does
+    needs: int  # device tokens to run one step, including the token of its prefill
+    waits_s: float  # seconds since it last ran; RUNS if it runs
     rank: Rank
 
 
 class Newcomers:
-    """Those who wait at a worker and have no cache, by rank; who could not enter any more is passed
-    over.
+    """The waiting jobs without a cache, in order of rank. Jobs that no longer fit are skipped for
+    good.
     """
 
     def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
@@ -82,10 +80,11 @@ class Newcomers:
         self._open = True
 
     def next(self, free: float, place: float) -> RankedJob | None:
-        """The next of those who need at most `free` tokens, and find a place in `place`; never ask
-        for more later.
+        """The next job that needs at most `free` device tokens and has room for its cache in
+        `place` tokens.
 
-        One who starves and finds none is waited for: nobody enters before him.
+        Later calls must not pass more of either. If a starving job finds no room in `place`, no
+        other job may enter before it.
         """
         if not self.possible(place) or self._inbox.shortest + self._grows > free:
             return None
@@ -106,7 +105,7 @@ class Newcomers:
         return None
 
     def possible(self, place: float) -> bool:
-        """Whether anybody who waits could have a cache in so many tokens, as far as is known."""
+        """Whether a waiting job might fit its cache into `place` tokens, as far as is known."""
         return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= place
 
     def _row(self, job: Job, waits_s: float, rank: Rank) -> RankedJob:
@@ -122,8 +121,8 @@ class Newcomers:
 
 
 def free_places(worker: Worker) -> int:
-    """Tokens that caches may still take on the device and in host memory together; residents' by
-    the last report.
+    """Tokens that are free for caches on the device and in host memory together, as of the last
+    report.
     """
     device = worker.capacity_tokens - look(worker).taken - worker.held.tokens
     return device + worker.host_tokens - worker.swapped.tokens
@@ -131,8 +130,9 @@ def free_places(worker: Worker) -> int:
 
 @dataclass(slots=True)
 class Chosen:
-    """Those who should run, and what they take; `closed`: nobody else who waits without a cache
-    could have one.
+    """The jobs that should run and their footprint.
+
+    `closed`: no other waiting job without a cache could get one.
     """
 
     rows: list[RankedJob]
@@ -149,10 +149,10 @@ def _add(found: Footprint, worker: Worker, row: RankedJob) -> None:
 
 @dataclass(slots=True)
 class Placement:
-    """What a round does with every cache. `kept` and `fetched` are those that do not run and are on
-    the device then.
+    """What a round does with every cache.
 
-    `there` is what those who run take.
+    `there` is the footprint of the jobs in `run`. `kept` and `fetched` are the jobs that do not run
+    and have caches on the device.
     """
 
     run: list[RankedJob]
@@ -163,11 +163,12 @@ class Placement:
     swap_in: list[RankedJob] = field(default_factory=list)
     evict: list[RankedJob] = field(default_factory=list)
     overlap: bool = False
-    closed: bool = False  # nobody who waits without a cache could have one
-    awaited: bool = False  # some who should run are in transfer, or wait for the room that it makes
+    closed: bool = False  # no waiting job without a cache could get one
+    # jobs that should run are in transfer, or wait for the room that transfers make
+    awaited: bool = False
 
     def moves(self, worker: Worker, promote: Sequence[Job]) -> Moves | None:
-        """As the scheduler wants it; None where nothing changes."""
+        """The placement as `Moves`; None if nothing changes."""
         residents = worker.residents.jobs
         running = {row.job.ticket for row in self.run}
         pause = tuple(
@@ -194,13 +195,13 @@ class Placement:
         )
 
     def idle(self, cached: Sequence[RankedJob]) -> list[RankedJob]:
-        """Those of `cached` who do not run."""
+        """Those of `cached` that do not run."""
         running = {row.job for row in self.run}
         return [row for row in cached if row.job not in running]
 
     def room(self, worker: Worker) -> int:
-        """Decode steps until those who run, and the caches on the device beside them, take more
-        than there is.
+        """Decode steps until the running rows and the caches beside them exceed the device's
+        capacity.
         """
         running = {row.job.ticket for row in self.run}
         aside = sum([row.tokens for row in self.kept if row.job.ticket not in running])
@@ -209,7 +210,7 @@ class Placement:
         return self.there.room(worker.capacity_tokens - aside)
 
     def transfers_s(self, worker: Worker) -> float:
-        """Seconds that the round's transfers take, by the worker's law."""
+        """Seconds of the round's transfers, by the worker's law."""
         law = worker.swap
         if law is None:
             return 0.0
@@ -227,11 +228,11 @@ def _keep(
     *,
     fetch: bool,
 ) -> Placement:
-    """Who of `others` stays on the device beside `chosen`, who leaves it, and with `fetch` who
-    comes.
+    """Decide which caches of `others` stay on the device beside `chosen`, leave it, or (`fetch`)
+    come.
 
-    `others` have caches; they come in the order in which they will run. `spare` tokens are left for
-    growth, `share` for newcomers.
+    `others` have caches and are in the order in which they will run. `spare` tokens are left for
+    growth, `share` tokens for newcomers.
     """
     free = worker.capacity_tokens - chosen.there.needs - spare - share
     placed = Placement(list(chosen.rows), chosen.there)
@@ -245,8 +246,9 @@ def _keep(
                 leaving.append(row)
     for row in others if fetch else ():
         if (
+            # With less room it would soon leave again.
             row.place is CacheLocation.HOST and row.tokens <= free - share
-        ):  # else it would leave again soon
+        ):
             free -= row.tokens
             placed.fetched.append(row)
     room = worker.host_tokens - worker.swapped.tokens
@@ -257,7 +259,7 @@ def _keep(
             placed.swap_out.append(row)
         else:
             stuck.append(row)
-    free += share + spare  # what was to be kept free is worth less than a prefill
+    free += share + spare  # avoiding a prefill is worth more than keeping this free
     for row in reversed(stuck):
         if row.tokens <= free:
             free -= row.tokens
@@ -270,7 +272,7 @@ def _keep(
 def after_transfers(
     worker: Worker, others: Sequence[RankedJob], chosen: Chosen, spare: int, share: int
 ) -> Placement:
-    """The round waits for its transfers, and all of `chosen` run in it."""
+    """The round waits for its transfers, and then runs all of `chosen`."""
     placed = _keep(worker, others, chosen, spare, share, fetch=False)
     placed.swap_in = [row for row in chosen.rows if row.place is CacheLocation.HOST]
     return placed
@@ -285,14 +287,13 @@ def beside_transfers(
     most: int,
     patience_s: float,
 ) -> Placement | None:
-    """The round runs those of `chosen` who can now, and others in the others' rows, beside its
-    transfers.
+    """The round runs beside its transfers: those of `chosen` that can, and others in the free rows.
 
-    None where it should rather wait for them. At most `most` rows run; who has waited for
-    `patience_s` waits for no transfer.
+    At most `most` rows run. A job that has waited for `patience_s` waits for no transfer. None if
+    the round should wait for its transfers instead.
     """
     placed = _keep(worker, others, chosen, spare, share, fetch=True)
-    there = footprint(worker).emptied()  # its capacity is what the caches beside the rows leave
+    there = footprint(worker).emptied()  # its capacity excludes the caches beside the rows
     placed.overlap, placed.run, placed.there = True, [], there
     there.capacity -= (
         worker.residents.used + worker.held.tokens - sum([row.tokens for row in placed.evict])
@@ -336,8 +337,8 @@ def beside_transfers(
 
 
 def steps_until(law: LatencyLaw, rows: int, length: float, seconds: float, most: int) -> int:
-    """The first count of decode steps, from 1 to `most`, that takes at least `seconds`; `most`
-    where none does.
+    """The first number of decode steps, from 1 to `most`, that takes at least `seconds`, else
+    `most`.
     """
     low, high = 1, most
     if seconds == float("inf") or law.decode_s(rows, length, most) < seconds:
@@ -353,9 +354,7 @@ def steps_until(law: LatencyLaw, rows: int, length: float, seconds: float, most:
 
 @dataclass(frozen=True, slots=True)
 class PreemptivePolicy(ABC):
-    """Base of the preemptive policies: subclasses say who goes first (`order`), and until when
-    (`horizon`).
-    """
+    """Base of the preemptive policies: subclasses rank jobs and say when ranks change."""
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = True
@@ -398,25 +397,27 @@ class PreemptivePolicy(ABC):
 
     @property
     def patience_s(self) -> float:
-        """Who has waited for so many seconds goes first, and is promoted when he runs."""
+        """A job that has waited for so many seconds goes first, and is promoted when it runs."""
         return math.inf
 
     @abstractmethod
     def standings(self, law: LatencyLaw) -> Standing:
-        """See `Ranks`; of two who do not starve, the lesser goes first."""
+        """See `Ranks`. Of two jobs that do not starve, the one with the lesser standing goes
+        first.
+        """
 
     def next_runs(
         self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
     ) -> dict[Job, tuple[float, Rank]]:
-        """When each of `rows` will run next, in any unit, and its rank: caches of the latest leave
+        """When each of `rows` will run next, in any unit, and its rank: the latest caches leave
         first.
 
-        `cached` are all of the worker's who have a cache, ranked, and `rows` some of them.
+        `cached` are all jobs of the worker with a cache, in order of rank; `rows` are some of them.
         """
         return {row.job: (0.0, row.rank) for row in rows}
 
     def horizon(self, worker: Worker, running: Sequence[RankedJob], steps: int) -> int:
-        """Steps after which ranks change by what `running` do, at most `steps`."""
+        """The steps, at most `steps`, after which ranks change by what `running` do."""
         return steps
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
@@ -438,7 +439,7 @@ class PreemptivePolicy(ABC):
     def _preempts(self, worker: Worker, newcomers: int) -> bool:
         """Whether one of the last `newcomers` at the worker would run if its round stopped.
 
-        Residents are ranked as they were when it began: a change of ranks ends a round by itself.
+        Residents are ranked as of the round's start: a change of ranks ends a round by itself.
         """
         running, residents, inbox = worker.running, worker.residents, worker.inbox
         if running is None or running.interrupted or not inbox:
@@ -448,7 +449,7 @@ class PreemptivePolicy(ABC):
         if not any(job.length < place for job in islice(reversed(inbox), newcomers)):
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
-            return True  # nobody could enter when it began, so it does not end where ranks change
+            return True  # no job could enter when it began, so it does not end when ranks change
         since, standing = residents.steps, inbox.standing
         came = [
             (standing(job, job.generated), job.ticket) for job in islice(reversed(inbox), newcomers)
@@ -468,8 +469,8 @@ class PreemptivePolicy(ABC):
         return min(self.max_batch_size, worker.row_limit)
 
     def _spare(self, worker: Worker, rows: int) -> int:
-        """Tokens that are left free for so many rows to grow into: an interval's, but little of a
-        small memory.
+        """Tokens left free for the growth of so many rows in an interval, bounded for a small
+        memory.
         """
         return min(rows * self.interval_steps, worker.capacity_tokens // 16)
 
@@ -503,11 +504,11 @@ class PreemptivePolicy(ABC):
         return self._batch(worker, placed, cached, now_s)
 
     def _as_before(self, worker: Worker, now_s: float) -> int:
-        """Steps of a round in which all residents go on, and nothing enters; 0: that has to be
-        worked out.
+        """Steps of a round in which all residents continue and no job enters; 0 if that is not
+        certain.
 
-        What the rest of this class would come to, without ranking anything: all residents fit, no
-        other job has a cache, and none waits, or none that could have one.
+        A shortcut that ranks nothing. It applies if all residents fit, no other job has a cache,
+        and no job waits that could get one.
         """
         there, capacity, inbox = look(worker), worker.capacity_tokens, worker.inbox
         rows = there.rows
@@ -522,11 +523,11 @@ class PreemptivePolicy(ABC):
         return self.horizon_of_residents(worker, max(there.room(capacity), 1), now_s)
 
     def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
-        """`horizon` where all residents of a worker run, and nothing else."""
+        """`horizon` if exactly the worker's residents run."""
         return self.horizon(worker, self._cached(worker, now_s), steps)
 
     def _cached(self, worker: Worker, now_s: float) -> list[RankedJob]:
-        """The jobs of a worker between two rounds that have a cache, ranked."""
+        """The jobs with a cache at a worker between two rounds, in order of rank."""
         assert isinstance(worker.inbox, RankedInbox)
         since, standing, patience_s = worker.residents.steps, worker.inbox.standing, self.patience_s
         rows, prefilling = [], worker.residents.prefilling
@@ -555,13 +556,13 @@ class PreemptivePolicy(ABC):
         return rows
 
     def _choose(self, worker: Worker, cached: Sequence[RankedJob], now_s: float) -> Chosen:
-        """Those who should run: by rank, who fits; what ranks lower fills the room that the higher
-        ones leave.
+        """The jobs that should run: those that fit, by rank; lower ranks fill the room that is
+        left.
 
-        Who runs already goes on while one more step fits; who joins needs room for more, or each
-        step would move one. No cache is dropped so that another may be computed: who enters needs a
-        place for what he displaces. Nor is a half-made one: who is being prefilled goes on before
-        all others.
+        A running job continues while one more step fits. A job that joins needs room for more
+        steps, otherwise every step would move a cache. No cache is dropped to compute another: a
+        newcomer needs room for the caches that it displaces. Half-made caches are not dropped
+        either: jobs that are being prefilled continue before all others.
         """
         prefilling = worker.residents.prefilling
         capacity, most, prefill = worker.capacity_tokens, self._most(worker), 0
@@ -629,13 +630,13 @@ class PreemptivePolicy(ABC):
         enter: Sequence[RankedJob],
         now_s: float,
     ) -> int:
-        """Steps until something calls for a new decision, by the worker's laws."""
+        """Steps until a new decision is needed, by the worker's laws."""
         law, run, n = worker.latency, placed.run, len(placed.run)
         emits = int(law.prefill_emits_token)
         steps = max(placed.room(worker), 1)
         idle = placed.idle(cached)
         if placed.closed and not idle and len(worker.inbox) > len(enter):
-            return steps  # whatever the ranks, nobody's turn comes before one ends
+            return steps  # no job can enter before a row ends, whatever the ranks
         if idle or len(worker.inbox) > len(enter):
             steps = min(steps, self.interval_steps)
         steps = self.horizon(worker, run, steps)
@@ -664,7 +665,7 @@ class PreemptivePolicy(ABC):
     def _starving_in_s(
         self, worker: Worker, idle: Sequence[RankedJob], enter: Sequence[RankedJob], now_s: float
     ) -> float:
-        """Seconds until the next of those who wait starves; infinity: none will."""
+        """Seconds until the next waiting job starves; infinity if none will."""
         patience_s, inbox = self.patience_s, worker.inbox
         if patience_s == math.inf:
             return math.inf

@@ -1,13 +1,13 @@
-"""Which worker a request goes to, for policies whose requests wait at a worker: a name each, for a
-parameter.
+"""Routers: which worker a request goes to, for policies that queue requests at workers.
 
-A router is a function of the view that gives each pooled job a worker, in the pool's order. It
-counts work in tokens, and knows of output lengths only what has ended before.
+A router is a function of the view that gives each pooled job a worker, in the pool's order; a
+parameter of the policy names it. It counts work in tokens, and knows of output lengths only those
+of requests that ended.
 
-Where workers are of several kinds, each is asked by its own laws how fast it is with a full memory
-(`toolkit.sched.queues`): who is twice as fast gets twice as much, counted in requests or in tokens,
-and memory is counted in shares of what a worker has. A job goes only where its longest possible end
-has room.
+If workers are of several kinds, each is rated by its own laws for its speed with a full memory
+(`toolkit.sched.queues`). A worker that is twice as fast gets twice as much, counted in requests or
+in tokens, and memory counts as a share of the worker's capacity. A job only goes where it fits even
+at its longest.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from toolkit.sched.queues import by_pace, tokens_per_s
 from toolkit.sched.residents import GENERATED, LENGTH
 from toolkit.sched.types import Job, Worker
 
-Router = Callable[[View, int], Sequence[int]]  # and the most rows that the policy runs on a worker
+# Maps the view and the most rows that the policy runs on a worker to a worker for each pooled job.
+Router = Callable[[View, int], Sequence[int]]
 
 
 def round_robin(view: View, rows: int) -> Sequence[int]:
-    """In turn, by the order of arrival; of several kinds the faster ones more often."""
+    """In turn by order of arrival; among several kinds, in proportion to speed."""
     if view.mixed:
         expected, kinds = expected_output(view), [kind[0] for kind in view.kinds]
         homes = []
@@ -40,24 +41,27 @@ def round_robin(view: View, rows: int) -> Sequence[int]:
 
 
 def least_loaded(view: View, rows: int) -> Sequence[int]:
-    """To the worker with the fewest tokens outstanding: what its jobs hold, and what they are
-    expected to add.
+    """To the worker with the fewest outstanding tokens: those that its jobs hold and are expected
+    to add.
 
-    Of several kinds, where these take the least time with the request's own.
+    Among several kinds, to the worker that needs the least time for these and the request's own.
     """
     return _to_least(view, view.pool, rows)
 
 
 def max_min(view: View, rows: int) -> Sequence[int]:
-    """As least-loaded, the longest of those that came together first (SCLS 4.5, Eq. 11)."""
+    """Like least-loaded, with the longest of the requests that arrived together first (SCLS 4.5,
+    Eq. 11).
+    """
     order = sorted(range(len(view.pool)), key=lambda k: -view.pool[k].length)
     homes = dict(zip(order, _to_least(view, [view.pool[k] for k in order], rows), strict=True))
     return [homes[k] for k in range(len(order))]
 
 
 def future_memory(view: View, _rows: int) -> Sequence[int]:
-    """To the worker whose memory will peak lowest with the request (Past-Future, Eq. 2-4, by
-    expected lengths).
+    """To the worker that will have the lowest peak of memory with the request.
+
+    The peak is that of Past-Future, Eq. 2-4, with expected lengths.
     """
     expected = expected_output(view)
     figure = view.figure("future memory", _future_memory)
@@ -75,7 +79,7 @@ def future_memory(view: View, _rows: int) -> Sequence[int]:
 
 
 def expected_output(view: View) -> int:
-    """The mean length of the outputs that ended last; 1 before the first."""
+    """The mean output length of the requests that ended last; 1 before the first."""
     return view.finished.mean()
 
 
@@ -89,7 +93,7 @@ def soonest(
     *,
     depends: bool = True,
 ) -> int:
-    """Which worker would be done first with its tokens of `figure` and the job's own.
+    """The worker that would be first to finish its tokens of `figure` and the job's `own`.
 
     `depends`: whether the figure depends on `expected`.
     """
@@ -118,7 +122,7 @@ def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
 
 
 def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
-    """Tokens that a worker's jobs hold and are expected to add, and how many jobs there are."""
+    """Tokens that a worker's jobs hold and are expected to add, and the number of jobs."""
     residents, inbox = worker.residents, worker.inbox
     tokens, rows = 0, inbox.waiting
     if residents.jobs:
@@ -140,7 +144,7 @@ def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
 def _lowest_peak(
     view: View, figure: WorkerFigure, added: Mapping[int, Sequence[Job]], job: Job, expected: int
 ) -> int:
-    """The worker whose memory peaks lowest with the job and those `added` to each before it."""
+    """The worker with the lowest peak of memory, with the job and those `added` to it before."""
     able, fresh = view.holders(job), max(expected, 1)
     paged = not any(kind[0].padded for kind in view.kinds or (view.workers,))
     capacities = (
@@ -149,8 +153,8 @@ def _lowest_peak(
         else 1
     )
     if not job.generated and paged:
-        # Nothing remains longer than a new job, so that it comes first: the peak is its input more
-        # than without it.
+        # A new job has the most remaining tokens, so it comes first in the order of Eq. 2-4: it
+        # raises the peak by its input.
         return figure.least(able, expected, lambda tokens: (tokens + job.length) / capacities)
 
     def bound(peaks: Numbers, rows: Numbers) -> NDArray[np.float64]:
@@ -168,7 +172,9 @@ def _lowest_peak(
 
 
 def _future_memory(worker: Worker, expected: int) -> tuple[int, int]:
-    """The peak of a worker with one new job of no input, and how many jobs there are with it."""
+    """The peak of a worker with one additional new job of no input, and the number of jobs with
+    it.
+    """
     return _peak(worker, (), expected, empty=1), _rows_of(worker, ())
 
 
@@ -178,11 +184,11 @@ def _rows_of(worker: Worker, added: Sequence[Job]) -> int:
 
 
 def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int = 0) -> int:
-    """M* of all jobs of a worker and of `newcomers`, as if all ran at once; and so many of no input
-    besides.
+    """M* of all jobs of a worker, of `newcomers`, and of `empty` new jobs of no input, if all ran
+    at once.
 
-    Those that have generated nothing remain the longest, and all as long: together they come first
-    in the order of Eq. 2-4, so a sum and a count stand for them.
+    Jobs that have generated nothing have the most remaining tokens, all equally many. Together they
+    come first in the order of Eq. 2-4, so a sum and a count represent them.
     """
     inbox, residents, fresh = worker.inbox, worker.residents, max(expected, 1)
     returned = inbox.returned

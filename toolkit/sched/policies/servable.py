@@ -1,8 +1,8 @@
-"""Which engine can run which policy, and how every table marks a policy that its engine cannot run.
+"""Which engine can run which policy, and how tables mark a policy that its engine cannot run.
 
-A policy that an engine cannot run may be simulated by that engine's laws all the same. Its figures
-are a guess at what another engine would give, so `simulate`, `compare`, `tune` and the report mark
-it alike: `MARK` behind its name, and one footnote under the table.
+A policy that an engine cannot run may still be simulated with that engine's laws. Its figures then
+only estimate what another engine would give. `simulate`, `compare`, `tune` and the report all mark
+it with `MARK` after its name and one footnote under the table.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FUTURE = "the future, which no server knows,"
 
 
 def refusal(policy: str, engines: Iterable[str]) -> str | None:
-    """Why not all of `engines` can run the policy of this name; None where they can.
+    """Why not all of `engines` can run the policy of this name; None if they can.
 
-    Without an engine, in the token-step world, only oracles are refused.
+    Without engines, in a simulation in token steps, only oracles are refused.
     """
     engines = list(engines)
     if not engines:
@@ -33,7 +33,7 @@ def refusal(policy: str, engines: Iterable[str]) -> str | None:
 
 
 def engines_for(policy: str) -> list[str]:
-    """The engines of ours that can run the policy of this name: none for an oracle."""
+    """The toolkit's engines that can run the policy of this name: none for an oracle."""
     return [engine for engine in STARTED if _refused(policy, engine) is None]
 
 
@@ -43,7 +43,7 @@ def marked(policy: str, engines: Iterable[str]) -> str:
 
 
 def footnote(policies: Iterable[str], engines: Sequence[str]) -> str:
-    """What the mark means for those of `policies` that have it; '' where none has."""
+    """What the mark means for those of `policies` that have it; '' if none has."""
     needs: dict[str, list[str]] = {}
     shown = set(policies)
     for name in KNOWN:

@@ -1,11 +1,13 @@
-"""Slice-level scheduling (SCLS): batches by dynamic programming, run for one slice, offloaded
-max-min.
+"""Slice-level scheduling (SCLS): its policy, its baseline, and its continuous variant.
 
-Every T seconds all pooled requests are batched so that the total serving time is least (Algorithm
-1); the batches go to the least loaded workers, longest first (Eq. 11); T adapts to the load (Eq.
-12). Requests that have not ended return to the pool with what they generated as part of their
-input. Sections 4.4 to 4.6 of the SCLS paper. Workers of several kinds are beyond it:
-`toolkit.sched.policies.slice` says who gets what, and each kind then goes on as in the paper.
+`SlicePolicy`: every T seconds all pooled requests are batched so that the total serving time is
+least (Algorithm 1), and the batches go to the least loaded workers, longest first (Eq. 11). T
+adapts to the load (Eq. 12). A batch runs for one slice; requests that have not ended return to the
+pool with their generated tokens as part of the input. See sections 4.4 to 4.6 of the SCLS paper.
+Workers of several kinds are beyond the paper: `share_out` divides the pool among the kinds, and
+each kind then proceeds as in the paper.
+
+`SequencePolicy` is the paper's baseline (SLS), and `SliceContinuousPolicy` its section 7.
 """
 
 from __future__ import annotations
@@ -39,32 +41,34 @@ from toolkit.sched.queues import serving_s
 from toolkit.sched.residents import GENERATED, JOINED, LENGTH, LIMIT
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 
-# Which part of the pool each kind of workers batches, where they have different laws.
+# Dividing the pool among kinds of workers with different laws.
 #
-# Algorithm 1 asks one law how long batches take and how many rows fit; a batch that it made by
-# the laws of a large card is wrong for a small one. So jobs are shared out first. Ordered by
-# length, as Algorithm 1 has them anyway, the pool is cut, and each kind batches its own stretch
-# by its own laws: rows of a batch are alike, and little is padded. Of a few cuts, with the
-# shortest or with the longest for one kind, that one is taken with which the jobs wait least: the
-# sum over all of the seconds until the batch is done that they are in. To have all workers done
-# at the same time instead, which a makespan would ask for, lets everybody wait for the slow ones
+# Algorithm 1 uses one law for how long batches take and how many rows fit; a batch made by the laws
+# of a large card is wrong for a small one. So jobs are shared out first. The pool is ordered by
+# length, as Algorithm 1 needs it anyway, and cut; each kind batches its own stretch by its own
+# laws. So the rows of a batch have similar lengths, and little is padded. Of a few cuts, which give
+# one kind the shortest or the longest jobs, the one with the least total wait is taken: the sum
+# over all jobs of the seconds until their batch is done. Minimising the makespan instead, so that
+# all workers end at the same time, would make all jobs wait for the slow workers
 # (docs/decisions.md).
 #
-# Whom only larger workers hold is theirs whatever the cut says. A kind that would be done later
-# than the others with even one job gets none: that is how a slow card stays idle while a fast one
-# is soon free again.
+# A job that only larger workers hold goes to them whatever the cut. A kind that would end later
+# than the others with even one job gets none: so a slow card stays idle while a fast one will soon
+# be free.
 
-# cuts that are looked at from either end, between two kinds; fewer where there are more kinds
+# Cuts that are tried from either end, between two kinds; fewer if there are more kinds.
 STEPS = 8
 
-Batching = Callable[[Sequence[Job], Worker], list[Batch]]  # by the laws of one worker
-Offloading = Callable[[list[Batch], Sequence[Worker]], float]  # over workers of one kind
+# Makes batches of jobs by the laws of one worker.
+Batching = Callable[[Sequence[Job], Worker], list[Batch]]
+# Assigns batches to workers of one kind; returns the least load after it, in seconds.
+Offloading = Callable[[list[Batch], Sequence[Worker]], float]
 
 
 @dataclass(slots=True, frozen=True)
 class KindShare:
-    """Batches for workers of one kind or several, and the sum over their jobs of the seconds until
-    each is done.
+    """Batches for workers of one or more kinds, and the sum over their jobs of the seconds until
+    done.
     """
 
     batches: list[Batch]
@@ -78,10 +82,10 @@ def share_out(
     offload: Offloading,
     now_s: float,
 ) -> list[Batch]:
-    """Batches of all `jobs`, which are ordered by length and which the last of `kinds` holds,
-    assigned to workers.
+    """Batch all `jobs` for workers of several kinds, and assign the batches.
 
-    At most 2 `STEPS` + 2 calls of `batch` for two kinds, of at most all jobs.
+    The jobs are ordered by length, and the last of `kinds` holds all of them. For two kinds,
+    `batch` is called at most 2 `STEPS` + 2 times, with at most all jobs.
     """
     return _shared(jobs, kinds, batch, offload, now_s).batches
 
@@ -112,8 +116,8 @@ def _shared(
 
 
 def _cuts(able: Sequence[Job], steps: int) -> list[Sequence[Job]]:
-    """What a kind may get of those that it holds: none first, then the shortest or the longest, up
-    to all.
+    """The candidates for a kind's share of the jobs it holds: none, then the shortest or the
+    longest.
     """
     counts = sorted({len(able) * step // steps for step in range(1, steps + 1)} - {0})
     shortest = [able[:count] for count in counts]
@@ -135,10 +139,11 @@ def _share_of(
 
 @dataclass(frozen=True, slots=True)
 class SlicePolicy:
-    """SCLS. Paper: S 128, lambda 0.5, Gamma 6 s on transformers and 3 s on DeepSpeed, zeta 0.9.
+    """SCLS. The paper's values: S 128, lambda 0.5, Gamma 6 s (transformers) or 3 s (DeepSpeed),
+    zeta 0.9.
 
-    `eager` mends the paper's wait for Gamma under light load: while a worker is idle, nobody waits.
-    Of the paper's ablation, LB is interval_factor 0, AB also max_min false, and PM also a
+    `eager` avoids the paper's wait for Gamma under light load: while a worker is idle, no request
+    waits. The paper's ablations: LB is interval_factor 0, AB also max_min false, and PM also a
     max_batch_size.
     """
 
@@ -183,27 +188,26 @@ class SlicePolicy:
             return Decision()
         batches = self.batch(view.pool, alive[0])
         if self.max_min:
-            least_load_s = _offload(
-                batches, view.loads.least(len(batches) + 1)
-            )  # no other can be given any
+            # The workers after the first len(batches) + 1 cannot get any of these batches.
+            least_load_s = _offload(batches, view.loads.least(len(batches) + 1))
         else:
             least_load_s = offload_in_turn(batches, alive)
         interval_s = max(self.interval_factor * least_load_s, self.min_interval_s)  # Eq. 12
         return Decision(batches, wake_at_s=now_s + interval_s)
 
     def _plan_mixed(self, view: View, now_s: float) -> Decision:
-        """As `plan`, each kind of workers batching its share of the pool by its own laws.
+        """Like `plan`, with each kind of workers batching its share of the pool by its own laws.
 
-        Where the policy is `eager`, only who is idle is given anything, one batch, and Gamma is of
-        no account: what is best run by those who are busy waits in the pool, where those who come
-        meanwhile may join it. Of a worker's batches it is the one with the job that waits longest,
-        so that nobody is passed over for ever.
+        If the policy is `eager`, only idle workers get work, one batch each, and Gamma is not used.
+        Jobs that a busy worker serves best wait in the pool, where later arrivals may join their
+        batch. Of a worker's batches, the one with the oldest job runs, so that no job is passed
+        over for ever.
         """
         idle = [index for index in view.idle if not view.workers[index].queue]
         if not view.kinds or (not self.eager and now_s < view.due_s):
             return Decision()
         if self.eager and not idle:
-            return Decision(wake_at_s=math.inf)  # the next batch's end will do
+            return Decision(wake_at_s=math.inf)  # wait for the end of the next batch
         jobs = sorted(view.pool, key=attrgetter("length"))
         batches = share_out(
             jobs,
@@ -228,7 +232,7 @@ class SlicePolicy:
         max_batch = worker.memory.max_batch(lengths, self.slice_tokens, self.memory_reserve)
         largest = min(int(max_batch.max()), len(pool), self.max_batch_size or len(pool))
         max_batch = np.clip(max_batch, 1, max(largest, 1))
-        # A power of two, so that the law's cache of tables stays small.
+        # A power of two, so that the law caches few tables.
         table = worker.latency.serve_table(1 << max(largest, 1).bit_length(), self.slice_tokens)
         starts, total_s = split_by_serving_time(lengths, max_batch, table)
         jobs = [pool[k] for k in order.tolist()]
@@ -238,7 +242,7 @@ class SlicePolicy:
 def _walk_back(
     jobs: list[Job], starts: list[int], total_s: list[float], slice_tokens: int
 ) -> list[Batch]:
-    """The batches that the split positions of Algorithm 1 stand for."""
+    """The batches that the split positions of Algorithm 1 describe."""
     batches = []
     end = len(jobs)
     while end > 0:
@@ -257,7 +261,7 @@ def _walk_back(
 
 
 def _oldest(batches: Sequence[Batch], workers: Sequence[int]) -> list[Batch]:
-    """Of each worker's batches the one whose oldest job came first."""
+    """For each worker, the batch with the oldest job."""
     found: dict[int, Batch] = {}
     for batch in sorted(batches, key=lambda batch: min(job.ticket for job in batch.jobs)):
         found.setdefault(batch.worker, batch)
@@ -265,17 +269,18 @@ def _oldest(batches: Sequence[Batch], workers: Sequence[int]) -> list[Batch]:
 
 
 def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
-    """Longest batch to the least loaded worker (SCLS 4.5, Eq. 11); returns the least load after it,
-    in seconds.
+    """Assign the longest batch first, to the least loaded worker (SCLS 4.5, Eq. 11).
 
-    Sorts and assigns `batches`. Equal loads go to the worker that was given the fewest batches, so
-    that none starves.
+    Sorts `batches` in place. Equal loads go to the worker with the fewest batches so far, so that
+    none starves. Returns the least load afterwards, in seconds.
     """
     return _offload(batches, [(worker.load_s, worker.assigned, worker.index) for worker in workers])
 
 
 def _offload(batches: list[Batch], heap: list[tuple[float, int, int]]) -> float:
-    """The same with workers' loads, batches that they were given so far, and indices."""
+    """The same for a list of (load in s, batches assigned so far, index) of workers, which it
+    reorders.
+    """
     heapq.heapify(heap)
     batches.sort(key=lambda batch: -batch.estimated_s)
     for batch in batches:
@@ -286,8 +291,8 @@ def _offload(batches: list[Batch], heap: list[tuple[float, int, int]]) -> float:
 
 
 def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
-    """Batches to workers round robin, going on where the last call ended; returns the least load
-    after it.
+    """Assign batches round robin, continuing after the last call. Returns the least load, in
+    seconds.
     """
     loads = {worker.index: worker.load_s for worker in workers}
     turn = sum(worker.assigned for worker in workers)
@@ -297,12 +302,12 @@ def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
     return min(loads.values())
 
 
-# Sequence-level scheduling (SLS): what SCLS is measured against.
+# Sequence-level scheduling (SLS), the baseline of SCLS.
 #
-# Requests go to the workers in turn; a worker takes a fixed number of them, first come first
-# served, and runs the batch until its longest output ends (SCLS paper, section 5.1). In a fleet
-# of several kinds the turns come by how fast they are, and a batch has no more rows than its
-# worker's memory.
+# Requests go to the workers in turn. A worker takes a fixed number of them, first come first
+# served, and runs the batch until its longest output ends (SCLS paper, section 5.1). In a fleet of
+# several kinds the turns are in proportion to speed, and a batch has no more rows than its worker's
+# memory holds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +323,7 @@ class SequencePolicy:
 
     batch_size: int = knob(16, low=1, search=(1, 64), log=True, doc="rows of a batch")
     slice_tokens: int = knob(
-        0, doc="tokens per turn, after which a request is dealt again; 0: to its end"
+        0, doc="tokens per slice, after which a request is routed again; 0: to its end"
     )
 
     def __post_init__(self) -> None:
@@ -342,7 +347,7 @@ class SequencePolicy:
             view.mixed
             and len(jobs) > int(worker.memory.max_batch(np.array([length]), steps, 0.0)[0]) > 0
         ):
-            jobs = jobs[:-1]  # one number of rows cannot suit unequal memories
+            jobs = jobs[:-1]  # one number of rows does not suit unequal memories
             length, steps = self._sizes(jobs)
         return Batch(
             worker.index, jobs, steps, length, serving_s(worker.latency, len(jobs), length, steps)
@@ -354,27 +359,26 @@ class SequencePolicy:
         return max(job.length for job in jobs), min(self.slice_tokens or longest, longest)
 
 
-# Slice-level scheduling on continuous batching: the SCLS paper's section 7, which its authors
-# left to be built.
+# Slice-level scheduling on continuous batching: section 7 of the SCLS paper, which its authors
+# leave as future work.
 #
-# A request generates at most one slice per schedule, so the memory that residents will need is
-# known up to the slice's end; that is what newcomers are admitted against. Where its slice is
-# over and requests queue up behind it, a request goes to a worker with clearly more free memory,
-# or gives way to those who wait; else it stays, and its cache with it.
+# A request generates at most one slice per schedule, so the memory that residents need is known up
+# to the slice's end, and newcomers are admitted against that. When a request's slice ends while
+# others queue behind it, it moves to a worker with clearly more free memory, or makes way for the
+# waiting ones. Otherwise it stays and keeps its cache.
 
 SLICES = "slices"
-GONE = -(1 << 62)  # free tokens of a worker that is lost: less than any has
+GONE = -(1 << 62)  # free tokens of a lost worker: less than any other has
 
 
 @dataclass(frozen=True, slots=True)
 class SliceContinuousPolicy(ContinuousPolicy):
-    """SCLS with caches that stay. Slices end at attempts to admit, so they are rounded up to
-    `interval_steps`.
+    """SCLS with caches that stay. Slices end at attempts to admit: rounded up to `interval_steps`.
 
-    What a worker has promised is the sum of L + S over residents and those who wait (Eq. 5, in
-    tokens); requests are routed to the least promised, the longest first (Eq. 11 with memory as the
-    load); where workers are of several kinds, to the one that what it promised takes the least
-    time.
+    A worker has promised the sum of L + S over its residents and waiting jobs (Eq. 5, in tokens).
+    Requests are routed to the worker that promised the least, the longest first (Eq. 11 with memory
+    as the load). If workers are of several kinds, they go to the worker that needs the least time
+    for what it promised.
     """
 
     name: ClassVar[str] = "slice-continuous"
@@ -388,7 +392,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         high=1,
         search=(0.02, 0.5),
         log=True,
-        doc="share of the capacity that is clearly more free memory",
+        doc="free memory that makes moving worthwhile, as a share of the capacity",
     )
     router: str = choice(
         SLICES,
@@ -397,7 +401,9 @@ class SliceContinuousPolicy(ContinuousPolicy):
     )
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents whose slice is over and that are better off, or better for others, elsewhere."""
+        """Residents at the end of a slice that leave, for their own sake or for that of waiting
+        jobs.
+        """
         leaving: list[Job] = []
         free: NDArray[np.int64] | None = None
         for worker in view.due:
@@ -457,7 +463,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
     def _leaving(
         self, view: View, worker: Worker, over: Sequence[Job], free: NDArray[np.int64]
     ) -> list[Job]:
-        """Which of those whose slice is over leave, in the order of admission. Takes what moves off
+        """The jobs of `over` that leave, in order of admission. Subtracts what moves from
         `free`.
         """
         used, left = self._outlook(worker)
@@ -493,19 +499,19 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return int((1.0 - self.reserve) * worker.capacity_tokens)
 
     def _period(self) -> int:
-        """Steps of a slice that begins with an attempt to admit."""
+        """Steps of a slice that begins at an attempt to admit."""
         return -(-self.slice_tokens // self.interval_steps) * self.interval_steps
 
     def _first_steps(self, worker: Worker) -> int:
-        """Steps until one who enters has `slice_tokens`."""
+        """Steps until an entering job has `slice_tokens`."""
         return max(self.slice_tokens - worker.latency.prefill_emits_token, 1)
 
     def _first_end(self, worker: Worker, joined: int) -> int:
-        """The worker's step where the first slice of one who joined at the step `joined` is over."""
+        """The worker's step at which the first slice of a job that joined at step `joined` ends."""
         return -(-(joined + self._first_steps(worker)) // self.interval_steps) * self.interval_steps
 
     def _over(self, worker: Worker) -> list[Job]:
-        """Residents whose slice is over just now, in the order of admission."""
+        """Residents with a slice that ends just now, in order of admission."""
         steps, first, period, interval = self._times(worker)
         return [
             job
@@ -515,18 +521,14 @@ class SliceContinuousPolicy(ContinuousPolicy):
         ]
 
     def _left(self, worker: Worker) -> NDArray[np.int64]:
-        """Steps that each resident has until its slice is over; a whole slice where it just was. In
-        slots' order.
-        """
+        """Steps until each resident's slice ends, by slot; a whole slice if it ends just now."""
         return slices_left(worker.residents.table()[JOINED], *self._times(worker))
 
     def _ends_now(self, worker: Worker) -> bool:
         return bool(ends_now(worker.residents.table()[JOINED], *self._times(worker)))
 
     def _times(self, worker: Worker) -> tuple[int, int, int, int]:
-        """In steps: the worker's so far, those of a first slice and of all others, and the
-        interval.
-        """
+        """The worker's steps so far, the steps of a first and of later slices, and the interval."""
         return (
             worker.residents.steps,
             self._first_steps(worker),
@@ -535,8 +537,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
         )
 
     def _outlook(self, worker: Worker) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens that each resident holds, and will add at most until its slice is over. In slots'
-        order.
+        """The tokens that each resident holds, and those it can add until its slice ends, by
+        slot.
         """
         table, steps = worker.residents.table(), worker.residents.steps
         return table[LENGTH] + steps, np.minimum(
@@ -547,7 +549,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return view.figure((self.name, self), self._promise)
 
     def _free(self, view: View) -> NDArray[np.int64]:
-        """Each worker's capacity less what it promised [n]; `GONE` for those that are lost."""
+        """Each worker's capacity less what it promised [n]; `GONE` for lost workers."""
         free = np.full(len(view.workers), GONE)
         capacities = (
             [view.workers[index].capacity_tokens for index in view.able] if view.mixed else None
@@ -557,14 +559,14 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return free
 
     def _promise(self, worker: Worker, _expected: int) -> tuple[int, int]:
-        """Tokens that were promised; they do not depend on how far the running round has come."""
+        """The tokens that a worker promised, which do not depend on the progress of the running
+        round.
+        """
         promised = worker.inbox.tokens + len(worker.inbox) * self._period()
         if worker.residents.jobs:
             promised += worker.residents.used + int(
                 all_left(worker.residents.table()[JOINED], *self._times(worker))
             )
-            if (
-                worker.running
-            ):  # prefill's tokens, which are not in the books before the round is over
+            if worker.running:  # tokens of prefills, which are counted when the round ends
                 promised += len(worker.running.jobs) * worker.latency.prefill_emits_token
         return promised, 0

@@ -1,9 +1,9 @@
-"""What vLLM does by itself: its own scheduler, known here by its flags.
+"""vLLM's own scheduler as a policy, with vLLM's flags as its parameters.
 
-Our scheduler does not run it: vLLM does, and the simulator has a model of it (`toolkit.sim.paged`).
-So it has parameters as policies have them, to be named, compared and tuned like theirs, and makes
-no plan. Parameters are called as vLLM's flags are. Its defaults are those of its server on a CPU;
-on a GPU `max_num_seqs` and `max_num_batched_tokens` are larger.
+vLLM runs it, not the toolkit's scheduler, and the simulator has a model of it
+(`toolkit.sim.paged`). So it can be named, compared and tuned like other policies, but makes no
+plan. Parameters are named as vLLM's flags. The defaults are those of its server on a CPU; on a GPU
+`max_num_seqs` and `max_num_batched_tokens` are larger.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from toolkit.sched.policies.parameters import Value, defaults, knob, validate
 
 @dataclass(frozen=True, slots=True)
 class VllmPolicy:
-    """vLLM's v1 scheduler: first come first served, chunks of prompts beside decodes, preemption by
-    recompute.
+    """vLLM's v1 scheduler: first come first served, chunked prefill beside decodes, recompute on
+    preemption.
     """
 
     name: ClassVar[str] = "vllm"
@@ -37,10 +37,10 @@ class VllmPolicy:
         doc="the most new tokens in one forward pass, decodes included",
     )
     chunked_prefill: bool = knob(
-        True, doc="whether prompts are cut to what is left of a pass's tokens"
+        True, doc="whether a prompt is cut to the tokens that are left of a pass"
     )
     prefix_caching: bool = knob(
-        True, doc="whether freed blocks are kept for who comes back with the same tokens"
+        True, doc="whether freed blocks are kept for requests with the same tokens"
     )
     watermark: float = knob(
         0.0,
@@ -55,13 +55,13 @@ class VllmPolicy:
             raise InputError(
                 f"policy 'vllm': max_num_batched_tokens is {self.max_num_batched_tokens}; "
                 f"the limit is at least max_num_seqs, {self.max_num_seqs}",
-                "vLLM refuses it: each request that runs may need a token of a pass",
+                "vLLM refuses it, because each running request may need a token of a pass",
             )
 
     @classmethod
     def within(cls, drawn: Mapping[str, Value]) -> dict[str, Value]:
-        """The parameters nearest to `drawn` that vLLM takes: as many requests as a pass has tokens,
-        at most.
+        """The valid parameters nearest to `drawn`: `max_num_seqs` is at most
+        `max_num_batched_tokens`.
         """
         whole = {**defaults(cls), **drawn}
         return {
