@@ -102,7 +102,7 @@ def worker_with(residents, joining, emits, steps=3):
 
 
 def held_by(residents, steps=3):
-    """Tokens of each who joined so, one after the other."""
+    """Tokens of each row, if they joined one after the other."""
     n = len(residents)
     return [length + steps * (n - k) for k, length in enumerate(residents)]
 
@@ -154,7 +154,7 @@ def test_a_footprint_is_what_the_rows_take_one_by_one(
 
 
 @given(lengths.filter(len), LAYOUTS, st.data())
-def test_who_leaves_takes_his_share_with_him(residents, joining, data):
+def test_a_row_that_leaves_takes_its_share_with_it(residents, joining, data):
     worker = worker_with(residents, joining, True)
     there = footprint(worker)
     gone = data.draw(st.sets(st.integers(0, len(residents) - 1)))

@@ -1,5 +1,5 @@
-"""FastServe's queues: which queue a job is in, who preempts whom, when a round ends, and that
-nobody starves.
+"""FastServe's queues: which queue a job is in, which job preempts which, when a round ends,
+and that no job starves.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ def queues(*, skip_join: bool = True) -> FeedbackQueues:
     return FeedbackQueues(LAW, 2.0, 2.0, 3, skip_join)  # quanta of 2 s, 4 s, and none
 
 
-def test_a_job_joins_the_first_queue_whose_quantum_covers_its_prefill():
+def test_a_job_joins_the_first_queue_with_a_quantum_that_covers_its_prefill():
     assert [queues().find(prompt, 0)[0] for prompt in (200, 201, 400, 401, 9000)] == [0, 1, 1, 2, 2]
     assert [queues(skip_join=False).find(prompt, 0)[0] for prompt in (200, 9000)] == [0, 0]
 
@@ -89,7 +89,7 @@ def test_a_round_ends_where_a_quantum_does():
     assert (first.steps, second.steps) == (1, 4)
 
 
-def test_a_newcomer_preempts_who_was_demoted_and_not_its_equal():
+def test_a_new_job_preempts_a_demoted_one_and_not_its_equal():
     scheduler = make()
     submit(scheduler, "a", 0.0)
     (first,) = scheduler.tick(0.0)
@@ -106,7 +106,7 @@ def test_a_newcomer_preempts_who_was_demoted_and_not_its_equal():
     assert scheduler.take_interrupts() == [0]
 
 
-def test_a_round_ends_where_one_who_waits_is_promoted_and_the_promoted_runs():
+def test_a_round_ends_when_a_waiting_job_is_promoted_and_the_promoted_job_runs():
     scheduler = make(starvation_s=7.0)
     submit(scheduler, "long", 0.0, prompt=900)
     (first,) = scheduler.tick(0.0)
@@ -127,7 +127,7 @@ def test_a_round_ends_where_one_who_waits_is_promoted_and_the_promoted_runs():
 
 
 def preempted(swap: str, host: int = 2000):
-    """Who runs and moves where a short job comes and memory is full of a long one."""
+    """What runs and moves when a short job arrives while a long one fills the memory."""
     scheduler = make(capacity=1000, host=host, swap=swap, free_share=0.0, max_batch_size=2)
     submit(scheduler, "long", 0.0, prompt=880)
     (first,) = scheduler.tick(0.0)
@@ -190,7 +190,7 @@ def test_no_server_runs_the_oracle():
 
 
 @pytest.mark.slow
-def test_the_order_of_the_paper_holds_on_heavy_tails_and_nobody_starves(bench):
+def test_the_order_of_the_paper_holds_on_heavy_tails_and_no_job_starves(bench):
     """One of the seeds that the bench averages; of single seeds, one in eight has naive ahead of
     skip-join.
     """
@@ -204,7 +204,7 @@ def test_the_order_of_the_paper_holds_on_heavy_tails_and_nobody_starves(bench):
 
 @pytest.mark.parametrize("swap", ["reactive", "proactive"])
 @pytest.mark.parametrize("starvation_s", [1.0, 4.0])
-def test_nobody_waits_longer_than_the_limit_and_one_round(bench, swap, starvation_s):
+def test_no_job_waits_longer_than_the_limit_and_one_round(bench, swap, starvation_s):
     parameters = {"starvation_s": starvation_s, "swap": swap, "max_batch_size": 16}
     watched = bench.Waits(make_policy("mlfq", parameters))
     world = replace(bench.WORLD, memory=ZetaMemory(12_000))

@@ -25,7 +25,7 @@ PROMPT = 10
 
 @dataclass
 class Script:
-    """A policy whose next round is what a test says, jobs by name."""
+    """A policy with its next round given by a test, jobs by name."""
 
     name: ClassVar[str] = "script"
     continuous: ClassVar[bool] = True
@@ -161,7 +161,7 @@ def test_a_cancelled_job_leaves_its_shelf_at_once_and_the_engine_hears_of_it(pla
     assert [job.request_id for job in batch.evict] == ["b"]
 
 
-def test_one_who_is_cancelled_while_it_is_swapped_out_is_forgotten_when_that_is_done():
+def test_a_job_cancelled_during_its_swap_out_is_removed_when_the_swap_is_done():
     bench = Bench("a", "b")
     bench.round(enter="ab")
     _, ends_s = bench.start(swap_out="b", overlap=True)
@@ -173,7 +173,7 @@ def test_one_who_is_cancelled_while_it_is_swapped_out_is_forgotten_when_that_is_
     assert [job.request_id for job in batch.evict] == ["b"]
 
 
-def test_who_memory_has_no_room_for_waits_and_all_others_are_where_the_round_wanted_them():
+def test_a_job_without_memory_waits_and_all_others_are_where_the_round_wanted_them():
     bench = Bench("a", "b", "c", "d")
     bench.round(enter="abcd", steps=2)
     bench.round(swap_out="c", pause="b")
@@ -186,7 +186,7 @@ def test_who_memory_has_no_room_for_waits_and_all_others_are_where_the_round_wan
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_who_did_not_get_to_host_memory_before_it_ran_out_waits(overlap):
+def test_a_job_that_did_not_reach_host_memory_before_it_ran_out_waits(overlap):
     bench = Bench("a", "b", "c")
     bench.round(enter="abc", steps=2)
     batch, ends_s = bench.start(swap_out="bc", overlap=overlap)
@@ -216,7 +216,7 @@ def test_a_promotion_is_remembered_from_where_the_job_was():
     assert bench.of("a")[0].promoted_at == 5
 
 
-def test_the_log_tells_who_was_moved():
+def test_the_log_names_the_moved_jobs():
     bench = Bench("a", "b")
     bench.round(enter="ab")
     bench.round(swap_out="b", overlap=True)

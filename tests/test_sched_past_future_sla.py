@@ -1,4 +1,4 @@
-"""Admission that knows time: MTPOT of those who run, TTFT of those who wait, and nobody starves."""
+"""Admission that knows time: MTPOT of running rows, TTFT of waiting requests, no starvation."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_so_many_enter_that_a_step_is_within_mtpot():
     assert len(entered(scheduler, 0.0)) == 5  # 6 rows would take 60 ms
 
 
-def test_a_prefill_may_stall_those_who_run_for_no_longer_than_mtpot():
+def test_a_prefill_stalls_running_rows_for_no_longer_than_mtpot():
     """A step of n rows takes n * 10 ms: with two of 100 tokens 200 + 30 ms, with three 300 + 40 ms."""
     scheduler = make(mtpot_s=0.3)
     submit(scheduler, "runs")
@@ -58,14 +58,14 @@ def test_what_passed_since_the_last_token_counts():
     assert entered(scheduler, 0.1) == ["a"]
 
 
-def test_an_empty_worker_stalls_nobody():
+def test_a_prefill_on_an_empty_worker_stalls_no_row():
     scheduler = make(mtpot_s=0.3)
     for name in "abc":
         submit(scheduler, name, prompt=100)
     assert entered(scheduler, 0.0) == ["a", "b", "c"]
 
 
-def test_a_newcomers_first_token_is_not_delayed_beyond_ttft_by_who_enters_with_it():
+def test_requests_admitted_together_delay_no_first_token_beyond_ttft():
     """Two are prefilled in 0.8 s and step in 20 ms; three would have their first tokens at 1.23 s."""
     scheduler = make(ttft_s=1.0, mtpot_s=100.0)
     for name in "abc":
@@ -74,8 +74,8 @@ def test_a_newcomers_first_token_is_not_delayed_beyond_ttft_by_who_enters_with_i
 
 
 def late_and_in_time(now_s: float, **parameters) -> tuple[Scheduler, list[str]]:
-    """a and b wait since 0 and c since 5, with a TTFT of 3 s and room for one beside the one who
-    runs.
+    """a and b wait since 0 and c since 5, with a TTFT of 3 s and room for one beside the one
+    that runs.
     """
     scheduler = make(ttft_s=3.0, mtpot_s=0.025, **parameters)
     submit(scheduler, "runs")
@@ -87,18 +87,18 @@ def late_and_in_time(now_s: float, **parameters) -> tuple[Scheduler, list[str]]:
     return scheduler, entered(scheduler, now_s)
 
 
-def test_who_is_late_waits_behind_who_is_not():
+def test_a_late_request_waits_behind_those_in_time():
     scheduler, first = late_and_in_time(6.0, late_share=0.01)
     assert first == ["c"]
     assert [job.request_id for job in scheduler.workers[0].inbox.everybody()] == ["a", "b"]
 
 
-def test_nobody_is_put_behind_in_the_share_of_those_who_are_late():
+def test_no_request_is_put_behind_within_the_share_of_late_requests():
     _, first = late_and_in_time(6.0, late_share=0.5)
     assert first == ["a"]
 
 
-def test_who_is_late_is_served_where_nothing_better_waits():
+def test_a_late_request_is_served_if_no_other_waits():
     scheduler = make(ttft_s=0.001)
     for name in "ab":
         submit(scheduler, name)

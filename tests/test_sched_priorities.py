@@ -69,7 +69,7 @@ def test_an_inbox_is_always_in_the_order_of_urgency(steps: list[tuple[int, str]]
 
 
 @pytest.mark.parametrize("policy", [*CONTINUOUS, "sequence", "baton"])
-def test_the_most_urgent_who_waits_enters_first(policy: str):
+def test_the_most_urgent_waiting_request_enters_first(policy: str):
     scheduler = make(
         policy,
         **CONTINUOUS.get(policy, {"max_batch_size": 3} if policy == "baton" else {"batch_size": 3}),
@@ -80,7 +80,7 @@ def test_the_most_urgent_who_waits_enters_first(policy: str):
 
 
 @pytest.mark.parametrize("policy", CONTINUOUS)
-def test_the_least_urgent_of_the_last_admitted_makes_way_for_one_who_is_more_urgent(policy: str):
+def test_the_least_urgent_of_the_last_admitted_makes_way_for_a_more_urgent_request(policy: str):
     scheduler = make(policy, capacity=3 * 41, interval_steps=4, **CONTINUOUS[policy])
     for name, priority in (("a", 1), ("b", 2), ("c", 2)):
         submit(scheduler, name, priority)
@@ -98,7 +98,7 @@ def test_the_least_urgent_of_the_last_admitted_makes_way_for_one_who_is_more_urg
 
 
 @pytest.mark.parametrize("policy", CONTINUOUS)
-def test_nobody_makes_way_for_one_who_is_no_more_urgent(policy: str):
+def test_no_row_makes_way_for_an_equally_urgent_request(policy: str):
     scheduler = make(policy, capacity=3 * 41, **CONTINUOUS[policy])
     for name in ("a", "b", "c"):
         submit(scheduler, name, 1)
@@ -109,7 +109,7 @@ def test_nobody_makes_way_for_one_who_is_no_more_urgent(policy: str):
     assert not start(scheduler, 10.0).evict
 
 
-def test_nobody_makes_way_in_vain():
+def test_no_row_makes_way_in_vain():
     scheduler = make("conservative", capacity=100)
     submit(scheduler, "urgent", -1, prompt=40)
     submit(scheduler, "calm", 1)
@@ -140,7 +140,7 @@ def test_in_a_slab_the_least_urgent_leaves_first():
     assert ids(start(scheduler, 13.0).evict) == ["a"]
 
 
-def test_an_urgent_job_preempts_under_feedback_queues_and_nobody_loses_his_cache():
+def test_an_urgent_job_preempts_under_feedback_queues_and_no_cache_is_lost():
     law = bilinear_law(p=(0.0, 0.0, 0.0, 0.1), d=(0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
     worker = Worker(0, law, ZetaMemory(1000), swap=LinearSwap(0.0, 1e6, 1e6), host_tokens=1000)
     scheduler = Scheduler(make_policy("mlfq", {"quantum_s": 50.0, "max_batch_size": 2}), [worker])
@@ -159,7 +159,7 @@ def test_an_urgent_job_preempts_under_feedback_queues_and_nobody_loses_his_cache
     assert (ids(second.jobs), ids(second.moves.pause), second.evict) == (["urgent"], ["b"], ())
 
 
-def test_who_starves_comes_before_who_is_urgent():
+def test_a_starving_job_comes_before_an_urgent_one():
     law = bilinear_law(p=(0.0, 0.0, 0.0, 0.1), d=(0.0, 0.0, 0.0, 1.0), prefill_emits_token=True)
     scheduler = Scheduler(
         make_policy("mlfq", {"max_batch_size": 1, "starvation_s": 10.0}),

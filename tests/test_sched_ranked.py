@@ -1,4 +1,4 @@
-"""The inbox that is kept in the order of ranks, against sorting everybody anew."""
+"""The inbox that is kept in the order of ranks, against sorting all jobs anew."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,7 +98,7 @@ def test_counts_stay_right_while_jobs_come_and_go_and_time_goes_on(rows, more, t
 
 
 @given(jobs_that_wait)
-def test_it_knows_who_starves_next(rows):
+def test_it_knows_which_job_starves_next(rows):
     inbox, left = filled(rows)
     besides = set(left[::2])
     waits_s = [NOW_S - job.waiting_since_s for job in left if job not in besides]
@@ -107,7 +107,7 @@ def test_it_knows_who_starves_next(rows):
     )
 
 
-def test_nobody_enters_before_one_who_starves_and_finds_no_place():
+def test_no_job_enters_before_a_starving_one_that_does_not_fit():
     law = bilinear_law(p=(0.0, 0.0, 0.01, 0.0), d=(0.0, 0.0, 0.0, 1.0))
     policy = make_policy("mlfq", {"quantum_s": 2.0, "starvation_s": 5.0})
     scheduler = Scheduler(policy, [Worker(0, law, ZetaMemory(1000))])

@@ -42,7 +42,7 @@ def test_a_resident_goes_on_while_another_enters():
     assert list(scheduler._view.finished.recent) == [5]
 
 
-def test_nobody_is_interrupted_for_one_who_cannot_enter():
+def test_no_round_is_interrupted_for_a_request_that_cannot_enter():
     scheduler = make(capacity=120)
     submit(scheduler, "a")
     scheduler.tick(0.0)
@@ -187,7 +187,7 @@ def test_an_engine_s_slots_bound_the_residents_and_come_back_after_a_failure():
     assert limits == [1, 2, 3]
 
 
-def test_who_memory_has_no_room_for_is_given_up_when_he_was_alone_twice_and_never_beside_others():
+def test_a_job_that_runs_out_of_memory_fails_after_two_runs_alone_and_never_beside_others():
     scheduler = make("aggressive")
     submit(scheduler, "a", "b")
     for _ in range(3):

@@ -168,7 +168,7 @@ def test_sequence_deals_in_turn_and_runs_to_the_end():
     assert {batch.steps for batch in batches} == {77}
 
 
-def test_a_batch_in_a_queue_that_nobody_wants_any_more_holds_nobody_up():
+def test_a_queued_batch_without_jobs_blocks_no_other_batch():
     scheduler = make(policy="sequence")
     for name in "ab":
         scheduler.submit(request(name), 0.0)

@@ -49,7 +49,7 @@ def waits_s(batches: Sequence[Batch]) -> float:
 
 @given(lengths=st.lists(st.integers(1, 700), max_size=30))
 @settings(deadline=None, max_examples=40)
-def test_everybody_is_in_one_batch_on_a_worker_that_holds_him(lengths: list[int]) -> None:
+def test_every_job_is_in_one_batch_on_a_worker_that_holds_it(lengths: list[int]) -> None:
     kinds = three_kinds()
     jobs, workers = pool(lengths), {one.index: one for kind in kinds for one in kind}
     batches = share_out(jobs, kinds, POLICY.batch, offload_max_min, 0.0)
@@ -59,7 +59,7 @@ def test_everybody_is_in_one_batch_on_a_worker_that_holds_him(lengths: list[int]
 
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=30))
 @settings(deadline=None, max_examples=40)
-def test_nobody_alone_would_have_all_wait_less(lengths: list[int]) -> None:
+def test_no_kind_alone_would_have_all_jobs_wait_less(lengths: list[int]) -> None:
     kinds, jobs = three_kinds()[1:], pool(lengths)
     shared = waits_s(share_out(jobs, kinds, POLICY.batch, offload_max_min, 0.0))
     for kind in kinds:
@@ -79,7 +79,7 @@ def test_the_busy_are_given_nothing_and_the_idle_one_batch_with_the_oldest_job()
     assert min(job.ticket for batch in started for job in batch.jobs) == 0
     assert not any(one.queue for one in workers)
     assert tested.waiting_jobs == len(lengths) - sum(len(batch.jobs) for batch in started) > 0
-    assert tested.tick(100.0) == [], "Gamma is over, and nobody is idle or had better be"
+    assert tested.tick(100.0) == [], "Gamma is over, and no worker is idle or had better be"
 
 
 def test_without_eager_all_is_given_to_all_every_gamma() -> None:

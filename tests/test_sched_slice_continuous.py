@@ -1,5 +1,5 @@
-"""SCLS on continuous batching: what is promised, who enters, and who stays, moves or gives way
-after a slice.
+"""SCLS on continuous batching: what is promised, which job enters, and which stays,
+moves or gives way after a slice.
 """
 
 import pytest
@@ -48,7 +48,7 @@ def test_reserve_is_kept_free():
     assert len(batch.jobs) == 2
 
 
-def test_those_who_end_before_a_newcomers_slice_leave_their_room_to_it():
+def test_rows_that_end_during_a_new_slice_leave_their_memory_to_it():
     """a holds 50 and has 10 steps left, b enters with 60: the peak is 60 + 70 = 130, not 60 + 80."""
     scheduler = make(capacity=130)
     submit(scheduler, "a", prompt=40, limit=60)
@@ -69,7 +69,7 @@ def test_a_slice_ends_at_the_attempt_that_follows_its_last_token():
     assert batch.steps == 20
 
 
-def test_it_stays_with_its_cache_where_nobody_waits():
+def test_a_job_stays_with_its_cache_if_no_other_waits():
     scheduler = make(workers=2)
     submit(scheduler, "a", prompt=10)
     (first,) = scheduler.tick(0.0)
@@ -138,7 +138,7 @@ def test_margin_is_what_clearly_more_means(margin, moved):
     assert residents(scheduler)[1] == [moved]
 
 
-def test_the_cache_of_one_who_left_is_dropped_by_its_workers_next_round_only():
+def test_the_cache_of_a_job_that_left_is_dropped_by_its_workers_next_round_only():
     scheduler = crowded(workers=2)
     first, _ = scheduler.tick(20.0)
     scheduler.complete(RoundResult(first.batch_id, 0, 5, ("c",)), 25.0)

@@ -263,7 +263,7 @@ def test_rows_that_run_pay_for_a_newcomer_where_it_is_shaped_into_the_batch():
     assert within.served.first_token_s[3] > apart.served.first_token_s[3]
 
 
-def test_groups_span_little_and_leave_nobody_out():
+def test_groups_have_similar_lengths_and_leave_no_prompt_out():
     assert groups_alike([100, 500, 110, 90, 510, 2000]) == [[0, 2, 3], [1, 4], [5]]
     assert groups_alike([]) == []
     assert alike([100, 100, 100], limit=250) == [0, 1]
@@ -271,7 +271,7 @@ def test_groups_span_little_and_leave_nobody_out():
 
 
 @given(st.lists(st.integers(1, 3000), max_size=40))
-def test_everybody_is_in_one_group(lengths):
+def test_every_prompt_is_in_one_group(lengths):
     groups = groups_alike(lengths)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:

@@ -238,7 +238,7 @@ def test_the_plain_loop_meets_evictions_and_interruptions():
     assert result.counters["rounds"] > 8
 
 
-def test_a_round_is_long_where_nobody_waits():
+def test_a_round_is_long_if_no_request_waits():
     rows = [Row(0.0, 10, 40, 40)]
     counters = simulated(
         rows, "conservative", {"interval_steps": 1}, law(emits=False, padded=True), 1

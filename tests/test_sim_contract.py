@@ -327,7 +327,7 @@ def test_same_input_same_result(rows, case, joining):
     joining=memories,
     priorities=st.lists(st.integers(-2, 2), min_size=1, max_size=5),
 )
-def test_whatever_is_urgent_everybody_ends_and_a_log_replays_to_the_same_decisions(
+def test_under_any_priorities_all_requests_end_and_a_log_replays_to_the_same_decisions(
     rows, case, joining, priorities
 ):
     name, parameters = CASES[case]

@@ -54,7 +54,7 @@ def test_a_round_of_a_server_elsewhere_takes_what_its_laws_say_which_have_http_i
     assert law.decode_s(4, 64, 8) == pytest.approx(world.latency.decode_s(4, 64, 8) / 1.5)
 
 
-def test_of_a_server_elsewhere_clients_wait_for_http_and_those_who_decode_do_not():
+def test_clients_of_a_server_elsewhere_wait_for_http_but_decoding_rows_do_not():
     fit = samples.fit()
     slower = [each.model_copy(update={"const": each.const + 0.5}) for each in fit.prefill.segments]
     prefill = fit.prefill.model_copy(update={"segments": slower})

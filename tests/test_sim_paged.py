@@ -118,7 +118,7 @@ def test_budgets_hold_and_every_token_is_computed_once_but_for_recomputing(
             if not late and has[number] == prompt + given_out[number]:
                 given_out[number] += 1
         held = sum(-(-has[row.number] // 4) for row in scheduler.running)
-        assert held == 25 - scheduler.pool.free, "blocks are those of who runs"
+        assert held == 25 - scheduler.pool.free, "blocks belong to running rows only"
         if not parts and not last:
             break
         ended = scheduler.commit() if parts else []
@@ -130,7 +130,7 @@ def test_budgets_hold_and_every_token_is_computed_once_but_for_recomputing(
 
 @given(rows=small, policy=flags)
 @settings(deadline=None)
-def test_nobody_waits_who_could_come_in(rows, policy) -> None:
+def test_no_request_waits_that_could_be_admitted(rows, policy) -> None:
     scheduler = PagedScheduler(policy, blocks=25, block_tokens=4)
     for number, (_, prompt, output, _) in enumerate(rows):
         scheduler.add(PagedRequest(number, prompt, output))
@@ -202,7 +202,7 @@ def test_without_chunks_a_prompt_waits_for_a_pass_that_it_fits_into() -> None:
     assert served(rows, PagedEngine(FLAT, 50, 16), policy).first_token_s.tolist() == [1.0, 10.0]
 
 
-def test_the_last_who_came_in_is_preempted_and_computed_anew() -> None:
+def test_the_row_admitted_last_is_preempted_and_computed_anew() -> None:
     """Two rows of 8 tokens in 5 blocks of 4: one has to leave when both need a third, and waits for
     the other's end.
     """
@@ -216,7 +216,7 @@ def test_the_last_who_came_in_is_preempted_and_computed_anew() -> None:
     assert result.served.max_gap_s.tolist() == [1.0, 4.0]
 
 
-def test_who_comes_back_finds_what_is_left_of_his_own() -> None:
+def test_a_preempted_request_finds_what_is_left_of_its_blocks() -> None:
     law = replace(FLAT, base_s=0.0, token_s=(1.0,))  # a token takes a second
     rows = [(0, 8, 6, 0), (0, 8, 6, 0)]
     cold = served(rows, PagedEngine(law, 5, 4), VllmPolicy(prefix_caching=False))
@@ -244,7 +244,7 @@ def test_requests_are_dealt_to_engines_in_turn() -> None:
     assert result.served.finish_s.tolist() == [4.0, 4.0, 8.0]
 
 
-def test_who_can_never_be_served_is_refused_by_name() -> None:
+def test_a_request_that_can_never_be_served_is_refused() -> None:
     policy = VllmPolicy(max_num_batched_tokens=128)
     result = simulate(
         trace_of([(0, 30, 7, 0), (0, 30, 7, 4), (0, 30, 6, 0)]),

@@ -83,7 +83,7 @@ def test_settings_are_told_apart() -> None:
         ),
     ],
 )
-def test_a_setting_of_nobody_is_refused(key: str, message: str, hint: str) -> None:
+def test_an_unknown_setting_is_refused(key: str, message: str, hint: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         assign_settings(["past-future"], {key: 1})
     assert caught.value.hint.startswith(hint)

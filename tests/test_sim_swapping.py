@@ -196,7 +196,7 @@ def test_the_plain_worker_meets_what_it_is_there_for():
 
 
 def test_where_transfers_do_not_overlap_compute_waits_for_all_of_them():
-    """On a CPU whoever computes copies: the same moves, and every second of them is waited for."""
+    """On a CPU the computing cores copy: the same moves, and compute waits for every second."""
     work = [(k, 20 + 60 * (k % 3 == 0), 40 - 2 * k, 0) for k in range(16)]
     beside, before = (
         both(work, "mlfq", "proactive", True, overlaps)[0] for overlaps in (True, False)
