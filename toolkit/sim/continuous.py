@@ -295,7 +295,7 @@ class RoundWorker(Decoding):
         moves = batch.moves
         if self._failure:
             if moves is not None and moves.overlap:
-                self._shelves.transfer(moves)
+                self._swap_store.transfer(moves)
             return RoundResult(
                 batch.batch_id, index, 0, (), (), self._failure, dropped=self._dropped
             )
@@ -310,11 +310,11 @@ class RoundWorker(Decoding):
             self._gaps.joined(self._prefilled_s)
         if ran and joined is None:
             self._step_is_due = False
-            beside = self._shelves.device_tokens if moves is None else self._beside(moves)
+            beside = self._swap_store.device_tokens if moves is None else self._beside(moves)
             self._take_steps(self._prefilled_s, ran, self._stepped_s, beside)
         if moves is not None and moves.overlap:
             self._transferred(moves, done_s)
-        ended = self._end_those_due() if self._ends[0][0] <= self._steps else ()
+        ended = self._end_due() if self._ends[0][0] <= self._steps else ()
         return RoundResult(batch.batch_id, index, ran, ended, joined)
 
     def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
@@ -333,7 +333,7 @@ class RoundWorker(Decoding):
             if self._runs_out(batch.batch_id, n, held // n, batch.steps):
                 passed_s = begin_s + self._pass_s(newcomers.next(batch.chunk_tokens if rows else 0))
                 self._done_s = max(passed_s, self._moved_s)
-                self._run_short(newcomers.everybody())
+                self._run_out_of_memory(newcomers.everybody())
                 return self._done_s
         if not rows:
             self._ends.clear()
@@ -371,7 +371,7 @@ class RoundWorker(Decoding):
                 self._newcomers.made(made)
                 self._step_is_due = bound > 0
                 if made.completes:
-                    self._welcome(made.group, end_s)
+                    self._join(made.group, end_s)
                     joined += [(job.request_id, self._steps - before) for job in made.group.keys]
             if stretch.steps:
                 group = self._newcomers.group
@@ -386,7 +386,7 @@ class RoundWorker(Decoding):
         self._stretches = []
         return tuple(joined)
 
-    def _welcome(self, group: PrefillGroup[Job], at_s: float) -> None:
+    def _join(self, group: PrefillGroup[Job], at_s: float) -> None:
         """Record that the group's prefill ended at `at_s`."""
         total, rows, ledger = self._enter(group.keys), len(group.keys), self._ledger
         ledger.batches += 1
@@ -413,18 +413,18 @@ class RoundWorker(Decoding):
 
     def _move(self, moves: Moves, now_s: float) -> float:
         """Move caches; when the round's own work begins."""
-        shelves, resident = self._shelves, self._resident
+        store, resident = self._swap_store, self._resident
         for job in (*moves.pause, *moves.swap_out):
             if job in resident:
                 held = resident[job][1] + self._steps + self._emits
                 self._leave(job)
-                shelves.put(job, held)
-        self._moved_s = moved_s = now_s + shelves.duration_s(moves)
-        waits = shelves.waits(moves)
+                store.put(job, held)
+        self._moved_s = moved_s = now_s + store.duration_s(moves)
+        waits = store.waits(moves)
         if waits:
             self._ledger.swap_wait_s += moved_s - now_s
         if not moves.overlap:
-            shelves.transfer(moves)
+            store.transfer(moves)
         if moves.resume:
             self._resume(moves.resume)
         return moved_s if waits else now_s
@@ -432,7 +432,7 @@ class RoundWorker(Decoding):
     def _transferred(self, moves: Moves, done_s: float) -> None:
         """Transfers that overlapped the round are done."""
         self._ledger.swap_wait_s += done_s - self._stepped_s
-        self._shelves.transfer(moves)
+        self._swap_store.transfer(moves)
 
     def _prefill(self, batch: Batch) -> float:
         """Seconds of the prefill of the batch's jobs, which decode from here on."""
@@ -446,10 +446,10 @@ class RoundWorker(Decoding):
         if self._runs_out:
             n = len(self._resident)
             if self._runs_out(batch.batch_id, n, self.used // n, batch.steps):
-                self._run_short(jobs)
+                self._run_out_of_memory(jobs)
         return self._latency.prefill_s(len(jobs), mean)
 
-    def _run_short(self, jobs: Sequence[Job]) -> None:
+    def _run_out_of_memory(self, jobs: Sequence[Job]) -> None:
         """Memory has run out: drop `jobs` and end the round."""
         self._failure = "oom"
         self._ledger.oom_batches += 1
@@ -467,7 +467,7 @@ class RoundWorker(Decoding):
             if job in self._newcomers:
                 self._newcomers.remove(job)
                 return True
-            return self._shelves.drop(job)
+            return self._swap_store.drop(job)
         self._leave(job)
         return True
 

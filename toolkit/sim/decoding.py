@@ -125,7 +125,7 @@ class Decoding:
         self._gaps = Gaps()
         self._tokenless: list[Job] = []  # entered by a prefill, and had no token since
         self._resumed: list[Job] = []  # entered with their caches, and had no token since
-        self._shelves = SwapStore(swap, ledger)
+        self._swap_store = SwapStore(swap, ledger)
 
     @property
     def used(self) -> int:
@@ -161,7 +161,7 @@ class Decoding:
         outputs, number = self._ledger.output_tokens, self._number
         mark = self._gaps.mark(alone=not resident)
         for job in jobs:
-            key = self._shelves.take(job) - before
+            key = self._swap_store.take(job) - before
             self._admissions = admission = self._admissions + 1
             if not resident or key > self._longest_key:
                 self._longest_key = key
@@ -221,9 +221,9 @@ class Decoding:
 
     def _beside(self, moves: Moves | None) -> int:
         """Tokens on the device besides those of the decoding rows, including those in transfer."""
-        shelves = self._shelves
-        return shelves.device_tokens + (
-            shelves.arriving(moves) if moves is not None and moves.overlap else 0
+        store = self._swap_store
+        return store.device_tokens + (
+            store.arriving(moves) if moves is not None and moves.overlap else 0
         )
 
     def _give_tokens(self, jobs: list[Job], at_s: float) -> None:
@@ -264,7 +264,7 @@ class Decoding:
             waited_s = at_s - self._gaps.since(mark)
             into.add(count, waited_s, waited_s)
 
-    def _end_those_due(self) -> tuple[str, ...]:
+    def _end_due(self) -> tuple[str, ...]:
         ends, steps, resident, ledger = self._ends, self._steps, self._resident, self._ledger
         ended: list[str] = []
         while ends and ends[0][0] <= steps:

@@ -104,7 +104,7 @@ class SlabWorker(RoundWorker):
             result.joined = tuple([(job.request_id, 1) for job in self._batch.jobs])
         if spills and self._resident:
             self._shaped = 0  # its step is done
-            self._run_short([next(reversed(self._shelves.device or self._resident))])
+            self._run_out_of_memory([next(reversed(self._swap_store.device or self._resident))])
             result.failure, result.dropped = self._failure, self._dropped
         return result
 
@@ -114,7 +114,7 @@ class SlabWorker(RoundWorker):
             self._shape(batch, there) if self._shapes and there else self._prefill_apart(batch)
         )
         if not self._failure and self._passing(batch, there) > self._capacity:
-            self._run_short(batch.jobs)
+            self._run_out_of_memory(batch.jobs)
         return seconds
 
     def _passing(self, batch: Batch, there: int) -> int:
@@ -169,8 +169,8 @@ class SlabWorker(RoundWorker):
         self._give_tokens(self._tokenless, at_s)
         self._gaps.wait_from(at_s)
 
-    def _run_short(self, jobs: Sequence[Job]) -> None:
-        super()._run_short(jobs)
+    def _run_out_of_memory(self, jobs: Sequence[Job]) -> None:
+        super()._run_out_of_memory(jobs)
         self._steps -= self._shaped
         self._shaped = 0
 
