@@ -16,7 +16,7 @@ from toolkit.sched.policies.slice import SlicePolicy, offload_in_turn, offload_m
 from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.types import Batch, Job, Request, Worker
 
-# Fig. 11: these laws give both of its times (ALGORITHMS section 2).
+# Fig. 11: these laws give both of its times.
 FIG_11 = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
 ROOMY = ZetaMemory(capacity_tokens=1 << 40)
 

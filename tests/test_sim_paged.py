@@ -1,6 +1,4 @@
-"""The model of vLLM's scheduler: held to a real one's log, to its invariants, and to itself without
-leaps.
-"""
+"""The model of vLLM's scheduler against a real log, its invariants, and itself without leaps."""
 
 import json
 from dataclasses import replace
@@ -67,8 +65,8 @@ def served(rows, engine: PagedEngine, policy: VllmPolicy):
 
 
 def test_every_pass_of_a_real_log_is_the_same() -> None:
-    """vLLM 0.32.0, 60 requests on a CPU: 343 passes, 38 of them chunks beside decodes, 14 times one
-    was preempted.
+    """vLLM 0.32.0, 60 requests on a CPU: 343 passes, 38 of them with chunks beside decodes, and
+    14 preemptions.
     """
     header, *lines = (DATA / "vllm-0.32.0-passes.jsonl").read_bytes().splitlines(keepends=True)
     requests = [
@@ -82,8 +80,8 @@ def test_every_pass_of_a_real_log_is_the_same() -> None:
 
 @pytest.mark.parametrize("number", range(6))
 def test_passes_of_made_up_workloads_are_those_of_vllm_s_schedulers(number: int) -> None:
-    """As `benchmarks/engines/vllm_passes_child.py` found them with vLLM 0.32.0; both schedulers, prefix caching
-    off and on.
+    """As `benchmarks/engines/vllm_passes_child.py` found them with vLLM 0.32.0; both schedulers,
+    prefix caching off and on.
     """
     case, theirs = json.loads((DATA / "vllm-0.32.0-cases.json").read_text())[number]
     assert bench.passes_of_case(case) == theirs
@@ -97,7 +95,7 @@ def test_budgets_hold_and_every_token_is_computed_once_but_for_recomputing(
     scheduler = PagedScheduler(policy, blocks=25, block_tokens=4, ahead=ahead)
     for number, (_, prompt, output, more) in enumerate(rows):
         scheduler.add(PagedRequest(number, prompt, output, stops=more > 0))
-    has = [0] * len(rows)  # tokens in each one's cache
+    has = [0] * len(rows)  # tokens in the cache of each
     given_out = [0] * len(rows)
     last: list[PagedRequest] = []
     for _ in range(10_000):
@@ -182,7 +180,7 @@ def test_a_prompt_takes_as_many_passes_as_its_tokens_need() -> None:
 
 
 def test_chunks_leave_room_for_decodes() -> None:
-    """The first decodes while the second's 31 + 31 + 8 tokens are computed beside it."""
+    """The first decodes while the second is prefilled in 31 + 31 + 8 tokens."""
     rows, policy = (
         [(0, 32, 9, 0), (1, 70, 2, 0)],
         VllmPolicy(max_num_batched_tokens=32, max_num_seqs=4),
@@ -203,8 +201,8 @@ def test_without_chunks_a_prompt_waits_for_a_pass_that_it_fits_into() -> None:
 
 
 def test_the_row_admitted_last_is_preempted_and_computed_anew() -> None:
-    """Two rows of 8 tokens in 5 blocks of 4: one has to leave when both need a third, and waits for
-    the other's end.
+    """Two rows of 8 tokens in 5 blocks of 4: when both need a third, one is preempted and
+    waits for the end of the other.
     """
     result = simulate(
         trace_of([(0, 8, 4, 0), (0, 8, 4, 0)]),

@@ -1,4 +1,4 @@
-"""One row of each kind of Past-Future's Table 1, with fewer requests: the whole table is a bench."""
+"""One row of each kind of Past-Future's Table 1, with fewer requests than the benchmark."""
 
 import pytest
 

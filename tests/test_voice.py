@@ -1,7 +1,7 @@
-"""Words for people stay with people: a request, row, job, worker, batch, file or command is "it".
+"""Words for people are for people: a request, row, job, worker, batch, file or command is "it".
 
-The words are those in `PERSON`. They are looked for in docstrings, comments, string literals and the
-names of test functions of all Python files, and in all text of the pages, templates and recipes.
+The words are those in `PERSON`. The test reads docstrings, comments, string literals and the names
+of test functions in all Python files, and all text of the pages, templates and recipes.
 
 A hit is accepted in two cases only:
 
