@@ -22,8 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("patient")
-    # servers that tests start remember themselves: not where those of whoever runs the tests are
-    # remembered
+    # servers that tests start record themselves, but not where the servers of the person that runs
+    # the tests are recorded
     os.environ["XDG_STATE_HOME"] = config.stash.setdefault(
         STATE, tempfile.TemporaryDirectory()
     ).name

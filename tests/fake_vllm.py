@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 @dataclass(eq=False)
 class Request:
-    """`length` is when it ends, which nobody but the model knows."""
+    """`length` is when it ends; only the model knows it."""
 
     request_id: str
     num_prompt_tokens: int
@@ -40,7 +40,7 @@ class UniformTypeKVCacheSpecs:
 
 @dataclass
 class SchedulerOutput:
-    """Who took part in a step, and in which of its lives it is to get a token."""
+    """The requests that took part in a step, and in which of its lives each is to get a token."""
 
     took_part: list[str] = field(default_factory=list)
     sampled: dict[str, int] = field(default_factory=dict)

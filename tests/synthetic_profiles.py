@@ -1,4 +1,4 @@
-"""Profiles whose truth is known, for the tests of fitting and of what reads a fit."""
+"""Profiles made from known laws, for the tests of fitting and of what reads a fit."""
 
 from collections.abc import Callable, Sequence
 
@@ -128,7 +128,7 @@ def make_rounds(
     noise: float = 0.0,
     seed: int = 0,
 ) -> RoundsProfile:
-    """Rounds whose parts take what is said, and that take batch_s + stretch * the sum of these and
+    """Rounds with parts that take the given times, and that take batch_s + stretch * the sum of these and
     `law`.
     """
     rng = np.random.default_rng(seed)

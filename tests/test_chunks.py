@@ -1,5 +1,5 @@
-"""Prefills in chunks: the simulated worker, the engine and the scheduler agree on who joined after
-which step.
+"""Prefills in chunks: the simulated worker, the engine and the scheduler agree on which job joined
+after which step.
 """
 
 from functools import partial
@@ -131,7 +131,9 @@ class Both:
         return result
 
     def joined(self, result: RoundResult) -> set[tuple[str, int]]:
-        """Who joined when; where nobody is named, all who waited, at once."""
+        """The step at which each job joined; if a result names none, all waiting jobs joined at
+        once.
+        """
         prefilling = self.scheduler.workers[0].residents.prefilling
         return set(
             result.joined
@@ -218,7 +220,7 @@ def test_engine_simulator_and_scheduler_agree_on_every_round(
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=workloads, chunk_tokens=st.integers(8, 200), slab=st.booleans())
-def test_nobody_who_runs_waits_for_more_than_a_pass_and_a_step(lengths, chunk_tokens, slab):
+def test_no_running_row_waits_for_more_than_a_pass_and_a_step(lengths, chunk_tokens, slab):
     ledger, _ = serve("fcfs", chunk_tokens, sorted(lengths), {}, slab)
     passes = [
         LAW.pass_s(rows, 150 - chunk_tokens // rows, 150)
@@ -306,7 +308,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
         }
 
 
-def test_the_half_done_group_begins_anew_without_the_one_who_left():
+def test_a_group_restarts_its_prefill_when_a_row_leaves():
     passes: PrefillPasses[str] = PrefillPasses()
     for name, length in (("a", 10), ("b", 20), ("c", 15), ("far", 500)):
         passes.add(name, length)
@@ -329,7 +331,7 @@ def test_a_copy_is_advanced_alone():
 @pytest.mark.parametrize(
     ("policy", "others"), [("fcfs", {"interval_steps": 1}), ("baton", {}), ("mlfq", {})]
 )
-def test_who_is_prefilled_is_counted_with_the_token_that_he_is_owed(policy, others):
+def test_a_row_in_prefill_counts_with_the_token_that_prefill_will_give(policy, others):
     scheduler = Scheduler(make_policy(policy, {"chunk_tokens": 10, **others}), [worker()])
     residents = scheduler.workers[0].residents
     for name, prompt in (("a", 3), ("b", 100)):

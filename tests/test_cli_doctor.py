@@ -149,14 +149,14 @@ def test_a_model_folder_needs_its_files(tmp_path: Path) -> None:
 
 
 def test_a_missing_model_names_the_download_command(tmp_path: Path) -> None:
-    check = checked(tmp_path, "source: random", "source: nobody/such-a-model")["model"]
+    check = checked(tmp_path, "source: random", "source: absent/such-a-model")["model"]
     assert check.status == "missing"
-    assert check.remedy == "fetch it once with: hf download nobody/such-a-model"
+    assert check.remedy == "fetch it once with: hf download absent/such-a-model"
 
 
 @pytest.mark.parametrize(("tokenizer", "status"), [("bytes", "ok"), ("model", "note")])
 def test_a_dummy_model_needs_no_download(tmp_path: Path, tokenizer: str, status: str) -> None:
-    dummy = f"source: nobody/such-a-model, load_format: dummy, tokenizer: {tokenizer}"
+    dummy = f"source: absent/such-a-model, load_format: dummy, tokenizer: {tokenizer}"
     assert checked(tmp_path, "source: random", dummy)["model"].status == status
 
 
@@ -211,7 +211,7 @@ def test_a_machine_with_a_gpu_is_pointed_to_vllms_recipes_for_it(
     assert "a100" not in notes["engine"]
 
 
-def test_a_recipe_whose_sibling_is_vllms_names_it() -> None:
+def test_a_recipe_with_a_sibling_for_vllm_names_it() -> None:
     (note,) = check_engine(load_recipe("llama-3.1-8b-a100-80gb-transformers"), CPU_ONLY)
     assert note.status == "note"
     assert (

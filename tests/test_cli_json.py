@@ -16,7 +16,7 @@ STATISTICS = ("mean", "p50", "p95", "p99")
 
 
 def table_under(head: str) -> str:
-    """The first cells of the table whose first heading cell is `head`, and all that stands in them."""
+    """The text of the table with `head` as its first heading cell."""
     start = PAGE.index(f"| {head} |")
     return PAGE[start : PAGE.index("\n\n", start)]
 

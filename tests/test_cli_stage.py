@@ -94,7 +94,7 @@ def test_without_its_recipe_a_limit_is_required(
     assert scaling(command, capsys, "--max-new-tokens", "200")["max_new_tokens"] == 200
 
 
-def test_a_recipe_whose_measured_part_changed_is_not_the_fit_s(
+def test_a_recipe_with_a_changed_measured_part_is_not_the_fit_s(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("recipe.yaml").write_text(RECIPE.replace("max_model_len: 512", "max_model_len: 256"))

@@ -1,4 +1,4 @@
-"""The rendered probes, run as a kubelet runs them, on a live server whose only worker is killed."""
+"""The rendered probes, run as a kubelet runs them, on a live server; its only worker is killed."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

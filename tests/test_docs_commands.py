@@ -308,7 +308,7 @@ def serving(folder: Folder) -> None:
 
 
 def quick_recipe(folder: Folder) -> None:
-    """A recipe whose grid takes seconds to measure, and a profile as if from another GPU."""
+    """A recipe with a grid that takes seconds to measure, and a profile as if from another GPU."""
     folder.words["RECIPE"] = "quick.yaml"
     (folder.path / "quick.yaml").write_text(QUICK)
     other = json.loads(shipped(folder, OTHER_GPU_RECIPE, "profile.json"))

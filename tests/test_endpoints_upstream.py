@@ -155,7 +155,7 @@ def test_a_new_connection_that_is_closed_is_an_error_at_once():
     behind(Behind(b""), use)
 
 
-def test_an_answer_that_nobody_reads_on_ends_its_connection():
+def test_an_answer_that_is_not_read_to_its_end_ends_its_connection():
     server = Behind(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun", WHOLE)
 
     async def use(upstream: Upstream) -> None:

@@ -191,7 +191,7 @@ def test_a_pass_is_no_larger_than_a_chunk_while_rows_run(
     assert len(driver.steps[-1].rows) == 8
 
 
-def test_a_prompt_whose_pass_does_not_fit_is_cut_even_if_no_row_runs() -> None:
+def test_a_prompt_is_cut_if_its_pass_does_not_fit_even_if_no_row_runs() -> None:
     row = free_row(90, 5)
     for chunk_tokens in (0, 20):
         driver = RoundDriver(rebatch_engine(budget_mib=0.125), [row], chunk_tokens=chunk_tokens)

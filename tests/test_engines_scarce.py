@@ -172,7 +172,7 @@ def test_a_step_without_room_drops_the_last_admitted_row() -> None:
 
 @pytest.mark.parametrize("layout", ["slab", "rows"])
 @pytest.mark.parametrize("failures", [1, 2, 3])
-def test_a_step_whose_passes_fail_is_made_in_parts_and_the_round_goes_on(
+def test_a_step_with_failing_passes_is_made_in_parts_and_the_round_goes_on(
     layout: str, failures: int
 ) -> None:
     driver = RoundDriver(rebatch_engine(**LAYOUTS[layout]), CROWD)

@@ -67,7 +67,7 @@ def test_a_fleet_of_one_kind_is_the_plain_world(case, joining):
 
 
 class Watch(Around):
-    """Holds the decisions of a static policy against the memory of whom they are for."""
+    """Checks each decision of a static policy against the memory of its worker."""
 
     def plan(self, view, now_s):
         decision = super().plan(view, now_s)
@@ -194,11 +194,11 @@ def crash(of: Scheduler, worker: int, now_s: float = 1.0) -> None:
 
 
 def running(of: Scheduler) -> dict[str, int]:
-    """Who runs where."""
+    """The worker of each running request."""
     return {job.request_id: w.index for w in of.workers if w.running for job in w.running.jobs}
 
 
-def test_when_a_kind_is_lost_the_others_take_over_whom_they_hold():
+def test_when_a_kind_is_lost_the_others_take_the_requests_that_fit():
     tested = scheduler()
     for request in (SHORT, LONG):
         tested.submit(request, 0.0)
@@ -212,7 +212,7 @@ def test_when_a_kind_is_lost_the_others_take_over_whom_they_hold():
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_who_needs_a_kind_that_does_not_come_back_is_given_up_and_told_why(before):
+def test_a_request_for_a_kind_that_does_not_return_is_refused_with_the_reason(before):
     tested = scheduler()
     if before:
         tested.submit(LONG, 0.0)
@@ -249,7 +249,7 @@ def test_rounds_of_a_lost_kind_go_on_elsewhere_or_wait():
     assert {job.request_id for job in tested.workers[lost].residents.jobs} == {"long"}
 
 
-def test_who_is_cancelled_while_his_kind_is_lost_is_gone():
+def test_a_request_cancelled_while_its_kind_is_lost_is_gone():
     tested = scheduler()
     crash(tested, 0)
     tested.submit(LONG, 1.0)

@@ -3,8 +3,8 @@ tokens.
 """
 
 import pytest
-
 from toolkit.backends.vllm.pass_counts import PassCounts
+
 from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.sched.iterations import LoggedPass, LoggedRow
 
@@ -51,7 +51,7 @@ def one(start_s: float, end_s: float, rows: list[LoggedRow], *ended: str) -> Log
     )
 
 
-def test_a_pass_counts_with_what_lies_before_it_while_somebody_is_there(
+def test_a_pass_counts_with_the_time_before_it_if_a_request_is_there(
     counts: PassCounts, sums: Sums
 ):
     counts.arrived("a", 1.0)
@@ -66,7 +66,7 @@ def test_a_pass_counts_with_what_lies_before_it_while_somebody_is_there(
     )
 
 
-def test_time_in_which_nobody_was_there_counts_for_nothing(counts: PassCounts, sums: Sums):
+def test_time_without_requests_does_not_count(counts: PassCounts, sums: Sums):
     for start_s in (1.0, 5.0):
         counts.arrived("a", start_s)
         counts.looked(start_s)
@@ -75,7 +75,9 @@ def test_time_in_which_nobody_was_there_counts_for_nothing(counts: PassCounts, s
     assert sums.firsts_s == sums.lasts_s == [0.5, 0.5]
 
 
-def test_who_arrives_during_a_pass_came_in_its_middle(counts: PassCounts, sums: Sums):
+def test_a_request_that_arrives_during_a_pass_counts_from_its_middle(
+    counts: PassCounts, sums: Sums
+):
     counts.arrived("a", 1.0)
     counts.looked(1.0)
     counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 8, 8)]))
@@ -88,7 +90,7 @@ def test_who_arrives_during_a_pass_came_in_its_middle(counts: PassCounts, sums: 
     assert sums.lasts_s == [3.0, 2.5]
 
 
-def test_the_first_token_of_one_who_lost_his_cache_is_not_counted_twice(
+def test_the_first_token_of_a_preempted_request_is_not_counted_twice(
     counts: PassCounts, sums: Sums
 ):
     counts.arrived("a", 0.0)
@@ -98,7 +100,7 @@ def test_the_first_token_of_one_who_lost_his_cache_is_not_counted_twice(
     assert (sums.firsts_s, sums.lasts_s) == ([1.0], [2.0])
 
 
-def test_an_aborted_request_is_in_no_sum_and_leaves_nobody(counts: PassCounts, sums: Sums):
+def test_an_aborted_request_is_in_no_sum_and_leaves_no_state(counts: PassCounts, sums: Sums):
     counts.arrived("a", 0.0)
     counts.looked(0.0)
     counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 9)]))

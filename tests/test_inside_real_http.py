@@ -110,7 +110,7 @@ class Client:
         return found
 
     async def running(self, server: VllmServer) -> list[int]:
-        """Tokens of three who run when the server is asked to end."""
+        """Tokens of three requests that run when the server is asked to end."""
         streams = [await self.ask(0, stream=True, max_tokens=60) for _ in range(3)]
         counts = [await self._tokens(stream, 1) for stream in streams]
         server.signal_end()
@@ -129,7 +129,7 @@ class Client:
 
 
 async def talk(server: VllmServer, stop: str | None):
-    """What everybody gets, and how many tokens those who run when it ends."""
+    """What each client gets, and the tokens of the requests that run when the server ends."""
     async with AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=120
     ) as openai:

@@ -1,5 +1,5 @@
-"""Our scheduler inside vLLM, with a fake of vLLM's own: who enters, who makes way, and books that
-are right.
+"""Our scheduler inside vLLM, with a fake of vLLM's own: which request enters, which makes
+way, and counts that are right.
 """
 
 import importlib
@@ -91,7 +91,7 @@ def truth(requests):
 
 
 @every_policy
-def test_everybody_gets_every_token_once(make, policy, ahead):
+def test_every_request_gets_every_token_once(make, policy, ahead):
     scheduler = make(policy, ahead=bool(ahead))
     requests = several()
     assert run(scheduler, requests, ahead=ahead) == truth(requests)
@@ -133,7 +133,7 @@ def test_the_books_hold_the_tokens_that_are_there(make, policy, ahead):
     block_size=st.sampled_from([1, 4, 9]),
 )
 @settings(deadline=None, max_examples=60)
-def test_nobody_is_lost_whatever_comes(fitted, shapes, case, budget, block_size):
+def test_no_request_is_lost_whatever_comes(fitted, shapes, case, budget, block_size):
     policy, ahead = case
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("LLMCTL_VLLM_POLICY", policy)
@@ -162,7 +162,7 @@ def test_its_log_replays_also_of_one_that_was_killed(make, tmp_path, policy, ahe
     assert list(replay(events, Scheduler(fresh, [worker]))) == []
 
 
-def test_who_may_enter_is_the_policy_s_and_in_its_order(make):
+def test_the_policy_decides_admission_and_its_order(make):
     scheduler = make("fcfs max_batch_size=1")
     for request in several(3, every=0):
         request.priority = -int(request.request_id[1])
@@ -205,7 +205,7 @@ def test_past_future_is_preempted_less_than_the_aggressive(make):
     assert past_future < aggressive
 
 
-def test_feedback_queues_pause_who_had_his_quantum_and_keep_his_cache(make):
+def test_feedback_queues_pause_a_request_after_its_quantum_and_keep_its_cache(make):
     scheduler = make(MLFQ, blocks=100)
     requests = [Request(f"r{n}", 6, 20, 20) for n in range(4)]
     paused = []
@@ -216,7 +216,7 @@ def test_feedback_queues_pause_who_had_his_quantum_and_keep_his_cache(make):
     assert [request.life for request in requests] == [0, 0, 0, 0]
 
 
-def test_who_is_paused_keeps_his_row_too(make):
+def test_a_paused_request_keeps_its_row(make):
     scheduler = make(MLFQ, blocks=1000, slots=3)
     schedule, rows = scheduler.schedule, []
 
@@ -353,10 +353,10 @@ def test_past_future_is_what_runs_where_nothing_is_said():
     [
         ({"speculative_config": object()}, "speculative decoding"),
         ({"kv_transfer_config": object()}, "a KV connector"),
-        ({"kind": object()}, "a model whose cache does not grow with its tokens"),
+        ({"kind": object()}, "a model .*cache.* does not grow with its tokens"),
         (
             {"kind": UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": object()})},
-            "a model whose cache does not",
+            "a model .*cache.* does not",
         ),
     ],
 )

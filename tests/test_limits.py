@@ -33,8 +33,8 @@ STARTED_BY_US = [target for target in TARGETS if target not in ("vllm", "sglang"
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a recipe, its fit, and a tuning whose best breaks the TTFT
-    target.
+    """The working directory, with a recipe, its fit, and a tuning with a best result that breaks
+    the TTFT target.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -116,7 +116,7 @@ def test_the_allowance_does_not_overwrite_edited_files() -> None:
 
 
 def broken_plan(folder: Path, **changes: object) -> Plan:
-    """The plan of orders, whose TTFT target is missed by far."""
+    """The plan of orders, with its TTFT target missed by far."""
     made = orders.plan(folder, **changes)
     told = [
         one.judged(31.7, kept=False) if one.name == "ttft_p99_s" else one for one in made.limits

@@ -22,7 +22,7 @@ CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 
 
 def requirements(lock: str) -> dict[str, str]:
-    """Name to version, of a lock whose form is right."""
+    """Name to version, of a lock with the right form."""
     found = {}
     plain = re.sub(r"^ *(#|--(only|no)-binary ).*\n", "", LOCKS[lock], flags=re.MULTILINE)
     for line in plain.replace("\\\n", "").splitlines():

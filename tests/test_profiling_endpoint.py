@@ -182,7 +182,7 @@ def test_points_fail_with_the_reason_until_the_server_is_given_up():
         bench.stop()
 
 
-def test_a_capacity_that_nobody_tells_is_asked_for():
+def test_an_unknown_capacity_is_asked_for():
     with (
         sse_server() as stub,
         pytest.raises(InputError, match="how many tokens the KV cache holds") as error,
@@ -220,7 +220,7 @@ def test_an_address_belongs_to_servers_and_they_are_one_worker():
         samples.recipe(engine={"name": "openai", "url": "http://127.0.0.1:1"}, workers=2)
 
 
-def test_nobody_at_the_address_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_no_server_at_the_address_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(recipe_for("http://127.0.0.1:9").model_dump_json(exclude_defaults=True))
     with pytest.raises(SystemExit, match="2"):

@@ -1,5 +1,5 @@
-"""vLLM profiled by the log of its passes: with a fake of its server, whose passes take what a law
-says.
+"""vLLM profiled by the log of its passes: with a fake of its server; its passes take what a
+law says.
 """
 
 from pathlib import Path
@@ -136,7 +136,7 @@ def test_gaps_count_while_there_is_work_and_passes_ahead_begin_when_the_last_has
     found = timed(
         [
             one(0.0, 1.0, a),
-            one(1.25, 2.0, a, ended=["a"]),  # nobody is left
+            one(1.25, 2.0, a, ended=["a"]),  # no request is left
             one(5.0, 6.0, b),
             one(5.5, 7.0, b),  # asked for while the last one was under way
         ]

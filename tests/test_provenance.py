@@ -77,7 +77,7 @@ def plan_of(
 
 
 def tuned_to(recipe: Recipe, policy: str, trials: list[dict[str, Value]], *, keep: bool) -> Tuning:
-    """A tuning whose trials of `policy` have these parameters; the last is the best."""
+    """A tuning in which trials of `policy` have these parameters; the last is the best."""
     start = defaults(KNOWN[recipe.policy.name]) | recipe.policy.parameters
     outcomes = [Outcome(policy=recipe.policy.name, parameters=start, metrics={"goodput_rps": 1.0})]
     outcomes += [

@@ -52,11 +52,11 @@ class Audit:
 
     def plan(self, view, now_s):
         for worker in view.free:
-            simulated, shelves = self.workers[worker.index], self.workers[worker.index]._shelves
+            simulated, store = self.workers[worker.index], self.workers[worker.index]._swap_store
             assert footprint(worker).taken == simulated.used
             assert (worker.held.tokens, worker.swapped.tokens) == (
-                shelves.device_tokens,
-                shelves.host_tokens,
+                store.device_tokens,
+                store.host_tokens,
             )
             self.audits += 1
         return self._policy.plan(view, now_s)

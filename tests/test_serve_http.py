@@ -83,7 +83,7 @@ class Desk:
 
 
 class Wire:
-    """A server whose clock a test sets, and connections to it."""
+    """A server with a clock that a test sets, and connections to it."""
 
     def __init__(
         self, server: HttpServer, port: int, clock: list[float], desk: Desk, shares: list[str]

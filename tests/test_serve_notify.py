@@ -43,7 +43,7 @@ def test_health_is_reported_only_while_healthy(heard: socket.socket, tmp_path: P
 
 def test_an_absent_manager_does_not_end_the_server(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(Manager(str(tmp_path / "nobody"), 1e-3).report_health(in_turn(True, True)))
+        asyncio.run(Manager(str(tmp_path / "absent"), 1e-3).report_health(in_turn(True, True)))
 
 
 @pytest.mark.parametrize(

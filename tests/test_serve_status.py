@@ -144,7 +144,7 @@ def test_the_page_shows_totals_and_nothing_of_any_request():
                 "prompt": "a secret text",
                 "temperature": 0,
                 "max_tokens": 20,
-                "user": "somebody",
+                "user": "end-user-7",
             }
             answer = await http.post(
                 "/v1/completions", json=asked, headers={"x-request-id": "my-own-id"}
@@ -164,7 +164,7 @@ def test_the_page_shows_totals_and_nothing_of_any_request():
             text_made = answer.json()["choices"][0]["text"]
             assert not any(
                 word in text
-                for word in ("secret", text_made, "somebody", "my-own-id", answer.json()["id"])
+                for word in ("secret", text_made, "end-user-7", "my-own-id", answer.json()["id"])
             )
 
     in_a_loop(test)
@@ -318,7 +318,7 @@ def test_within_targets_agrees_with_the_summaries(request, limits):
 
 def test_a_model_folder_is_shown_by_its_last_part(tmp_path: Path):
     plan = fake_plan(tmp_path)
-    assert facts_of(plan, "/home/somebody/models/my-llama").model == "my-llama"
+    assert facts_of(plan, "/home/user/models/my-llama").model == "my-llama"
     assert facts_of(plan, "meta/llama").model == "meta/llama"
 
 

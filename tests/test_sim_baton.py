@@ -1,4 +1,4 @@
-"""BATON leaps as it steps: its rounds against a plain loop over a padded slab, to the last digit."""
+"""BATON in closed form equals a plain loop over a padded slab, step by step, to the last digit."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ def law(emits, padded):
 
 
 class Plain:
-    """One padded engine that is decided for at every step."""
+    """One padded engine with a decision at every step."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Plain:
         return entering
 
     def prefill(self, entering):
-        """Whether it was a step."""
+        """Prefill the rows; whether the pass was also a decode step."""
         lengths, there = [row.length for row in entering], len(self.running)
         shaped = there > 0 and not self.decoupled
         self.running += entering
@@ -186,7 +186,7 @@ class Plain:
 
 
 def both(work, emits, padded, host_tokens, decoupled, parameters):
-    """The rows as the plain loop has them, that loop, and the simulation of the same."""
+    """The rows of the plain loop, that loop, and the simulation of the same work."""
     rows = [Row(k, at / 16, prompt, output) for k, (at, prompt, output) in enumerate(sorted(work))]
     columns = np.array([[row.prompt, row.output, LIMIT] for row in rows], dtype=np.int64).T
     trace = Trace(np.array([row.arrival_s for row in rows]), *columns)
@@ -224,7 +224,9 @@ def both(work, emits, padded, host_tokens, decoupled, parameters):
     padded=st.booleans(),
     host_tokens=st.sampled_from([0, 60, 1000]),
 )
-def test_leaping_equals_stepping(work, emits, padded, host_tokens, decoupled, **parameters):
+def test_the_closed_form_equals_single_steps(
+    work, emits, padded, host_tokens, decoupled, **parameters
+):
     rows, loop, result = both(work, emits, padded, host_tokens, decoupled, parameters)
     served, counters = result.served, result.counters
     equal = list if padded else (lambda values: pytest.approx(list(values), rel=1e-9))
@@ -245,13 +247,13 @@ CROWD = [(k % 5, 20 + 7 * (k % 6), 40) for k in range(12)]
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_the_workloads_meet_what_they_are_for(decoupled):
+def test_the_crowd_is_swapped_and_without_host_memory_evicted(decoupled):
     """Rows leave for host memory; without it they are evicted."""
     assert both(CROWD, True, True, 1000, decoupled, ANYTHING)[1].swaps > 0
     assert both(CROWD, True, True, 0, decoupled, ANYTHING)[1].evicted > 0
 
 
-def test_rows_that_run_pay_for_a_newcomer_where_it_is_shaped_into_the_batch():
+def test_running_rows_pay_for_a_request_that_joins_by_shaping():
     work = [(0, 10, 40), (0, 12, 40), (0, 14, 40), (1, 36, 2)]
     parameters = ANYTHING | {"memory_threshold": 1.0, "headroom_steps": 1}
     apart, within = (
@@ -263,7 +265,7 @@ def test_rows_that_run_pay_for_a_newcomer_where_it_is_shaped_into_the_batch():
     assert within.served.first_token_s[3] > apart.served.first_token_s[3]
 
 
-def test_groups_span_little_and_leave_nobody_out():
+def test_groups_have_similar_lengths_and_leave_no_prompt_out():
     assert groups_alike([100, 500, 110, 90, 510, 2000]) == [[0, 2, 3], [1, 4], [5]]
     assert groups_alike([]) == []
     assert alike([100, 100, 100], limit=250) == [0, 1]
@@ -271,7 +273,7 @@ def test_groups_span_little_and_leave_nobody_out():
 
 
 @given(st.lists(st.integers(1, 3000), max_size=40))
-def test_everybody_is_in_one_group(lengths):
+def test_every_prompt_is_in_one_group(lengths):
     groups = groups_alike(lengths)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:

@@ -1,6 +1,4 @@
-"""Leaping equals stepping: rounds in closed form against a plain loop, one decode step at a time,
-to the last digit.
-"""
+"""Rounds in closed form equal a plain loop, one decode step at a time, to the last digit."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -43,7 +41,7 @@ class Row:
 
 
 def peak(rows: list[Row], capacity: int) -> int:
-    """The most tokens at any step to come, by running them all."""
+    """The most tokens at any future step, by running all steps."""
     highest = 0
     for step in range(1, max(row.output - row.generated for row in rows) + 1):
         highest = max(
@@ -74,7 +72,7 @@ def law(emits: bool, padded: bool) -> SegmentedLaw:
 
 
 def plain(rows: list[Row], law: SegmentedLaw, admits, interval: int, max_prefill: int) -> None:
-    """One worker, a step at a time. Fills in the rows' tokens' times."""
+    """One worker, one step at a time. Fills in the times of each row's tokens."""
     emits = law.prefill_emits_token
     coming, waiting, running = deque(rows), deque(), []
     now_s, steps, fresh = 0.0, 0, True
@@ -148,7 +146,9 @@ def simulated(rows, policy, parameters, law, workers, wrap=lambda policy: policy
     padded=st.booleans(),
     workers=st.integers(1, 2),
 )
-def test_leaping_equals_stepping(work, policy, interval, max_prefill, emits, padded, workers):
+def test_the_closed_form_equals_single_steps(
+    work, policy, interval, max_prefill, emits, padded, workers
+):
     rows = [
         Row(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)
     ]
@@ -172,7 +172,7 @@ def test_leaping_equals_stepping(work, policy, interval, max_prefill, emits, pad
 
 
 class Stepwise(Around):
-    """It is asked after every step."""
+    """A policy that decides after every step."""
 
     def plan(self, view, now_s):
         decision = super().plan(view, now_s)
@@ -204,7 +204,7 @@ STEPWISE = {
     workers=st.integers(1, 3),
 )
 def test_no_decision_falls_within_a_round(work, case, interval, max_prefill, emits, workers):
-    """Asked after every single step, a policy decides the same: its rounds end where it has
+    """A policy that decides after every step decides the same: rounds end wherever the policy has
     something to decide.
     """
     rows = [
@@ -229,8 +229,8 @@ def test_no_decision_falls_within_a_round(work, case, interval, max_prefill, emi
         assert leaps.counters[count] == steps.counters[count]
 
 
-def test_the_plain_loop_meets_evictions_and_interruptions():
-    """The workloads above are worth their name: here is one with both."""
+def test_such_workloads_have_evictions_and_interruptions():
+    """A workload like those above, with both."""
     rows = [Row(k / 64, 10, 40, 40) for k in range(8)]
     one = law(emits=True, padded=True)
     result = simulated(rows, "aggressive", PARAMETERS["aggressive"] | {"interval_steps": 4}, one, 1)
@@ -238,7 +238,7 @@ def test_the_plain_loop_meets_evictions_and_interruptions():
     assert result.counters["rounds"] > 8
 
 
-def test_a_round_is_long_where_nobody_waits():
+def test_a_round_is_long_if_no_request_waits():
     rows = [Row(0.0, 10, 40, 40)]
     counters = simulated(
         rows, "conservative", {"interval_steps": 1}, law(emits=False, padded=True), 1

@@ -143,7 +143,7 @@ def test_every_policy_has_a_case():
 
 
 class Watch(Around):
-    """It checks what must hold of every policy."""
+    """Checks what must hold for every policy."""
 
     def release(self, view, now_s):
         leaving = super().release(view, now_s)
@@ -211,8 +211,8 @@ def check_round(batch, worker, overfill, preempts):
 
 
 def check_slab(batch, worker, running, aside):
-    """The memory of a padded engine: rows x the longest, and what lies beside; a pass that shapes
-    is a step.
+    """Checks the memory of a padded engine: rows x the longest row, and the other caches. A pass
+    that joins rows by shaping is a step.
     """
     rows, entering = [held(job, worker) for job in running], [job.length for job in batch.jobs]
     shaped = worker.joining == "shape" and rows
@@ -230,7 +230,7 @@ def check_slab(batch, worker, running, aside):
 
 
 def held(job, worker):
-    """Tokens of the job's cache before the round, and the one that its prefill owes it."""
+    """Tokens of the job's cache before the round, with the token that its prefill will give."""
     return worker.residents.holds(job) if job in worker.residents.jobs else job.length
 
 
@@ -327,7 +327,7 @@ def test_same_input_same_result(rows, case, joining):
     joining=memories,
     priorities=st.lists(st.integers(-2, 2), min_size=1, max_size=5),
 )
-def test_whatever_is_urgent_everybody_ends_and_a_log_replays_to_the_same_decisions(
+def test_under_any_priorities_all_requests_end_and_a_log_replays_to_the_same_decisions(
     rows, case, joining, priorities
 ):
     name, parameters = CASES[case]
@@ -375,7 +375,7 @@ def test_replay_notices_another_policy():
     rows=requests, case=cases.filter(lambda case: CASES[case][0] not in ORACLES), joining=memories
 )
 def test_no_policy_can_read_output_lengths(rows, case, joining):
-    """The same lengths so far give the same first decisions, whatever the outputs will be."""
+    """The first decisions depend on the lengths so far, not on the outputs to come."""
     name, parameters = CASES[case]
     firsts = []
     for poison in (1, 80):
@@ -389,7 +389,7 @@ def test_no_policy_can_read_output_lengths(rows, case, joining):
 
 
 @pytest.mark.parametrize("name", sorted(ORACLES))
-def test_an_oracle_decides_nothing_untold(name):
+def test_an_oracle_without_output_lengths_is_refused(name):
     def decide():
         scheduler = Scheduler(make_policy(name, {}), two_workers())
         scheduler.submit(Request("a", 0.0, 10, 80), 0.0)
@@ -400,8 +400,8 @@ def test_an_oracle_decides_nothing_untold(name):
 
 
 def step_by_step(law, lengths, remaining, steps):
-    """A batch of padded rows, one token at a time: per row its tokens and the time of each; and
-    when the batch ends.
+    """A batch of padded rows, one token at a time: the times of each row's tokens, and the end of
+    the batch.
     """
     n, width = len(lengths), max(lengths)
     now_s, ran = law.prefill_s(n, width), 0
@@ -423,7 +423,7 @@ def step_by_step(law, lengths, remaining, steps):
     slice_tokens=st.integers(1, 50),
     emits=st.booleans(),
 )
-def test_a_leap_equals_the_step_by_step_loop(rows, slice_tokens, emits):
+def test_the_closed_form_of_a_static_batch_equals_single_steps(rows, slice_tokens, emits):
     law = bilinear_law(
         p=(1e-5, 1e-4, 1e-6, 1e-3), d=(1e-6, 1e-5, 1e-6, 1e-3), prefill_emits_token=emits
     )

@@ -1,4 +1,4 @@
-"""A fitted world serves every policy: the memory edge of static batches is not held against rounds."""
+"""A fitted world serves every policy: the memory edge of static batches is not for rounds."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from toolkit.traces.types import Trace
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_request_is_given_up_in_a_fitted_world(policy: str) -> None:
+def test_no_request_is_refused_in_a_fitted_world(policy: str) -> None:
     rng = np.random.default_rng(0)
     prompts, outputs = rng.integers(1, 300, 200), rng.integers(1, 128, 200)
     burst = Trace(np.zeros(200), prompts, outputs, np.zeros(200, np.int64))
@@ -22,7 +22,7 @@ def test_no_request_is_given_up_in_a_fitted_world(policy: str) -> None:
     assert result.served.ok.all()
 
 
-def test_a_server_elsewhere_is_simulated_as_it_was_found_paged_and_with_its_own_limit_of_rows():
+def test_a_server_elsewhere_is_simulated_with_paged_memory_and_its_own_limit_of_rows():
     fit = samples.fit()
     served = fit.model_copy(
         update={"engine": fit.engine.model_copy(update={"engine": "openai", "max_rows": 3})}
@@ -36,11 +36,11 @@ def test_a_server_elsewhere_is_simulated_as_it_was_found_paged_and_with_its_own_
     assert metrics["batch_size_mean"] == 3.0
 
 
-def test_a_round_of_a_server_elsewhere_takes_what_its_laws_say_which_have_http_in_them_already():
+def test_the_laws_of_a_server_elsewhere_include_http_already():
     fit = samples.fit()
     slices = fit.overhead.model_copy(
         update={"batch_s": 1.0, "stretch": 1.5}
-    )  # what whole slices take beside the laws
+    )  # what whole slices take besides the laws
     served = fit.model_copy(
         update={
             "engine": fit.engine.model_copy(update={"engine": "openai"}),
@@ -54,7 +54,7 @@ def test_a_round_of_a_server_elsewhere_takes_what_its_laws_say_which_have_http_i
     assert law.decode_s(4, 64, 8) == pytest.approx(world.latency.decode_s(4, 64, 8) / 1.5)
 
 
-def test_of_a_server_elsewhere_clients_wait_for_http_and_those_who_decode_do_not():
+def test_clients_of_a_server_elsewhere_wait_for_http_but_decoding_rows_do_not():
     fit = samples.fit()
     slower = [each.model_copy(update={"const": each.const + 0.5}) for each in fit.prefill.segments]
     prefill = fit.prefill.model_copy(update={"segments": slower})

@@ -28,7 +28,7 @@ def test_clients_see_tokens_later_and_the_scheduler_decides_the_same():
     assert behind.counters == bare.counters
 
 
-def test_a_delay_that_cannot_be_is_refused():
+def test_an_impossible_delay_is_refused():
     with pytest.raises(InputError, match=r"delays of -0.001 and 0.0 s are not possible"):
         FrontDelay(first_s=-0.001)
 
@@ -37,10 +37,10 @@ def test_a_delay_that_cannot_be_is_refused():
     ("start_s", "work_s", "end_s"),
     [
         (0.0, 0.5, 0.5),  # nothing arrives
-        (0.0, 1.25, 1.75),  # one does
-        (0.0, 1.75, 2.75),  # the time that the first takes lets a second one come
-        (1.0, 0.25, 1.25),  # one that it waited for was taken in before
-        (2.5, 1.0, 3.5),  # those before it do not
+        (0.0, 1.25, 1.75),  # one request arrives
+        (0.0, 1.75, 2.75),  # a second one arrives in the time that the first one costs
+        (1.0, 0.25, 1.25),  # an arrival at the start costs nothing
+        (2.5, 1.0, 3.5),  # earlier arrivals cost nothing
     ],
 )
 def test_each_request_that_arrives_makes_a_batch_longer(
@@ -49,17 +49,17 @@ def test_each_request_that_arrives_makes_a_batch_longer(
     assert Intake([1.0, 2.0], 0.5).end_s(start_s, work_s) == end_s
 
 
-def test_without_a_cost_batches_take_what_they_take():
+def test_without_a_cost_arrivals_change_nothing():
     assert Intake([1.0, 2.0], 0.0).end_s(0.5, 3.0) == 3.5
 
 
-def test_a_cost_that_cannot_be_is_refused():
+def test_an_impossible_cost_is_refused():
     with pytest.raises(InputError, match=r"an arrival that costs batches -0.001 s is not possible"):
         Intake([], -0.001)
 
 
 def crowd(count: int) -> Trace:
-    """So many requests within half a second, which take far longer to serve."""
+    """`count` requests within half a second; they take far longer to serve."""
     return Trace(
         np.linspace(0.0, 0.5, count),
         np.full(count, 20),
@@ -69,8 +69,8 @@ def crowd(count: int) -> Trace:
 
 
 def test_a_crowd_makes_slices_longer_while_it_arrives_and_not_later():
-    """One worker, one slice after the other: the crowd's cost is paid once by what runs, and by
-    nothing later.
+    """One worker, one slice after the other: the slices that run during the arrivals pay their
+    cost once, later slices pay nothing.
     """
     world = world_from_fit(samples.fit(), workers=1, max_new_tokens=64)
     trace, policy = crowd(400), make_policy("slice", {"slice_tokens": 8})
@@ -80,7 +80,7 @@ def test_a_crowd_makes_slices_longer_while_it_arrives_and_not_later():
     )
     assert costly.finish_s.max() - free.finish_s.max() == pytest.approx(400 * 0.002, rel=0.25)
     assert costly.first_token_s.mean() > free.first_token_s.mean() + 0.4
-    early = replace(trace, arrival_s=np.zeros(400))  # all are there before the first slice begins
+    early = replace(trace, arrival_s=np.zeros(400))  # all arrive before the first slice begins
     free, costly = (
         simulate(early, policy, replace(world, arrival_cost_s=cost_s)).served
         for cost_s in (0.0, 0.002)

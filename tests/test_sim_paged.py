@@ -1,6 +1,4 @@
-"""The model of vLLM's scheduler: held to a real one's log, to its invariants, and to itself without
-leaps.
-"""
+"""The model of vLLM's scheduler against a real log, its invariants, and itself without leaps."""
 
 import json
 from dataclasses import replace
@@ -67,8 +65,8 @@ def served(rows, engine: PagedEngine, policy: VllmPolicy):
 
 
 def test_every_pass_of_a_real_log_is_the_same() -> None:
-    """vLLM 0.32.0, 60 requests on a CPU: 343 passes, 38 of them chunks beside decodes, 14 times one
-    was preempted.
+    """vLLM 0.32.0, 60 requests on a CPU: 343 passes, 38 of them with chunks beside decodes, and
+    14 preemptions.
     """
     header, *lines = (DATA / "vllm-0.32.0-passes.jsonl").read_bytes().splitlines(keepends=True)
     requests = [
@@ -82,8 +80,8 @@ def test_every_pass_of_a_real_log_is_the_same() -> None:
 
 @pytest.mark.parametrize("number", range(6))
 def test_passes_of_made_up_workloads_are_those_of_vllm_s_schedulers(number: int) -> None:
-    """As `benchmarks/engines/vllm_passes_child.py` found them with vLLM 0.32.0; both schedulers, prefix caching
-    off and on.
+    """As `benchmarks/engines/vllm_passes_child.py` found them with vLLM 0.32.0; both schedulers,
+    prefix caching off and on.
     """
     case, theirs = json.loads((DATA / "vllm-0.32.0-cases.json").read_text())[number]
     assert bench.passes_of_case(case) == theirs
@@ -97,7 +95,7 @@ def test_budgets_hold_and_every_token_is_computed_once_but_for_recomputing(
     scheduler = PagedScheduler(policy, blocks=25, block_tokens=4, ahead=ahead)
     for number, (_, prompt, output, more) in enumerate(rows):
         scheduler.add(PagedRequest(number, prompt, output, stops=more > 0))
-    has = [0] * len(rows)  # tokens in each one's cache
+    has = [0] * len(rows)  # tokens in the cache of each
     given_out = [0] * len(rows)
     last: list[PagedRequest] = []
     for _ in range(10_000):
@@ -118,7 +116,7 @@ def test_budgets_hold_and_every_token_is_computed_once_but_for_recomputing(
             if not late and has[number] == prompt + given_out[number]:
                 given_out[number] += 1
         held = sum(-(-has[row.number] // 4) for row in scheduler.running)
-        assert held == 25 - scheduler.pool.free, "blocks are those of who runs"
+        assert held == 25 - scheduler.pool.free, "blocks belong to running rows only"
         if not parts and not last:
             break
         ended = scheduler.commit() if parts else []
@@ -130,7 +128,7 @@ def test_budgets_hold_and_every_token_is_computed_once_but_for_recomputing(
 
 @given(rows=small, policy=flags)
 @settings(deadline=None)
-def test_nobody_waits_who_could_come_in(rows, policy) -> None:
+def test_no_request_waits_that_could_be_admitted(rows, policy) -> None:
     scheduler = PagedScheduler(policy, blocks=25, block_tokens=4)
     for number, (_, prompt, output, _) in enumerate(rows):
         scheduler.add(PagedRequest(number, prompt, output))
@@ -182,7 +180,7 @@ def test_a_prompt_takes_as_many_passes_as_its_tokens_need() -> None:
 
 
 def test_chunks_leave_room_for_decodes() -> None:
-    """The first decodes while the second's 31 + 31 + 8 tokens are computed beside it."""
+    """The first decodes while the second is prefilled in 31 + 31 + 8 tokens."""
     rows, policy = (
         [(0, 32, 9, 0), (1, 70, 2, 0)],
         VllmPolicy(max_num_batched_tokens=32, max_num_seqs=4),
@@ -202,9 +200,9 @@ def test_without_chunks_a_prompt_waits_for_a_pass_that_it_fits_into() -> None:
     assert served(rows, PagedEngine(FLAT, 50, 16), policy).first_token_s.tolist() == [1.0, 10.0]
 
 
-def test_the_last_who_came_in_is_preempted_and_computed_anew() -> None:
-    """Two rows of 8 tokens in 5 blocks of 4: one has to leave when both need a third, and waits for
-    the other's end.
+def test_the_row_admitted_last_is_preempted_and_computed_anew() -> None:
+    """Two rows of 8 tokens in 5 blocks of 4: when both need a third, one is preempted and
+    waits for the end of the other.
     """
     result = simulate(
         trace_of([(0, 8, 4, 0), (0, 8, 4, 0)]),
@@ -216,7 +214,7 @@ def test_the_last_who_came_in_is_preempted_and_computed_anew() -> None:
     assert result.served.max_gap_s.tolist() == [1.0, 4.0]
 
 
-def test_who_comes_back_finds_what_is_left_of_his_own() -> None:
+def test_a_preempted_request_finds_what_is_left_of_its_blocks() -> None:
     law = replace(FLAT, base_s=0.0, token_s=(1.0,))  # a token takes a second
     rows = [(0, 8, 6, 0), (0, 8, 6, 0)]
     cold = served(rows, PagedEngine(law, 5, 4), VllmPolicy(prefix_caching=False))
@@ -244,7 +242,7 @@ def test_requests_are_dealt_to_engines_in_turn() -> None:
     assert result.served.finish_s.tolist() == [4.0, 4.0, 8.0]
 
 
-def test_who_can_never_be_served_is_refused_by_name() -> None:
+def test_a_request_that_can_never_be_served_is_refused() -> None:
     policy = VllmPolicy(max_num_batched_tokens=128)
     result = simulate(
         trace_of([(0, 30, 7, 0), (0, 30, 7, 4), (0, 30, 6, 0)]),

@@ -1,4 +1,4 @@
-"""Policy `vllm` where users name it: simulate, compare, tune, render; and where it cannot be."""
+"""Policy `vllm` in the commands simulate, compare, tune and render, and where it is refused."""
 
 import json
 from pathlib import Path
@@ -161,7 +161,7 @@ def test_wrong_flags_are_refused_by_name(given: dict[str, float]) -> None:
         make_any("vllm", given)
 
 
-def test_a_name_that_is_nearly_right_is_told() -> None:
+def test_a_misspelt_policy_gets_a_hint() -> None:
     with pytest.raises(InputError) as caught:
         make_any("vlm", {})
     assert "vllm" in caught.value.hint

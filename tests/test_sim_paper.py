@@ -1,7 +1,7 @@
-"""What the SCLS paper found must come out of the simulator (ALGORITHMS section 2): orderings,
-shapes and gains.
+"""The simulator reproduces the findings of the SCLS paper: orderings, shapes and gains.
 
-The setting is that of `benchmarks/papers/scls_figures.py`, on one trace instead of the mean of several.
+The setting is that of `benchmarks/papers/scls_figures.py`, on one trace instead of the mean of
+several.
 """
 
 from itertools import pairwise
@@ -21,7 +21,7 @@ def ablation(request):
 
 @pytest.mark.slow
 def test_each_step_of_the_ablation_raises_throughput(ablation):
-    """LB over AB is within the noise of one trace on DeepSpeed's laws: 0.1 % to either side."""
+    """LB against AB is within the noise of one trace on DeepSpeed's laws: 0.1 % to either side."""
     _, runs = ablation
     throughputs = [run["throughput_rps"] for run in runs.values()]
     assert all(after > 0.995 * before for before, after in pairwise(throughputs))

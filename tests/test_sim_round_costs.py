@@ -1,4 +1,4 @@
-"""What a round costs beside its prefills and steps: dispatch and result, and rows that leave."""
+"""What a round costs besides its prefills and steps: dispatch and result, and rows that leave."""
 
 from dataclasses import replace
 
@@ -31,14 +31,14 @@ def makespan_s(law, *outputs: int) -> float:
     return simulate(trace(*outputs), make_policy("fcfs", {}), world).metrics({})["makespan_s"]
 
 
-def test_a_round_takes_its_dispatch_and_what_leaves_it():
+def test_a_round_takes_its_dispatch_and_the_rows_that_leave():
     """One round: 8 tokens of prompt, a first token with the prefill, four steps, one row of 12
     tokens that leaves.
     """
     assert makespan_s(ROUNDS, 5) == pytest.approx(makespan_s(LAW, 5) + 0.5 + 0.25 + 12 * 0.125)
 
 
-def test_each_round_pays_anew():
+def test_each_round_has_its_dispatch():
     assert makespan_s(replace(LAW, round_s=0.5), 5, 9) == pytest.approx(
         makespan_s(LAW, 5, 9) + 2 * 0.5
     )
@@ -88,6 +88,6 @@ def test_rounds_have_laws_and_memory_of_their_own_and_batches_keep_theirs():
     assert (batches.latency, batches.memory) == (laws.latency, laws.memory)
 
 
-def test_without_measured_rounds_batches_tell_of_them():
+def test_without_measured_rounds_the_laws_of_batches_apply():
     world = world_from_fit(samples.fit(), workers=1, max_new_tokens=64)
     assert world.under(make_policy("fcfs", {})) is world

@@ -1,5 +1,5 @@
-"""The worlds and their settings, told apart from policies' and checked; the token-step world by the
-command alone.
+"""Settings of worlds are separated from parameters of policies and checked; the token-step world
+runs from the command alone.
 """
 
 import json
@@ -54,7 +54,7 @@ def test_no_policy_has_a_parameter_named_like_the_worlds(policy: str) -> None:
     assert not {f.name for f in fields(WorldSettings)} & knobs(POLICIES[policy]).keys()
 
 
-def test_settings_are_told_apart() -> None:
+def test_settings_and_parameters_are_separated() -> None:
     given = {"capacity_tokens": 9, "interval_steps": 2, "aggressive.watermark": 0.5}
     of_world, of_policy = assign_settings(["past-future", "aggressive", "slice"], given)
     assert of_world == {"capacity_tokens": 9}
@@ -83,7 +83,7 @@ def test_settings_are_told_apart() -> None:
         ),
     ],
 )
-def test_a_setting_of_nobody_is_refused(key: str, message: str, hint: str) -> None:
+def test_an_unknown_setting_is_refused(key: str, message: str, hint: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         assign_settings(["past-future"], {key: 1})
     assert caught.value.hint.startswith(hint)
@@ -101,12 +101,12 @@ def test_a_setting_of_nobody_is_refused(key: str, message: str, hint: str) -> No
         ({"drain": 1}, "world: drain is 1; it is true or false"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(given: dict[str, float], message: str) -> None:
+def test_an_impossible_setting_is_named(given: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_world(None, given)
 
 
-def test_the_token_step_world_has_the_artifacts_parameters_unless_told() -> None:
+def test_the_token_step_world_has_the_artifacts_parameters_by_default() -> None:
     assert policy_for(None, "past-future", {}).initial_count == 500
     assert not policy_for(None, "past-future", {"overfill": False}).overfill
     assert not policy_for(samples.fit(), "past-future", {}).overfill
@@ -200,7 +200,7 @@ def test_batches_outside_the_fit_are_counted(policy: str) -> None:
         assert (counters["extrapolated_batches_percent"] > 0) == outside
 
 
-def test_what_cannot_leave_the_range_is_not_watched() -> None:
+def test_requests_that_cannot_leave_the_range_are_not_counted() -> None:
     valid = Validity(Range(batch_size_max=2, length_max=10), Range(batch_size_max=2, length_max=10))
     requests = [Request(str(k), 0.0, 5, 5) for k in range(3)]
     assert valid.holds(requests[:2], [5, 5])
@@ -230,7 +230,7 @@ def test_simulate_warns_of_extrapolation_and_counts_the_rejected(
     assert "warning: 100 % of the batches are outside what the fit measured" in err
 
 
-def test_nothing_extrapolated_nothing_said() -> None:
+def test_without_extrapolation_there_is_no_warning() -> None:
     valid = Validity(Range(batch_size_max=2, length_max=10), Range(batch_size_max=2, length_max=10))
     assert extrapolation_warning(0.0, valid) == ""
 

@@ -1,6 +1,4 @@
-"""Leaping equals stepping where caches are swapped: the simulated worker against a plain one, to
-the last digit.
-"""
+"""Rounds with swapped caches in closed form equal a plain worker's, to the last digit."""
 
 from dataclasses import dataclass, field, replace
 
@@ -138,7 +136,7 @@ workloads = st.lists(
 
 
 def both(work, policy, swap, emits, overlaps=True):
-    """The ledger's view of the leaping worker, and the plain worker, after the same trace."""
+    """The simulation in closed form and the plain worker, after the same trace."""
     columns = zip(
         *[(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)],
         strict=True,
@@ -170,7 +168,7 @@ def both(work, policy, swap, emits, overlaps=True):
     emits=st.booleans(),
     overlaps=st.booleans(),
 )
-def test_leaping_equals_stepping_with_swaps(work, policy, swap, emits, overlaps):
+def test_the_closed_form_equals_single_steps_with_swaps(work, policy, swap, emits, overlaps):
     result, plain = both(work, policy, swap, emits, overlaps)
     caches = plain.caches.values()
     assert result.served.first_token_s.tolist() == [cache.times[0] for cache in caches]
@@ -184,9 +182,9 @@ def test_leaping_equals_stepping_with_swaps(work, policy, swap, emits, overlaps)
     assert counters["evicted_percent"] == 100.0 * plain.evictions / len(caches)
 
 
-def test_the_plain_worker_meets_what_it_is_there_for():
-    """The workloads above are worth their name: in both modes caches are swapped, and some find no
-    room on the host.
+def test_such_workloads_have_swaps_and_evictions():
+    """Workloads like those above: in both modes caches are swapped, and some do not fit into host
+    memory.
     """
     work = [(k, 20 + 60 * (k % 3 == 0), 40 - 2 * k, 0) for k in range(16)]
     for swap in ("proactive", "reactive"):
@@ -195,8 +193,8 @@ def test_the_plain_worker_meets_what_it_is_there_for():
     assert plain.swap_wait_s > 0
 
 
-def test_where_transfers_do_not_overlap_compute_waits_for_all_of_them():
-    """On a CPU whoever computes copies: the same moves, and every second of them is waited for."""
+def test_compute_waits_for_all_transfers_if_they_do_not_overlap():
+    """On a CPU the computing cores copy: the same moves, and compute waits for every second."""
     work = [(k, 20 + 60 * (k % 3 == 0), 40 - 2 * k, 0) for k in range(16)]
     beside, before = (
         both(work, "mlfq", "proactive", True, overlaps)[0] for overlaps in (True, False)

@@ -1,4 +1,4 @@
-"""One row of each kind of Past-Future's Table 1, with fewer requests: the whole table is a bench."""
+"""One row of each kind of Past-Future's Table 1, with fewer requests than the benchmark."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_a_row_is_the_papers(data, method):
     assert ours["future_required_memory_percent"] == pytest.approx(
         paper["future_required_memory_percent"], abs=2
     )
-    if "overcommit" not in method:  # whose evictions are one run's noise
+    if "overcommit" not in method:  # its evictions are one run's noise
         assert ours["evicted_percent"] == pytest.approx(paper["evicted_percent"], abs=6)
 
 

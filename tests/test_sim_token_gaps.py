@@ -1,5 +1,5 @@
-"""ITL: every gap between tokens is counted once, and the percentiles are those of the gaps one by
-one.
+"""ITL: every gap between tokens is counted once, and the percentiles equal those of a list of all
+gaps.
 """
 
 import numpy as np
@@ -57,5 +57,5 @@ def test_every_gap_is_counted_once(rows, case, workers):
     assert result.counters["itl_p99_s"] <= served.max_gap_s.max() * (1 + 1e-9)
 
 
-def test_no_gaps_no_figures():
+def test_without_gaps_there_are_no_figures():
     assert TokenGaps().summary() == {}

@@ -39,7 +39,7 @@ from toolkit.traces.read import read_trace
 from toolkit.traces.write import TraceLog
 
 SECRET = "sk-canary-7f3a"
-TEXT = "a text that nobody may find again"
+TEXT = "a text that must not be found again"
 ROLE = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
 
 
@@ -225,7 +225,7 @@ def test_a_bad_request_is_refused_by_the_server_in_its_own_words(tmp_path: Path)
     through(tmp_path / "log", use, lambda _: whole({"error": {"message": "max_tokens"}}, 400))
 
 
-def test_nobody_there_is_a_502_that_names_no_address(tmp_path: Path):
+def test_no_server_is_a_502_that_names_no_address(tmp_path: Path):
     async def use() -> None:
         async with recorder("http://127.0.0.1:9", tmp_path / "log") as (client, app):
             got = await client.post("/v1/completions", json=body())

@@ -35,7 +35,7 @@ class EngineTraits:
     for_tests: bool = False  # tables of what can serve leave it out
     settings: tuple[str, ...] = ()  # keys of the recipe's `engine` that only this engine takes
     extra: str = ""  # the extra of this package that installs it
-    metrics: Literal["llmctl", "vllm"] = "llmctl"  # whose names its metrics have
+    metrics: Literal["llmctl", "vllm"] = "llmctl"  # the names that its metrics have
 
 
 PLUGINS = "llmctl.engines"  # the entry point group
@@ -57,7 +57,7 @@ ENGINES: dict[str, EngineTraits] = {
         ),
         EngineTraits(
             "rebatch",
-            "a transformers model whose running batch is changed between steps",
+            "a transformers model; its running batch changes between steps",
             backend=LOCAL,
             load="toolkit.engines.rebatch_engine:RebatchEngine",
             keeps_rows=True,

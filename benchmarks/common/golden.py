@@ -1,9 +1,12 @@
-"""Digests of what the scheduler decides and what the simulator makes of it, for many worlds.
+"""Digests of the scheduler's decisions and the simulator's results, for many worlds.
 
 A digest covers every decision (the event log, byte for byte) and every outcome (token times,
-largest gaps, busy and completed times, counters). Work that makes the scheduler or the simulator
-faster must leave all digests as they are. Traces are made with additions and products alone, which
-every IEEE machine computes alike, so the digests hold on all of them.
+largest gaps, busy and completed times, counters). Changes that only make the scheduler or the
+simulator faster must keep all digests. Traces are made with additions and products alone, which
+every IEEE machine computes alike, so the digests are the same on all machines.
+
+`matrix` and `variants` yield the cases, `digest` computes one, `Storm` runs a case with random
+failures and cancellations.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import Validity, World, fleet
 from toolkit.traces.types import Trace
 
-CAPACITY = 3_000  # tokens: about ten requests at their mean, so that memory binds
+CAPACITY = 3_000  # tokens: about ten requests of mean length, so that memory is the limit
 LIMIT = 600  # tokens that an output may have
 WORKERS = (8, 64)
 REQUESTS = dict(zip(WORKERS, (60, 130), strict=True))  # of the test, by the number of workers
@@ -51,7 +54,7 @@ SWAP = LinearSwap(2e-3, 1e5, 2e5)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One world, one policy: `name` says both."""
+    """One world and one policy; `name` describes both."""
 
     name: str
     policy: str
@@ -69,7 +72,7 @@ def trace_of(requests: int, rate_rps: float, *, seed: int = 0, prioritised: bool
     rng = random.Random(seed)
     now_s, arrival, prompts, outputs, limits, priorities = 0.0, [], [], [], [], []
     for _ in range(requests):
-        if rng.random() < 0.7:  # else it comes together with the one before
+        if rng.random() < 0.7:  # otherwise it arrives together with the one before
             now_s += 2.0 * rng.random() / (0.7 * rate_rps)
         length, output = rng.random(), rng.random()
         arrival.append(now_s)
@@ -86,7 +89,7 @@ def trace_of(requests: int, rate_rps: float, *, seed: int = 0, prioritised: bool
 def world_of(
     workers: int, *, emits: bool = False, joining: Joining | None = None, seed: int = 5
 ) -> World:
-    """The world of a case: a law with costs of rounds and of rows that leave, and host memory."""
+    """The world of a case: a law with the costs of rounds and of leaving rows, and host memory."""
     law = bilinear_law(
         p=(2e-5, 1e-3, 1e-6, 5e-3), d=(2e-7, 1e-4, 1e-8, 0.02), prefill_emits_token=emits
     )
@@ -111,12 +114,12 @@ def world_of(
 
 
 def rate_rps(rate: float, workers: int) -> float:
-    """Requests per second at `rate` times what so many workers can about serve."""
+    """Requests per second at `rate` times the approximate capacity of so many workers."""
     return 2.2 * rate * workers
 
 
 def matrix(requests: dict[int, int]) -> Iterator[Case]:
-    """Every policy, with so many `requests` for each count of workers."""
+    """Every policy, for each number of workers with its number of `requests`."""
     for workers, count in requests.items():
         for rate in RATES:
             trace = trace_of(count, rate_rps(rate, workers), seed=workers)
@@ -125,7 +128,10 @@ def matrix(requests: dict[int, int]) -> Iterator[Case]:
                     for joining in MEMORIES:
                         world = world_of(workers, emits=emits, joining=joining)
                         memory = "paged" if joining is None else f"slab, {joining}"
-                        name = f"{policy}, {workers} workers, rate {rate}, emits {int(emits)}, {memory}"
+                        name = (
+                            f"{policy}, {workers} workers, rate {rate}, emits {int(emits)}, "
+                            f"{memory}"
+                        )
                         logged = workers == WORKERS[0] and rate == 1.0
                         yield Case(name, policy, world, trace, logged=logged)
                 for policy in BUILT_IN:
@@ -134,7 +140,7 @@ def matrix(requests: dict[int, int]) -> Iterator[Case]:
 
 
 def variants(requests: int) -> Iterator[Case]:
-    """What the matrix leaves out: routers, chunks, priorities, fleets, failures, counters,
+    """Cases that the matrix leaves out: routers, chunks, priorities, fleets, failures, counters,
     parameters.
     """
     crowd = trace_of(requests, rate_rps(1.35, 8), seed=1)
@@ -212,7 +218,7 @@ OTHERS: dict[str, dict[str, Value]] = {
 
 
 def digest(case: Case) -> str:
-    """Sixteen hexadecimal digits that stand for all that happened."""
+    """Sixteen hexadecimal digits: a hash of everything that happened in a case."""
     found = hashlib.sha256()
     if case.policy in BUILT_IN or not (case.logged or case.storm):
         result = simulate(case.trace, make_any(case.policy, case.parameters), case.world)
@@ -265,7 +271,7 @@ def _runs_out(batch_id: int, size: int, _length: int, _steps: int) -> bool:
 
 
 class Storm:
-    """Runs a scheduler's batches and lets much go wrong: cancellations, ends, memory that is short,
+    """Runs a scheduler's batches with random cancellations, early ends, out-of-memory failures and
     lost workers.
     """
 
@@ -279,7 +285,7 @@ class Storm:
         self._count = 0
 
     def run(self) -> None:
-        """Until every request has ended, whatever became of it."""
+        """Run until every request has ended, in whatever way."""
         for request in self._requests:
             self._at(request.arrival_s, "arrives", request)
             if self._rng.random() < 0.15:

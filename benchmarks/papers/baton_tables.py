@@ -166,8 +166,8 @@ def mean_run(method: str, size: int, table: int, seeds: int) -> Run:
 
 
 def most_gained_in_pairs(seeds: int) -> float:
-    """The most that re-batching can gain with 2 rows: steps of static batches in the worst order
-    over those of batches that never idle.
+    """The largest gain of re-batching with 2 rows: the steps of static batches in the worst order
+    over the steps of batches without idle rows.
 
     No order of Table 2's outputs gains more, as long as a step takes constant time.
     """

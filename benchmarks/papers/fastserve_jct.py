@@ -86,7 +86,7 @@ COLUMNS = {
 
 
 class Waits:
-    """A policy that decides as another does, and records the longest wait of a job that does not
+    """A policy that decides like another one and records the longest wait of a job that does not
     run, and the longest round.
     """
 
@@ -151,7 +151,7 @@ def table(
 
 
 def broken(rows: Mapping[tuple[str, str], Mapping[str, float]]) -> list[str]:
-    """What contradicts the order or the starvation limit."""
+    """One line for each violation of the order or the starvation limit."""
     found = []
     for swap in ("reactive", "proactive"):
         times = [rows[name, swap if name != "fcfs" else ""]["e2e_mean_s"] for name in ORDER]

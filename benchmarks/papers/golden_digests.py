@@ -1,5 +1,5 @@
-"""The digests of `tests/test_golden_digests.py` with more requests: whether two versions decide
-alike.
+"""The digests of `tests/test_golden_digests.py` with more requests: whether two versions make
+the same decisions.
 
     python -m benchmarks.papers.golden_digests --write before.json      # in the version to compare with
     python -m benchmarks.papers.golden_digests --against before.json    # in the other: names each case that differs

@@ -4,11 +4,11 @@ run.
     python -m benchmarks.papers.simulator_scale [--policies conservative mlfq] [--out scale.png] [--most 1000000]
 
 Requests per second of processor time, loop only, on one core. The world is that of
-`benchmarks/papers/simulator_speed.py`; the trace is made up, and its rate is `load` times what the workers can
-about serve. Beside it, as a scale for the machine, run a loop in Python and one in C (where there
-is a compiler) that do the least that a simulator of one queue could: for each request, when it
-starts and when it ends. Each row is divided by them as well, so that figures of two machines
-compare.
+`benchmarks/papers/simulator_speed.py`; the trace is made up, and its
+rate is `load` times what the workers can serve, approximately. To compare machines, the same run
+also measures a loop in Python and, with a compiler, one in C. They do the least that a simulator of
+one queue can do: compute the start and the end of each request. Each row is divided by them as
+well.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REQUESTS = (10_000, 100_000, 1_000_000)
 DEFAULT = 8, 0.5, 10_000  # workers, load and requests of the rows in which another of them varies
 PER_WORKER = 60  # requests of a row with many workers, at least
 SERVED_RPS = (
-    0.25  # requests that a worker of this world serves in a second, about: conservative 0.27
+    0.25  # requests per second that a worker of this world serves, approximately: conservative 0.27
 )
 POLICIES = ("conservative", "conservative:least-loaded", "past-future", "slice", "mlfq")
 C_LOOP = """
@@ -60,7 +60,7 @@ double serve(const double *arrival, const double *seconds, double *end, long n) 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run: what it was of, and requests per second."""
+    """One run: its workers, load and requests, and requests per second."""
 
     policy: str
     workers: int
@@ -110,7 +110,7 @@ def bare_python(count: int = 1_000_000) -> float:
 
 
 def bare_c(count: int = 1_000_000, times: int = 20) -> float | None:
-    """The same in C; None where there is no compiler."""
+    """The same in C; None without a compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
@@ -129,7 +129,7 @@ def bare_c(count: int = 1_000_000, times: int = 20) -> float | None:
 
 
 def rows_of(policies: Sequence[str], most: int, repeats: int) -> list[Row]:
-    """All rows, each printed when it is there."""
+    """All rows, each printed as soon as it is measured."""
     workers, load, requests = DEFAULT
     found: list[Row] = []
     python_rps, c_rps = bare_python(), bare_c()

@@ -44,7 +44,7 @@ from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 
 CLIENTS = 24
-TIE = 1e-5  # of float32 logits, their last bits depend on the other rows of the batch
+TIE = 1e-5  # of float32 logits; their last bits depend on the other rows of the batch
 
 
 class Ask(NamedTuple):

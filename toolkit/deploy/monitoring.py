@@ -34,7 +34,7 @@ WHAT = {
 }
 
 
-Names = Literal["llmctl", "vllm"]  # whose metric names a dashboard reads
+Names = Literal["llmctl", "vllm"]  # the metric names that a dashboard reads
 
 SCHEMA_VERSION = 39  # of the classic model; newer Grafanas migrate it when they load it
 COLUMNS, WIDTH, HEIGHT = 24, 8, 8  # of Grafana's grid, and of a panel in it
@@ -473,7 +473,7 @@ def expressions(board: Mapping[str, Any]) -> list[str]:
 
 
 def _as_vllm(row: DashboardRow) -> DashboardRow:
-    """The panels whose metrics vLLM has, under its names."""
+    """The panels with metrics that vLLM has too, under its names."""
     panels = []
     for panel in row.panels:
         queries = [

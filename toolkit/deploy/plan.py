@@ -185,7 +185,7 @@ def _check_tuning(tuning: Tuning, recipe: Recipe, workers: int) -> None:
 
 
 def _refuse_different(file: str, pairs: Mapping[str, tuple[object, object]], remedy: str) -> None:
-    """Raise `InputError` for the first key whose values in the file and the recipe differ."""
+    """Raise `InputError` for the first key with different values in the file and the recipe."""
     for key, (found, wanted) in pairs.items():
         if found != wanted:
             raise InputError(
@@ -457,7 +457,7 @@ class Difference:
 
 
 def differences(old: Plan, new: Plan) -> list[Difference]:
-    """The keys whose values differ between two plans, in the file's order.
+    """The keys with values that differ between two plans, in the file's order.
 
     The versions and machines that wrote them, and their explanations, are not compared.
     """

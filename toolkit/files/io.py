@@ -247,7 +247,7 @@ def write_bytes(path: AnyPath, content: bytes) -> None:
 def check_writable(path: AnyPath) -> None:
     """Raise `InputError` where no file can be written at `path`.
 
-    Called before long work, whose result would be lost. It leaves nothing but the folder.
+    Called before long work, so that its result cannot be lost. It leaves nothing but the folder.
     """
     target = Path(path).resolve()
     try:
@@ -309,7 +309,7 @@ def head(
 
 
 def fit_path(fit: AnyPath) -> Path:
-    """The file of a fit, given as a path or as the bare name of a recipe whose fit ships.
+    """The file of a fit, given as a path or as the bare name of a recipe with a shipped fit.
 
     Raises `InputError` for an unknown name. A missing file is returned: reading it gives the error.
     """
@@ -326,7 +326,7 @@ def fit_path(fit: AnyPath) -> Path:
 
 
 def shipped_fits() -> list[str]:
-    """The names of the recipes whose fits ship."""
+    """The names of the recipes with shipped fits."""
     return sorted(path.parent.name for path in shipped_profiles().glob(f"*/{FIT}"))
 
 
@@ -340,7 +340,7 @@ def find_recipe(fit: Fit, path: Path) -> Recipe | None:
     """Find the recipe that the fit at `path` was made from, by its file name, or None.
 
     A shipped fit belongs to a shipped recipe. For other fits the fit's folder, the working folder
-    and the shipped recipes are searched. A recipe whose measured sections have changed is skipped.
+    and the shipped recipes are searched. A recipe with changed measured sections is skipped.
     """
     shipped = shipped_recipes() / f"{fit.recipe_name}.yaml"
     made_from = fit.inputs.get("recipe")

@@ -106,7 +106,7 @@ class RoundsProfile(Strict):
 
 
 class StepPoint(Strict):
-    """Forward passes of one composition, whose shape is as in `estimators.steps.StepShape`.
+    """Forward passes of one composition, with a shape as in `estimators.steps.StepShape`.
 
     A point of decodes only describes consecutive passes by their mean.
     """

@@ -383,7 +383,7 @@ _Dumper.add_representer(str, _text)
 
 
 def dump_yaml(documents: Sequence[BaseModel | Mapping[str, object]], comment: str = "") -> str:
-    """The documents as YAML text, after `comment`, each of whose lines gets a `#`.
+    """The documents as YAML text, after `comment` with a `#` before each of its lines.
 
     Models are written with their aliases and without values that are None. The same objects give
     the same text.

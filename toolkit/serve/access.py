@@ -1,4 +1,4 @@
-"""Who may call the server, and how much: API keys, each with limits of its own.
+"""Access to the server: API keys, each with limits of its own.
 
 `AccessGate` is the ASGI layer before all routes. It checks the key and the Host header, and gives
 every response a request id. `Keyring` has one `Account` per key; an account has token buckets for

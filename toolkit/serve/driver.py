@@ -5,7 +5,7 @@ and passes tokens to clients as they arrive. `WorkerActivity` sends batches to t
 their events into tokens of requests and results for the scheduler. `ResidentRows` maps requests to
 the row numbers of one worker that keeps its rows between rounds.
 
-The driver keeps each request's tokens, so a request whose slice was lost continues after the last
+The driver keeps each request's tokens, so a request that lost its slice continues after the last
 token that its client has seen. Nothing here waits for a client.
 """
 
@@ -542,7 +542,7 @@ class ResidentRows:
         )
 
     def crashed(self, batch: Batch) -> RoundResult:
-        """The result of a round whose worker was lost, from the tokens that arrived before.
+        """The result of a round that lost its worker, from the tokens that arrived before.
 
         All rows are lost with the worker.
         """
@@ -581,7 +581,7 @@ class ResidentRows:
         return ended
 
     def _forget(self, jobs: Iterable[Job]) -> list[int]:
-        """Remove the rows of jobs whose caches are dropped, and return their numbers.
+        """Remove the rows of jobs with dropped caches, and return their numbers.
 
         Jobs that have no row any more are skipped.
         """

@@ -31,7 +31,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def read_json_bytes(request: Request, max_bytes: int) -> bytes:
-    """The body of a request whose content-type is JSON. Raises `ApiError` with 400, 413 or 415."""
+    """The body of a request with the content-type JSON. Raises `ApiError` with 400, 413 or 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(f"content-type is '{kind[:80]}', and must be application/json", status=415)

@@ -1,3 +1,3 @@
-"""The scheduler on a virtual clock: a heap of events and workers that leap over the steps by the
-fitted laws.
+"""The scheduler on a virtual clock: a heap of events, and workers that compute many steps at once
+by the fitted laws.
 """

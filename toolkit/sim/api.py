@@ -1,4 +1,10 @@
-"""One call: a trace, a policy, the laws, so many workers -> what would happen."""
+"""`simulate`: serve a trace under a policy in a world, and `compare` several policies and rates.
+
+`simulate` turns a trace into requests, builds the virtual workers of the world (`virtual_workers`),
+drives the scheduler over them (`toolkit.sim.loop`) and returns times and counters. A policy that is
+built into an engine runs in `toolkit.sim.paged_engine` instead. `compare` yields one `PolicyRun`
+after the other, as each is done.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +35,9 @@ from toolkit.traces.windows import mean_rate, scale_rate
 
 @dataclass(slots=True, frozen=True)
 class SimResult:
-    """The requests' times, the counts that only a simulation knows, and who can never be served."""
+    """The times of the requests, the counters of the simulation, and the requests that were refused
+    since they can never be served.
+    """
 
     served: Served
     counters: dict[str, float]
@@ -47,7 +55,9 @@ class SimResult:
 def requests_of(
     trace: Trace, max_new_tokens: int, *, limits_hold: bool = True
 ) -> tuple[list[Request], list[int]]:
-    """The requests of a trace as a scheduler sees them, and the output lengths, which it does not."""
+    """The requests of a trace as a scheduler sees them, and the output lengths, which it does not
+    see.
+    """
     requests, outputs = [], []
     for k, (arrival_s, prompt, output, limit, priority) in enumerate(trace.rows()):
         limit = limit or max_new_tokens
@@ -59,7 +69,7 @@ def requests_of(
 def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions.
 
-    `InputError` where the policy is built into an engine that `world` has no laws of.
+    `InputError` if the policy is built into an engine for which `world` has no laws.
     """
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size)
@@ -89,7 +99,7 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 def _run(
     requests: Sequence[Request], policy: Policy, world: World, ledger: Ledger
 ) -> list[Refusal]:
-    """Serve under a policy of our scheduler's."""
+    """Serve under a policy of this project's scheduler; return the refused requests."""
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.told({request.request_id: tokens for request, tokens in outputs})
@@ -107,11 +117,11 @@ def _run(
 def virtual_workers(
     policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request], *, first: int = 0
 ) -> Sequence[VirtualWorker]:
-    """The workers that run what `policy` decides, and write into `ledger`, whose order is that of
+    """The workers that run what `policy` decides and write into `ledger`, which is in the order of
     `requests`.
 
-    Of a fleet those of the first kind, numbered from `first`; each kind has a ledger
-    (`Ledger.of_kind`).
+    For a fleet: the workers of the first kind, numbered from `first`. Each kind has a ledger of its
+    own (`Ledger.of_kind`).
     """
     number = {request.request_id: k for k, request in enumerate(requests)}
     latency, valid = world.latency, world.valid
@@ -154,25 +164,21 @@ def virtual_workers(
     ]
 
 
-# Several policies on one trace, at its own rate or at several: one run after the other, each
-# given out when done.
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
     """One policy at one rate. `problem` says why there are no metrics."""
 
     policy: str
     parameters: Mapping[str, Value]
-    rate_rps: float  # of arrivals; 0 where all come at once
+    rate_rps: float  # of arrivals; 0 if all requests arrive at once
     metrics: Mapping[str, float] = field(default_factory=dict)
-    e2e_s: Floats = field(default_factory=lambda: np.empty(0))  # of those who ended
+    e2e_s: Floats = field(default_factory=lambda: np.empty(0))  # of the requests that ended
     refusals: Sequence[Refusal] = ()
     problem: str = ""
 
 
 def usual_policies(fit: Fit | None) -> list[str]:
-    """Those that are no oracles, and what is built into the fit's engine, where the fit has its
+    """All policies but the oracles, and the one built into the fit's engine if the fit has its
     laws.
     """
     built_in = [
@@ -190,9 +196,10 @@ def compare(
     rates: Sequence[float],
     sla: Mapping[str, float],
 ) -> Iterator[PolicyRun]:
-    """Each policy at each of `rates` (none: the trace's own), all on the same requests and draws.
+    """Run each policy at each of `rates` (none: the trace's own), all on the same requests and
+    draws.
 
-    A policy whose simulation stalls is a run with a problem; the others go on.
+    If the simulation of a policy stalls, its run has a `problem`; the others go on.
     """
     for scaled in [scale_rate(trace, rate) for rate in rates] or [trace]:
         for policy in policies:

@@ -1,10 +1,14 @@
-"""A simulated worker that keeps its caches between rounds, and leaps over a round's steps in closed
-form.
+"""A simulated worker that keeps its caches between rounds and computes a round in closed form.
 
-What a round means is what it means to the engine `rebatch`: some leave, caches move, those who
-enter are prefilled, and all decode until one ends. The rows' own books are
-`toolkit.sim.decoding`'s; rounds whose prefills are cut into chunks are laid out by
-`toolkit.sim.continuous`.
+A round means the same as to the engine `rebatch`: some rows leave, caches move, new rows are
+prefilled, and all decode until one ends. `toolkit.sim.decoding` counts the rows; `RoundWorker` runs
+the rounds.
+
+The first half of this module (`Outlook`, `lay_out`, `cut`) handles rounds with chunked prefills. It
+computes the times of the passes and of the decode steps between them before the round runs. As in
+the engine, a bounded pass and a step alternate until no row waits for its prefill; the rest are
+steps alone. If no row decodes, a pass takes all that is left of its group. Each stretch of steps
+costs one evaluation of the law, so a round costs as many evaluations as it has passes.
 """
 
 from __future__ import annotations
@@ -18,13 +22,6 @@ from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Moves, RoundResul
 from toolkit.sim.decoding import Decoding
 from toolkit.sim.ledger import Ledger, RunsOut
 
-# A round whose newcomers are prefilled in passes between its steps, laid out in time before it
-# runs.
-#
-# As the engine does it: a bounded pass, a step, the next pass, until nobody waits; from then on
-# steps alone. Where nobody decodes a pass takes all that is left of its group. Each stretch of
-# steps is one evaluation of the law, so a round costs its passes and no more.
-
 Left = Callable[[Job], int]  # tokens that a job will still generate
 Steps = Callable[[int, float, int], float]  # seconds of decode steps: a law's `decode_s`
 Cost = Callable[[PrefillPass[Job]], float]  # seconds of a pass
@@ -32,11 +29,11 @@ Cost = Callable[[PrefillPass[Job]], float]  # seconds of a pass
 
 @dataclass(slots=True, frozen=True)
 class Stretch:
-    """Passes, and then steps of all who decode: `rows`, of length `length` before the first.
+    """Prefill passes, then steps of the `rows` that decode, of L `length` before the first step.
 
     Attributes:
-        passes: each one's bound (0: none) and when it ends, in seconds.
-        begin_s, end_s: of its steps.
+        passes: the bound in tokens (0: no bound) and the end in seconds of each.
+        begin_s, end_s: of the steps.
     """
 
     passes: tuple[tuple[int, float], ...]
@@ -49,13 +46,13 @@ class Stretch:
 
 @dataclass(slots=True)
 class Outlook:
-    """The rows that decode, as they will be.
+    """A prediction of the rows that decode.
 
     Attributes:
         rows: how many.
         steps: the worker's decode steps so far.
-        keys: sum of length - steps at entry; `longest` the largest.
-        first_end: at which of the worker's steps the first of them ends.
+        keys: the sum of length - steps at entry; `longest` is the largest.
+        first_end: the number of the worker's step at which the first of them ends.
     """
 
     rows: int
@@ -65,7 +62,7 @@ class Outlook:
     first_end: int
 
     def join(self, jobs: Sequence[Job], left: Left, emits: int) -> None:
-        """These are prefilled, and have a token of it where prefill `emits` one."""
+        """Add `jobs`, which are prefilled and have a token from it if prefill `emits` one."""
         for job in jobs:
             key = job.length - self.steps
             self.longest = key if not self.rows else max(self.longest, key)
@@ -90,13 +87,17 @@ def lay_out(
     steps: int,
     step_is_due: bool,
 ) -> list[Stretch]:
-    """The stretches of a round that begins at `begin_s` and makes `steps` decode steps at most.
+    """The stretches of a round that begins at `begin_s` and makes at most `steps` decode steps.
 
     Args:
-        look, newcomers: who decodes and who does not yet; both are used up.
-        law, left, cost: of time, of what jobs will generate, and of passes.
-        chunk_tokens: of a pass while anybody decodes; 0: no bound, and all passes come before the first step.
-        step_is_due: whether a bounded pass was made since the last step, so that the next comes first.
+        look: the rows that decode; it is changed.
+        newcomers: the rows that are not prefilled yet; it is changed.
+        law: of time.
+        left: the tokens that a job will still generate.
+        cost: the seconds of a pass.
+        chunk_tokens: the bound of a pass while any row decodes; 0: no bound, and all passes come
+            before the first step.
+        step_is_due: whether a bounded pass was made since the last step, so that a step comes next.
     """
     emits, last, now_s = int(law.prefill_emits_token), look.steps + steps, begin_s
     stretches: list[Stretch] = []
@@ -106,12 +107,12 @@ def lay_out(
             if chunk_tokens and look.first_end <= look.steps:
                 break
             bound = chunk_tokens if look.rows else 0
-            one = newcomers.next(bound)
-            now_s += cost(one)
+            made = newcomers.next(bound)
+            now_s += cost(made)
             passes.append((bound, now_s))
-            newcomers.made(one)
-            if one.completes:
-                look.join(one.group.keys, left, emits)
+            newcomers.made(made)
+            if made.completes:
+                look.join(made.group.keys, left, emits)
             step_is_due = bound > 0
         due = look.first_end - look.steps
         ran = min(due, last - look.steps, 1 if newcomers else due)
@@ -127,7 +128,7 @@ def lay_out(
 
 
 def steps_by(stretches: Sequence[Stretch], now_s: float, law: LatencyLaw) -> int:
-    """The first count of steps, at least one, after which the round might stop at `now_s` or later."""
+    """The least number of steps, at least 1, after which the round can stop at or after `now_s`."""
     count = 0
     for stretch in stretches:
         if now_s <= stretch.end_s:
@@ -137,7 +138,7 @@ def steps_by(stretches: Sequence[Stretch], now_s: float, law: LatencyLaw) -> int
 
 
 def steps_in(stretch: Stretch, now_s: float, law: LatencyLaw) -> int:
-    """How many of a stretch's steps end before or first at `now_s`."""
+    """The number of a stretch's steps up to the first that ends at or after `now_s`."""
     span = stretch.steps, stretch.begin_s, stretch.end_s
     return steps_within(stretch.rows, stretch.length, *span, now_s, law.decode_s)
 
@@ -145,7 +146,7 @@ def steps_in(stretch: Stretch, now_s: float, law: LatencyLaw) -> int:
 def steps_within(
     n: int, length: float, ran: int, begin_s: float, end_s: float, now_s: float, decode_s: Steps
 ) -> int:
-    """The same of `ran` steps of n rows of `length`, from `begin_s` to `end_s`."""
+    """As `steps_in`, for `ran` steps of n rows of L `length`, from `begin_s` to `end_s`."""
     guess = int(ran * (now_s - begin_s) / (end_s - begin_s)) if now_s > begin_s and ran else 0
     while guess > 0 and begin_s + decode_s(n, length, guess - 1) >= now_s:
         guess -= 1
@@ -155,7 +156,7 @@ def steps_within(
 
 
 def cut(stretches: Sequence[Stretch], steps: int, law: LatencyLaw) -> list[Stretch]:
-    """The same round, stopped after so many steps and before a pass that comes after them."""
+    """The same round, stopped after `steps` steps and before any pass that follows them."""
     kept: list[Stretch] = []
     for stretch in stretches:
         if stretch.steps >= steps:
@@ -168,16 +169,16 @@ def cut(stretches: Sequence[Stretch], steps: int, law: LatencyLaw) -> list[Stret
 
 
 class RoundWorker(Decoding):
-    """Runs the rounds of one worker on virtual time: `run` says when one ends, `finish` makes it
-    so.
+    """Runs the rounds of one worker on virtual time: `run` predicts when a round ends, `finish`
+    records it.
 
-    Between the two, `interrupt` may bring the end forward. Tokens reach their client step by step.
+    Between the two, `interrupt` may end the round earlier. Tokens reach the client step by step.
 
     Args:
         index: the worker's, for the ledger.
         latency, ledger, number, swap: see `Decoding`.
-        runs_out: whether a round in which some enter runs out of memory.
-        future: whether the true peak of memory to come is computed, which costs O(n log n) per round.
+        runs_out: whether a round with new rows runs out of memory.
+        future: whether the true peak of memory to come is computed; it costs O(n log n) per round.
     """
 
     def __init__(
@@ -198,14 +199,15 @@ class RoundWorker(Decoding):
         self._moved_s = 0.0  # when the current round's transfers end
         self._ran = 0  # steps that the current round will have made
         self._failure: Failure = ""
-        self._dropped: tuple[str, ...] = ()  # with it
-        self._newcomers: PrefillPasses[Job] = PrefillPasses()  # whose prefill takes several passes
-        self._in_passes = False  # whether there ever were such
-        self._step_is_due = False  # before the next of them
-        self._stretches: list[Stretch] = []  # of the current round, where it has such passes
+        self._dropped: tuple[str, ...] = ()  # the requests that the failure dropped
+        # rows in a prefill of several passes
+        self._newcomers: PrefillPasses[Job] = PrefillPasses()
+        self._in_passes = False  # whether there ever were such rows
+        self._step_is_due = False  # before their next pass
+        self._stretches: list[Stretch] = []  # of the current round, if it has such passes
 
     def run(self, batch: Batch, now_s: float) -> float:
-        """Start a round; when it will end, in seconds, if nobody interrupts it."""
+        """Start a round; when it will end, in seconds, unless it is interrupted."""
         ledger, latency = self._ledger, self._latency
         self._batch, self._start_s, self._failure, self._dropped = batch, now_s, "", ()
         if batch.evict or batch.release or batch.moves is not None:
@@ -245,7 +247,7 @@ class RoundWorker(Decoding):
         return done_s
 
     def _begin(self, batch: Batch, now_s: float) -> float:
-        """Rows leave and caches change places; when the first prefill or step begins."""
+        """Rows leave and caches move; when the first prefill or step begins."""
         left = len(batch.evict) + len(batch.release)
         begin_s = now_s + self._latency.round_s
         if left and self._resident:
@@ -253,7 +255,7 @@ class RoundWorker(Decoding):
         return begin_s if batch.moves is None else self._move(batch.moves, begin_s)
 
     def interrupt(self, now_s: float) -> float:
-        """Stop at the first step from now on where that is allowed; when the round ends now."""
+        """Stop after the first step from now on that allows it; the new end, in seconds."""
         batch = self._batch
         assert batch is not None
         if self._failure or now_s >= self._stepped_s:
@@ -270,7 +272,7 @@ class RoundWorker(Decoding):
                 n, length, self._ran, begin_s, self._stepped_s, now_s, self._decode_s
             )
             if batch.chunk_tokens:
-                ran = max(ran, 1)  # as where passes are part of it
+                ran = max(ran, 1)  # as in a round with passes
             ran += -(self._steps + ran) % batch.stop_every
             if ran < self._ran:
                 self._ran = ran
@@ -279,7 +281,7 @@ class RoundWorker(Decoding):
         return self._done_s
 
     def finish(self) -> RoundResult:
-        """The round has ended: write down what happened in it."""
+        """The round has ended: record what happened in it."""
         batch, ledger, ran, done_s, index = (
             self._batch,
             self._ledger,
@@ -293,7 +295,7 @@ class RoundWorker(Decoding):
         moves = batch.moves
         if self._failure:
             if moves is not None and moves.overlap:
-                self._shelves.transfer(moves)
+                self._swap_store.transfer(moves)
             return RoundResult(
                 batch.batch_id, index, 0, (), (), self._failure, dropped=self._dropped
             )
@@ -308,15 +310,17 @@ class RoundWorker(Decoding):
             self._gaps.joined(self._prefilled_s)
         if ran and joined is None:
             self._step_is_due = False
-            beside = self._shelves.device_tokens if moves is None else self._beside(moves)
+            beside = self._swap_store.device_tokens if moves is None else self._beside(moves)
             self._take_steps(self._prefilled_s, ran, self._stepped_s, beside)
         if moves is not None and moves.overlap:
             self._transferred(moves, done_s)
-        ended = self._end_those_due() if self._ends[0][0] <= self._steps else ()
+        ended = self._end_due() if self._ends[0][0] <= self._steps else ()
         return RoundResult(batch.batch_id, index, ran, ended, joined)
 
     def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
-        """Lay out a round in which, or since which, some are prefilled in chunks; when it will end."""
+        """Lay out a round with rows that are prefilled in chunks, from this round or an earlier
+        one; when it will end.
+        """
         self._in_passes = True
         newcomers, rows, law = self._newcomers, len(self._resident), self._latency
         for job in batch.jobs:
@@ -329,7 +333,7 @@ class RoundWorker(Decoding):
             if self._runs_out(batch.batch_id, n, held // n, batch.steps):
                 passed_s = begin_s + self._pass_s(newcomers.next(batch.chunk_tokens if rows else 0))
                 self._done_s = max(passed_s, self._moved_s)
-                self._run_short(newcomers.everybody())
+                self._run_out_of_memory(newcomers.everybody())
                 return self._done_s
         if not rows:
             self._ends.clear()
@@ -358,7 +362,7 @@ class RoundWorker(Decoding):
         return self._done_s
 
     def _take_stretches(self, batch: Batch) -> tuple[tuple[str, int], ...]:
-        """What was laid out has happened: who joined, after how many of the round's steps."""
+        """Record the stretches; each request that joined, and after how many steps of the round."""
         joined: list[tuple[str, int]] = []
         before = self._steps
         for stretch in self._stretches:
@@ -367,7 +371,7 @@ class RoundWorker(Decoding):
                 self._newcomers.made(made)
                 self._step_is_due = bound > 0
                 if made.completes:
-                    self._welcome(made.group, end_s)
+                    self._join(made.group, end_s)
                     joined += [(job.request_id, self._steps - before) for job in made.group.keys]
             if stretch.steps:
                 group = self._newcomers.group
@@ -382,8 +386,8 @@ class RoundWorker(Decoding):
         self._stretches = []
         return tuple(joined)
 
-    def _welcome(self, group: PrefillGroup[Job], at_s: float) -> None:
-        """The group's prefill ended then."""
+    def _join(self, group: PrefillGroup[Job], at_s: float) -> None:
+        """Record that the group's prefill ended at `at_s`."""
         total, rows, ledger = self._enter(group.keys), len(group.keys), self._ledger
         ledger.batches += 1
         ledger.rows += rows
@@ -393,14 +397,14 @@ class RoundWorker(Decoding):
             self._give_tokens(self._tokenless, at_s)
             self._gaps.joined(at_s)
 
-    def _pass_s(self, one: PrefillPass[Job]) -> float:
-        """Seconds of a pass; a paged engine's rows cost their mean."""
-        rows, lengths = len(one.group.keys), one.group.lengths
-        share = 1.0 if self._padded else sum(lengths) / rows / one.group.width
-        return self._latency.pass_s(rows, one.start * share, one.end * share)
+    def _pass_s(self, made: PrefillPass[Job]) -> float:
+        """Seconds of a pass; in a paged engine by the mean length of its rows."""
+        rows, lengths = len(made.group.keys), made.group.lengths
+        share = 1.0 if self._padded else sum(lengths) / rows / made.group.width
+        return self._latency.pass_s(rows, made.start * share, made.end * share)
 
     def _taken_by(self, group: PrefillGroup[Job]) -> int:
-        """Tokens of KV cache that a group takes beside the rows that decode."""
+        """Tokens of KV cache that a group takes besides the rows that decode."""
         return sum(group.lengths)
 
     def _left(self, job: Job) -> int:
@@ -408,30 +412,30 @@ class RoundWorker(Decoding):
         return self._ledger.output_tokens[self._number[job.request_id]] - job.generated
 
     def _move(self, moves: Moves, now_s: float) -> float:
-        """Caches change places; when the round's own work begins."""
-        shelves, resident = self._shelves, self._resident
+        """Move caches; when the round's own work begins."""
+        store, resident = self._swap_store, self._resident
         for job in (*moves.pause, *moves.swap_out):
             if job in resident:
                 held = resident[job][1] + self._steps + self._emits
                 self._leave(job)
-                shelves.put(job, held)
-        self._moved_s = moved_s = now_s + shelves.duration_s(moves)
-        waits = shelves.waits(moves)
+                store.put(job, held)
+        self._moved_s = moved_s = now_s + store.duration_s(moves)
+        waits = store.waits(moves)
         if waits:
             self._ledger.swap_wait_s += moved_s - now_s
         if not moves.overlap:
-            shelves.transfer(moves)
+            store.transfer(moves)
         if moves.resume:
             self._resume(moves.resume)
         return moved_s if waits else now_s
 
     def _transferred(self, moves: Moves, done_s: float) -> None:
-        """Transfers beside a round are done."""
+        """Transfers that overlapped the round are done."""
         self._ledger.swap_wait_s += done_s - self._stepped_s
-        self._shelves.transfer(moves)
+        self._swap_store.transfer(moves)
 
     def _prefill(self, batch: Batch) -> float:
-        """Seconds that it takes those who enter, who are resident from here on."""
+        """Seconds of the prefill of the batch's jobs, which decode from here on."""
         jobs, ledger = batch.jobs, self._ledger
         total = self._enter(jobs)
         ledger.batches += 1
@@ -442,11 +446,11 @@ class RoundWorker(Decoding):
         if self._runs_out:
             n = len(self._resident)
             if self._runs_out(batch.batch_id, n, self.used // n, batch.steps):
-                self._run_short(jobs)
+                self._run_out_of_memory(jobs)
         return self._latency.prefill_s(len(jobs), mean)
 
-    def _run_short(self, jobs: Sequence[Job]) -> None:
-        """Memory has no room for these: they go, and the round ends."""
+    def _run_out_of_memory(self, jobs: Sequence[Job]) -> None:
+        """Memory has run out: drop `jobs` and end the round."""
         self._failure = "oom"
         self._ledger.oom_batches += 1
         self._stretches, self._step_is_due = [], False
@@ -458,17 +462,17 @@ class RoundWorker(Decoding):
         self._dropped = tuple([job.request_id for job in reversed(jobs)])
 
     def _drop(self, job: Job) -> bool:
-        """Its cache is dropped; false for one that was cancelled and has gone."""
+        """Drop the job's cache; False if it was cancelled before and has none."""
         if job not in self._resident:
             if job in self._newcomers:
                 self._newcomers.remove(job)
                 return True
-            return self._shelves.drop(job)
+            return self._swap_store.drop(job)
         self._leave(job)
         return True
 
     def _count_future(self, batch: Batch) -> None:
-        """The true peak to come, once for each attempt to admit in this round: it stays the same
+        """Count the true peak to come once for each attempt to admit in this round: it is constant
         between two ends.
         """
         attempts = -(-(self._steps + self._ran) // batch.stop_every) - -(

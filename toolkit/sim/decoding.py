@@ -1,10 +1,12 @@
-"""The rows that a simulated worker decodes: who ends when, what gaps their tokens have, how much
-memory they take.
+"""The rows that a simulated worker decodes: when each ends, the gaps between its tokens, and the
+memory that it takes.
 
-All of it leaps: any number of decode steps costs O(log n) and nothing per token. Who ends next is
-the top of a heap of end steps; the largest gap between a request's tokens comes from a stack of the
-gaps that nothing later exceeded; memory is summed as a series. When rows come, step and go is for
-whoever uses these books (`toolkit.sim.continuous`).
+Any number of decode steps costs O(log n), and nothing per token. The next row to end is the top of
+a heap of end steps; the largest gap between a request's tokens comes from a stack of the gaps that
+no later gap exceeded (`toolkit.sim.ledger.Gaps`); memory is summed as a series.
+`toolkit.sim.continuous` decides when rows enter, step and leave.
+
+`SwapStore` holds the caches of rows that do not decode, `Decoding` the rows that do.
 """
 
 from __future__ import annotations
@@ -21,15 +23,13 @@ from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import Job, Moves
 from toolkit.sim.ledger import Gaps, Ledger, TokenGaps
 
-# A simulated worker's caches that wait: paused or in transfer on the device, and in host memory.
-# In tokens, by job.
-
 
 class SwapStore:
-    """The books of what a worker keeps besides its residents' caches.
+    """The caches of a worker's jobs that do not decode, in tokens by job: paused or in transfer on
+    the device, and swapped to host memory.
 
     Args:
-        law: how long transfers take; None where there is no host memory, and nothing is ever swapped.
+        law: how long transfers take; None: there is no host memory, and no cache is ever swapped.
         ledger: where transfers are counted.
     """
 
@@ -44,18 +44,18 @@ class SwapStore:
         self._ledger = ledger
 
     def put(self, job: Job, tokens: int) -> None:
-        """A cache of so many tokens stays on the device while its job does not decode."""
+        """Keep a cache of `tokens` on the device while its job does not decode."""
         self.device[job] = tokens
         self.device_tokens += tokens
 
     def take(self, job: Job) -> int:
-        """The job decodes again, or its cache on the device is dropped; the tokens that it holds."""
+        """Remove a job's cache on the device, since it decodes again or is dropped; its tokens."""
         tokens = self.device.pop(job)
         self.device_tokens -= tokens
         return tokens
 
     def drop(self, job: Job) -> bool:
-        """The job's cache is dropped, if it is here; whether it was."""
+        """Drop the job's cache on the device or in host memory; whether there was one."""
         if job in self.device:
             self.take(job)
             return True
@@ -76,11 +76,11 @@ class SwapStore:
         return not (moves.overlap and self.law is not None and self.law.overlaps)
 
     def arriving(self, moves: Moves) -> int:
-        """Tokens that what is swapped in will hold on the device."""
+        """Tokens on the device of the caches that `moves` swaps in."""
         return sum([self._host[job] for job in moves.swap_in])
 
     def transfer(self, moves: Moves) -> None:
-        """The transfers of a round are done."""
+        """Make the transfers of a round and count them."""
         ledger, host = self._ledger, self._host
         for job in moves.swap_out:
             host[job] = tokens = self.take(job)
@@ -97,7 +97,8 @@ class SwapStore:
 
 
 class Decoding:
-    """The books of one worker's rows, its own, so that it can hold the scheduler to its capacity.
+    """The rows of one worker, counted independently of the scheduler, so that a decision that
+    exceeds the capacity shows.
 
     Args:
         latency: the law that time follows here.
@@ -114,19 +115,17 @@ class Decoding:
         self._padded = latency.padded
         self._decode_s: Callable[[int, float, int], float] = latency.decode_s
         self._steps = 0  # decode steps since the start
-        self._ends: list[
-            tuple[int, int, Job]
-        ] = []  # heap of (end step, admission, job); stale if the job has left
+        # heap of (end step, admission, job); an entry is stale if its job has left
+        self._ends: list[tuple[int, int, Job]] = []
         self._admissions = 0
-        self._resident: dict[
-            Job, tuple[int, int, int, int]
-        ] = {}  # (admission, length - steps at entry, gap mark, number)
-        self._key_sum = 0  # of length - steps at entry, the prefill's token not counted
+        # by job: (admission, length - steps at entry, gap mark, number)
+        self._resident: dict[Job, tuple[int, int, int, int]] = {}
+        self._key_sum = 0  # of length - steps at entry, without the prefill's token
         self._longest_key = 0
         self._gaps = Gaps()
-        self._tokenless: list[Job] = []  # entered, and their next token has not come yet
-        self._resumed: list[Job] = []  # the same of those who came back with their caches
-        self._shelves = SwapStore(swap, ledger)
+        self._tokenless: list[Job] = []  # entered by a prefill, and had no token since
+        self._resumed: list[Job] = []  # entered with their caches, and had no token since
+        self._swap_store = SwapStore(swap, ledger)
 
     @property
     def used(self) -> int:
@@ -134,7 +133,7 @@ class Decoding:
         return self._key_sum + len(self._resident) * (self._steps + self._emits)
 
     def _enter(self, jobs: Sequence[Job]) -> int:
-        """They decode from here on, their input being prefilled: their tokens, all together."""
+        """Jobs with a prefilled input start to decode; the sum of their lengths in tokens."""
         resident, ends, steps = self._resident, self._ends, self._steps
         outputs, number, admission = self._ledger.output_tokens, self._number, self._admissions
         mark = self._gaps.mark(alone=not resident)
@@ -157,14 +156,12 @@ class Decoding:
         return total
 
     def _resume(self, jobs: Sequence[Job]) -> None:
-        """They are resident again, as if they had never been away: their next token comes with the
-        next step.
-        """
+        """Jobs decode again with kept caches; their next token comes with the next step."""
         resident, before = self._resident, self._steps + self._emits
         outputs, number = self._ledger.output_tokens, self._number
         mark = self._gaps.mark(alone=not resident)
         for job in jobs:
-            key = self._shelves.take(job) - before
+            key = self._swap_store.take(job) - before
             self._admissions = admission = self._admissions + 1
             if not resident or key > self._longest_key:
                 self._longest_key = key
@@ -175,7 +172,7 @@ class Decoding:
         self._resumed += jobs
 
     def _drop_stale_ends(self) -> None:
-        """What is on top of the heap belongs to a resident, not to one who was evicted or paused
+        """Remove stale entries from the top of the heap: those of jobs that were evicted or paused
         meanwhile.
         """
         ends, resident = self._ends, self._resident
@@ -186,16 +183,16 @@ class Decoding:
             heappop(ends)
 
     def _length(self) -> float:
-        """L of the next decode steps: the longest resident's, or the mean of a paged engine's."""
+        """L of the next decode steps: the longest row's length, or in a paged engine the mean."""
         if self._padded:
             return self._longest_key + self._steps
         return self._key_sum / len(self._resident) + self._steps
 
     def _take_steps(self, begin_s: float, ran: int, end_s: float, beside: int) -> None:
-        """All decode `ran` times, at least once, from `begin_s` to `end_s`; `beside`: tokens held
-        besides theirs.
+        """All rows decode `ran` times, at least once, from `begin_s` to `end_s`; `beside`: tokens
+        on the device besides theirs.
 
-        The first step ends the wait since each one's last token; of the others the last takes
+        The first step ends the gap since each row's last token. Of the other steps the last takes
         longest.
         """
         ledger, n, used, gaps = self._ledger, len(self._resident), self.used + beside, self._gaps
@@ -223,16 +220,14 @@ class Decoding:
         self._steps += ran
 
     def _beside(self, moves: Moves | None) -> int:
-        """Tokens on the device besides the residents', those in transfer with them."""
-        shelves = self._shelves
-        return shelves.device_tokens + (
-            shelves.arriving(moves) if moves is not None and moves.overlap else 0
+        """Tokens on the device besides those of the decoding rows, including those in transfer."""
+        store = self._swap_store
+        return store.device_tokens + (
+            store.arriving(moves) if moves is not None and moves.overlap else 0
         )
 
     def _give_tokens(self, jobs: list[Job], at_s: float) -> None:
-        """A token for each of `jobs`, the first since they entered or came back; they wait for it
-        no more.
-        """
+        """Record a token for each of `jobs`, the first since they entered, and clear the list."""
         ledger, number = self._ledger, self._number
         for job in jobs:
             k = number[job.request_id]
@@ -248,8 +243,8 @@ class Decoding:
         jobs.clear()
 
     def _count_gaps(self, n: int, begin_s: float, ran: int, end_s: float, into: TokenGaps) -> None:
-        """Every gap of a round's steps; those of who has just come back are counted when they get
-        their token.
+        """Count every gap of a round's steps. The first gap of a job that just entered is counted
+        in `_give_tokens`.
         """
         length, decode_s = self._length(), self._decode_s
         first_s = begin_s + decode_s(n, length, 1)
@@ -260,7 +255,7 @@ class Decoding:
             into.add(n * (ran - 1), second_s, last_s)
 
     def _count_waits(self, at_s: float, into: TokenGaps) -> None:
-        """The gaps that end with a token for all at `at_s`."""
+        """Count the gaps that end with a token for all rows at `at_s`."""
         fresh = {*self._tokenless, *self._resumed}
         joined = Counter(
             mark for job, (_, _, mark, _) in self._resident.items() if job not in fresh
@@ -269,7 +264,7 @@ class Decoding:
             waited_s = at_s - self._gaps.since(mark)
             into.add(count, waited_s, waited_s)
 
-    def _end_those_due(self) -> tuple[str, ...]:
+    def _end_due(self) -> tuple[str, ...]:
         ends, steps, resident, ledger = self._ends, self._steps, self._resident, self._ledger
         ended: list[str] = []
         while ends and ends[0][0] <= steps:
@@ -280,8 +275,8 @@ class Decoding:
         return tuple(ended)
 
     def _leave(self, job: Job) -> int:
-        """The job is resident no more; its number. Its tokens so far, and their gaps, are in the
-        ledger.
+        """Remove a job from the rows and write its last token and largest gap into the ledger; its
+        number.
         """
         _, key, mark, k = self._resident.pop(job)
         self._key_sum -= key
@@ -300,9 +295,7 @@ class Decoding:
         return k
 
     def _future_peak(self, coming: Sequence[tuple[int, int]]) -> int:
-        """The most tokens that the residents will take, and with them those `coming`: tokens and
-        steps left of each.
-        """
+        """The peak in tokens of the rows and of those `coming`: (tokens, steps left) of each."""
         ends = {admission: end for end, admission, _ in self._ends}
         held = self._steps + self._emits
         rows = [
@@ -313,7 +306,5 @@ class Decoding:
         return self._peak_to_come(used, remaining)
 
     def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-        """The most tokens that rows of `used` tokens will take, each leaving after its `remaining`
-        steps.
-        """
+        """The peak in tokens of rows that hold `used` tokens and leave after `remaining` steps."""
         return int(future_peak(used, remaining))

@@ -1,4 +1,10 @@
-"""What happened in a simulation: the books that its workers write and its metrics are made of."""
+"""What happened in a simulation: the workers write it down, the metrics are computed from it.
+
+- `TokenGaps`: every gap between two tokens of a request (ITL), for its percentiles;
+- `Ledger`: the times of each request and the counters of the workers;
+- `counters`: the metrics besides the times (batches, padding, memory, utilisation);
+- `Gaps`: the largest gap of each request, for a worker with rows that get their tokens together.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +18,15 @@ import numpy as np
 
 from toolkit.metrics import Floats, Served
 
-# Every gap between two tokens of a request (ITL), kept as stretches: so many gaps, growing evenly
-# from one to another.
-#
-# A law's step time is a line in the cached length, so a leap over many steps is one stretch, and
-# what is kept grows with the decisions, not with the tokens.
-
 PERCENTILES = (50, 95, 99)
 
 
 class TokenGaps:
-    """The gaps of one simulation, in seconds."""
+    """The gaps of one simulation, in seconds, as stretches of gaps that grow linearly.
+
+    The step time of a law is linear in the cached length, so that many steps are one stretch. The
+    memory needed grows with the decisions, not with the tokens.
+    """
 
     __slots__ = ("_counts", "_first_s", "_last_s")
 
@@ -32,26 +36,26 @@ class TokenGaps:
         self._last_s = array("d")
 
     def add(self, count: int, first_s: float, last_s: float) -> None:
-        """`count` gaps that grow evenly from `first_s` to `last_s`."""
+        """Add `count` gaps that grow linearly from `first_s` to `last_s`."""
         if count > 0:
             self._counts.append(count)
             self._first_s.append(first_s)
             self._last_s.append(last_s)
 
     def add_rows(self, generated: Sequence[int], second_s: float, growth_s: float) -> None:
-        """The gaps within a slice: each row's first is `second_s`, before its second token; each
-        next is longer by `growth_s`.
+        """Add the gaps within a slice: the gap before each row's second token is `second_s`, and
+        each further gap is longer by `growth_s`.
         """
         for tokens in generated:
             self.add(tokens - 1, second_s, second_s + (tokens - 2) * growth_s)
 
     @property
     def count(self) -> int:
-        """How many gaps."""
+        """The number of gaps."""
         return sum(self._counts)
 
     def summary(self) -> dict[str, float]:
-        """Mean and percentiles over all gaps; nothing where there is none."""
+        """Mean and percentiles over all gaps; empty if there are none."""
         columns = (self._counts, self._first_s, self._last_s)
         counts, first, last = (np.asarray(column, dtype=float) for column in columns)
         if not len(counts):
@@ -64,11 +68,10 @@ class TokenGaps:
 
 
 def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> list[float]:
-    """Of a mixture of stretches: where the share of all gaps that are no longer than x reaches
-    `shares`.
+    """The quantiles `shares` of a mixture of stretches of `counts` gaps from `low` to `high`.
 
-    The number of gaps up to x rises by `counts` at a stretch that is a point, and along a line
-    within one that is not.
+    The number of gaps up to x jumps by `counts` at a stretch that is a point, and rises linearly
+    within a longer one.
     """
     point = high <= low
     slope = counts[~point] / (high - low)[~point]
@@ -77,10 +80,9 @@ def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> lis
     slopes = np.concatenate([np.zeros(int(point.sum())), slope, -slope])
     order = np.argsort(places, kind="stable")
     places, jumps, slopes = places[order], jumps[order], np.cumsum(slopes[order])
-    along = np.concatenate(
-        [[0.0], np.cumsum(slopes[:-1] * np.diff(places))]
-    )  # by lines, up to each place
-    upto = np.maximum.accumulate(along + np.cumsum(jumps))  # rounding must not let it fall
+    # gaps up to each place that the linear stretches contribute
+    along = np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(places))])
+    upto = np.maximum.accumulate(along + np.cumsum(jumps))  # rounding must not make it fall
     before = upto - jumps
     found = []
     for share in shares:
@@ -96,16 +98,13 @@ def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> lis
     return found
 
 
-RunsOut = Callable[
-    [int, int, int, int], bool
-]  # batch id, N, L, S: does this batch run out of memory?
+# Whether a batch runs out of memory, by its id, N, L and S.
+RunsOut = Callable[[int, int, int, int], bool]
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What happened to each request (parallel lists, by request number) and to the workers, as it
-    happens.
-    """
+    """What has happened to each request (parallel lists, by request number) and to the workers."""
 
     arrival_s: list[float]
     output_tokens: list[int]  # the truth, which no policy sees
@@ -124,19 +123,18 @@ class Ledger:
     extrapolated: int = 0  # batches or rounds outside the range that the laws were measured in
     memory_token_steps: float = 0  # tokens in the cache, padding included, summed over decode steps
     peak_tokens: float = 0  # the most tokens in one worker's cache
-    attempts: int = (
-        0  # static batches, or attempts to admit for which the peak to come was asked for
-    )
-    future_token_attempts: float = 0  # that peak, by the true lengths, summed over them
-    token_gaps: TokenGaps | None = None  # where they are asked for
+    # static batches, or attempts to admit for which the peak to come was computed
+    attempts: int = 0
+    future_token_attempts: float = 0  # that peak, by the true lengths, summed over the attempts
+    token_gaps: TokenGaps | None = None  # None: not recorded
     evictions: int = 0
-    reroutes: int = 0  # residents who left their worker after a slice
-    rounds: int = 0  # of continuous workers, as are those below
-    row_steps: int = 0  # residents, summed over decode steps
+    reroutes: int = 0  # jobs that left their worker after a slice
+    rounds: int = 0  # of continuous workers, as all fields up to `peak_host_tokens`
+    row_steps: int = 0  # rows, summed over decode steps
     swaps_out: int = 0
     swaps_in: int = 0
     swapped_tokens: int = 0  # both ways
-    swap_wait_s: float = 0.0  # that workers waited for transfers and computed nothing
+    swap_wait_s: float = 0.0  # in which workers waited for transfers and computed nothing
     peak_host_tokens: int = 0  # the most tokens in one worker's host memory
     busy_s: list[float] = field(init=False)
     completed_s: list[float] = field(init=False)
@@ -151,10 +149,9 @@ class Ledger:
         self.completed_s = [0.0] * self.workers
 
     def of_kind(self) -> Ledger:
-        """Books for the workers of another kind: what happens to requests is written into the same
-        lists.
+        """A ledger for the workers of another kind, which shares the lists of the requests.
 
-        What is counted is counted anew, since tokens mean another share of another memory.
+        Its counters start at zero, since its tokens are a share of another memory.
         """
         other = Ledger([], self.output_tokens, 0, token_gaps=self.token_gaps)
         for name in SHARED:
@@ -162,8 +159,8 @@ class Ledger:
         return other
 
     def add(self, other: Ledger, usable_ratio: float) -> None:
-        """Count what `other` has counted, whose workers' memory is 1 / `usable_ratio` of that of
-        those here.
+        """Add the counters of `other`. A worker's memory here is `usable_ratio` times the memory of
+        a worker there.
         """
         for name in COUNTED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -186,7 +183,7 @@ class Ledger:
 
 
 SHARED = ("arrival_s", "first_token_s", "last_token_s", "max_gap_s", "ok", "busy_s", "completed_s")
-TOKENS = ("memory_token_steps", "future_token_attempts")  # sums of them
+TOKENS = ("memory_token_steps", "future_token_attempts")  # sums of tokens
 COUNTED = (
     *(
         "batches",
@@ -202,16 +199,12 @@ COUNTED = (
 )
 
 
-# What is counted in a simulation besides the requests' times: batches, padding, memory, how busy
-# the workers were.
-
-
 def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, float]:
-    """What is counted besides the requests' times, by name with the unit in it; of all policies,
-    but `rounds`.
+    """The metrics besides the requests' times, by name with the unit in it. `rounds`, the swaps
+    and `rerouted_percent` exist only under continuous policies.
 
-    A batch of a continuous worker is a prefill of those who enter; its size is the mean number of
-    residents.
+    A batch of a continuous worker is a prefill of new rows; `batch_size_mean` is then the mean
+    number of rows per decode step.
     """
     batches, requests, steps = (
         max(ledger.batches, 1),
@@ -253,7 +246,9 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
 
 
 def _of_workers(ledger: Ledger) -> dict[str, float]:
-    """How evenly, and how much, the workers worked; CT STD is the SCLS paper's."""
+    """How evenly and how much the workers were busy; `completion_time_std_s` is CT STD in the SCLS
+    paper.
+    """
     makespan_s = max(ledger.completed_s, default=0.0)
     shares = [100.0 * busy_s / makespan_s if makespan_s else 0.0 for busy_s in ledger.busy_s]
     return {
@@ -262,17 +257,14 @@ def _of_workers(ledger: Ledger) -> dict[str, float]:
     } | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}
 
 
-# The largest gap between two tokens of any request, for a worker whose residents all get their
-# tokens together.
-#
-# A gap concerns all who are resident while it lasts, so gaps are kept once, not per request: on a
-# stack of those that no later one exceeded. A request remembers a mark from when it joined; its
-# largest gap is found by bisection.
-
-
 class Gaps:
-    """Gaps in seconds, by marks that count up as requests join: a gap with mark m concerns those
-    who joined up to m.
+    """The largest gap in seconds between two tokens of each request, for a worker with rows that
+    all get their tokens together.
+
+    A gap concerns all rows that run while it lasts, so it is kept once, not per request: on a stack
+    of the gaps that no later gap exceeded. Marks count up as requests join; a gap with mark m
+    concerns the requests that joined up to m. Bisection by the mark of a request finds its largest
+    gap.
     """
 
     __slots__ = ("_gaps", "_mark", "_marks", "_waits", "last_s")
@@ -281,14 +273,13 @@ class Gaps:
         self._mark = 0
         self._marks: list[int] = []  # of the stack, ascending
         self._gaps: list[float] = []  # of the stack, descending
-        self._waits: list[
-            tuple[int, float]
-        ] = []  # (mark, since when those up to it wait for their next token)
+        # (mark, time since when the requests up to it wait for their next token)
+        self._waits: list[tuple[int, float]] = []
         self.last_s = -1.0  # the last decode step's end
 
     def mark(self, *, alone: bool) -> int:
-        """The mark of those who join now. `alone`: nobody else is resident, so what was does not
-        matter any more.
+        """The mark of the requests that join now. `alone`: no other row runs, so that all earlier
+        gaps can be forgotten.
         """
         if alone:
             self._marks.clear()
@@ -299,38 +290,38 @@ class Gaps:
 
     @property
     def waiting_since(self) -> float:
-        """Since when all residents wait for their next token; -1: not all since the same time."""
+        """Since when all rows wait for their next token; -1: not all since the same time."""
         return self._waits[0][1] if len(self._waits) == 1 else -1.0
 
     def since(self, mark: int) -> float:
-        """Since when those with this mark wait for their next token."""
+        """Since when requests with this mark wait for their next token."""
         return next(since_s for upto, since_s in self._waits if mark <= upto)
 
     def joined(self, at_s: float, mark: int = 0) -> None:
-        """Those who joined last, or with this mark, got a token at `at_s`."""
+        """The requests that joined last, or with this mark, got a token at `at_s`."""
         self._waits.append((mark or self._mark, at_s))
 
     def end_waits(self, at_s: float) -> None:
-        """All residents got a token at `at_s`."""
+        """All rows got a token at `at_s`."""
         for mark, since_s in self._waits:
             self._push(mark, at_s - since_s)
 
     def push(self, gap_s: float) -> None:
-        """All residents had a gap."""
+        """All rows had a gap of `gap_s`."""
         self._push(self._mark, gap_s)
 
     def wait_from(self, at_s: float) -> None:
-        """All residents had a token at `at_s`, and wait for the next."""
+        """All rows had a token at `at_s` and wait for the next."""
         self._waits = [(self._mark, at_s)]
         self.last_s = at_s
 
     def stepped(self, first_s: float | None, last_gap_s: float | None, end_s: float) -> None:
-        """All residents decoded, and had their last token at `end_s`: `end_waits`, `push` and
-        `wait_from` at once.
+        """All rows decoded and had their last token at `end_s`: `end_waits`, `push` and
+        `wait_from` in one.
 
         Args:
-            first_s: when the first step ended; None where the gap that it ended is not looked at.
-            last_gap_s: seconds of the last step; None where it was the first.
+            first_s: when the first step ended; None: the gap that it ended is ignored.
+            last_gap_s: seconds of the last step; None: it was the first.
         """
         gaps, marks = self._gaps, self._marks
         if first_s is not None:
@@ -351,7 +342,7 @@ class Gaps:
         self.last_s = end_s
 
     def largest(self, mark: int) -> float:
-        """The largest gap since those with this mark joined; 0 for none."""
+        """The largest gap of requests with this mark; 0 if there is none."""
         k = bisect_left(self._marks, mark)
         return self._gaps[k] if k < len(self._gaps) else 0.0
 

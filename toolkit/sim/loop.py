@@ -1,7 +1,7 @@
-"""The scheduler on a virtual clock: arrivals, completions and wake-ups in the order of time.
+"""The scheduler on a virtual clock: arrivals, completions and wake-ups in order of time.
 
-The loop is the same as the live driver's: tell the scheduler what happened, tick it, start what it
-says.
+The loop is the same as the live driver's: report events to the scheduler, tick it, and start the
+batches that it returns.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from toolkit.errors import LlmctlError
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
 
-MAX_IDLE_WAKES = (
-    1000  # wake-ups in a row that started nothing while nothing ran: no policy needs as many
-)
+# Wake-ups in a row that start nothing while nothing runs; no policy needs as many.
+MAX_IDLE_WAKES = 1000
 
 
 class SimulationStalledError(LlmctlError):
-    """Requests wait, and nothing will ever happen again."""
+    """Requests wait, but no event will ever come."""
 
 
 class VirtualWorker(Protocol):
-    """A worker on virtual time: `run` says when a batch will end, `finish` with what result."""
+    """A worker on virtual time: `run` predicts when a batch ends, `finish` returns its result."""
 
     def run(self, batch: Batch, now_s: float) -> float: ...
 
     def finish(self) -> BatchResult | RoundResult: ...
 
     def interrupt(self, now_s: float) -> float:
-        """End the running round early; when it ends now. Asked of rounds only."""
+        """End the running round early; the new end, in seconds. Called for rounds only."""
         ...
 
 
@@ -43,15 +42,14 @@ def run(
     *,
     drain: bool = True,
 ) -> list[Refusal]:
-    """Drive `scheduler` through `requests` (sorted by arrival) until every one has ended; returns
-    those refused.
+    """Drive `scheduler` through `requests` (sorted by arrival) until all have ended; returns the
+    refusals.
 
     Without `drain` it stops when the last request has been admitted. Raises
-    `SimulationStalledError`, naming the state, where the scheduler leaves requests waiting for
-    ever.
+    `SimulationStalledError` with the state if the scheduler leaves requests waiting for ever.
     """
-    # A heap of (when, batch id, worker); -1 stands for the id once a round was interrupted, so that
-    # it comes before all that end at the same time. Stale where it is not what `ends_now` has.
+    # A heap of (end, batch id, worker). An interrupted round has the id -1, so that it comes before
+    # all others that end at the same time. An entry is stale if it is not the one in `ends_now`.
     ends: list[tuple[float, int, int]] = []
     ends_now: list[tuple[float, int, int] | None] = [None] * len(workers)
     refused: list[Refusal] = []
@@ -104,7 +102,7 @@ def run(
 
 
 def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalledError:
-    """What the scheduler left in which state; at infinity nothing would ever have happened again."""
+    """The error for requests left at `now_s`; at infinity no event was left."""
     when = "" if now_s == math.inf else f" at {now_s:.6g} s"
     running, memory = (
         scheduler.running_jobs,
@@ -112,6 +110,8 @@ def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalle
     )
     return SimulationStalledError(
         f"the simulation stalled{when}: {scheduler.jobs:,} of {count:,} requests have not ended, "
-        f"{scheduler.waiting_jobs:,} wait and {running:,} run; a worker's memory holds {memory:,} tokens",
-        f"policy '{scheduler.policy.name}' starts nothing; check its parameters against that memory",
+        f"{scheduler.waiting_jobs:,} wait and {running:,} run; a worker's memory holds "
+        f"{memory:,} tokens",
+        f"policy '{scheduler.policy.name}' starts nothing; check its parameters against that "
+        "memory",
     )

@@ -1,20 +1,22 @@
-"""vLLM's v1 scheduler (0.32, `v1/core/sched/scheduler.py`) as a machine without time: who computes
-what in each pass.
+"""vLLM's v1 scheduler (0.32, `v1/core/sched/scheduler.py`) as a machine without time: which row
+computes what in each pass. `BlockPool` counts the blocks, `PagedScheduler` plans the passes.
 
-Before each forward pass those who run get a token each, and who is not through with his prompt a
-chunk of it; a block is taken where the last one is full. Where none is free the one who came in
-last loses his blocks and waits again, before all others, to be computed anew with what he
-generated; in such a pass nobody comes in. Else those who wait come in, first come first, while
-there are rows and tokens left in the pass and blocks for all of their input, of which they take
-what this pass needs. One who does not fit holds up those behind him.
+Each forward pass decodes one token for every running row, or computes a chunk of its input if that
+is not complete. A row takes a new block when its last one is full. If no block is free, the row
+that was admitted last loses its blocks and waits again, before all others; its prompt and its
+output so far are then computed anew. A pass that preempts admits no row. Otherwise waiting requests
+are admitted in FIFO order while the pass has rows and tokens left and the free blocks would hold
+their whole input; they take only the blocks that this pass needs. A request that does not fit
+blocks those behind it.
 
-What vLLM has besides is left out: priorities (traces have none, and among equal ones its `priority`
-order is this one), a threshold for long prefills (off by default), speculative decoding, several
-kinds of caches, LoRA, connectors.
+Not modelled: priorities (traces have none, and among equal priorities vLLM's `priority` order is
+this one), the threshold for long prefills (off by default), speculative decoding, several kinds of
+caches, LoRA, connectors.
 
-Everybody who runs has a part in every pass: the tokens of a pass suffice for that, and only the
-last who came in can be in the middle of a prompt. So all decode in lockstep, their books are sums
-and a histogram of how full their last blocks are, and k passes of decodes alone are one addition.
+Every running row takes part in every pass: a pass has enough tokens for that, and only the row
+admitted last can have an incomplete input. All others decode in lockstep, so their state is a few
+sums and a histogram of the fill of their last blocks, and k passes of decodes alone cost one
+addition.
 """
 
 from __future__ import annotations
@@ -27,34 +29,33 @@ from heapq import heappop, heappush
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.sched.policies.vllm import VllmPolicy
 
-# The blocks of a paged cache, counted: who holds how many is the caller's to know, what is free
-# is known here.
-#
-# With prefix caching a freed block that is full keeps its tokens until it is given out again:
-# blocks that were never full first, then those freed longest ago, of one request the last ones
-# first (vLLM 0.32, `v1/core/block_pool.py`). Who comes back finds what is left of his own.
-# Requests share nothing here: traces do not say which of their tokens are the same.
-
 
 class BlockPool:
-    """`blocks` of `block_tokens` tokens each, all free."""
+    """Counts the free blocks of a paged cache; the caller counts the blocks that each row holds. A
+    new pool has `blocks` free blocks of `block_tokens` tokens each.
+
+    With prefix caching (`keeps`) a full block keeps its tokens after it was freed, until it is
+    given out again. Blocks that were never full are given out first, then those freed longest ago,
+    and of one request the last ones first (vLLM 0.32, `v1/core/block_pool.py`). A request that is
+    admitted again finds what is left of its own blocks. Requests share no blocks here, since traces
+    do not say which of their tokens are the same.
+    """
 
     __slots__ = ("_kept", "_plain", "block_tokens", "blocks", "free", "keeps")
 
     def __init__(self, blocks: int, block_tokens: int, *, keeps: bool) -> None:
         self.blocks, self.block_tokens, self.keeps = blocks, block_tokens, keeps
         self.free = blocks
-        self._plain = blocks  # free blocks that hold nothing of use
-        self._kept: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # owner to his free blocks that do, freed longest ago first
+        self._plain = blocks  # free blocks without cached tokens
+        # request number to its free blocks with cached tokens, freed longest ago first
+        self._kept: OrderedDict[int, int] = OrderedDict()
 
     def needed(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """How many blocks hold so many tokens."""
         return -(-tokens // self.block_tokens)
 
     def take(self, count: int) -> None:
-        """Give out free blocks; there must be as many."""
+        """Give out `count` blocks; as many must be free."""
         assert count <= self.free
         self.free -= count
         if not self.keeps:
@@ -69,8 +70,8 @@ class BlockPool:
                 self._plain = 0
 
     def give(self, owner: int, tokens: int, known: int) -> None:
-        """The owner's blocks, which hold so many tokens, are free again. What they hold is known of
-        so many.
+        """Free the owner's blocks, which hold `tokens` tokens; the values of the first `known` of
+        them are known and can be cached.
         """
         count = self.needed(tokens)
         self.free += count
@@ -81,11 +82,11 @@ class BlockPool:
                 self._kept[owner] = full
 
     def kept_tokens(self, owner: int) -> int:
-        """Tokens that the owner would find if he came back now."""
+        """Tokens that the owner would find cached if it were admitted now."""
         return self._kept.get(owner, 0) * self.block_tokens
 
     def retake(self, owner: int) -> None:
-        """Give the owner what was kept for him."""
+        """Give the owner the blocks that still hold its tokens."""
         self.free -= self._kept.pop(owner, 0)
 
 
@@ -93,26 +94,28 @@ class PagedRequest:
     """A request in the machine.
 
     Attributes:
-        number: which.
-        prompt: tokens to be computed before its next token: its prompt, and what it had generated when it came in last.
-        left: tokens that it will still generate, the truth.
-        computed: tokens in its cache; while it decodes, those less the machine's passes so far.
-        end: at which of the machine's passes it ends; 0: it does not decode.
-        mark: for whoever keeps times by row.
+        number: its index.
+        prompt: tokens to compute before its next token: its prompt, and the output that it had
+            generated when it was last admitted.
+        left: the true number of tokens that it will still generate.
+        computed: tokens in its cache; while it decodes, minus the machine's passes so far.
+        end: the number of the machine's pass at which it ends; 0: it does not decode.
+        stops: whether it ends before its output limit, so that the end is known only with the last
+            token.
+        mark: for the caller, which records times by row.
     """
 
     __slots__ = ("computed", "end", "left", "mark", "number", "prompt", "stops")
 
     def __init__(self, number: int, prompt: int, output: int, *, stops: bool = False) -> None:
         self.number, self.prompt, self.left = number, prompt, output
-        # before the limit that was set for it: nobody knows before its last token is there
         self.stops = stops
         self.computed = self.end = self.mark = 0
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens of an input that a row computes in a pass, behind those it has."""
+    """`new` tokens of an input that a row computes in a pass, after its `computed` ones."""
 
     row: PagedRequest
     computed: int
@@ -126,23 +129,23 @@ class Chunk:
 
 @dataclass(slots=True)
 class PagedPass:
-    """What the next forward pass computes, and which rows lost their blocks for it."""
+    """What the next forward pass computes, and the rows that were preempted for it."""
 
     shape: StepShape
-    rows: int  # in it
+    rows: int
     chunks: Sequence[Chunk]
     preempted: Sequence[PagedRequest]
 
 
 class PagedScheduler:
-    """Passes of one engine: `schedule` plans one, `commit` says that it and so many like it were
-    made, `settle` frees.
+    """The passes of one engine. `schedule` plans one, `commit` records that it was made (and more
+    of the same rows), `settle` frees the blocks of rows that ended.
 
     Args:
         flags: vLLM's.
-        blocks, block_tokens: of the cache, without the one that vLLM never gives out.
-        ahead: passes are planned while the one before is under way (`async_scheduling`), so that its tokens are not
-            known: `settle` comes one `schedule` later.
+        blocks, block_tokens: of the cache, without the block that vLLM never gives out.
+        ahead: a pass is planned while the one before it runs (`async_scheduling`), so that the
+            tokens of that one are not known yet: `settle` comes one `schedule` later.
     """
 
     def __init__(
@@ -151,18 +154,17 @@ class PagedScheduler:
         self._flags, self._unknown = flags, int(ahead)
         self.pool = BlockPool(blocks, block_tokens, keeps=flags.prefix_caching)
         self.waiting: deque[PagedRequest] = deque()
-        self.running: dict[PagedRequest, None] = {}  # in the order in which they came in
+        self.running: dict[PagedRequest, None] = {}  # in order of admission
         self._reserve = int(flags.watermark * (blocks + 1))
         self._block_tokens = block_tokens
         self._steps = 0  # passes so far
         self._decoding = 0
         self._key_sum = 0  # of the decoding rows' `computed`
         self._fill = [0] * block_tokens  # decoding rows by `computed` modulo a block
-        self._ends: list[
-            tuple[int, int, PagedRequest]
-        ] = []  # heap of (end, number, row); stale if the row decodes no more
-        self._partial: PagedRequest | None = None  # the row whose input is not all computed
-        self._ended: list[PagedRequest] = []  # and still hold their blocks
+        # heap of (end, number, row); an entry is stale if its row no longer decodes
+        self._ends: list[tuple[int, int, PagedRequest]] = []
+        self._partial: PagedRequest | None = None  # the row with an incomplete input
+        self._ended: list[PagedRequest] = []  # ended rows that still hold their blocks
         self._plan: PagedPass | None = None
 
     def add(self, row: PagedRequest) -> None:
@@ -176,12 +178,12 @@ class PagedScheduler:
 
     @property
     def decode_cached(self) -> int:
-        """Tokens in the caches of those who decode."""
+        """Tokens in the caches of the decoding rows."""
         return self._key_sum + self._decoding * self._steps
 
     def schedule(self) -> PagedPass:
-        """Plan the next pass, and take its blocks. A pass without rows is none: everybody has ended
-        or waits.
+        """Plan the next pass and take its blocks. If the pass has no rows, every request has ended
+        or waits, and the pass is not made.
         """
         due = self._due()
         preempted: list[PagedRequest] = []
@@ -190,7 +192,7 @@ class PagedScheduler:
             due = self._due()
         decodes, cached = self._decoding, self._key_sum + self._decoding * self._steps
         for row in self._ended:
-            if row.stops:  # it takes part in a pass still, since its end was not known
+            if row.stops:  # it is in one more pass, since its end was not known
                 decodes += 1
                 cached += row.computed + self._steps
         budget = self._flags.max_num_batched_tokens - decodes
@@ -212,8 +214,8 @@ class PagedScheduler:
         return self._plan
 
     def rows(self) -> list[tuple[int, int, int]]:
-        """The planned pass row by row, as vLLM has it: number, tokens computed before, new tokens.
-        For logs.
+        """The planned pass row by row, as vLLM logs it: number, tokens computed before, new
+        tokens.
         """
         assert self._plan is not None
         chunks = {
@@ -227,10 +229,10 @@ class PagedScheduler:
         ]
 
     def ahead(self) -> int:
-        """How many passes, with the planned one, are decodes of the same rows, whatever else
-        arrives; 1 at least.
+        """How many passes, the planned one included, decode the same rows whatever arrives; at
+        least 1.
 
-        None of them ends a row but the last, and none takes a block that is not free.
+        Only the last of them may end a row, and all find the blocks that they need free.
         """
         plan = self._plan
         assert plan is not None
@@ -250,8 +252,8 @@ class PagedScheduler:
         return most
 
     def commit(self, steps: int = 1) -> list[PagedRequest]:
-        """The planned pass was made, and with it `steps - 1` more of the same rows; who ended with
-        the last.
+        """Record that the planned pass and `steps - 1` more of the same rows were made; return the
+        rows that ended with the last.
         """
         plan = self._plan
         assert plan is not None
@@ -259,7 +261,8 @@ class PagedScheduler:
             self.pool.take(self._crossings(1, steps))
         self._plan = None
         for row in self._ended:
-            row.computed -= 0 if row.stops else steps  # in no pass any more, unless nobody knew
+            # an ended row is in no further pass, unless its end was not known
+            row.computed -= 0 if row.stops else steps
         self._steps += steps
         ended = self._take_ends() if self._ends and self._ends[0][0] <= self._steps else []
         for chunk in plan.chunks:
@@ -268,16 +271,18 @@ class PagedScheduler:
         return ended
 
     def settle(self, ended: Sequence[PagedRequest]) -> None:
-        """These rows' last tokens are known: their blocks are free."""
+        """Free the blocks of rows that ended, now that their last tokens are known."""
         for row in ended:
-            if row in self.running:  # else it lost its blocks since
+            if row in self.running:  # else it was preempted since
                 del self.running[row]
                 self._ended.remove(row)
                 held = row.computed + self._steps
                 self.pool.give(row.number, held, held)
 
     def _make_room(self) -> list[PagedRequest]:
-        """Who loses his blocks so that those who are left have theirs for the next pass."""
+        """Preempt rows, the last admitted first, until the others have the blocks that they need
+        for the next pass; return the preempted rows.
+        """
         preempted: list[PagedRequest] = []
         while self._due() + self._due_chunk() > self.pool.free:
             row, _ = self.running.popitem()
@@ -287,9 +292,8 @@ class PagedScheduler:
             else:
                 held = row.computed + self._steps
                 decoded = row.end - self._steps < row.left
-                known = held - (
-                    self._unknown if decoded else 0
-                )  # what is under way is not, but of an input
+                # the token of a decode under way is not known; the tokens of an input are
+                known = held - (self._unknown if decoded else 0)
                 if row.end:
                     self._leave(row)
                 else:
@@ -302,11 +306,11 @@ class PagedScheduler:
         return preempted
 
     def _overtime(self) -> int:
-        """Rows that have ended and take part in a pass still, since nobody knew."""
+        """Ended rows that are in one more pass, since their ends were not known."""
         return sum([row.stops for row in self._ended]) if self._ended else 0
 
     def _due(self) -> int:
-        """Blocks that those who decode need for the next pass."""
+        """New blocks that the decoding rows need for the next pass."""
         tokens, steps = self._block_tokens, self._steps
         if not self._ended:
             return self._fill[-steps % tokens]
@@ -314,7 +318,7 @@ class PagedScheduler:
         return self._fill[-steps % tokens] + late
 
     def _due_chunk(self) -> int:
-        """Blocks that the row in the middle of its input needs besides."""
+        """New blocks that the row with an incomplete input needs for the next pass."""
         row = self._partial
         if row is None:
             return 0
@@ -328,7 +332,7 @@ class PagedScheduler:
         return chunk
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
-        """Let those in who wait, while there are rows, tokens and blocks."""
+        """Admit waiting requests while there are rows, tokens and blocks."""
         pool, waiting, running, flags = self.pool, self.waiting, self.running, self._flags
         while waiting and budget > 0 and len(running) < flags.max_num_seqs:
             row = waiting[0]
@@ -347,7 +351,7 @@ class PagedScheduler:
             budget -= new
 
     def _computed(self, chunk: Chunk, ended: list[PagedRequest]) -> None:
-        """A chunk was; if it was the last, its row has a token and decodes from now on."""
+        """Record that a chunk was computed; after the last one its row has a token and decodes."""
         row, steps = chunk.row, self._steps
         row.computed = chunk.computed + chunk.new
         if not chunk.completes:
@@ -368,7 +372,7 @@ class PagedScheduler:
         heappush(self._ends, (row.end, row.number, row))
 
     def _take_ends(self) -> list[PagedRequest]:
-        """Who has generated all of it."""
+        """Take the rows that have generated their whole output from the decoding rows."""
         ends, ended = self._ends, []
         while ends and ends[0][0] <= self._steps:
             end, _, row = heappop(ends)
@@ -378,7 +382,7 @@ class PagedScheduler:
         return ended
 
     def _leave(self, row: PagedRequest) -> None:
-        """It decodes no more; what it generated is part of its input from now on."""
+        """The row stops decoding; what it generated becomes part of its input."""
         generated = row.left - (row.end - self._steps)
         row.left -= generated
         row.prompt += generated
@@ -388,9 +392,7 @@ class PagedScheduler:
         self._fill[row.computed % self._block_tokens] -= 1
 
     def _crossings(self, first: int, last: int) -> int:
-        """Blocks that decodes take in the passes from the one `first` after the planned one to
-        before `last`.
-        """
+        """Blocks that decodes take in the passes `first` to `last` - 1 after the planned one."""
         tokens, count = self._block_tokens, last - first
         whole = count // tokens
         rest = sum(

@@ -1,12 +1,15 @@
-"""A paged engine on virtual time: vLLM's scheduler, the law of its passes, and the books of what
+"""A paged engine on virtual time: vLLM's scheduler, the law of its passes, and a record of what
 clients saw.
 
-The engine's loop plans a pass, runs it and hands its tokens out, before it plans the next. With
-`ahead` (vLLM's `async_scheduling`) it plans one while the last is under way: the host's time is
-hidden behind the pass, who arrives comes in one pass later, blocks of those who ended are free one
-pass later, and a row that ended before its limit computes one token too many. Passes of decodes
-alone are leapt over, up to the next arrival that could change anything, the first end, or the first
-block that is missing.
+The engine's loop plans a pass, runs it and hands out its tokens before it plans the next. With
+`ahead` (vLLM's `async_scheduling`) it plans a pass while the one before runs. The host's time is
+then hidden behind the pass, a new request is admitted one pass later, the blocks of ended rows are
+free one pass later, and a row that ends before its limit computes one token too many. Passes of
+decodes alone are computed in one leap, up to the next arrival that could change anything, the first
+end, or the first missing block.
+
+`PagedEngine` describes an engine, `PagedRun` serves requests on it, `serve` on all engines of a
+world.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ class PassRange:
 
     rows_max: int
     tokens_max: int
-    cached_max: float  # in the decoding rows' caches together
+    cached_max: float  # tokens, summed over the decoding rows
 
     def holds(self, shape: StepShape) -> bool:
-        """Whether a pass is within it."""
+        """Whether a pass is within the range."""
         return (
             shape.rows <= self.rows_max
             and shape.tokens <= self.tokens_max
@@ -48,11 +51,11 @@ class PassRange:
 
 @dataclass(slots=True, frozen=True)
 class PagedEngine:
-    """One engine: the law of its passes, its cache, and whether it plans ahead. `valid` None: the
-    law holds anywhere.
+    """One engine: the law of its passes, its cache, and whether it plans ahead (`ahead`). `valid`
+    None: the law holds everywhere.
 
-    `blocks` are those that it gives out; vLLM keeps one more for itself. `front_s` is what a client
-    waits for a token beside passes, and `front_row_s` what each row that runs adds to that.
+    `blocks` excludes the one that vLLM keeps for itself. `front_s` is the seconds that a client
+    waits for a token beyond the passes, and `front_row_s` the seconds that each running row adds.
     """
 
     steps: StepLaw
@@ -65,7 +68,7 @@ class PagedEngine:
 
     @classmethod
     def of(cls, fit: StepsFit, capacity_tokens: int) -> PagedEngine:
-        """That of a fit, with a cache of so many tokens."""
+        """The engine that a fit describes, with a cache of `capacity_tokens`."""
         valid = PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max)
         return cls(
             law_of_steps(fit),
@@ -83,14 +86,14 @@ class PagedEngine:
         return self.blocks * self.block_tokens
 
     def front(self, rows: float) -> FrontDelay:
-        """What clients wait beside passes of so many rows: all that a token takes is on the way
-        there and back.
+        """What clients wait beyond passes of so many rows. A single delay covers the way in and
+        the way out, so that the first and the last token are late by the same time.
         """
         delay_s = self.front_s + self.front_row_s * rows
         return FrontDelay(delay_s, delay_s)
 
     def slowed(self, factor: float) -> PagedEngine:
-        """The same engine where every pass takes so many times as long."""
+        """The same engine with every pass `factor` times as long."""
         return replace(self, steps=self.steps.times(factor))
 
 
@@ -99,9 +102,10 @@ class PagedRun:
 
     Args:
         index: the worker's, for the ledger.
-        engine, flags: see there.
+        engine, flags: see `PagedEngine` and `VllmPolicy`.
         ledger: where the outcome is written; it holds the true output lengths.
-        limits: of outputs, by request number. One that ends before its limit does so without notice.
+        limits: of outputs, by request number. The engine cannot foresee the end of an output that
+            is shorter than its limit.
     """
 
     def __init__(
@@ -120,17 +124,17 @@ class PagedRun:
             flags, engine.blocks, engine.block_tokens, ahead=engine.ahead
         )
         self._gaps = Gaps()
-        self._last_s = 0.0  # when the last pass ended, at which all who decode had a token
+        self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
 
     def run(self, requests: Sequence[tuple[int, Request]], *, drain: bool = True) -> None:
-        """Serve these, by number, in the order of their arrival, until all have ended; without
-        `drain`, are let in.
+        """Serve (number, request) pairs in order of arrival until all have ended; without `drain`,
+        until all were admitted.
         """
         scheduler, ahead = self._scheduler, self._engine.ahead
         coming = deque(requests)
-        now_s = 0.0  # of planning
-        under_way: list[PagedRequest] = []  # who ended with the pass that is under way
-        done_s = -math.inf  # when it ends
+        now_s = 0.0  # when the next pass is planned
+        under_way: list[PagedRequest] = []  # rows that end with the pass that is under way
+        done_s = -math.inf  # when that pass ends
         while drain or coming or scheduler.waiting:
             while coming and coming[0][1].arrival_s <= now_s:
                 scheduler.add(self._row(*coming.popleft()))
@@ -146,7 +150,7 @@ class PagedRun:
                 else:
                     scheduler.settle(ended)
                     now_s = done_s + self._law.after_s(plan.rows)
-            elif under_way:  # nobody else is there until they have gone
+            elif under_way:  # no other row can run before these have left
                 scheduler.settle(under_way)
                 now_s, under_way = done_s, []
             elif coming:
@@ -163,10 +167,10 @@ class PagedRun:
     def _make(
         self, plan: PagedPass, begin_s: float, next_s: float
     ) -> tuple[float, float, list[PagedRequest]]:
-        """The planned pass and those like it; when the last of them begins and ends, and who ended
-        with it.
+        """Make the planned pass and those like it. Returns when the last of them begins and ends,
+        and the rows that ended with it.
 
-        `next_s` is when the next request will be there: it is planned for before the first pass
+        `next_s` is when the next request arrives: it takes part in planning before the first pass
         that begins after it.
         """
         scheduler, law, shape, rows = self._scheduler, self._law, plan.shape, plan.rows
@@ -193,8 +197,8 @@ class PagedRun:
         return begun_s, end_s, ended
 
     def _give(self, plan: PagedPass, steps: int, first_s: float, last_gap_s: float) -> None:
-        """Everybody in the pass gets a token at `first_s`, and more in steps that follow, each
-        longer than the last.
+        """Record the tokens of every row in the pass: one at `first_s`, and one with each of the
+        following steps, each longer than the one before.
         """
         ledger, gaps, decoding = self._ledger, self._gaps, self._scheduler.decoding
         gap_s = first_s - self._last_s
@@ -223,8 +227,8 @@ class PagedRun:
                 ledger.token_gaps.add(1, gap_s, gap_s)
 
     def _drop(self, preempted: Sequence[PagedRequest]) -> None:
-        """They had their last token with the last pass, and wait for the next; or had none since
-        they came in.
+        """Record a preemption: the rows had their last token with the last pass, or none since
+        they were admitted.
         """
         self._ledger.evictions += len(preempted)
         for row in preempted:
@@ -237,15 +241,15 @@ class PagedRun:
             self._ledger.ok[row.number] = True
 
     def _close(self, row: PagedRequest, last_s: float) -> None:
-        """The row stops to get tokens; the last came then."""
+        """The row stops decoding; its last token came at `last_s`."""
         ledger, number = self._ledger, row.number
         ledger.last_token_s[number] = last_s
         ledger.max_gap_s[number] = max(ledger.max_gap_s[number], self._gaps.largest(row.mark))
         row.mark = 0
 
     def _count(self, plan: PagedPass, steps: int, last: StepShape, free: int) -> None:
-        """Write passes down: `last` is the shape of the last of them, `free` were the first one's
-        free blocks.
+        """Count `steps` passes: `last` is the shape of the last one, `free` the free blocks during
+        the first.
         """
         ledger, engine, valid = self._ledger, self._engine, self._engine.valid
         used = (engine.blocks - self._scheduler.pool.free) * engine.block_tokens
@@ -271,8 +275,8 @@ def serve(
     *,
     drain: bool = True,
 ) -> list[Refusal]:
-    """Serve requests, dealt in turn to as many engines as the ledger has workers; who can never be
-    served.
+    """Serve requests, dealt round-robin to as many engines as the ledger has workers. Returns the
+    refusals: requests that can never be served.
     """
     refusals: list[Refusal] = []
     dealt: list[list[tuple[int, Request]]] = [[] for _ in range(ledger.workers)]
@@ -291,12 +295,11 @@ def serve(
 def _refuse(
     request: Request, output: int, flags: VllmPolicy, engine: PagedEngine
 ) -> Refusal | None:
-    """Why a request could never be served: at its end it alone would not fit into the cache, or
-    into a pass.
+    """The refusal of a request that, alone and at its full length, does not fit into the cache or
+    into a pass; None if it fits.
     """
-    most = (
-        request.prompt_tokens + max(request.max_new_tokens, output) - 1
-    )  # the last token is not cached
+    # the last token is not cached
+    most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
     limits = {"the cache holds": engine.capacity_tokens}
     if not flags.chunked_prefill:
         limits["without chunked prefill a pass takes"] = flags.max_num_batched_tokens

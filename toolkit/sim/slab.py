@@ -1,15 +1,16 @@
-"""A simulated worker whose running batch is one padded slab of KV cache, as on the engine `rebatch`
+"""A simulated worker that runs its batch in one padded slab of KV cache, as the engine `rebatch`
 (BATON, section 4).
 
-It differs from its base in three things. Memory is rows x the longest of them. A round that would
-take more than there is runs out of it at that step, and the last admitted goes. And who enters
-joins in one of two ways:
+It differs from `RoundWorker` in three ways. Memory is the number of rows times the longest row. A
+round that needs more memory than there is runs out of it at that step, and the row admitted last is
+dropped. New rows join in one of two ways:
 
-- embed: prefilled apart, in groups of like length one after the other, then put into the slab;
-- shape: prefilled in a step of those who run, all padded to the longest who enters. It costs what a
-  prefill of all rows
-  at that length would, gives everybody a token, and while it lasts the slab is longer by the padding. Where nobody
-  runs it is a prefill like any other; where prefills give no token, it is one of all rows, and the step comes after it.
+- embed: they are prefilled apart, in groups of similar length one after the other, and then put
+  into the slab;
+- shape: they are prefilled in a step of the running rows, with all rows padded to the longest new
+  input. This costs as much as a prefill of all rows at that length and gives every row a token.
+  Meanwhile the slab is longer by the padding. If no row runs, it is a normal prefill. If prefills
+  give no token, it is a prefill of all rows, and the step follows it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class SlabWorker(RoundWorker):
     arguments.
 
     Args:
-        joining: how those who enter do so.
-        capacity_tokens: what the slab, and whatever else is on the device, may take; None: there is no end of it. A row
-            that is alone has room for its prefill.
+        joining: how new rows join.
+        capacity_tokens: of the slab and all other caches on the device together; None: no limit. A
+            row that runs alone always has room for its prefill.
     """
 
     def __init__(
@@ -43,18 +44,16 @@ class SlabWorker(RoundWorker):
     ) -> None:
         super().__init__(*args, **options)
         self._capacity = math.inf if capacity_tokens is None else capacity_tokens
-        self._spills_after = (
-            -1
-        )  # decode steps of the current round for which memory suffices; -1: for all
+        # decode steps of the current round for which memory suffices; -1: all of them
+        self._spills_after = -1
         self._shapes = joining == "shape"
-        self._shaped = 0  # 1 where the current round's prefill is a step
-        self._passes: list[
-            tuple[int, int, float]
-        ] = []  # of its prefill, but for the last: rows, mark, end in seconds
+        self._shaped = 0  # 1 if the current round's prefill is a step
+        # its prefill passes except the last: rows, gap mark, end in seconds
+        self._passes: list[tuple[int, int, float]] = []
 
     @property
     def used(self) -> int:
-        """Tokens that the slab is taken for now."""
+        """Tokens that the slab takes now."""
         return len(self._resident) * self._width()
 
     def _taken_by(self, group: PrefillGroup[Job]) -> int:
@@ -64,14 +63,14 @@ class SlabWorker(RoundWorker):
         return peak_to_come(used, remaining, padded=True)
 
     def run(self, batch: Batch, now_s: float) -> float:
-        """Start a round; when it will end, in seconds, if nobody interrupts it."""
+        """Start a round; when it will end, in seconds, unless it is interrupted."""
         self._shaped, self._spills_after = 0, -1
         super().run(batch, now_s)
         if self._failure or self._stretches:
-            return (
-                self._done_s
-            )  # who is prefilled in chunks is counted whole from admission on: nothing spills
-        if self._shaped and self._ran == batch.steps:  # the pass was the first of them
+            # a row prefilled in chunks counts with its whole input from admission on: memory
+            # cannot run out during the round
+            return self._done_s
+        if self._shaped and self._ran == batch.steps:  # the pass was the first of the steps
             self._stop_after(batch.steps - 1)
         n = len(self._resident)
         left, width = self._capacity - self._beside(batch.moves), self._width()
@@ -87,7 +86,7 @@ class SlabWorker(RoundWorker):
         self._done_s = max(self._stepped_s, self._moved_s)
 
     def finish(self) -> RoundResult:
-        """The round has ended: write down what happened in it."""
+        """The round has ended: record what happened in it."""
         if self._failure:
             self._passes.clear()
         elif self._shaped:
@@ -105,7 +104,7 @@ class SlabWorker(RoundWorker):
             result.joined = tuple([(job.request_id, 1) for job in self._batch.jobs])
         if spills and self._resident:
             self._shaped = 0  # its step is done
-            self._run_short([next(reversed(self._shelves.device or self._resident))])
+            self._run_out_of_memory([next(reversed(self._swap_store.device or self._resident))])
             result.failure, result.dropped = self._failure, self._dropped
         return result
 
@@ -115,11 +114,11 @@ class SlabWorker(RoundWorker):
             self._shape(batch, there) if self._shapes and there else self._prefill_apart(batch)
         )
         if not self._failure and self._passing(batch, there) > self._capacity:
-            self._run_short(batch.jobs)
+            self._run_out_of_memory(batch.jobs)
         return seconds
 
     def _passing(self, batch: Batch, there: int) -> int:
-        """The most that there is while those who enter are prefilled: see `SlabFootprint`."""
+        """The peak in tokens while new rows are prefilled: see `SlabFootprint`."""
         n = len(self._resident)
         if n == 1:
             return 0
@@ -155,7 +154,7 @@ class SlabWorker(RoundWorker):
         return self._latency.prefill_s(there + len(batch.jobs), batch.input_length)
 
     def _step_with_newcomers(self) -> None:
-        """The pass that shaped is a step of all, which ends where the prefill does."""
+        """Record the step that prefilled the new rows; it ends with the prefill."""
         batch, ledger, at_s, n = self._batch, self._ledger, self._prefilled_s, len(self._resident)
         assert batch is not None
         ledger.decoding_steps += 1
@@ -170,8 +169,8 @@ class SlabWorker(RoundWorker):
         self._give_tokens(self._tokenless, at_s)
         self._gaps.wait_from(at_s)
 
-    def _run_short(self, jobs: Sequence[Job]) -> None:
-        super()._run_short(jobs)
+    def _run_out_of_memory(self, jobs: Sequence[Job]) -> None:
+        super()._run_out_of_memory(jobs)
         self._steps -= self._shaped
         self._shaped = 0
 

@@ -1,8 +1,10 @@
-"""A simulated worker: it knows how long outputs will be, and leaps over a batch's steps by the
-fitted laws.
+"""A simulated worker of static batches: it knows the true output lengths, and computes all steps
+of a batch at once by the fitted laws.
 
-One leap costs one evaluation of the laws per batch and a few additions per job, never anything per
-token.
+A batch costs one evaluation of the laws and a few additions per job, and nothing per token.
+
+`FrontDelay` is what HTTP, parsing and tokenizing on the way in and the stream on the way out add to
+latencies, `Intake` what arriving requests cost running batches, `SimWorker` the worker.
 """
 
 from __future__ import annotations
@@ -18,22 +20,15 @@ from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Batch, BatchResult, Failure
 from toolkit.sim.ledger import Ledger, RunsOut
 
-# What a server's front adds to latencies: HTTP, parsing and tokenizing on the way in, the stream
-# on the way out.
-#
-# A scheduler's clock begins when a request is submitted and its tokens end at the driver; clients
-# see them later. The delay is taken for the same with every request: all arrivals move alike, so
-# nothing else changes. What is left out: that it grows where the front is short of CPU.
-#
-# Where workers compute on the front's own cores, it also takes time from the batches that run:
-# taking in a request costs each of them the same time. A crowd's batches are slower while it
-# arrives than later.
-
 
 @dataclass(slots=True, frozen=True)
 class FrontDelay:
-    """Seconds by which clients see a request's first and last token later than if they called the
-    scheduler itself.
+    """Seconds by which a client sees the first and the last token of a request later than the
+    scheduler does.
+
+    The scheduler's clock starts when a request is submitted and stops when its tokens reach the
+    driver. The delay is assumed to be the same for every request, so all arrivals shift alike and
+    nothing else changes. Not modelled: the delay grows when the front is short of CPU.
     """
 
     first_s: float = 0.0
@@ -42,7 +37,8 @@ class FrontDelay:
     def __post_init__(self) -> None:
         if not (self.first_s >= 0.0 and self.last_s >= 0.0):
             raise InputError(
-                f"front: delays of {self.first_s} and {self.last_s} s are not possible; both are >= 0"
+                f"front: delays of {self.first_s} and {self.last_s} s are not possible; "
+                "both are >= 0"
             )
 
     def seen(self, served: Served) -> Served:
@@ -55,11 +51,12 @@ NO_DELAY = FrontDelay()
 
 
 class Intake:
-    """What taking in requests costs running batches.
+    """What arriving requests cost running batches, where workers compute on the front's own cores:
+    batches are slower while many requests arrive.
 
     Args:
-        arrivals_s: when requests arrive, in rising order.
-        cost_s: seconds by which each makes every batch longer that runs then.
+        arrivals_s: when requests arrive, in ascending order.
+        cost_s: seconds that each arrival adds to every batch that runs then.
     """
 
     def __init__(self, arrivals_s: Sequence[float] = (), cost_s: float = 0.0) -> None:
@@ -71,14 +68,12 @@ class Intake:
         self._cost_s = cost_s
 
     def end_s(self, start_s: float, work_s: float) -> float:
-        """When `work_s` seconds of a batch's own work are done that started at `start_s`."""
+        """When a batch that started at `start_s` has done `work_s` seconds of its own work."""
         end_s = start_s + work_s
         if not self._cost_s:
             return end_s
         arrivals_s, met = self._arrivals_s, 0
-        first = bisect_right(
-            arrivals_s, start_s
-        )  # those that it waited for were taken in before it
+        first = bisect_right(arrivals_s, start_s)  # arrivals up to the start cost it nothing
         while (now_met := bisect_left(arrivals_s, end_s, first + met) - first) > met:
             met = now_met
             end_s = start_s + work_s + met * self._cost_s
@@ -92,13 +87,14 @@ class SimWorker:
     """Runs the static batches of one worker on virtual time.
 
     Args:
-        latency: the law that time follows here (the policy may be given another).
+        latency: the law that time follows here (the policy may know another one).
         ledger: where the outcome is written; it holds the true output lengths.
         number: request id to its index in the ledger.
         runs_out: whether a batch runs out of memory.
-        streams: tokens reach the client as they come; False: with their batch, as in the SCLS paper.
-        flush_s: but a worker reports them at most this often after a slice's first ones.
-        intake: what requests that arrive take from a running batch.
+        streams: tokens reach the client as they come; False: with their batch, as in the SCLS
+            paper.
+        flush_s: the least seconds between two reports of a slice's tokens after its first ones.
+        intake: what arriving requests cost a running batch.
     """
 
     def __init__(
@@ -123,7 +119,7 @@ class SimWorker:
         self._result = BatchResult(-1, -1, (), ())
 
     def run(self, batch: Batch, now_s: float) -> float:
-        """Run a batch; when it ends, in seconds."""
+        """Start a batch; when it ends, in seconds."""
         size, length = len(batch.jobs), batch.input_length
         prefill_s = self._latency.prefill_s(size, length)
         if self._runs_out and self._runs_out(batch.batch_id, size, length, batch.steps):
@@ -145,17 +141,19 @@ class SimWorker:
         return self._end(batch, now_s, done_s, generated, finished, "")
 
     def _reported(self, first_s: float, token_s: float) -> float:
-        """When a token of a slice whose first ones came at `first_s` is reported."""
+        """When a token made at `token_s` is reported, in a slice with its first tokens at
+        `first_s`.
+        """
         if not self._flush_s:
             return token_s
         return first_s + math.ceil((token_s - first_s) / self._flush_s) * self._flush_s
 
     def finish(self) -> BatchResult:
-        """The batch has ended, with this result."""
+        """The result of the batch, which has ended."""
         return self._result
 
     def interrupt(self, now_s: float) -> float:
-        """Static batches run to their end."""
+        """Raises `ValueError`: static batches run to their end."""
         raise ValueError("a static batch cannot be interrupted")
 
     def _end(
@@ -196,12 +194,12 @@ class SimWorker:
         prefill_s: float,
         done_s: float,
     ) -> None:
-        """Write the times at which each job's tokens reached its client."""
+        """Record when each job's tokens reached its client."""
         ledger, streams, emits = self._ledger, self._streams, self._emits
         size, length = len(batch.jobs), batch.input_length
 
         def made_s(tokens: int) -> float:
-            """When the rows have so many new tokens."""
+            """When each row has `tokens` new tokens."""
             return self._intake.end_s(
                 now_s, prefill_s + self._latency.decode_s(size, length, tokens - emits)
             )
@@ -233,8 +231,8 @@ class SimWorker:
     def _count_gaps(
         self, batch: Batch, numbers: list[int], generated: list[int], first_s: float
     ) -> None:
-        """Every gap of a slice, and those since the slice before; as the worker has them, however
-        it reports them.
+        """Count every gap of a slice and the gap since the slice before, by when the worker makes
+        the tokens, not when it reports them.
         """
         gaps, firsts, lasts = (
             self._ledger.token_gaps,

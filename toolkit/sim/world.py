@@ -1,7 +1,13 @@
-"""What is simulated besides the policy: the laws of workers, how many there are, how tokens reach
-clients.
+"""What is simulated besides the policy: workers, their laws, and how tokens reach clients.
 
-A world is made from a fit here; what a command may say about one besides is in `toolkit.sim.world`.
+The parts, in this order:
+
+- `Validity` and the `Counting...` workers: where the laws were measured, and how many batches of a
+  simulation lie outside, with extrapolated times;
+- `World`, `world_from_fit` and `world_of`: a world, made from a fit or the workers of a plan;
+- `WorldSettings`, `assign_settings` and `make_world`: the worlds that a command may simulate, a
+  fit's or the token-step world, with the settings that the command gives;
+- `policy_for`: the policy that runs in such a world.
 """
 
 from __future__ import annotations
@@ -29,11 +35,8 @@ from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, FrontDelay, SimWorker
 from toolkit.traces.types import Trace
 
-# Where the laws were measured, and how many batches of a simulation lie outside: their times are
-# extrapolated.
-#
-# Workers that count are subclasses, so that a simulation which cannot leave the range pays
-# nothing for it.
+# Workers that count batches outside the measured range are subclasses, so that a simulation that
+# cannot leave the range pays nothing for it.
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,7 +48,7 @@ class Validity:
 
     @classmethod
     def of(cls, fit: Fit) -> Validity:
-        """That of a fit."""
+        """The range that a fit was measured in."""
         return cls(fit.prefill.valid, fit.decode.valid)
 
     def __str__(self) -> str:
@@ -55,8 +58,8 @@ class Validity:
         )
 
     def holds(self, requests: Sequence[Request], outputs: Sequence[int]) -> bool:
-        """Whether no batch of these can be outside. The prompt of who returns holds what was
-        generated.
+        """Whether no batch of these requests can be outside. The input of a job that is prefilled
+        again holds the tokens that were generated before.
         """
         limit = min(self.prefill.length_max, self.decode.length_max)
         rows = min(self.prefill.batch_size_max, self.decode.batch_size_max)
@@ -67,8 +70,8 @@ class Validity:
         return len(requests) <= rows and all(length <= limit for length in lengths)
 
     def left_by(self, entering: int, input_length: int, rows: int, cached_length: float) -> bool:
-        """Whether a prefill of `entering` rows, or decode steps of `rows` up to `cached_length`,
-        are outside.
+        """Whether a prefill of `entering` rows or decode steps of `rows` up to `cached_length` are
+        outside the range.
         """
         prefill, decode = self.prefill, self.decode
         return (
@@ -80,7 +83,7 @@ class Validity:
 
 
 class CountingSimWorker(SimWorker):
-    """A worker of static batches that counts those outside `valid`."""
+    """A worker of static batches that counts the batches outside `valid`."""
 
     def __init__(self, valid: Validity, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -93,7 +96,7 @@ class CountingSimWorker(SimWorker):
 
 
 class CountingRoundWorker(RoundWorker):
-    """A worker of rounds that counts those outside `valid`."""
+    """A worker of rounds that counts the rounds outside `valid`."""
 
     def __init__(self, valid: Validity, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -120,17 +123,22 @@ class CountingSlabWorker(CountingRoundWorker, SlabWorker):
 
 
 def extrapolation_warning(percent: float, valid: object) -> str:
-    """One line about `extrapolated_batches_percent`, with the range that was measured; empty where
-    there is none.
+    """One line about `extrapolated_batches_percent` with the measured range; empty if no batch
+    was extrapolated.
     """
     if not percent:
         return ""
-    return f"{percent:.3g} % of the batches are outside what the fit measured, so extrapolated: {valid}"
+    return (
+        f"{percent:.3g} % of the batches are outside what the fit measured, so extrapolated: "
+        f"{valid}"
+    )
 
 
 @dataclass(slots=True, frozen=True)
 class RoundLaws:
-    """What a worker takes and holds when it runs rounds. `believed` and `front` as in `World`."""
+    """The laws of time and memory of a worker that runs rounds. `believed` and `front`: as in
+    `World`.
+    """
 
     latency: LatencyLaw
     memory: MemoryLaw
@@ -140,27 +148,40 @@ class RoundLaws:
 
 @dataclass(slots=True, frozen=True)
 class World:
-    """What is simulated besides the policy: the laws of a worker, how many there are, and how
-    tokens reach clients.
+    """What is simulated besides the policy.
 
-    `runs_out` is the truth about the memory of static batches, which are reserved whole, and
-    `round_runs_out` that of rounds, which hold what they use (None: the law is right);
-    `max_new_tokens` is the limit of requests whose trace names none; `seed` that of the policy's
-    draws. `future_memory` asks for the true peak of memory to come, `token_gaps` for the
-    percentiles of all gaps between tokens (ITL); without `drain` the simulation stops when the last
-    request has been admitted. Where limits do not hold, outputs may be longer than the limits that
-    the policy sees, as they are in Past-Future's Table 1. `believed` is the latency law that the
-    scheduler knows, where it is not the one that holds. `valid` is where the laws were measured;
-    None: they hold everywhere. Where there is a law `swap`, caches can be swapped to `host_tokens`
-    of host memory per worker. `rounds` has the laws under continuous policies, where they are
-    others. `finished` are the output lengths of requests that ended before the first arrives, for
-    policies that look back. `joining` is how rows join a worker's running batch where that is one
-    padded slab, as on the engine `rebatch`; None: memory is paged. `front` is what clients see
-    besides: HTTP, tokenizing and the stream. `arrival_cost_s` is what each request that arrives
-    adds to every static batch that runs then, where workers compute on the front's cores.
+    A fleet has `others`: further kinds of workers behind the same scheduler. Each is a world, of
+    which only what concerns its workers counts. Its workers are numbered after these, kind by kind.
 
-    A fleet has `others`: further kinds of workers behind the same scheduler, each a world of its
-    own as far as its workers go. They are numbered after these, kind by kind.
+    Attributes:
+        latency, memory: the laws of a worker.
+        workers: how many there are.
+        max_new_tokens: the output limit of a request for which the trace gives none.
+        runs_out: which static batches really run out of memory (they reserve all of it at once);
+            None: the law is right.
+        round_runs_out: the same for rounds, which hold only what they use.
+        streams: tokens reach the client as they come; False: with their batch.
+        flush_s: the least seconds between two reports of a worker's tokens.
+        seed: of the policy's random draws.
+        future_memory: whether the true peak of memory to come is computed.
+        token_gaps: whether the percentiles of all gaps between tokens (ITL) are computed.
+        drain: False: the simulation stops when the last request has been admitted.
+        limits_hold: False: outputs may be longer than the limits that the policy sees, as in
+            Past-Future's Table 1.
+        believed: the latency law that the scheduler knows, if it differs from `latency`.
+        valid: where the laws were measured; None: they hold everywhere.
+        swap: the law of swaps to host memory; None: caches cannot be swapped.
+        host_tokens: tokens of host memory per worker for swapped caches.
+        joining: how rows join a running batch that is one padded slab, as on the engine `rebatch`;
+            None: memory is paged.
+        slots: rows that run at once on a worker, in rounds.
+        rounds: the laws under continuous policies, if they differ.
+        finished: output lengths of requests that ended before the first arrival, for policies that
+            look back.
+        front: what HTTP, tokenizing and the stream add to the latencies that clients see.
+        arrival_cost_s: seconds that each arriving request adds to every static batch that runs
+            then, where workers compute on the front's cores.
+        paged: the engine with its own scheduler, for the policy `vllm`.
     """
 
     latency: LatencyLaw
@@ -170,7 +191,7 @@ class World:
     runs_out: RunsOut | None = None
     round_runs_out: RunsOut | None = None
     streams: bool = True
-    flush_s: float = 0.0  # but workers report tokens at most this often
+    flush_s: float = 0.0
     seed: int = 0
     future_memory: bool = False
     token_gaps: bool = False
@@ -181,7 +202,7 @@ class World:
     swap: SwapLaw | None = None
     host_tokens: int = 0
     joining: Joining | None = None
-    slots: int = NO_LIMIT  # rows that run at once on a worker, in rounds
+    slots: int = NO_LIMIT
     rounds: RoundLaws | None = None
     finished: tuple[int, ...] = ()
     front: FrontDelay = NO_DELAY
@@ -191,7 +212,7 @@ class World:
 
     @property
     def kinds(self) -> tuple[World, ...]:
-        """This and the others."""
+        """This world and `others`."""
         return (self, *self.others)
 
     @property
@@ -200,7 +221,7 @@ class World:
         return sum(kind.workers for kind in self.kinds)
 
     def under(self, policy: AnyPolicy) -> World:
-        """The same world with the laws of what `policy` runs: batches or rounds."""
+        """The same world with the laws for what `policy` runs: static batches or rounds."""
         if self.others:
             alone = replace(self, others=()).under(policy)
             return replace(alone, others=tuple(kind.under(policy) for kind in self.others))
@@ -213,7 +234,7 @@ class World:
         return taken if laws.front == NO_DELAY else replace(taken, front=laws.front)
 
     def engine(self) -> PagedEngine:
-        """The engine whose own scheduler is simulated. `InputError` where there is none."""
+        """The engine with its own scheduler, to be simulated. `InputError` if there is none."""
         if self.others:
             raise InputError(
                 "policy 'vllm' is one engine's own scheduler: no fleet is behind it",
@@ -227,8 +248,8 @@ class World:
         return self.paged
 
     def range_of(self, policy: str) -> Validity | PassRange | str | None:
-        """Where the laws were measured that hold under the policy of this name; of several kinds in
-        words.
+        """Where the laws that apply under the policy of this name were measured; for a fleet, the
+        ranges of all kinds in words.
         """
         if self.others:
             return (
@@ -258,7 +279,7 @@ class World:
 
 
 def fleet(kinds: Sequence[World]) -> World:
-    """One world with the workers of all `kinds`; what is not of workers is as in the first."""
+    """One world with the workers of all `kinds`; everything else is as in the first."""
     first, *others = kinds
     return replace(first, others=tuple(others))
 
@@ -266,10 +287,10 @@ def fleet(kinds: Sequence[World]) -> World:
 def world_from_fit(
     fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0
 ) -> World:
-    """The world that a fit describes: its laws, and for static batches a memory edge drawn per
-    batch from `seed`.
+    """The world that a fit describes: its laws, and for static batches a memory edge that is drawn
+    per batch from `seed`.
 
-    Rounds have no such edge: where they were probed, what counts as usable ran at every length.
+    Rounds have no such edge: the probe of rounds counts as usable only what ran at every length.
     """
     laws = laws_from_fit(fit)
     return World(
@@ -295,7 +316,7 @@ def _round_laws(laws: Laws) -> RoundLaws:
 
 
 def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> World:
-    """The world that the fits of a plan's or a fleet's workers describe together."""
+    """The world that the fits of all kinds of workers of a plan or a fleet describe together."""
     return fleet(
         [
             world_from_fit(
@@ -312,8 +333,8 @@ def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> Wo
 
 @dataclass(slots=True, frozen=True)
 class DrawnEdge:
-    """The memory edge that a batch meets, drawn by its id. An object, so that worlds can go to
-    other processes.
+    """The memory edge that a batch meets, drawn by its id. A class, not a closure, so that worlds
+    can be pickled for other processes.
     """
 
     edge: MemoryEdge
@@ -323,25 +344,21 @@ class DrawnEdge:
         return self.edge.runs_out(size, length, steps, uniform_draw(self.seed, batch_id))
 
 
-# The worlds that a command may simulate, and their settings: what a fit describes, or a clock
-# that counts steps.
+# `unit-step` is the world of Past-Future's Table 1: a decode step takes 1, a prefill takes 0, and
+# one worker holds `TABLE_1_CAPACITY` tokens. Its defaults are those of the authors' artifact. No
+# server would have two of them:
 #
-# `unit-step` is the world of Past-Future's Table 1: a decode step takes 1, a prefill nothing, one
-# worker holds so many tokens. Its defaults are those of the authors' artifact. Two of them no
-# server would have:
-#
-# - `overfill` (of the policy): a newcomer needs no room at the moment, only the policy's consent,
-# and one who was evicted is counted by his prompt alone; so he comes back at the next attempt and
-# is evicted again one step later. - limits do not hold: D2's outputs go to 5,000 tokens while
-# schedulers are told 4,096.
+# - `overfill` (a parameter of the policy): a new request needs no free memory now, only the
+#   policy's consent, and an evicted job counts with its prompt alone. It is therefore admitted at
+#   the next attempt and evicted again one step later.
+# - `limits_hold` false: outputs of D2 reach 5,000 tokens while schedulers see a limit of 4,096.
 
 UNIT_STEP = "unit-step"
 TABLE_1_CAPACITY = 120_000
 TABLE_1_LIMIT = 4_096
 MEMORIES: dict[str, Joining | None] = {"paged": None, "slab": "embed", "slab-shaped": "shape"}
-ARTIFACT: dict[
-    str, dict[str, Value]
-] = {  # what Table 1's artifact does, and policies here do not by default
+# Parameters of Table 1's artifact that differ from the defaults of the policies here.
+ARTIFACT: dict[str, dict[str, Value]] = {
     "past-future": {"overfill": True, "initial_count": 500},
     "past-future-oracle": {"overfill": True},
     "aggressive": {"overfill": True},
@@ -351,7 +368,7 @@ ARTIFACT: dict[
 
 @dataclass(frozen=True, slots=True)
 class WorldSettings:
-    """What may be said about a world besides its fit. No policy has parameters of these names."""
+    """The settings of a world besides its fit. No policy has parameters of these names."""
 
     capacity_tokens: int = knob(
         0, doc="tokens of KV cache that a worker holds; 0: as fitted, in unit-step 120,000"
@@ -371,17 +388,17 @@ class WorldSettings:
             check("world", f.name, type(f.default), getattr(self, f.name), f.metadata["knob"])
 
     def joining(self, engines: Joining | None) -> Joining | None:
-        """See `World.joining`; `engines` is what the engine does."""
+        """See `World.joining`; `engines` is the engine's own."""
         return engines if self.memory == "engine" else MEMORIES[self.memory]
 
 
 def assign_settings(
     policies: Sequence[str], given: Mapping[str, Value]
 ) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
-    """What `given` says of the world, and of each policy.
+    """Split `given` into the settings of the world and the parameters of each policy.
 
-    `policy.key` is that policy's; `key` the world's, or that of every policy which has it.
-    `InputError` for a key that belongs to nobody.
+    `policy.key` belongs to that policy; `key` to the world, or to every policy that has it.
+    `InputError` for a key that neither has.
     """
     known = {
         name: knobs(type(make_any(name, {}))).keys() for name in policies
@@ -401,9 +418,9 @@ def assign_settings(
         if key in own:
             of_world[key] = value
         elif not owners:
-            who = f"policy '{policies[0]}'" if len(policies) == 1 else "any of the policies"
+            subject = f"policy '{policies[0]}'" if len(policies) == 1 else "any of the policies"
             raise InputError(
-                f"neither {who} nor the world has a setting '{key}'",
+                f"neither {subject} nor the world has a setting '{key}'",
                 nearest(key, own.union(*known.values())),
             )
         for owner in owners:
@@ -422,21 +439,22 @@ def make_world(
 ) -> World:
     """The world of a fit, or without one the token-step world; `given` are `WorldSettings`.
 
-    `workers` 0: as many as were profiled, or 1; `max_new_tokens` 0: as recipes that do not say
-    it, or Table 1's 4,096. `others` are a fleet's
-    kinds of workers besides those of `fit`. `InputError` for a setting that cannot be.
+    `workers` 0: as many as were profiled, or 1. `max_new_tokens` 0: the default of recipes, or
+    Table 1's 4,096. `others` are a fleet's kinds of workers besides those of `fit`. `InputError`
+    for a setting that is not possible.
     """
     if others:
         if given.get("capacity_tokens"):
             raise InputError(
-                "capacity_tokens is one number, and the fleet's kinds of workers have memories of their own",
+                "capacity_tokens is one number, and the fleet's kinds of workers have memories of "
+                "their own",
                 "leave it out, or simulate each kind with its own fit",
             )
         kinds = [(fit, workers), *((kind.fit, kind.workers) for kind in others)]
         return fleet(
             [
-                make_world(one, given, workers=count, max_new_tokens=max_new_tokens, seed=seed)
-                for one, count in kinds
+                make_world(kind_fit, given, workers=count, max_new_tokens=max_new_tokens, seed=seed)
+                for kind_fit, count in kinds
             ]
         )
     if fit is None:
@@ -477,7 +495,8 @@ def _unit_step_world(
 def _with_capacity(fit: Fit, capacity_tokens: int) -> Fit:
     if fit.memory.form == "rules":
         raise InputError(
-            f"capacity_tokens is {capacity_tokens}, but the fitted memory is a table of batch sizes, which has none",
+            f"capacity_tokens is {capacity_tokens}, but the fitted memory is a table of batch "
+            "sizes, which has none",
             "leave capacity_tokens out",
         )
     memory = fit.memory.model_copy(update={"capacity_tokens": capacity_tokens})
@@ -485,9 +504,7 @@ def _with_capacity(fit: Fit, capacity_tokens: int) -> Fit:
 
 
 def check_capacity(given: Mapping[str, Value], world: World, trace: Trace) -> None:
-    """`InputError` where the capacity that somebody set is too small for the trace's longest
-    prompt.
-    """
+    """`InputError` if the capacity in `given` is too small for the longest prompt of the trace."""
     usable, longest = world.memory.usable_tokens, int(trace.prompt_tokens.max())
     if given.get("capacity_tokens") and usable <= longest:
         raise InputError(
@@ -498,7 +515,7 @@ def check_capacity(given: Mapping[str, Value], world: World, trace: Trace) -> No
 
 
 def policy_for(fit: Fit | None, name: str, given: Mapping[str, Value]) -> AnyPolicy:
-    """The policy; in the token-step world with the artifact's parameters where nothing else is
-    `given`.
+    """The policy of this name with the parameters `given`; in the token-step world the parameters
+    of the artifact come first.
     """
     return make_any(name, dict(given) if fit else ARTIFACT.get(name, {}) | dict(given))

@@ -138,7 +138,7 @@ KNOWN = "known: " + "; ".join(f"{known.name} ({', '.join(known.required)})" for 
 
 
 def detect(found: Collection[str], source: str) -> Format:
-    """The format whose required columns are all among `found`.
+    """The format with all its required columns among `found`.
 
     `InputError` names the columns that the nearest format lacks, and those found.
     """

@@ -75,7 +75,7 @@ class Workload:
 def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind] = ()) -> Workload:
     """The trace with the recipe's lengths and rate, cut into windows.
 
-    Raises `InputError` for a trace without requests, one whose requests all arrive at once, and
+    Raises `InputError` for a trace without requests, one with all requests at the same time, and
     windows without requests.
     """
     spec = recipe.tune

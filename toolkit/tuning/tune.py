@@ -74,7 +74,7 @@ from toolkit.tuning.search import (
     sweeps,
 )
 
-# limits whose key in `Evaluation.usage` differs from their metric
+# limits with a key in `Evaluation.usage` that differs from their metric
 USAGE_KEYS = {ATTAINMENT_LOWER: ATTAINMENT}
 PERCENTILES = (5, 50, 95)  # of the draws
 

@@ -1,4 +1,4 @@
-"""A Compose file with one service, after the Compose specification, whose keys are snake_case."""
+"""A Compose file with one service, after the Compose specification, in which keys are snake_case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.deploy.kinds.kubernetes import Count, Image, StrictObject
 
 
 class ComposeKind(StrictObject):
-    """A model whose keys in the file are its fields' names."""
+    """A model with its fields' names as keys in the file."""
 
     model_config = ConfigDict(alias_generator=None)
 

@@ -3,7 +3,7 @@
 Kubernetes ships no schema of these. The models follow the operators' own documentation:
 prometheus-operator's API reference, monitoring.coreos.com/v1; KEDA 2.x, `ScaledObject` and the
 prometheus scaler; ray.io/v1 of KubeRay 1.7 (helm-chart/kuberay-operator/crds/
-ray.io_rayclusters.yaml), against whose schema tests check the rendered objects. KubeRay 1.6 is the
+ray.io_rayclusters.yaml). Tests check the rendered objects against these schemas. KubeRay 1.6 is the
 first version with `authOptions.secretName` and `upgradeStrategy`.
 """
 

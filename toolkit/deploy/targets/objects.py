@@ -178,7 +178,7 @@ def loading_environment(order: Order) -> list[EnvVar]:
 
 
 def by_reference(order: Order, variable: str, key: str, *, optional: bool | None = None) -> EnvVar:
-    """A variable whose value is in the deployment's Secret."""
+    """A variable with its value in the deployment's Secret."""
     wanted = SecretKey(name=order.name, key=key, optional=optional)
     return EnvVar(name=variable, value_from=ValueFrom(secret_key_ref=wanted))
 

@@ -16,7 +16,7 @@ cluster: `./serve.sh --ray HOST:6379`."""
 
 
 def render(order: Order) -> Rendered:
-    """Render serve.sh. `InputError` for a fleet whose kinds of machines have the same labels."""
+    """Render serve.sh. `InputError` if two kinds of machines in a fleet have the same labels."""
     drain = drain_s(order)
     flags = [("--ray", "auto"), ("--shutdown-timeout", drain.value)]
     script = fill("serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances)

@@ -1,6 +1,6 @@
 """The RayCluster of a plan: a worker group per kind with a pod per worker, and a head.
 
-A plan of one kind has one group, whose pods prefer the GPU that was measured. In a fleet, each
+A plan of one kind has one group; its pods prefer the GPU that was measured. In a fleet, each
 group requires machines of its own kind: those with the fleet's labels, or with the GPU that was
 measured. Where neither is known, its pods may run on any machine; the front then waits for a node
 that Ray gives the right label, and says so. Ray sets its label of the GPU; other labels are set
