@@ -64,6 +64,7 @@ def test_a_request_costs_as_much_with_many_workers(policy, router):
     assert found[1] <= 1.3 * found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "router"), CASES)
 def test_a_request_costs_as_much_behind_a_long_backlog(policy, router):
     found = []

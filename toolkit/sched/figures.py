@@ -21,6 +21,7 @@ Numbers = NDArray[np.int64]
 # Maps a worker and an expected output length to its figure and the figure's rows.
 Amount = Callable[[Worker, int], tuple[int, int]]
 Score = Callable[[Numbers], NDArray[np.float64]]  # maps figures to scores
+FEW_WORKERS = 32  # up to so many, scanning all of them is faster than keeping a heap
 
 
 class WorkerFigure:
@@ -132,10 +133,15 @@ class Loads:
         self.kept.clear()
 
     def least(self, count: int) -> list[tuple[float, int, int]]:
-        """At most `count` of the least loaded alive workers, ascending: (load in s, batches,
-        index).
+        """The least loaded alive workers, as (load in s, batches assigned, index).
+
+        At least `count` of them, or all if there are fewer; in ascending order if a heap is kept.
         """
         heap, workers = self.kept, self._workers
+        if len(workers) <= FEW_WORKERS:
+            return [
+                (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive
+            ]
         if not heap or len(heap) > 4 * len(workers):
             heap[:] = [
                 (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toolkit.sched.footprint import Footprint, footprint
+from toolkit.sched.footprint import Footprint, look
 from toolkit.sched.policies.continuous import last_first
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
@@ -91,7 +91,7 @@ class BatonPolicy:
         running, inbox = worker.running, worker.inbox
         if running is None or running.interrupted or not inbox or worker.swapped.jobs:
             return False
-        return self._takes(worker, footprint(worker), inbox[0])
+        return self._takes(worker, look(worker), inbox[0])
 
     def _round(self, worker: Worker) -> Batch:
         there, leave = self._leaving(worker)
@@ -152,7 +152,7 @@ class BatonPolicy:
 
         Rows leave in the order of `last_first`.
         """
-        there, leave = footprint(worker), []
+        there, leave = look(worker), []
         if there.rows > 1 and self._room(there) < 1:
             for job in last_first(worker):
                 there.leave(job)

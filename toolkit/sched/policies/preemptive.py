@@ -124,7 +124,7 @@ def free_places(worker: Worker) -> int:
     """Tokens that are free for caches on the device and in host memory together, as of the last
     report.
     """
-    device = worker.capacity_tokens - footprint(worker).taken - worker.held.tokens
+    device = worker.capacity_tokens - look(worker).taken - worker.held.tokens
     return device + worker.host_tokens - worker.swapped.tokens
 
 
@@ -463,7 +463,7 @@ class PreemptivePolicy(ABC):
             return True
         if len(residents) >= self._most(worker):
             return False
-        return footprint(worker).fits(inbox[-1].length, worker.capacity_tokens)
+        return look(worker).fits(inbox[-1].length, worker.capacity_tokens)
 
     def _most(self, worker: Worker) -> int:
         return min(self.max_batch_size, worker.row_limit)
