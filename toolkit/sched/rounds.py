@@ -91,7 +91,9 @@ class WorkerRounds:
                 self.evict(worker, dropped, now_s)
         return ended
 
-    def run_short(self, worker: Worker, result: RoundResult, jobs: Mapping[str, Job]) -> Job | None:
+    def run_out_of_memory(
+        self, worker: Worker, result: RoundResult, jobs: Mapping[str, Job]
+    ) -> Job | None:
         """Handle a round in which memory ran out: half of the dropped jobs may enter with the next
         round.
 
@@ -289,9 +291,9 @@ class PrefillPasses(Generic[Key]):
         return len(self._waiting) + (len(self.group.keys) if self.group else 0)
 
     def __contains__(self, key: Key) -> bool:
-        return bool(self) and key in self.everybody()
+        return bool(self) and key in self.all_keys()
 
-    def everybody(self) -> list[Key]:
+    def all_keys(self) -> list[Key]:
         """All newcomers, those of the current group first."""
         return [*(self.group.keys if self.group else ()), *[key for key, _ in self._waiting]]
 

@@ -32,7 +32,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import ClassVar
 
-from toolkit.sched.footprint import Footprint, footprint, look
+from toolkit.sched.footprint import Footprint, footprint_of, shared_footprint
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
@@ -120,11 +120,11 @@ class Newcomers:
         )
 
 
-def free_places(worker: Worker) -> int:
+def free_cache_tokens(worker: Worker) -> int:
     """Tokens that are free for caches on the device and in host memory together, as of the last
     report.
     """
-    device = worker.capacity_tokens - look(worker).taken - worker.held.tokens
+    device = worker.capacity_tokens - shared_footprint(worker).taken - worker.held.tokens
     return device + worker.host_tokens - worker.swapped.tokens
 
 
@@ -136,7 +136,7 @@ class Chosen:
     """
 
     rows: list[RankedJob]
-    there: Footprint
+    footprint: Footprint
     closed: bool = False
 
 
@@ -151,12 +151,12 @@ def _add(found: Footprint, worker: Worker, row: RankedJob) -> None:
 class Placement:
     """What a round does with every cache.
 
-    `there` is the footprint of the jobs in `run`. `kept` and `fetched` are the jobs that do not run
+    `footprint` is that of the jobs in `run`. `kept` and `fetched` are the jobs that do not run
     and have caches on the device.
     """
 
     run: list[RankedJob]
-    there: Footprint
+    footprint: Footprint
     kept: list[RankedJob] = field(default_factory=list)
     fetched: list[RankedJob] = field(default_factory=list)
     swap_out: list[RankedJob] = field(default_factory=list)
@@ -207,7 +207,7 @@ class Placement:
         aside = sum([row.tokens for row in self.kept if row.job.ticket not in running])
         if self.overlap:
             aside += sum([row.tokens for row in (*self.swap_out, *self.swap_in)])
-        return self.there.room(worker.capacity_tokens - aside)
+        return self.footprint.room(worker.capacity_tokens - aside)
 
     def transfers_s(self, worker: Worker) -> float:
         """Seconds of the round's transfers, by the worker's law."""
@@ -234,8 +234,8 @@ def _keep(
     `others` have caches and are in the order in which they will run. `spare` tokens are left for
     growth, `share` tokens for newcomers.
     """
-    free = worker.capacity_tokens - chosen.there.needs - spare - share
-    placed = Placement(list(chosen.rows), chosen.there)
+    free = worker.capacity_tokens - chosen.footprint.needs - spare - share
+    placed = Placement(list(chosen.rows), chosen.footprint)
     leaving: list[RankedJob] = []
     for row in others:
         if row.place is CacheLocation.DEVICE:
@@ -293,27 +293,27 @@ def beside_transfers(
     the round should wait for its transfers instead.
     """
     placed = _keep(worker, others, chosen, spare, share, fetch=True)
-    there = footprint(worker).emptied()  # its capacity excludes the caches beside the rows
-    placed.overlap, placed.run, placed.there = True, [], there
-    there.capacity -= (
+    footprint = footprint_of(worker).emptied()  # its capacity excludes the caches beside the rows
+    placed.overlap, placed.run, placed.footprint = True, [], footprint
+    footprint.capacity -= (
         worker.residents.used + worker.held.tokens - sum([row.tokens for row in placed.evict])
     )
     for row in chosen.rows:
         if (
             row.place is CacheLocation.HOST
-            and row.tokens <= there.capacity - there.needs
+            and row.tokens <= footprint.capacity - footprint.needs
             and row.waits_s < patience_s
         ):
             placed.swap_in.append(row)
             placed.awaited = True
-            there.capacity -= row.tokens
+            footprint.capacity -= row.tokens
         elif row.place is CacheLocation.DEVICE:
             placed.run.append(row)
-            there.capacity += row.needs - 1
-            _add(there, worker, row)
-        elif row.place is CacheLocation.INBOX and there.fits(row.tokens, there.capacity):
+            footprint.capacity += row.needs - 1
+            _add(footprint, worker, row)
+        elif row.place is CacheLocation.INBOX and footprint.fits(row.tokens, footprint.capacity):
             placed.run.append(row)
-            there.enter(row.job)
+            footprint.enter(row.job)
         elif row.waits_s >= patience_s:
             return None
         else:
@@ -321,18 +321,18 @@ def beside_transfers(
     for row in sorted(placed.kept, key=attrgetter("rank")):
         if len(placed.run) >= most:
             break
-        there.capacity += row.tokens
-        if there.fits(row.tokens, there.capacity, enters=False):
+        footprint.capacity += row.tokens
+        if footprint.fits(row.tokens, footprint.capacity, enters=False):
             placed.run.append(row)
-            there.join(row.tokens)
+            footprint.join(row.tokens)
         else:
-            there.capacity -= row.tokens
-    if there.needs > there.capacity or not placed.run:
+            footprint.capacity -= row.tokens
+    if footprint.needs > footprint.capacity or not placed.run:
         return None
     for row in placed.fetched:
-        if row.tokens <= there.capacity - there.needs:
+        if row.tokens <= footprint.capacity - footprint.needs:
             placed.swap_in.append(row)
-            there.capacity -= row.tokens
+            footprint.capacity -= row.tokens
     return placed
 
 
@@ -445,7 +445,7 @@ class PreemptivePolicy(ABC):
         if running is None or running.interrupted or not inbox:
             return False
         assert isinstance(inbox, RankedInbox)
-        place = free_places(worker)
+        place = free_cache_tokens(worker)
         if not any(job.length < place for job in islice(reversed(inbox), newcomers)):
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
@@ -463,7 +463,7 @@ class PreemptivePolicy(ABC):
             return True
         if len(residents) >= self._most(worker):
             return False
-        return look(worker).fits(inbox[-1].length, worker.capacity_tokens)
+        return shared_footprint(worker).fits(inbox[-1].length, worker.capacity_tokens)
 
     def _most(self, worker: Worker) -> int:
         return min(self.max_batch_size, worker.row_limit)
@@ -476,7 +476,7 @@ class PreemptivePolicy(ABC):
 
     def _round(self, worker: Worker, now_s: float) -> Batch:
         if not (worker.held.jobs or worker.swapped.jobs or worker.residents.prefilling):
-            steps = self._as_before(worker, now_s)
+            steps = self._unchanged_round(worker, now_s)
             if steps:
                 chunk = worker.chunk_of(self.chunk_tokens)
                 return Batch(
@@ -503,24 +503,24 @@ class PreemptivePolicy(ABC):
         placed.closed = chosen.closed
         return self._batch(worker, placed, cached, now_s)
 
-    def _as_before(self, worker: Worker, now_s: float) -> int:
+    def _unchanged_round(self, worker: Worker, now_s: float) -> int:
         """Steps of a round in which all residents continue and no job enters; 0 if that is not
         certain.
 
         A shortcut that ranks nothing. It applies if all residents fit, no other job has a cache,
         and no job waits that could get one.
         """
-        there, capacity, inbox = look(worker), worker.capacity_tokens, worker.inbox
-        rows = there.rows
-        if not rows or rows > self._most(worker) or (rows > 1 and there.needs > capacity):
+        footprint, capacity, inbox = shared_footprint(worker), worker.capacity_tokens, worker.inbox
+        rows = footprint.rows
+        if not rows or rows > self._most(worker) or (rows > 1 and footprint.needs > capacity):
             return 0
         if inbox:
             assert isinstance(inbox, RankedInbox)
-            place = capacity - there.taken + worker.host_tokens - self._spare(worker, 1)
+            place = capacity - footprint.taken + worker.host_tokens - self._spare(worker, 1)
             if inbox.shortest + 1 + worker.emits <= place:
                 return 0
-            return max(there.room(capacity), 1)
-        return self.horizon_of_residents(worker, max(there.room(capacity), 1), now_s)
+            return max(footprint.room(capacity), 1)
+        return self.horizon_of_residents(worker, max(footprint.room(capacity), 1), now_s)
 
     def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
         """`horizon` if exactly the worker's residents run."""
@@ -537,11 +537,11 @@ class PreemptivePolicy(ABC):
             rank = (standing(job, generated), 0.0, job.ticket)
             needs = (worker.residents.holds(job) if prefilling else tokens) + 1
             rows.append(RankedJob(job, CacheLocation.DEVICE, tokens, generated, needs, RUNS, rank))
-        for place, shelf in (
+        for place, parked in (
             (CacheLocation.DEVICE, worker.held),
             (CacheLocation.HOST, worker.swapped),
         ):
-            for job in shelf.jobs:
+            for job in parked.jobs:
                 waits_s = now_s - job.waiting_since_s
                 starves = waits_s >= patience_s
                 rank = (
@@ -566,12 +566,12 @@ class PreemptivePolicy(ABC):
         """
         prefilling = worker.residents.prefilling
         capacity, most, prefill = worker.capacity_tokens, self._most(worker), 0
-        there = footprint(worker).emptied()
-        place: float = free_places(worker) if cached else math.inf
+        footprint = footprint_of(worker).emptied()
+        place: float = free_cache_tokens(worker) if cached else math.inf
         newcomers = Newcomers(worker, now_s, self.patience_s)
         chosen = [row for row in cached if row.job in prefilling] if prefilling else []
         for one in chosen:
-            there.enter(one.job)
+            footprint.enter(one.job)
             prefill += one.tokens
         ahead = iter([row for row in cached if row.job not in prefilling] if prefilling else cached)
         row = next(ahead, None)
@@ -581,25 +581,27 @@ class PreemptivePolicy(ABC):
             spare = self._spare(worker, len(chosen) + 1)
             if came and not (row and row.rank < came.rank):
                 if not chosen or (
-                    came.needs + spare <= place and there.fits(came.tokens, capacity - spare)
+                    came.needs + spare <= place and footprint.fits(came.tokens, capacity - spare)
                 ):
                     chosen.append(came)
-                    there.enter(came.job)
+                    footprint.enter(came.job)
                     place -= came.needs
                     prefill += came.tokens
                 more = self._spare(worker, len(chosen) + 1)
                 goes_on = prefill < self.max_prefill_tokens
                 came = (
-                    newcomers.next(there.widest(capacity - more), place - more) if goes_on else None
+                    newcomers.next(footprint.widest(capacity - more), place - more)
+                    if goes_on
+                    else None
                 )
             elif row:
                 limit = capacity - (0 if row.waits_s == RUNS else spare)
-                if not chosen or there.fits(row.tokens, limit, enters=False):
+                if not chosen or footprint.fits(row.tokens, limit, enters=False):
                     chosen.append(row)
-                    there.join(row.tokens)
+                    footprint.join(row.tokens)
                 row = next(ahead, None)
         return Chosen(
-            chosen, there, not newcomers.possible(place - self._spare(worker, len(chosen) + 1))
+            chosen, footprint, not newcomers.possible(place - self._spare(worker, len(chosen) + 1))
         )
 
     def _batch(

@@ -133,10 +133,10 @@ def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
     tokens += inbox.tokens + (inbox.waiting - len(returned)) * max(expected, 1)
     for job in returned:
         tokens += max(expected - job.generated, 1)
-    for shelf in (worker.held, worker.swapped):
-        rows += len(shelf.jobs)
-        tokens += shelf.tokens
-        for job in shelf.jobs:
+    for parked in (worker.held, worker.swapped):
+        rows += len(parked.jobs)
+        tokens += parked.tokens
+        for job in parked.jobs:
             tokens += max(expected - job.generated, 1)
     return tokens, rows
 

@@ -57,7 +57,7 @@ from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 # be free.
 
 # Cuts that are tried from either end, between two kinds; fewer if there are more kinds.
-STEPS = 8
+CUTS_PER_END = 8
 
 # Makes batches of jobs by the laws of one worker.
 Batching = Callable[[Sequence[Job], Worker], list[Batch]]
@@ -85,7 +85,7 @@ def share_out(
     """Batch all `jobs` for workers of several kinds, and assign the batches.
 
     The jobs are ordered by length, and the last of `kinds` holds all of them. For two kinds,
-    `batch` is called at most 2 `STEPS` + 2 times, with at most all jobs.
+    `batch` is called at most 2 `CUTS_PER_END` + 2 times, with at most all jobs.
     """
     return _shared(jobs, kinds, batch, offload, now_s).batches
 
@@ -111,7 +111,8 @@ def _shared(
 
     able = [job for job in jobs if kind[0].holds(job)]
     return min(
-        map(split, _cuts(able, max(STEPS // len(others) ** 2, 1))), key=lambda share: share.waits_s
+        map(split, _cuts(able, max(CUTS_PER_END // len(others) ** 2, 1))),
+        key=lambda share: share.waits_s,
     )
 
 
@@ -368,7 +369,7 @@ class SequencePolicy:
 # waiting ones. Otherwise it stays and keeps its cache.
 
 SLICES = "slices"
-GONE = -(1 << 62)  # free tokens of a lost worker: less than any other has
+NO_FREE_TOKENS = -(1 << 62)  # free tokens of a lost worker: less than any other has
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,8 +447,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
         ).T
         return int(admit_knowing(used, left, waiting, self._limit(worker) + 1.0, worker.padded))
 
-    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        return there.taken_with(job.length) < self._limit(worker)
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        return footprint.taken_with(job.length) < self._limit(worker)
 
     def longest_round(self, worker: Worker, entering: int) -> int:
         residents = worker.residents
@@ -470,7 +471,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         staying = np.ones(len(used), dtype=np.bool_)
         staying[[job.slot for job in over]] = False
         here, crowded, limit = worker.index, bool(worker.inbox), self._limit(worker)
-        own, free[here] = int(free[here]), GONE
+        own, free[here] = int(free[here]), NO_FREE_TOKENS
         target = int(free.argmax()) if len(view.able) > 1 else here
         free[here] = own
         margin = self.margin * worker.capacity_tokens
@@ -549,8 +550,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return view.figure((self.name, self), self._promise)
 
     def _free(self, view: View) -> NDArray[np.int64]:
-        """Each worker's capacity less what it promised [n]; `GONE` for lost workers."""
-        free = np.full(len(view.workers), GONE)
+        """Each worker's capacity less what it promised [n]; `NO_FREE_TOKENS` for lost workers."""
+        free = np.full(len(view.workers), NO_FREE_TOKENS)
         capacities = (
             [view.workers[index].capacity_tokens for index in view.able] if view.mixed else None
         )
