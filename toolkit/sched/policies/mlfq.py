@@ -146,9 +146,9 @@ class MlfqPolicy(PreemptivePolicy):
     """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false.
 
     A job joins the first queue with a quantum that covers its prefill, and moves to the next queue
-    when it has used up the quantum. A job that has waited for `starvation_s` starves: it runs before
-    all that do not, and is promoted to the first queue with a new quantum. Serve queues in order,
-    each in order of arrival. See `FeedbackQueues`.
+    when it has used up the quantum. A job that has waited for `starvation_s` starves: it runs
+    before all that do not, and is promoted to the first queue with a new quantum. Queues are served
+    in order, and each queue in order of arrival. See `FeedbackQueues`.
 
     Each priority has its own queues: all queues of a more urgent one come first.
     """

@@ -1,7 +1,7 @@
 """The base of preemptive policies: the jobs that rank highest run, the others keep their caches.
 
-At every scheduling point all jobs of a worker are ranked, and the best run, as many as rows and
-memory allow. A job that makes way is paused and keeps its cache on the device if there is room,
+At every scheduling point all jobs of a worker are ranked, and as many of the highest run as rows
+and memory allow. A job that makes way is paused and keeps its cache on the device if there is room,
 else in host memory; without room in either, its cache is dropped and computed again later. Caches
 move in one of two ways:
 
@@ -245,10 +245,8 @@ def _keep(
             else:
                 leaving.append(row)
     for row in others if fetch else ():
-        if (
-            # With less room it would soon leave again.
-            row.place is CacheLocation.HOST and row.tokens <= free - share
-        ):
+        # With less room it would soon leave again.
+        if row.place is CacheLocation.HOST and row.tokens <= free - share:
             free -= row.tokens
             placed.fetched.append(row)
     room = worker.host_tokens - worker.swapped.tokens
