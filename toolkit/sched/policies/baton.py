@@ -63,7 +63,7 @@ class BatonPolicy:
         doc="a round prefills until it has so many prompt tokens",
     )
     router: str = choice(
-        "round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS)
+        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
     )
     chunk_tokens: int = chunk_knob()
 

@@ -59,7 +59,7 @@ class ContinuousPolicy(ABC):
         "(as in Table 1's artifact)",
     )
     router: str = choice(
-        "round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS)
+        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
     )
     chunk_tokens: int = chunk_knob()
 
@@ -78,8 +78,8 @@ class ContinuousPolicy(ABC):
         """How many of `candidates`, in order, may enter by the policy's own criterion.
 
         They fit the memory as it is now, and each is `admissible` if those before it enter. If the
-        worker has no residents, the first candidate may not be hopeful: it is admitted whatever
-        this returns, because a job that fits alone must not wait for ever.
+        worker has no residents, the first candidate need not be: it is admitted whatever this
+        returns, because a job that fits alone must not wait for ever.
         """
         return len(candidates)
 

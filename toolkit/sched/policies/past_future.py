@@ -1,7 +1,7 @@
 """Past-Future: admission by the predicted peak of memory, from the lengths of past outputs.
 
 Gong et al., *Past-Future Scheduler for LLM Serving under SLA Guarantees*, section 3. Nothing is
-kept between attempts to admit: each samples all lengths anew. In order: the policy of the paper,
+kept between attempts to admit: each samples all lengths again. In order: the policy of the paper,
 its oracle with the true lengths, and a variant that also keeps limits of TTFT and MTPOT.
 """
 

@@ -58,7 +58,7 @@ class RankedJob:
     """A job at a scheduling point, with up-to-date counters."""
 
     job: Job
-    place: CacheLocation
+    location: CacheLocation
     tokens: int  # prompt + generated: the size of its cache, or of its prefill
     generated: int
     needs: int  # device tokens to run one step, including the token of its prefill
@@ -79,24 +79,24 @@ class Newcomers:
         self._others = worker.inbox.others(now_s, patience_s)
         self._open = True
 
-    def next(self, free: float, place: float) -> RankedJob | None:
+    def next(self, free: float, cache_room: float) -> RankedJob | None:
         """The next job that needs at most `free` device tokens and has room for its cache in
-        `place` tokens.
+        `cache_room` tokens.
 
-        Later calls must not pass more of either. If a starving job finds no room in `place`, no
+        Later calls must not pass more of either. If a starving job does not fit `cache_room`, no
         other job may enter before it.
         """
-        if not self.possible(place) or self._inbox.shortest + self._grows > free:
+        if not self.possible(cache_room) or self._inbox.shortest + self._grows > free:
             return None
         grows = self._grows
         for waits_s, job in self._starving:
             needs = job.length + grows
-            if needs > place:
+            if needs > cache_room:
                 self._open = False
                 return None
             if needs <= free:
                 return self._row(job, waits_s, (STARVES, -waits_s, job.ticket))
-        room = min(free, place)
+        room = min(free, cache_room)
         for standing, job in self._others:
             if job.length + grows <= room:
                 return self._row(
@@ -104,9 +104,9 @@ class Newcomers:
                 )
         return None
 
-    def possible(self, place: float) -> bool:
-        """Whether a waiting job might fit its cache into `place` tokens, as far as is known."""
-        return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= place
+    def possible(self, cache_room: float) -> bool:
+        """Whether the cache of a waiting job might fit `cache_room` tokens, as far as is known."""
+        return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= cache_room
 
     def _row(self, job: Job, waits_s: float, rank: Rank) -> RankedJob:
         return RankedJob(
@@ -141,7 +141,7 @@ class Chosen:
 
 
 def _add(found: Footprint, worker: Worker, row: RankedJob) -> None:
-    if row.place is CacheLocation.INBOX or row.job in worker.residents.prefilling:
+    if row.location is CacheLocation.INBOX or row.job in worker.residents.prefilling:
         found.enter(row.job)
     else:
         found.join(row.tokens)
@@ -178,7 +178,7 @@ class Placement:
             [
                 row.job
                 for row in self.run
-                if row.place is not CacheLocation.INBOX and row.job not in residents
+                if row.location is not CacheLocation.INBOX and row.job not in residents
             ]
         )
         swap_out = tuple([row.job for row in self.swap_out])
@@ -238,7 +238,7 @@ def _keep(
     placed = Placement(list(chosen.rows), chosen.footprint)
     leaving: list[RankedJob] = []
     for row in others:
-        if row.place is CacheLocation.DEVICE:
+        if row.location is CacheLocation.DEVICE:
             if row.tokens <= free:
                 free -= row.tokens
                 placed.kept.append(row)
@@ -246,7 +246,7 @@ def _keep(
                 leaving.append(row)
     for row in others if fetch else ():
         # With less room it would soon leave again.
-        if row.place is CacheLocation.HOST and row.tokens <= free - share:
+        if row.location is CacheLocation.HOST and row.tokens <= free - share:
             free -= row.tokens
             placed.fetched.append(row)
     room = worker.host_tokens - worker.swapped.tokens
@@ -272,7 +272,7 @@ def after_transfers(
 ) -> Placement:
     """The round waits for its transfers, and then runs all of `chosen`."""
     placed = _keep(worker, others, chosen, spare, share, fetch=False)
-    placed.swap_in = [row for row in chosen.rows if row.place is CacheLocation.HOST]
+    placed.swap_in = [row for row in chosen.rows if row.location is CacheLocation.HOST]
     return placed
 
 
@@ -298,18 +298,18 @@ def beside_transfers(
     )
     for row in chosen.rows:
         if (
-            row.place is CacheLocation.HOST
+            row.location is CacheLocation.HOST
             and row.tokens <= footprint.capacity - footprint.needs
             and row.waits_s < patience_s
         ):
             placed.swap_in.append(row)
             placed.awaited = True
             footprint.capacity -= row.tokens
-        elif row.place is CacheLocation.DEVICE:
+        elif row.location is CacheLocation.DEVICE:
             placed.run.append(row)
             footprint.capacity += row.needs - 1
             _add(footprint, worker, row)
-        elif row.place is CacheLocation.INBOX and footprint.fits(row.tokens, footprint.capacity):
+        elif row.location is CacheLocation.INBOX and footprint.fits(row.tokens, footprint.capacity):
             placed.run.append(row)
             footprint.enter(row.job)
         elif row.waits_s >= patience_s:
@@ -386,7 +386,7 @@ class PreemptivePolicy(ABC):
         doc="proactive: share of the device's memory kept free for newcomers",
     )
     router: str = choice(
-        "round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS)
+        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
     )
     chunk_tokens: int = chunk_knob()
 
@@ -443,13 +443,13 @@ class PreemptivePolicy(ABC):
         if running is None or running.interrupted or not inbox:
             return False
         assert isinstance(inbox, RankedInbox)
-        place = free_cache_tokens(worker)
-        if not any(job.length < place for job in islice(reversed(inbox), newcomers)):
+        cache_room = free_cache_tokens(worker)
+        if not any(job.length < cache_room for job in islice(reversed(inbox), newcomers)):
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
         since, standing = residents.steps, inbox.standing
-        came = [
+        new_ranks = [
             (standing(job, job.generated), job.ticket) for job in islice(reversed(inbox), newcomers)
         ]
         ranks = [
@@ -457,7 +457,7 @@ class PreemptivePolicy(ABC):
             for job in residents.jobs
             if job not in residents.prefilling
         ]
-        if ranks and min(came) < max(ranks):
+        if ranks and min(new_ranks) < max(ranks):
             return True
         if len(residents) >= self._most(worker):
             return False
@@ -485,8 +485,8 @@ class PreemptivePolicy(ABC):
         running = {row.job for row in chosen.rows}
         others = [row for row in cached if row.job not in running]
         if others:
-            enst = self.next_runs(worker, cached, others, now_s)
-            others.sort(key=lambda row: enst[row.job])
+            next_runs = self.next_runs(worker, cached, others, now_s)
+            others.sort(key=lambda row: next_runs[row.job])
         proactive, most, spare = (
             self.swap == "proactive",
             self._most(worker),
@@ -535,7 +535,7 @@ class PreemptivePolicy(ABC):
             rank = (standing(job, generated), 0.0, job.ticket)
             needs = (worker.residents.holds(job) if prefilling else tokens) + 1
             rows.append(RankedJob(job, CacheLocation.DEVICE, tokens, generated, needs, RUNS, rank))
-        for place, parked in (
+        for location, parked in (
             (CacheLocation.DEVICE, worker.held),
             (CacheLocation.HOST, worker.swapped),
         ):
@@ -548,7 +548,9 @@ class PreemptivePolicy(ABC):
                     else (standing(job, job.generated), 0.0, job.ticket)
                 )
                 rows.append(
-                    RankedJob(job, place, job.length, job.generated, job.length + 1, waits_s, rank)
+                    RankedJob(
+                        job, location, job.length, job.generated, job.length + 1, waits_s, rank
+                    )
                 )
         rows.sort(key=attrgetter("rank"))
         return rows
@@ -565,30 +567,33 @@ class PreemptivePolicy(ABC):
         prefilling = worker.residents.prefilling
         capacity, most, prefill = worker.capacity_tokens, self._most(worker), 0
         footprint = footprint_of(worker).emptied()
-        place: float = free_cache_tokens(worker) if cached else math.inf
+        cache_room: float = free_cache_tokens(worker) if cached else math.inf
         newcomers = Newcomers(worker, now_s, self.patience_s)
         chosen = [row for row in cached if row.job in prefilling] if prefilling else []
-        for one in chosen:
-            footprint.enter(one.job)
-            prefill += one.tokens
-        ahead = iter([row for row in cached if row.job not in prefilling] if prefilling else cached)
-        row = next(ahead, None)
+        for prefilling_row in chosen:
+            footprint.enter(prefilling_row.job)
+            prefill += prefilling_row.tokens
+        rows_left = iter(
+            [row for row in cached if row.job not in prefilling] if prefilling else cached
+        )
+        row = next(rows_left, None)
         closed = prefill >= self.max_prefill_tokens
-        came = None if closed else newcomers.next(math.inf, place - self._spare(worker, 1))
-        while len(chosen) < most and (row or came):
+        newcomer = None if closed else newcomers.next(math.inf, cache_room - self._spare(worker, 1))
+        while len(chosen) < most and (row or newcomer):
             spare = self._spare(worker, len(chosen) + 1)
-            if came and not (row and row.rank < came.rank):
+            if newcomer and not (row and row.rank < newcomer.rank):
                 if not chosen or (
-                    came.needs + spare <= place and footprint.fits(came.tokens, capacity - spare)
+                    newcomer.needs + spare <= cache_room
+                    and footprint.fits(newcomer.tokens, capacity - spare)
                 ):
-                    chosen.append(came)
-                    footprint.enter(came.job)
-                    place -= came.needs
-                    prefill += came.tokens
+                    chosen.append(newcomer)
+                    footprint.enter(newcomer.job)
+                    cache_room -= newcomer.needs
+                    prefill += newcomer.tokens
                 more = self._spare(worker, len(chosen) + 1)
                 goes_on = prefill < self.max_prefill_tokens
-                came = (
-                    newcomers.next(footprint.widest(capacity - more), place - more)
+                newcomer = (
+                    newcomers.next(footprint.widest(capacity - more), cache_room - more)
                     if goes_on
                     else None
                 )
@@ -597,15 +602,17 @@ class PreemptivePolicy(ABC):
                 if not chosen or footprint.fits(row.tokens, limit, enters=False):
                     chosen.append(row)
                     footprint.join(row.tokens)
-                row = next(ahead, None)
+                row = next(rows_left, None)
         return Chosen(
-            chosen, footprint, not newcomers.possible(place - self._spare(worker, len(chosen) + 1))
+            chosen,
+            footprint,
+            not newcomers.possible(cache_room - self._spare(worker, len(chosen) + 1)),
         )
 
     def _batch(
         self, worker: Worker, placed: Placement, cached: Sequence[RankedJob], now_s: float
     ) -> Batch:
-        enter = [row for row in placed.run if row.place is CacheLocation.INBOX]
+        enter = [row for row in placed.run if row.location is CacheLocation.INBOX]
         moves = placed.moves(
             worker, [row.job for row in placed.run if row.waits_s >= self.patience_s]
         )
@@ -649,7 +656,7 @@ class PreemptivePolicy(ABC):
         inputs = [
             row.tokens
             for row in run
-            if row.place is CacheLocation.INBOX or row.job in worker.residents.prefilling
+            if row.location is CacheLocation.INBOX or row.job in worker.residents.prefilling
         ]
         if inputs:
             begins_s = law.prefill_s(
