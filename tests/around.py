@@ -18,9 +18,9 @@ class Around:
             else LengthHistory(1000)
         )
 
-    def told(self, output_tokens):
+    def with_lengths(self, output_tokens):
         return (
-            type(self)(self._policy.told(output_tokens))
+            type(self)(self._policy.with_lengths(output_tokens))
             if isinstance(self._policy, Oracle)
             else self
         )

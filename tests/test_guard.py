@@ -65,6 +65,8 @@ print(*pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 
 @pytest.mark.parametrize("case", [NEWBORN, BELOW, LEFT_BEHIND, COPY, GUARD_KILLED])
 def test_what_is_watched_ends_with_a_process_that_is_killed(case: str) -> None:
@@ -87,7 +89,7 @@ def test_the_guard_ends_with_an_orderly_process_and_leaves_what_is_forgotten() -
         "child = start(PAUSE_AFTER)\n"
         "guard.watch(child.pid)\n"
         "mine = [str(os.getpid())]\n"
-        "print(child.pid, *(p.pid for p in psutil.process_iter(['cmdline']) if p.info['cmdline'][-1:] == mine))\n"
+        "print(child.pid, *(p.pid for p in psutil.process_iter(['cmdline']) if (p.info['cmdline'] or [])[-1:] == mine))\n"
         "guard.forget(child.pid)\n"
     )
     front = subprocess.run(

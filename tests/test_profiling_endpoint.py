@@ -212,7 +212,7 @@ def test_the_capacity_is_read_where_servers_tell_it(metric: Metric, tokens: int 
 
 
 def test_an_address_belongs_to_servers_and_they_are_one_worker():
-    with pytest.raises(ValueError, match=r"engine\.url says where"):
+    with pytest.raises(ValueError, match=r"engine\.url must be its address"):
         samples.recipe(engine={"name": "openai"}, workers=1)
     with pytest.raises(ValueError, match="for engine 'openai'"):
         samples.recipe(engine={"name": "fake", "url": "http://127.0.0.1:1"})

@@ -1,4 +1,4 @@
-"""Numbers that are kept by worker, against working all of them out at every question."""
+"""Figures that are cached per worker, against computing all of them at every query."""
 
 import random
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.figures import FEW, Loads, WorkerFigure
+from toolkit.sched.figures import FEW_WORKERS, Loads, WorkerFigure
 from toolkit.sched.types import Worker
 
 
@@ -18,7 +18,7 @@ def workers(count: int) -> list[Worker]:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 9))
-def test_the_least_is_that_of_all_worked_out_anew(seed, count):
+def test_the_least_figure_equals_that_of_computing_all(seed, count):
     rng = random.Random(seed)
     rows = [[rng.randint(0, 30) for _ in range(rng.randint(0, 4))] for _ in range(count)]
 
@@ -38,22 +38,22 @@ def test_the_least_is_that_of_all_worked_out_anew(seed, count):
         assert other == exact.index(min(exact))
 
 
-def test_only_what_changed_is_worked_out_anew():
-    asked = []
+def test_only_stale_figures_are_computed_again():
+    computed = []
 
     def amount(worker, expected):
-        asked.append(worker.index)
+        computed.append(worker.index)
         return worker.index, 0
 
     figure, able = WorkerFigure(workers(50), amount), np.arange(50)
     assert figure.least(able, 1) == 0
-    asked.clear()
+    computed.clear()
     figure.forget(7)
     assert figure.least(able, 1) == 0
-    assert asked == [7]
+    assert computed == [7]
 
 
-@pytest.mark.parametrize("count", [3, FEW + 20])
+@pytest.mark.parametrize("count", [3, FEW_WORKERS + 20])
 def test_the_least_loaded_come_first(count):
     rng, found = random.Random(count), workers(count)
     loads = Loads(found)

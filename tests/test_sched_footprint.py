@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.footprint import footprint, peak_to_come
+from toolkit.sched.footprint import footprint_of, peak_to_come
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, Worker
@@ -53,7 +53,7 @@ class Audit:
     def plan(self, view, now_s):
         for worker in view.free:
             simulated, store = self.workers[worker.index], self.workers[worker.index]._swap_store
-            assert footprint(worker).taken == simulated.used
+            assert footprint_of(worker).taken == simulated.used
             assert (worker.held.tokens, worker.swapped.tokens) == (
                 store.device_tokens,
                 store.host_tokens,
@@ -103,11 +103,11 @@ def held_by(residents, steps=3):
     return [length + steps * (n - k) for k, length in enumerate(residents)]
 
 
-def plainly(worker, there, entering, steps):
-    """The most tokens that rows `there` and rows `entering` take until `steps` are done."""
-    emits, n = worker.emits, len(there) + len(entering)
-    shaped = worker.joining == "shape" and there and entering
-    now = there + [length + (0 if shaped else emits) for length in entering]
+def plainly(worker, footprint, entering, steps):
+    """The most tokens that rows `footprint` and rows `entering` take until `steps` are done."""
+    emits, n = worker.emits, len(footprint) + len(entering)
+    shaped = worker.joining == "shape" and footprint and entering
+    now = footprint + [length + (0 if shaped else emits) for length in entering]
     if not worker.padded:
         return sum(now) + n * steps
     beside = max(entering, default=0)
@@ -124,22 +124,22 @@ def test_a_footprint_equals_the_plain_sum_over_rows(
     residents, back, entering, length, joining, emits
 ):
     worker = worker_with(residents, joining, emits)
-    there, held = footprint(worker), held_by(residents) + back
+    footprint, held = footprint_of(worker), held_by(residents) + back
     for one in back:
-        there.join(one)
+        footprint.join(one)
     for one in entering:
-        there.enter(job(one))
-    assert there.rows == len(held) + len(entering)
-    if there.rows:
-        assert there.needs == plainly(worker, held, entering, 1)
+        footprint.enter(job(one))
+    assert footprint.rows == len(held) + len(entering)
+    if footprint.rows:
+        assert footprint.needs == plainly(worker, held, entering, 1)
     fits = plainly(worker, held, [*entering, length], 1) <= CAPACITY
-    assert there.fits(length, CAPACITY) == fits
+    assert footprint.fits(length, CAPACITY) == fits
     joins = plainly(worker, [*held, length], entering, 1) <= CAPACITY
-    assert there.fits(length, CAPACITY, enters=False) == joins
-    assert (length + worker.emits + 1 <= there.widest(CAPACITY)) == fits
-    there.prefilled()
-    if there.rows:
-        room = there.room(CAPACITY)
+    assert footprint.fits(length, CAPACITY, enters=False) == joins
+    assert (length + worker.emits + 1 <= footprint.widest(CAPACITY)) == fits
+    footprint.prefilled()
+    if footprint.rows:
+        room = footprint.room(CAPACITY)
         after = plainly(worker, held + [one + emits for one in entering], [], 0)
         if not (joining == "shape" and held):
             grown = [
@@ -152,16 +152,16 @@ def test_a_footprint_equals_the_plain_sum_over_rows(
 @given(lengths.filter(len), LAYOUTS, st.data())
 def test_a_row_that_leaves_frees_its_tokens(residents, joining, data):
     worker = worker_with(residents, joining, True)
-    there = footprint(worker)
+    footprint = footprint_of(worker)
     gone = data.draw(st.sets(st.integers(0, len(residents) - 1)))
     for k in gone:
-        there.leave(list(worker.residents.jobs)[k])
+        footprint.leave(list(worker.residents.jobs)[k])
     stay = [k for k in range(len(residents)) if k not in gone]
     left = [held_by(residents)[k] for k in stay]
-    assert there.rows == len(stay)
-    assert there.taken == (len(stay) * max(left, default=0) if joining else sum(left))
+    assert footprint.rows == len(stay)
+    assert footprint.taken == (len(stay) * max(left, default=0) if joining else sum(left))
     limits = [residents[k] + 50 for k in stay]
-    assert there.promised_with(10) == (
+    assert footprint.promised_with(10) == (
         (len(stay) + 1) * max([10, *limits]) if joining else sum(limits) + 10
     )
 

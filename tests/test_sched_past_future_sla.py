@@ -5,7 +5,7 @@ import pytest
 from toolkit.errors import InputError
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.inbox import RECALLED, Inbox
+from toolkit.sched.inbox import RECALL_COUNT, Inbox
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, RoundResult, Worker
@@ -88,7 +88,7 @@ def late_and_in_time(now_s: float, **parameters) -> tuple[Scheduler, list[str]]:
 def test_late_jobs_wait_behind_jobs_in_time():
     scheduler, first = late_and_in_time(6.0, late_share=0.01)
     assert first == ["c"]
-    assert [job.request_id for job in scheduler.workers[0].inbox.everybody()] == ["a", "b"]
+    assert [job.request_id for job in scheduler.workers[0].inbox.all_jobs()] == ["a", "b"]
 
 
 def test_no_job_is_deferred_in_the_attempts_for_late_jobs():
@@ -112,17 +112,21 @@ def test_a_cancelled_request_is_removed_from_the_deferred_jobs():
 
 def test_deferred_jobs_come_forward_in_groups_in_order_of_arrival():
     inbox = Inbox()
-    jobs = [Job(Request(str(k), 0.0, 1, 1), k, 1) for k in range(RECALLED + 2)]
+    jobs = [Job(Request(str(k), 0.0, 1, 1), k, 1) for k in range(RECALL_COUNT + 2)]
     for job in jobs:
         inbox.append(job)
     for job in reversed(jobs[:-1]):
         inbox.defer(job)
-    assert (list(inbox), inbox.waiting, inbox.tokens) == (jobs[-1:], RECALLED + 2, RECALLED + 2)
+    assert (list(inbox), inbox.waiting, inbox.tokens) == (
+        jobs[-1:],
+        RECALL_COUNT + 2,
+        RECALL_COUNT + 2,
+    )
     assert inbox.popleft() is jobs[-1]
-    assert list(inbox) == jobs[:RECALLED]
-    assert list(inbox.behind) == jobs[RECALLED:-1]
-    inbox.remove(jobs[RECALLED])
-    assert (inbox.waiting, inbox.tokens) == (RECALLED, RECALLED)
+    assert list(inbox) == jobs[:RECALL_COUNT]
+    assert list(inbox.behind) == jobs[RECALL_COUNT:-1]
+    inbox.remove(jobs[RECALL_COUNT])
+    assert (inbox.waiting, inbox.tokens) == (RECALL_COUNT, RECALL_COUNT)
 
 
 def test_a_share_that_would_starve_is_refused():

@@ -63,7 +63,7 @@ def test_an_inbox_is_always_in_the_order_of_urgency(steps: list[tuple[int, str]]
         for waiting in (inbox, inbox.behind):
             urgency = [job.request.priority for job in waiting]
             assert urgency == sorted(urgency)
-        assert inbox.tokens == tokens == sum(job.length for job in inbox.everybody())
+        assert inbox.tokens == tokens == sum(job.length for job in inbox.all_jobs())
 
 
 @pytest.mark.parametrize("policy", [*CONTINUOUS, "sequence", "baton"])

@@ -339,7 +339,7 @@ def test_under_any_priorities_all_requests_end_and_a_log_replays_to_the_same_dec
         replace(one, priority=priorities[k % len(priorities)]) for k, one in enumerate(arrivals)
     ]
     if isinstance(policy, Oracle):
-        policy = policy.told(
+        policy = policy.with_lengths(
             {request.request_id: k for request, k in zip(arrivals, outputs, strict=True)}
         )
     recorder = RecordingScheduler(

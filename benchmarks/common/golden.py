@@ -232,7 +232,7 @@ def digest(case: Case) -> str:
     requests, outputs = requests_of(case.trace, case.world.max_new_tokens)
     policy: Policy = make_policy(case.policy, case.parameters)
     if isinstance(policy, Oracle):
-        policy = policy.told(
+        policy = policy.with_lengths(
             {one.request_id: tokens for one, tokens in zip(requests, outputs, strict=True)}
         )
     recorder = RecordingScheduler(

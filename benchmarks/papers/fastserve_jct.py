@@ -123,7 +123,7 @@ def measured(
     trace = generate(Arrivals(rate_rps), duration_s, PROMPTS, OUTPUTS, seed)
     policy = make_policy(name, parameters)
     if isinstance(policy, Oracle):
-        policy = policy.told(
+        policy = policy.with_lengths(
             dict(zip(map(str, range(len(trace))), trace.output_tokens.tolist(), strict=True))
         )
     watched = Waits(policy)

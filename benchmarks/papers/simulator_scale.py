@@ -1,7 +1,9 @@
 """How the simulator's speed changes with workers, load and requests, beside bare loops in the same
 run.
 
-    python -m benchmarks.papers.simulator_scale [--policies conservative mlfq] [--out scale.png] [--most 1000000]
+    python -m benchmarks.papers.simulator_scale [--policies mlfq] [--out scale.png] [--most 1000000]
+
+Takes minutes; with `--most 100000` about one per policy. Needs nothing; gcc for the loop in C.
 
 Requests per second of processor time, loop only, on one core. The world is that of
 `benchmarks/papers/simulator_speed.py`; the trace is made up, and its

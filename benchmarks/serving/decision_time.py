@@ -2,8 +2,10 @@
 
     python -m benchmarks.serving.decision_time [--workers 64] [--waiting 10000] [--decisions 3000]
 
-Workers are made up: a round or a batch takes what the laws of `benchmarks/papers/simulator_speed.py` say, on a
-virtual clock. For each request that ends another arrives, so that as many wait all the time. What
+Takes minutes for all policies. Needs nothing else.
+
+Workers are made up: a round or a batch takes what the laws of `benchmarks.papers.simulator_speed`
+say, on a virtual clock. For each request that ends another arrives, so that as many wait all the time. What
 is timed is what the front's metric `deciding` times, a `tick` or a `complete`; and beside it what
 an arrival costs: the forecast that decides whether it is refused, its `submit` and the tick that
 follows. Processor time, in microseconds.

@@ -244,8 +244,11 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                 decided = tuple(started(batch) for batch in scheduler.tick(now_s))
                 if decided != logged:
                     yield f"event {number}: at {now_s} s decided {decided}, logged {logged}"
-                if (asked := tuple(scheduler.take_interrupts())) != interrupts:
-                    yield f"event {number}: at {now_s} s interrupted {asked}, logged {interrupts}"
+                if (interrupted := tuple(scheduler.take_interrupts())) != interrupts:
+                    yield (
+                        f"event {number}: at {now_s} s interrupted {interrupted}, "
+                        f"logged {interrupts}"
+                    )
             case Complete(now_s, result):
                 scheduler.complete(result, now_s)
             case CompleteRound(now_s, result):

@@ -21,7 +21,7 @@ Numbers = NDArray[np.int64]
 # Maps a worker and an expected output length to its figure and the figure's rows.
 Amount = Callable[[Worker, int], tuple[int, int]]
 Score = Callable[[Numbers], NDArray[np.float64]]  # maps figures to scores
-SMALL_FLEET = 32  # workers up to which a look at all of them is faster than a heap
+FEW_WORKERS = 32  # up to so many, scanning all of them is faster than keeping a heap
 
 
 class WorkerFigure:
@@ -133,11 +133,12 @@ class Loads:
         self.kept.clear()
 
     def least(self, count: int) -> list[tuple[float, int, int]]:
-        """At least `count` of the least loaded alive workers, or all of them: (load in s, batches,
-        index).
+        """The least loaded alive workers, as (load in s, batches assigned, index).
+
+        At least `count` of them, or all if there are fewer; in ascending order if a heap is kept.
         """
         heap, workers = self.kept, self._workers
-        if len(workers) <= SMALL_FLEET:
+        if len(workers) <= FEW_WORKERS:
             return [
                 (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive
             ]

@@ -40,9 +40,9 @@ class Footprint:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.look()
+        self.reset()
 
-    def look(self) -> Footprint:
+    def reset(self) -> Footprint:
         """Reset to the worker's residents as they are now."""
         worker = self._worker
         residents = worker.residents
@@ -136,7 +136,7 @@ class SlabFootprint(Footprint):
 
     __slots__ = ("_entering", "_left", "_lengths", "_longest", "_newcomers", "_promises")
 
-    def look(self) -> SlabFootprint:
+    def reset(self) -> SlabFootprint:
         residents = self._worker.residents
         self.rows = len(residents.jobs)
         self.capacity = self._worker.capacity_tokens
@@ -259,21 +259,21 @@ def _without(ascending: list[int], value: int) -> int:
     return ascending[-1] if ascending else 0
 
 
-def footprint(worker: Worker) -> Footprint:
+def footprint_of(worker: Worker) -> Footprint:
     """A new footprint of the worker's residents."""
     return Footprint(worker) if worker.joining is None else SlabFootprint(worker)
 
 
-def look(worker: Worker) -> Footprint:
+def shared_footprint(worker: Worker) -> Footprint:
     """The footprint of the worker's residents in one object per worker, valid until the next call.
 
     For decisions that are made every round and keep no footprint: creating an object costs as much
     as the whole comparison.
     """
-    if worker.there is None:
-        worker.there = footprint(worker)
-        return worker.there
-    return worker.there.look()
+    if worker.footprint is None:
+        worker.footprint = footprint_of(worker)
+        return worker.footprint
+    return worker.footprint.reset()
 
 
 def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], *, padded: bool) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _append, _popleft = deque.append, deque.popleft
 # Deferred jobs that come forward together: few enough to defer again cheaply, and enough for one
 # attempt to admit.
-RECALLED = 64
+RECALL_COUNT = 64
 
 
 class Inbox(deque["Job"]):
@@ -44,7 +44,7 @@ class Inbox(deque["Job"]):
         """The longest input of the jobs that have generated nothing yet; 0 if there are none."""
         if self._longest is None:
             self._longest = max(
-                [job.length for job in self.everybody() if not job.generated], default=0
+                [job.length for job in self.all_jobs() if not job.generated], default=0
             )
         return self._longest
 
@@ -63,7 +63,7 @@ class Inbox(deque["Job"]):
         """
         return self[count] if count < len(self) else self.behind[0]
 
-    def everybody(self) -> Iterator[Job]:
+    def all_jobs(self) -> Iterator[Job]:
         """All jobs, deferred ones last."""
         return chain(self, self.behind)
 
@@ -76,16 +76,16 @@ class Inbox(deque["Job"]):
             _append(self, job)
         else:
             self._place(job, last=True)
-        self._came(job)
+        self._added(job)
 
     def appendleft(self, job: Job) -> None:
         """Add a job before all that are as urgent."""
         self._place(job, last=False)
-        self._came(job)
+        self._added(job)
 
     def popleft(self) -> Job:
         job = _popleft(self)
-        self._left(job)
+        self._removed(job)
         if self.behind:
             self._recall()
         return job
@@ -95,7 +95,7 @@ class Inbox(deque["Job"]):
             super().remove(job)
         except ValueError:
             self.behind.remove(job)
-        self._left(job)
+        self._removed(job)
         self._recall()
 
     def defer(self, job: Job) -> None:
@@ -109,14 +109,14 @@ class Inbox(deque["Job"]):
         self.behind.remove(job)
         self._place(job, last=False)
 
-    def _came(self, job: Job) -> None:
+    def _added(self, job: Job) -> None:
         self.tokens += job.length
         if job.generated:
             self.returned[job] = None
         elif self._longest is not None and job.length > self._longest:
             self._longest = job.length
 
-    def _left(self, job: Job) -> None:
+    def _removed(self, job: Job) -> None:
         self.tokens -= job.length
         if job.generated:
             del self.returned[job]
@@ -135,7 +135,7 @@ class Inbox(deque["Job"]):
 
     def _recall(self) -> None:
         while not self and self.behind:
-            self.extend([self.behind.popleft() for _ in range(min(RECALLED, len(self.behind)))])
+            self.extend([self.behind.popleft() for _ in range(min(RECALL_COUNT, len(self.behind)))])
 
 
 def _priority(job: Job) -> int:
@@ -152,7 +152,7 @@ def _turn(job: Job) -> tuple[int, int]:
 # standing, by age, by length) answer every question of a scheduling point, at O(log n) comparisons
 # per job that comes or goes.
 
-LAST = 1 << 62  # larger than any ticket
+AFTER_ALL_TICKETS = 1 << 62  # larger than any ticket
 
 
 class RankedInbox(Inbox):
@@ -186,7 +186,7 @@ class RankedInbox(Inbox):
 
     def append(self, job: Job) -> None:
         self._place(job, last=True)
-        self._came(job)
+        self._added(job)
 
     def _place(self, job: Job, *, last: bool) -> None:
         (deque.append if last else deque.appendleft)(self, job)
@@ -238,8 +238,8 @@ class RankedInbox(Inbox):
         while start < len(by_standing):
             value = by_standing[start][0]
             stop, starved_stop = (
-                bisect_left(by_standing, (value, LAST)),
-                bisect_left(starved, (value, LAST)),
+                bisect_left(by_standing, (value, AFTER_ALL_TICKETS)),
+                bisect_left(starved, (value, AFTER_ALL_TICKETS)),
             )
             values.append(value)
             counts.append(stop - start - (starved_stop - starved_start))
@@ -279,8 +279,8 @@ class RankedInbox(Inbox):
                 high = middle
         return low
 
-    def _came(self, job: Job) -> None:
-        super()._came(job)
+    def _added(self, job: Job) -> None:
+        super()._added(job)
         standing = self.standing(job, job.generated)
         insort(self._by_standing, (standing, job.ticket, job))
         entry = (job.waiting_since_s, job.ticket, standing, job)
@@ -290,8 +290,8 @@ class RankedInbox(Inbox):
         self._by_age.insert(at, entry)
         insort(self._by_length, job.length)
 
-    def _left(self, job: Job) -> None:
-        super()._left(job)
+    def _removed(self, job: Job) -> None:
+        super()._removed(job)
         standing, ticket = self.standing(job, job.generated), job.ticket
         del self._by_standing[bisect_left(self._by_standing, (standing, ticket))]
         at = bisect_left(self._by_age, (job.waiting_since_s, ticket))

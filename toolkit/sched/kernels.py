@@ -75,19 +75,19 @@ def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.in
     the new count.
     """
     for c in range(len(changes)):
-        gone, new = changes[c, 0], changes[c, 1]
-        if gone < 0:
+        removed, added = changes[c, 0], changes[c, 1]
+        if removed < 0:
             at = count
             count += 1
         else:
-            at = np.searchsorted(values[:count], gone)
-        while at > 0 and values[at - 1] > new:
+            at = np.searchsorted(values[:count], removed)
+        while at > 0 and values[at - 1] > added:
             values[at] = values[at - 1]
             at -= 1
-        while at < count - 1 and values[at + 1] < new:
+        while at < count - 1 and values[at + 1] < added:
             values[at] = values[at + 1]
             at += 1
-        values[at] = new
+        values[at] = added
     return count
 
 

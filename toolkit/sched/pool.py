@@ -53,9 +53,9 @@ class Unplaceable:
         self.limit = max(
             (worker.longest for worker in self._workers if worker.alive), default=NO_LIMIT
         )
-        everybody = sorted([*pool, *self.jobs], key=lambda job: job.ticket)
-        pool[:] = [job for job in everybody if job.limit_tokens <= self.limit]
-        self.jobs = [job for job in everybody if job.limit_tokens > self.limit]
+        jobs = sorted([*pool, *self.jobs], key=lambda job: job.ticket)
+        pool[:] = [job for job in jobs if job.limit_tokens <= self.limit]
+        self.jobs = [job for job in jobs if job.limit_tokens > self.limit]
 
     def given_up(self, now_s: float) -> list[Job]:
         """Remove and return the jobs that waited too long."""
@@ -163,7 +163,7 @@ class WaitingPool:
     def take_back(self, lost: Worker) -> None:
         """Return the jobs in a lost worker's inbox to the pool."""
         inbox, lost.inbox = lost.inbox, lost.inbox.emptied()
-        self.add(inbox.everybody())
+        self.add(inbox.all_jobs())
 
     def worker_lost(self, now_s: float) -> None:
         """In a fleet of several kinds: strand the jobs that fit only the lost worker."""

@@ -402,6 +402,6 @@ class Reorders(Protocol):
 class Oracle(Protocol):
     """A policy that needs the true output lengths, which only a simulation knows."""
 
-    def told(self, output_tokens: Mapping[str, int]) -> Policy:
+    def with_lengths(self, output_tokens: Mapping[str, int]) -> Policy:
         """The same policy, with the true output length of each request id."""
         ...

@@ -170,10 +170,10 @@ def _retry(batch: Batch, jobs: Sequence[Job], worker: Worker) -> Batch:
 # achieve with as many rows as fit: each row stays for its decode steps and for the prefills of the
 # rows that join meanwhile.
 
-LEAST_S = 1e-9  # lower bound of a row's stay in seconds: a law may give zero
+LEAST_STAY_S = 1e-9  # lower bound of a row's stay in seconds: a law may give zero
 ROWS_MAX = 256  # rows considered at most: the default limit of engines, and the range of the laws
 # The fractional part of the golden ratio: its multiples modulo 1 stay evenly spread.
-TURN = 0.6180339887498949
+GOLDEN_FRACTION = 0.6180339887498949
 
 
 def requests_per_s(
@@ -189,7 +189,7 @@ def requests_per_s(
     stays_s = output * law.decode_s(rows, int(prompt + output / 2), 1) + rows * law.prefill_s(
         1, prompt
     )
-    return rows / max(stays_s, LEAST_S)
+    return rows / max(stays_s, LEAST_STAY_S)
 
 
 def tokens_per_s(worker: Worker, job: Job, expected: int, most_rows: int) -> float:
@@ -215,7 +215,7 @@ def by_pace(
     output = _output(job, expected)
     paces = np.array([requests_per_s(worker, job.length, output, most_rows) for worker in kinds])
     bounds = np.cumsum(paces[kind_of])  # summed in order, as a loop would
-    at = job.ticket * TURN % 1.0 * bounds[-1]
+    at = job.ticket * GOLDEN_FRACTION % 1.0 * bounds[-1]
     return min(int(bounds.searchsorted(at, side="right")), len(bounds) - 1)
 
 

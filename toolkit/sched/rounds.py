@@ -91,7 +91,9 @@ class WorkerRounds:
                 self.evict(worker, dropped, now_s)
         return ended
 
-    def run_short(self, worker: Worker, result: RoundResult, jobs: Mapping[str, Job]) -> Job | None:
+    def run_out_of_memory(
+        self, worker: Worker, result: RoundResult, jobs: Mapping[str, Job]
+    ) -> Job | None:
         """Handle a round in which memory ran out: half of the dropped jobs may enter with the next
         round.
 
@@ -289,9 +291,9 @@ class PrefillPasses(Generic[Key]):
         return len(self._waiting) + (len(self.group.keys) if self.group else 0)
 
     def __contains__(self, key: Key) -> bool:
-        return bool(self) and key in self.everybody()
+        return bool(self) and key in self.all_keys()
 
-    def everybody(self) -> list[Key]:
+    def all_keys(self) -> list[Key]:
         """All newcomers, those of the current group first."""
         return [*(self.group.keys if self.group else ()), *[key for key, _ in self._waiting]]
 
@@ -318,7 +320,7 @@ class PrefillPasses(Generic[Key]):
         if group is not None and key in group.keys:
             self.group = None
             self._waiting[:0] = zip(group.keys, group.lengths, strict=True)
-        self._waiting = [one for one in self._waiting if one[0] != key]
+        self._waiting = [entry for entry in self._waiting if entry[0] != key]
 
     def take_waiting(self) -> list[Key]:
         """Remove and return all newcomers that wait, for an engine that prefills them another
@@ -350,9 +352,13 @@ class PrefillPasses(Generic[Key]):
             chosen = list(range(len(lengths))) if self._mixes else alike(lengths, bound or None)
             while fits and not fits([lengths[index] for index in chosen]) and len(chosen) > 1:
                 chosen = chosen[: (len(chosen) + 1) // 2]
-            members = sorted([self._waiting[index] for index in chosen], key=lambda one: -one[1])
-            gone = set(chosen)
-            self._waiting = [one for index, one in enumerate(self._waiting) if index not in gone]
+            members = sorted(
+                [self._waiting[index] for index in chosen], key=lambda entry: -entry[1]
+            )
+            taken = set(chosen)
+            self._waiting = [
+                entry for index, entry in enumerate(self._waiting) if index not in taken
+            ]
             self.group = PrefillGroup(
                 [key for key, _ in members], [length for _, length in members]
             )
@@ -370,8 +376,8 @@ class PrefillPasses(Generic[Key]):
         )
         return PrefillPass(group, group.done, end)
 
-    def made(self, one: PrefillPass[Key]) -> None:
+    def made(self, completed: PrefillPass[Key]) -> None:
         """Record that the engine made the pass."""
-        one.group.done = one.end
-        if one.completes:
+        completed.group.done = completed.end
+        if completed.completes:
             self.group = None

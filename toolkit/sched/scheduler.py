@@ -75,7 +75,7 @@ class Refusals:
         self._refused.append(Refusal(job.request_id, _FAILED[failure]))
         return True
 
-    def strand(self, job: Job) -> None:
+    def refuse_stranded(self, job: Job) -> None:
         """Refuse a job because all workers that could hold it were lost and did not come back."""
         tokens = job.limit_tokens
         reason = (
@@ -86,7 +86,7 @@ class Refusals:
 
 
 # Output lengths that are kept for a policy that does not set the size of the history itself.
-HISTORY = 1000
+DEFAULT_HISTORY = 1000
 _index = attrgetter("index")
 
 
@@ -113,7 +113,9 @@ class Scheduler:
         self.workers = list(workers)
         self._jobs: dict[str, Job] = {}
         self._finished = (
-            policy.first_history() if isinstance(policy, UsesHistory) else LengthHistory(HISTORY)
+            policy.first_history()
+            if isinstance(policy, UsesHistory)
+            else LengthHistory(DEFAULT_HISTORY)
         )
         for length in finished:
             self._finished.add(length)
@@ -301,7 +303,7 @@ class Scheduler:
         worker.oom_events += is_short
         rounds = self._rounds
         alone = (
-            rounds.run_short(worker, result, self._jobs)
+            rounds.run_out_of_memory(worker, result, self._jobs)
             if is_short
             else rounds.crash(worker, now_s)
         )
@@ -391,7 +393,7 @@ class Scheduler:
         """Refuse the stranded jobs that waited too long for a lost worker."""
         for job in self._pool.given_up(now_s):
             job.cancelled = True  # keeps its length out of the history
-            self._refusals.strand(job)
+            self._refusals.refuse_stranded(job)
             self._end(job)
 
     def _release(self, jobs: Sequence[Job], now_s: float) -> None:

@@ -275,7 +275,7 @@ class Worker:
     held: ParkedCaches = field(default_factory=ParkedCaches)
     swapped: ParkedCaches = field(default_factory=ParkedCaches)
     is_due: bool = False  # whether it is in `View.due`
-    there: Footprint | None = None  # reused by `toolkit.sched.footprint.look`
+    footprint: Footprint | None = None  # reused by `toolkit.sched.footprint.shared_footprint`
     capacity_tokens: int = field(init=False)  # KV cache in tokens, from the memory law
     emits: int = field(init=False)  # tokens that a prefill gives: 1 or 0
     row_limit: int = field(init=False)

@@ -35,7 +35,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import identity
 from toolkit.files.shipped import shipped_templates
 from toolkit.files.tuning import ParameterValue
-from toolkit.sched.footprint import footprint
+from toolkit.sched.footprint import footprint_of
 from toolkit.serve.driver import Driver
 from toolkit.serve.metrics import Gauges, WorkerGauges
 from toolkit.serve.stats import Histogram, Stats, quantile
@@ -451,7 +451,7 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
                 worker.alive and facts is not None,
                 worker.load_s,
                 rows,
-                footprint(worker).taken + worker.held.tokens + padded_tokens,
+                footprint_of(worker).taken + worker.held.tokens + padded_tokens,
                 facts.capacity_tokens if facts else None,
             )
         )

@@ -102,7 +102,7 @@ def _run(
     """Serve under a policy of this project's scheduler; return the refused requests."""
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
-        policy = policy.told({request.request_id: tokens for request, tokens in outputs})
+        policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
     scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)
     workers = [*virtual_workers(policy, world, ledger, requests)]
     books = [ledger.of_kind() for _ in world.others]

@@ -328,12 +328,12 @@ class RoundWorker(Decoding):
         if batch.jobs and self._runs_out:
             n, held = (
                 rows + len(newcomers),
-                self.used + sum([job.length for job in newcomers.everybody()]),
+                self.used + sum([job.length for job in newcomers.all_keys()]),
             )
             if self._runs_out(batch.batch_id, n, held // n, batch.steps):
                 passed_s = begin_s + self._pass_s(newcomers.next(batch.chunk_tokens if rows else 0))
                 self._done_s = max(passed_s, self._moved_s)
-                self._run_out_of_memory(newcomers.everybody())
+                self._run_out_of_memory(newcomers.all_keys())
                 return self._done_s
         if not rows:
             self._ends.clear()
@@ -479,7 +479,7 @@ class RoundWorker(Decoding):
             -self._steps // batch.stop_every
         )
         if attempts:
-            waiting = self._newcomers.everybody()
+            waiting = self._newcomers.all_keys()
             coming = [(job.length + self._emits, self._left(job) - self._emits) for job in waiting]
             self._ledger.future_token_attempts += attempts * self._future_peak(coming)
             self._ledger.attempts += attempts

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toolkit.sched.footprint import Footprint, look
-from toolkit.sched.policies.continuous import last_first
+from toolkit.sched.footprint import Footprint, shared_footprint
+from toolkit.sched.policies.continuous import eviction_order
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import Decision, View
@@ -63,7 +63,7 @@ class BatonPolicy:
         doc="a round prefills until it has so many prompt tokens",
     )
     router: str = choice(
-        "round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS)
+        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
     )
     chunk_tokens: int = chunk_knob()
 
@@ -80,30 +80,34 @@ class BatonPolicy:
             if worker.inbox or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
         ]
         interrupts = [
-            index for index in dict.fromkeys(view.arrived) if self._could_use(view.workers[index])
+            index
+            for index in dict.fromkeys(view.arrived)
+            if self._should_interrupt(view.workers[index])
         ]
         return Decision(batches, interrupt=interrupts)
 
-    def _could_use(self, worker: Worker) -> bool:
+    def _should_interrupt(self, worker: Worker) -> bool:
         """Whether the running round should stop, because the first waiting job may enter before a
         row ends.
         """
         running, inbox = worker.running, worker.inbox
         if running is None or running.interrupted or not inbox or worker.swapped.jobs:
             return False
-        return self._takes(worker, look(worker), inbox[0])
+        return self._has_room(worker, shared_footprint(worker), inbox[0])
 
     def _round(self, worker: Worker) -> Batch:
-        there, leave = self._leaving(worker)
+        footprint, leave = self._leaving(worker)
         back: list[Job] = []
         enter: list[Job] = []
         if not leave:
-            back = self._coming_back(worker, there)
+            back = self._coming_back(worker, footprint)
             if len(back) == len(worker.swapped):
-                enter = self._entering(worker, there)
-        there.prefilled()
-        waits_for_step = bool(leave) or self._more_may_enter(worker, there, len(back), len(enter))
-        swap_out, evict = _placed(worker, leave)
+                enter = self._entering(worker, footprint)
+        footprint.prefilled()
+        waits_for_step = bool(leave) or self._more_may_enter(
+            worker, footprint, len(back), len(enter)
+        )
+        swap_out, evict = _swapped_or_evicted(worker, leave)
         moves = (
             Moves(resume=tuple(back), swap_in=tuple(back), swap_out=tuple(swap_out))
             if back or swap_out
@@ -112,7 +116,7 @@ class BatonPolicy:
         return Batch(
             worker.index,
             tuple(enter),
-            1 if waits_for_step else max(self._room(there), 1),
+            1 if waits_for_step else max(self._room(footprint), 1),
             max([job.length for job in enter], default=0),
             0.0,
             "any",
@@ -122,70 +126,76 @@ class BatonPolicy:
             chunk_tokens=worker.chunk_of(self.chunk_tokens),
         )
 
-    def _room(self, there: Footprint) -> int:
+    def _room(self, footprint: Footprint) -> int:
         """Decode steps until memory reaches the threshold; a lone row may use all of it."""
-        return there.room(
-            int(self.memory_threshold * there.capacity) if there.rows > 1 else there.capacity
+        return footprint.room(
+            int(self.memory_threshold * footprint.capacity)
+            if footprint.rows > 1
+            else footprint.capacity
         )
 
-    def _takes(self, worker: Worker, there: Footprint, job: Job, *, enters: bool = True) -> bool:
+    def _has_room(
+        self, worker: Worker, footprint: Footprint, job: Job, *, enters: bool = True
+    ) -> bool:
         """Whether there is room for one more row and for `headroom_steps`. An empty worker always
         has room.
         """
-        if there.rows >= min(self.max_batch_size, worker.row_limit):
+        if footprint.rows >= min(self.max_batch_size, worker.row_limit):
             return False
-        limit = int(self.memory_threshold * there.capacity)
-        return not there.rows or there.fits(
+        limit = int(self.memory_threshold * footprint.capacity)
+        return not footprint.rows or footprint.fits(
             job.length, limit, enters=enters, steps=self.headroom_steps
         )
 
-    def _more_may_enter(self, worker: Worker, there: Footprint, back: int, entering: int) -> bool:
+    def _more_may_enter(
+        self, worker: Worker, footprint: Footprint, back: int, entering: int
+    ) -> bool:
         """Whether the next waiting job might enter with the next round, after one step of this
         one.
         """
         if back < len(worker.swapped) or entering == len(worker.inbox):
             return False
-        return self._takes(worker, there, worker.inbox[entering])
+        return self._has_room(worker, footprint, worker.inbox[entering])
 
     def _leaving(self, worker: Worker) -> tuple[Footprint, list[Job]]:
         """The footprint of the rows that stay, and the rows that leave so that one more step fits.
 
-        Rows leave in the order of `last_first`.
+        Rows leave in the order of `eviction_order`.
         """
-        there, leave = look(worker), []
-        if there.rows > 1 and self._room(there) < 1:
-            for job in last_first(worker):
-                there.leave(job)
+        footprint, leave = shared_footprint(worker), []
+        if footprint.rows > 1 and self._room(footprint) < 1:
+            for job in eviction_order(worker):
+                footprint.leave(job)
                 leave.append(job)
-                if there.rows == 1 or self._room(there) >= 1:
+                if footprint.rows == 1 or self._room(footprint) >= 1:
                     break
-        return there, leave
+        return footprint, leave
 
-    def _coming_back(self, worker: Worker, there: Footprint) -> list[Job]:
+    def _coming_back(self, worker: Worker, footprint: Footprint) -> list[Job]:
         """The swapped jobs that come back, the most urgent first, then by ticket; none overtakes
         another.
         """
         back: list[Job] = []
         for job in sorted(worker.swapped.jobs, key=lambda job: (job.request.priority, job.ticket)):
-            if not self._takes(worker, there, job, enters=False):
+            if not self._has_room(worker, footprint, job, enters=False):
                 break
-            there.join(job.length)
+            footprint.join(job.length)
             back.append(job)
         return back
 
-    def _entering(self, worker: Worker, there: Footprint) -> list[Job]:
+    def _entering(self, worker: Worker, footprint: Footprint) -> list[Job]:
         enter: list[Job] = []
         prefill = sum([job.length for job in worker.residents.prefilling])
         for job in worker.inbox:
-            if prefill >= self.max_prefill_tokens or not self._takes(worker, there, job):
+            if prefill >= self.max_prefill_tokens or not self._has_room(worker, footprint, job):
                 break
-            there.enter(job)
+            footprint.enter(job)
             prefill += job.length
             enter.append(job)
         return enter
 
 
-def _placed(worker: Worker, leave: Sequence[Job]) -> tuple[list[Job], list[Job]]:
+def _swapped_or_evicted(worker: Worker, leave: Sequence[Job]) -> tuple[list[Job], list[Job]]:
     """Divide the leaving rows: those that go to host memory, and those it has no room for."""
     room = worker.host_tokens - worker.swapped.tokens
     swap_out: list[Job] = []

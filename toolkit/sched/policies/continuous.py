@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toolkit.sched.footprint import Footprint, footprint, look
+from toolkit.sched.footprint import Footprint, footprint_of, shared_footprint
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import NOTHING, Decision, View
@@ -31,7 +31,7 @@ from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 class ContinuousPolicy(ABC):
     """Base of the continuous policies: subclasses decide which jobs may enter.
 
-    They do so with `hopeful`, and with `admit` if that is not enough. The default of
+    They do so with `admissible`, and with `admit` if that is not enough. The default of
     `interval_steps` is the 10 of Past-Future's Table 1, that of `max_prefill_tokens` its 32,768.
     """
 
@@ -59,7 +59,7 @@ class ContinuousPolicy(ABC):
         "(as in Table 1's artifact)",
     )
     router: str = choice(
-        "round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS)
+        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
     )
     chunk_tokens: int = chunk_knob()
 
@@ -67,8 +67,8 @@ class ContinuousPolicy(ABC):
         validate(self)
 
     @abstractmethod
-    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        """Whether `job` may be admitted beside the rows in `there` before one of them ends.
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        """Whether `job` may be admitted beside the rows in `footprint` before one of them ends.
 
         `False` must be certain: the question is asked again only after a row ended, which is what
         lets a round be long.
@@ -77,9 +77,9 @@ class ContinuousPolicy(ABC):
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """How many of `candidates`, in order, may enter by the policy's own criterion.
 
-        They fit the memory as it is now, and each is `hopeful` if those before it enter. If the
-        worker has no residents, the first candidate may not be hopeful: it is admitted whatever
-        this returns, because a job that fits alone must not wait for ever.
+        They fit the memory as it is now, and each is `admissible` if those before it enter. If the
+        worker has no residents, the first candidate need not be: it is admitted whatever this
+        returns, because a job that fits alone must not wait for ever.
         """
         return len(candidates)
 
@@ -111,12 +111,14 @@ class ContinuousPolicy(ABC):
             else []
         )
         if arrived:
-            interrupts = [index for index in arrived if self._could_use(view, view.workers[index])]
+            interrupts = [
+                index for index in arrived if self._should_interrupt(view, view.workers[index])
+            ]
             if interrupts:
                 return Decision(batches, interrupt=interrupts)
         return Decision(batches) if batches else NOTHING
 
-    def _could_use(self, view: View, worker: Worker) -> bool:
+    def _should_interrupt(self, view: View, worker: Worker) -> bool:
         """Whether the running round should stop, because the first waiting job may enter before a
         row ends.
         """
@@ -126,41 +128,45 @@ class ContinuousPolicy(ABC):
         first = inbox[0]
         if running.refused is first:
             return False
-        there = look(worker) if worker.there is None else worker.there.look()
-        if self._may_enter(worker, first, there):
+        footprint = (
+            shared_footprint(worker) if worker.footprint is None else worker.footprint.reset()
+        )
+        if self._may_enter(worker, first, footprint):
             return True
-        if view.prioritised and self._giving_way(worker, first)[0]:
+        if view.prioritised and self._make_way(worker, first)[0]:
             return True
         running.refused = first  # nothing that this depends on changes before the round ends
         return False
 
     def _round(self, view: View, worker: Worker) -> Batch:
         residents, inbox, interval = worker.residents, worker.inbox, self.interval_steps
-        there = look(worker) if worker.there is None else worker.there.look()
+        footprint = (
+            shared_footprint(worker) if worker.footprint is None else worker.footprint.reset()
+        )
         capacity = worker.capacity_tokens
         entering: list[Job] = []
         evicted: list[Job] = []
         longest = 0
-        if there.needs > capacity:
-            for job in last_first(worker) if view.prioritised else reversed(residents.jobs):
+        if footprint.needs > capacity:
+            for job in eviction_order(worker) if view.prioritised else reversed(residents.jobs):
                 evicted.append(job)
-                there.leave(job)
-                if there.needs <= capacity:
+                footprint.leave(job)
+                if footprint.needs <= capacity:
                     break
-        elif inbox and (not there.rows or residents.steps % interval == 0):
-            entering, there = self._entering(view, worker, there)
+        elif inbox and (not footprint.rows or residents.steps % interval == 0):
+            entering, footprint = self._entering(view, worker, footprint)
             if not entering and view.prioritised:
-                evicted, there = self._giving_way(worker, inbox[0])
+                evicted, footprint = self._make_way(worker, inbox[0])
                 if evicted:
                     entering = [inbox[0]]
-                    there.enter(inbox[0])
+                    footprint.enter(inbox[0])
             if entering:
                 for job in entering:
                     if job.length > longest:
                         longest = job.length
-                there.prefilled()
+                footprint.prefilled()
         count = len(entering)
-        steps = there.room(capacity)
+        steps = footprint.room(capacity)
         most = self.longest_round(worker, count)
         if most < steps:
             steps = most
@@ -169,7 +175,7 @@ class ContinuousPolicy(ABC):
         if evicted or len(inbox) > count or inbox.behind:
             others = inbox.waiting > count and (count or not evicted)
             first = inbox.after(count) if others else evicted[-1]
-            if self._may_enter(worker, first, there):
+            if self._may_enter(worker, first, footprint):
                 until = interval - residents.steps % interval
                 if until < steps:
                     steps = until
@@ -192,12 +198,12 @@ class ContinuousPolicy(ABC):
         )
 
     def _entering(
-        self, view: View, worker: Worker, there: Footprint
+        self, view: View, worker: Worker, footprint: Footprint
     ) -> tuple[list[Job], Footprint]:
-        """The jobs that enter, and the footprint with them. Consumes the footprint `there`."""
-        inbox, rows = worker.inbox, there.rows
-        if not self._may_enter(worker, inbox[0], there):
-            return [], there
+        """The jobs that enter, and the footprint with them. Changes the given `footprint`."""
+        inbox, rows = worker.inbox, footprint.rows
+        if not self._may_enter(worker, inbox[0], footprint):
+            return [], footprint
         most, most_prefill, prefill = self.rows(worker) - rows, self.max_prefill_tokens, 0
         if worker.residents.prefilling:
             prefill = sum([job.length for job in worker.residents.prefilling])
@@ -206,55 +212,57 @@ class ContinuousPolicy(ABC):
         for job in inbox:
             if prefill >= most_prefill or len(candidates) >= most:
                 break
-            if not (overfill or there.fits(job.length, capacity)):
+            if not (overfill or footprint.fits(job.length, capacity)):
                 break
-            if candidates and not self.hopeful(worker, job, there):
+            if candidates and not self.admissible(worker, job, footprint):
                 break
             candidates.append(job)
             prefill += job.length
-            there.enter(job)
+            footprint.enter(job)
         admitted = self.admit(view, worker, candidates) if candidates else 0
         if not (admitted or rows):
             candidates, admitted = [inbox[0]], 1  # a lone row may fill the memory to its last token
         elif admitted == len(candidates):
-            return candidates, there
-        there = there.look()
+            return candidates, footprint
+        footprint = footprint.reset()
         for job in candidates[:admitted]:
-            there.enter(job)
-        return candidates[:admitted], there
+            footprint.enter(job)
+        return candidates[:admitted], footprint
 
-    def _giving_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
+    def _make_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
         """The fewest less urgent residents to evict so that `job` may enter, and the footprint of
         the others.
 
         The list is empty if even evicting all of them is not enough.
         """
-        there = footprint(worker)
+        footprint = footprint_of(worker)
         leaving: list[Job] = []
-        for other in last_first(worker):
+        for other in eviction_order(worker):
             if other.priority <= job.priority:
                 break
             leaving.append(other)
-            there.leave(other)
-            if there.fits(job.length, there.capacity) and self._may_enter(worker, job, there):
-                return leaving, there
-        return [], footprint(worker)
+            footprint.leave(other)
+            if footprint.fits(job.length, footprint.capacity) and self._may_enter(
+                worker, job, footprint
+            ):
+                return leaving, footprint
+        return [], footprint_of(worker)
 
-    def _may_enter(self, worker: Worker, job: Job, there: Footprint) -> bool:
+    def _may_enter(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
         """Whether an attempt to admit `job` can succeed before a row ends.
 
         Until then the memory and the rows that are free only shrink.
         """
-        if not there.rows:
+        if not footprint.rows:
             return True
-        if there.rows >= self.rows(worker):
+        if footprint.rows >= self.rows(worker):
             return False
-        if not (self.overfill or there.fits(job.length, worker.capacity_tokens)):
+        if not (self.overfill or footprint.fits(job.length, worker.capacity_tokens)):
             return False
-        return self.hopeful(worker, job, there)
+        return self.admissible(worker, job, footprint)
 
 
-def last_first(worker: Worker) -> list[Job]:
+def eviction_order(worker: Worker) -> list[Job]:
     """Residents in order of eviction: the least urgent first, and of these the last admitted."""
     return sorted(worker.residents.jobs, key=lambda job: job.priority)[::-1]
 
@@ -277,10 +285,13 @@ class AggressivePolicy(ContinuousPolicy):
         0.95, low=0.01, high=1, search=(0.5, 1.0), doc="share of the capacity that may be filled"
     )
 
-    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        return there.taken_with(self._asks(job)) <= self.watermark * worker.capacity_tokens
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        return (
+            footprint.taken_with(self._counted_tokens(job))
+            <= self.watermark * worker.capacity_tokens
+        )
 
-    def _asks(self, job: Job) -> int:
+    def _counted_tokens(self, job: Job) -> int:
         """Tokens that a newcomer counts; the artifact leaves out the generated tokens of evicted
         jobs.
         """
@@ -308,8 +319,8 @@ class ConservativePolicy(ContinuousPolicy):
         1.0, low=0.01, high=100, search=(1.0, 3.0), doc="capacity that is promised over capacity"
     )
 
-    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        return there.promised_with(job.limit_tokens) <= self.overcommit * worker.capacity_tokens
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        return footprint.promised_with(job.limit_tokens) <= self.overcommit * worker.capacity_tokens
 
 
 # First come, first served, with each job run to its end: FastServe's baseline.
@@ -329,5 +340,5 @@ class FcfsPolicy(ContinuousPolicy):
     def most_rows(self) -> int:
         return self.max_batch_size
 
-    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        return there.promised_with(job.limit_tokens) <= worker.capacity_tokens
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        return footprint.promised_with(job.limit_tokens) <= worker.capacity_tokens

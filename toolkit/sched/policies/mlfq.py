@@ -22,7 +22,7 @@ from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.types import Job, Worker
 
 NEVER = 1 << 40  # returned if a job never leaves its queue, in tokens
-LONGEST = 1 << 24  # tokens; a quantum that lasts longer counts as never used up
+LONGEST_QUANTUM_TOKENS = 1 << 24  # tokens; a quantum that lasts longer counts as never used up
 JOBS_KEPT = 1 << 16  # entries of a cache of jobs
 LAWS_KEPT = 8  # entries of the caches of laws
 
@@ -63,7 +63,7 @@ class FeedbackQueues:
         if known is None:
             if len(self._known) >= JOBS_KEPT:
                 self._known.clear()
-            known = self._known[key] = self._way(prompt_tokens, promoted_at)
+            known = self._known[key] = self._path(prompt_tokens, promoted_at)
         first, leaves = known
         passed = bisect_right(leaves, generated)
         return first + passed, leaves[passed] if passed < len(leaves) else NEVER
@@ -76,7 +76,7 @@ class FeedbackQueues:
         prefill_s = self._law.prefill_s(1, prompt_tokens)
         return prefill_s + (self._law.decode_s(1, prompt_tokens, decoded) if decoded else 0.0)
 
-    def _way(self, prompt_tokens: int, promoted_at: int) -> tuple[int, list[int]]:
+    def _path(self, prompt_tokens: int, promoted_at: int) -> tuple[int, list[int]]:
         """The queue that a job joins, and the generated tokens at which it leaves that and later
         queues.
         """
@@ -105,7 +105,7 @@ class FeedbackQueues:
         high = max(least, 1)
         while self.service_s(prompt_tokens, high) < service_s:
             high *= 2
-            if high > LONGEST:
+            if high > LONGEST_QUANTUM_TOKENS:
                 return NEVER
         low = max(least, high // 2)
         while low < high:
@@ -146,9 +146,9 @@ class MlfqPolicy(PreemptivePolicy):
     """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false.
 
     A job joins the first queue with a quantum that covers its prefill, and moves to the next queue
-    when it has used up the quantum. A job that has waited for `starvation_s` starves: it runs before
-    all that do not, and is promoted to the first queue with a new quantum. Queues are served in order,
-    each in order of arrival. See `FeedbackQueues`.
+    when it has used up the quantum. A job that has waited for `starvation_s` starves: it runs
+    before all that do not, and is promoted to the first queue with a new quantum. Queues are served
+    in order, and each queue in order of arrival. See `FeedbackQueues`.
 
     Each priority has its own queues: all queues of a more urgent one come first.
     """
@@ -202,12 +202,12 @@ class MlfqPolicy(PreemptivePolicy):
         for standing, count in zip(standings, counts, strict=True):
             ahead_s.append(ahead_s[-1] + count * self._quantum_s(quanta_s, standing))
         found: dict[Job, tuple[float, Rank]] = {}
-        asked = {row.job for row in rows}
+        wanted = {row.job for row in rows}
         before_s = 0.0
         for row in cached:
             standing, _, ticket = row.rank
             own_s = self._quantum_s(quanta_s, standing)
-            if row.job in asked:
+            if row.job in wanted:
                 if standing == STARVES:
                     waiting_s = inbox.starving_before(now_s, row.waits_s, ticket) * quanta_s[0]
                 else:
@@ -261,9 +261,9 @@ class SrptOracle(PreemptivePolicy):
 
     name: ClassVar[str] = "srpt-oracle"
 
-    def told(self, output_tokens: Mapping[str, int]) -> SrptOracle:
+    def with_lengths(self, output_tokens: Mapping[str, int]) -> SrptOracle:
         """The same policy, with the true output length of each request id."""
-        return _Told(self, output_tokens)
+        return _SrptWithLengths(self, output_tokens)
 
     def standings(self, law: LatencyLaw) -> Standing:
         raise InputError(
@@ -271,7 +271,7 @@ class SrptOracle(PreemptivePolicy):
         )
 
 
-class _Told(SrptOracle):
+class _SrptWithLengths(SrptOracle):
     """The oracle that knows."""
 
     __slots__ = ("_output_tokens",)

@@ -1,7 +1,7 @@
 """Past-Future: admission by the predicted peak of memory, from the lengths of past outputs.
 
 Gong et al., *Past-Future Scheduler for LLM Serving under SLA Guarantees*, section 3. Nothing is
-kept between attempts to admit: each samples all lengths anew. In order: the policy of the paper,
+kept between attempts to admit: each samples all lengths again. In order: the policy of the paper,
 its oracle with the true lengths, and a variant that also keeps limits of TTFT and MTPOT.
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import InputError
 from toolkit.sched.footprint import Footprint
-from toolkit.sched.inbox import RECALLED
+from toolkit.sched.inbox import RECALL_COUNT
 from toolkit.sched.kernels import admit_knowing, admit_past_future, future_peak
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import knob
@@ -84,8 +84,8 @@ class PastFuturePolicy(ContinuousPolicy):
             )
         )
 
-    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        return there.taken_with(job.length) < (1.0 - self.reserve) * worker.capacity_tokens
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        return footprint.taken_with(job.length) < (1.0 - self.reserve) * worker.capacity_tokens
 
 
 # Past-Future's "theoretical optimum": admission by the true peak of memory, in simulations only.
@@ -99,20 +99,20 @@ class PastFutureOracle(ContinuousPolicy):
 
     name: ClassVar[str] = "past-future-oracle"
 
-    def told(self, output_tokens: Mapping[str, int]) -> PastFutureOracle:
+    def with_lengths(self, output_tokens: Mapping[str, int]) -> PastFutureOracle:
         """The same policy, with the true output length of each request id."""
-        return _Told(self, output_tokens)
+        return _OracleWithLengths(self, output_tokens)
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         raise InputError(
             f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
         )
 
-    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        return there.taken_with(job.length) < worker.capacity_tokens
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        return footprint.taken_with(job.length) < worker.capacity_tokens
 
 
-class _Told(PastFutureOracle):
+class _OracleWithLengths(PastFutureOracle):
     """The oracle that knows."""
 
     __slots__ = ("_output_tokens",)
@@ -147,7 +147,7 @@ class _Told(PastFutureOracle):
 # plain Past-Future.
 
 Tokens = NDArray[np.int64]
-CYCLE = 100  # attempts to admit, a share of which puts late jobs first
+CYCLE_ATTEMPTS = 100  # attempts to admit, a share of which puts late jobs first
 
 
 @dataclass(slots=True)
@@ -206,12 +206,12 @@ class PastFutureSlaPolicy(PastFuturePolicy):
             if self._in_turn(worker):
                 first += [job for job in islice(inbox.behind, 1) if job.ticket < inbox[0].ticket]
                 continue
-            evicted = sum(1 for _ in takewhile(_was_here, inbox))
+            evicted = sum(1 for _ in takewhile(_has_generated, inbox))
             late = list(
                 takewhile(partial(self._is_late, worker, now_s=now_s), islice(inbox, evicted, None))
             )
             in_order = not inbox.behind or inbox.behind[0].ticket > inbox[-1].ticket
-            if len(late) < len(inbox) or len(late) > RECALLED or not in_order:
+            if len(late) < len(inbox) or len(late) > RECALL_COUNT or not in_order:
                 behind += late
         return behind, first
 
@@ -223,14 +223,14 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         rows = len(used) - fitting
         excused = self._in_turn(worker) and self._is_late(worker, candidates[0], view.now_s)
         deadline_s = math.inf
-        there, entering = RowLengths(), RowLengths()
+        all_rows, entering = RowLengths(), RowLengths()
         for length in used[:rows].tolist():
-            there.add(length)
+            all_rows.add(length)
         for count, job in enumerate(candidates[:fitting], start=1):
             n = rows + count
-            there.add(job.length)
+            all_rows.add(job.length)
             entering.add(job.length)
-            step_s = worker.latency.decode_s(n, there.length(worker), 1)
+            step_s = worker.latency.decode_s(n, all_rows.length(worker), 1)
             prefilled_s = view.now_s + _prefill_s(worker, entering)
             stepped_s = view.now_s + self._stall_s(worker, entering) + step_s
             stalls = rows > 0 and stepped_s - worker.stepped_s > self.mtpot_s
@@ -261,25 +261,28 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         outputs = np.minimum(np.concatenate([table[LIMIT], waiting[2]]), expected_output(view))
         return used, np.maximum(outputs - generated, 1)
 
-    def _may_enter(self, worker: Worker, job: Job, there: Footprint) -> bool:
+    def _may_enter(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
         """Whether any waiting job might enter: which one is first changes with time, and it may be
         one token.
         """
-        if not there.rows:
+        if not footprint.rows:
             return True
-        if there.rows >= self.rows(worker) or not there.fits(1, worker.capacity_tokens):
+        if footprint.rows >= self.rows(worker) or not footprint.fits(1, worker.capacity_tokens):
             return False
-        return there.taken_with(1) < (1.0 - self.reserve) * worker.capacity_tokens
+        return footprint.taken_with(1) < (1.0 - self.reserve) * worker.capacity_tokens
 
     def _in_turn(self, worker: Worker) -> bool:
         """Whether this attempt is one of those that put the oldest late job first."""
-        return worker.residents.steps // self.interval_steps % CYCLE < self.late_share * CYCLE
+        return (
+            worker.residents.steps // self.interval_steps % CYCLE_ATTEMPTS
+            < self.late_share * CYCLE_ATTEMPTS
+        )
 
     def _is_late(self, worker: Worker, job: Job, now_s: float) -> bool:
         """Whether the job's first token can only be late, or its prefill alone breaks the others'
         MTPOT.
         """
-        if _was_here(job):
+        if _has_generated(job):
             return False
         law = worker.latency
         step_s, stall_s = (
@@ -301,7 +304,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         return worker.latency.pass_s(1, max(longest - self.chunk_tokens, 0), longest)
 
 
-def _was_here(job: Job) -> bool:
+def _has_generated(job: Job) -> bool:
     return job.generated > 0
 
 

@@ -1,7 +1,7 @@
 """The base of preemptive policies: the jobs that rank highest run, the others keep their caches.
 
-At every scheduling point all jobs of a worker are ranked, and the best run, as many as rows and
-memory allow. A job that makes way is paused and keeps its cache on the device if there is room,
+At every scheduling point all jobs of a worker are ranked, and as many of the highest run as rows
+and memory allow. A job that makes way is paused and keeps its cache on the device if there is room,
 else in host memory; without room in either, its cache is dropped and computed again later. Caches
 move in one of two ways:
 
@@ -32,7 +32,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import ClassVar
 
-from toolkit.sched.footprint import Footprint, footprint, look
+from toolkit.sched.footprint import Footprint, footprint_of, shared_footprint
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
@@ -58,7 +58,7 @@ class RankedJob:
     """A job at a scheduling point, with up-to-date counters."""
 
     job: Job
-    place: CacheLocation
+    location: CacheLocation
     tokens: int  # prompt + generated: the size of its cache, or of its prefill
     generated: int
     needs: int  # device tokens to run one step, including the token of its prefill
@@ -79,24 +79,24 @@ class Newcomers:
         self._others = worker.inbox.others(now_s, patience_s)
         self._open = True
 
-    def next(self, free: float, place: float) -> RankedJob | None:
+    def next(self, free: float, cache_room: float) -> RankedJob | None:
         """The next job that needs at most `free` device tokens and has room for its cache in
-        `place` tokens.
+        `cache_room` tokens.
 
-        Later calls must not pass more of either. If a starving job finds no room in `place`, no
+        Later calls must not pass more of either. If a starving job does not fit `cache_room`, no
         other job may enter before it.
         """
-        if not self.possible(place) or self._inbox.shortest + self._grows > free:
+        if not self.possible(cache_room) or self._inbox.shortest + self._grows > free:
             return None
         grows = self._grows
         for waits_s, job in self._starving:
             needs = job.length + grows
-            if needs > place:
+            if needs > cache_room:
                 self._open = False
                 return None
             if needs <= free:
                 return self._row(job, waits_s, (STARVES, -waits_s, job.ticket))
-        room = min(free, place)
+        room = min(free, cache_room)
         for standing, job in self._others:
             if job.length + grows <= room:
                 return self._row(
@@ -104,9 +104,9 @@ class Newcomers:
                 )
         return None
 
-    def possible(self, place: float) -> bool:
-        """Whether a waiting job might fit its cache into `place` tokens, as far as is known."""
-        return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= place
+    def possible(self, cache_room: float) -> bool:
+        """Whether the cache of a waiting job might fit `cache_room` tokens, as far as is known."""
+        return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= cache_room
 
     def _row(self, job: Job, waits_s: float, rank: Rank) -> RankedJob:
         return RankedJob(
@@ -120,11 +120,11 @@ class Newcomers:
         )
 
 
-def free_places(worker: Worker) -> int:
+def free_cache_tokens(worker: Worker) -> int:
     """Tokens that are free for caches on the device and in host memory together, as of the last
     report.
     """
-    device = worker.capacity_tokens - look(worker).taken - worker.held.tokens
+    device = worker.capacity_tokens - shared_footprint(worker).taken - worker.held.tokens
     return device + worker.host_tokens - worker.swapped.tokens
 
 
@@ -136,12 +136,12 @@ class Chosen:
     """
 
     rows: list[RankedJob]
-    there: Footprint
+    footprint: Footprint
     closed: bool = False
 
 
 def _add(found: Footprint, worker: Worker, row: RankedJob) -> None:
-    if row.place is CacheLocation.INBOX or row.job in worker.residents.prefilling:
+    if row.location is CacheLocation.INBOX or row.job in worker.residents.prefilling:
         found.enter(row.job)
     else:
         found.join(row.tokens)
@@ -151,12 +151,12 @@ def _add(found: Footprint, worker: Worker, row: RankedJob) -> None:
 class Placement:
     """What a round does with every cache.
 
-    `there` is the footprint of the jobs in `run`. `kept` and `fetched` are the jobs that do not run
+    `footprint` is that of the jobs in `run`. `kept` and `fetched` are the jobs that do not run
     and have caches on the device.
     """
 
     run: list[RankedJob]
-    there: Footprint
+    footprint: Footprint
     kept: list[RankedJob] = field(default_factory=list)
     fetched: list[RankedJob] = field(default_factory=list)
     swap_out: list[RankedJob] = field(default_factory=list)
@@ -178,7 +178,7 @@ class Placement:
             [
                 row.job
                 for row in self.run
-                if row.place is not CacheLocation.INBOX and row.job not in residents
+                if row.location is not CacheLocation.INBOX and row.job not in residents
             ]
         )
         swap_out = tuple([row.job for row in self.swap_out])
@@ -207,7 +207,7 @@ class Placement:
         aside = sum([row.tokens for row in self.kept if row.job.ticket not in running])
         if self.overlap:
             aside += sum([row.tokens for row in (*self.swap_out, *self.swap_in)])
-        return self.there.room(worker.capacity_tokens - aside)
+        return self.footprint.room(worker.capacity_tokens - aside)
 
     def transfers_s(self, worker: Worker) -> float:
         """Seconds of the round's transfers, by the worker's law."""
@@ -234,21 +234,19 @@ def _keep(
     `others` have caches and are in the order in which they will run. `spare` tokens are left for
     growth, `share` tokens for newcomers.
     """
-    free = worker.capacity_tokens - chosen.there.needs - spare - share
-    placed = Placement(list(chosen.rows), chosen.there)
+    free = worker.capacity_tokens - chosen.footprint.needs - spare - share
+    placed = Placement(list(chosen.rows), chosen.footprint)
     leaving: list[RankedJob] = []
     for row in others:
-        if row.place is CacheLocation.DEVICE:
+        if row.location is CacheLocation.DEVICE:
             if row.tokens <= free:
                 free -= row.tokens
                 placed.kept.append(row)
             else:
                 leaving.append(row)
     for row in others if fetch else ():
-        if (
-            # With less room it would soon leave again.
-            row.place is CacheLocation.HOST and row.tokens <= free - share
-        ):
+        # With less room it would soon leave again.
+        if row.location is CacheLocation.HOST and row.tokens <= free - share:
             free -= row.tokens
             placed.fetched.append(row)
     room = worker.host_tokens - worker.swapped.tokens
@@ -274,7 +272,7 @@ def after_transfers(
 ) -> Placement:
     """The round waits for its transfers, and then runs all of `chosen`."""
     placed = _keep(worker, others, chosen, spare, share, fetch=False)
-    placed.swap_in = [row for row in chosen.rows if row.place is CacheLocation.HOST]
+    placed.swap_in = [row for row in chosen.rows if row.location is CacheLocation.HOST]
     return placed
 
 
@@ -293,27 +291,27 @@ def beside_transfers(
     the round should wait for its transfers instead.
     """
     placed = _keep(worker, others, chosen, spare, share, fetch=True)
-    there = footprint(worker).emptied()  # its capacity excludes the caches beside the rows
-    placed.overlap, placed.run, placed.there = True, [], there
-    there.capacity -= (
+    footprint = footprint_of(worker).emptied()  # its capacity excludes the caches beside the rows
+    placed.overlap, placed.run, placed.footprint = True, [], footprint
+    footprint.capacity -= (
         worker.residents.used + worker.held.tokens - sum([row.tokens for row in placed.evict])
     )
     for row in chosen.rows:
         if (
-            row.place is CacheLocation.HOST
-            and row.tokens <= there.capacity - there.needs
+            row.location is CacheLocation.HOST
+            and row.tokens <= footprint.capacity - footprint.needs
             and row.waits_s < patience_s
         ):
             placed.swap_in.append(row)
             placed.awaited = True
-            there.capacity -= row.tokens
-        elif row.place is CacheLocation.DEVICE:
+            footprint.capacity -= row.tokens
+        elif row.location is CacheLocation.DEVICE:
             placed.run.append(row)
-            there.capacity += row.needs - 1
-            _add(there, worker, row)
-        elif row.place is CacheLocation.INBOX and there.fits(row.tokens, there.capacity):
+            footprint.capacity += row.needs - 1
+            _add(footprint, worker, row)
+        elif row.location is CacheLocation.INBOX and footprint.fits(row.tokens, footprint.capacity):
             placed.run.append(row)
-            there.enter(row.job)
+            footprint.enter(row.job)
         elif row.waits_s >= patience_s:
             return None
         else:
@@ -321,18 +319,18 @@ def beside_transfers(
     for row in sorted(placed.kept, key=attrgetter("rank")):
         if len(placed.run) >= most:
             break
-        there.capacity += row.tokens
-        if there.fits(row.tokens, there.capacity, enters=False):
+        footprint.capacity += row.tokens
+        if footprint.fits(row.tokens, footprint.capacity, enters=False):
             placed.run.append(row)
-            there.join(row.tokens)
+            footprint.join(row.tokens)
         else:
-            there.capacity -= row.tokens
-    if there.needs > there.capacity or not placed.run:
+            footprint.capacity -= row.tokens
+    if footprint.needs > footprint.capacity or not placed.run:
         return None
     for row in placed.fetched:
-        if row.tokens <= there.capacity - there.needs:
+        if row.tokens <= footprint.capacity - footprint.needs:
             placed.swap_in.append(row)
-            there.capacity -= row.tokens
+            footprint.capacity -= row.tokens
     return placed
 
 
@@ -388,7 +386,7 @@ class PreemptivePolicy(ABC):
         doc="proactive: share of the device's memory kept free for newcomers",
     )
     router: str = choice(
-        "round-robin", ROUTERS, doc="how requests are dealt to workers: " + ", ".join(ROUTERS)
+        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
     )
     chunk_tokens: int = chunk_knob()
 
@@ -445,13 +443,13 @@ class PreemptivePolicy(ABC):
         if running is None or running.interrupted or not inbox:
             return False
         assert isinstance(inbox, RankedInbox)
-        place = free_places(worker)
-        if not any(job.length < place for job in islice(reversed(inbox), newcomers)):
+        cache_room = free_cache_tokens(worker)
+        if not any(job.length < cache_room for job in islice(reversed(inbox), newcomers)):
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
         since, standing = residents.steps, inbox.standing
-        came = [
+        new_ranks = [
             (standing(job, job.generated), job.ticket) for job in islice(reversed(inbox), newcomers)
         ]
         ranks = [
@@ -459,11 +457,11 @@ class PreemptivePolicy(ABC):
             for job in residents.jobs
             if job not in residents.prefilling
         ]
-        if ranks and min(came) < max(ranks):
+        if ranks and min(new_ranks) < max(ranks):
             return True
         if len(residents) >= self._most(worker):
             return False
-        return look(worker).fits(inbox[-1].length, worker.capacity_tokens)
+        return shared_footprint(worker).fits(inbox[-1].length, worker.capacity_tokens)
 
     def _most(self, worker: Worker) -> int:
         return min(self.max_batch_size, worker.row_limit)
@@ -476,7 +474,7 @@ class PreemptivePolicy(ABC):
 
     def _round(self, worker: Worker, now_s: float) -> Batch:
         if not (worker.held.jobs or worker.swapped.jobs or worker.residents.prefilling):
-            steps = self._as_before(worker, now_s)
+            steps = self._unchanged_round(worker, now_s)
             if steps:
                 chunk = worker.chunk_of(self.chunk_tokens)
                 return Batch(
@@ -487,8 +485,8 @@ class PreemptivePolicy(ABC):
         running = {row.job for row in chosen.rows}
         others = [row for row in cached if row.job not in running]
         if others:
-            enst = self.next_runs(worker, cached, others, now_s)
-            others.sort(key=lambda row: enst[row.job])
+            next_runs = self.next_runs(worker, cached, others, now_s)
+            others.sort(key=lambda row: next_runs[row.job])
         proactive, most, spare = (
             self.swap == "proactive",
             self._most(worker),
@@ -503,24 +501,24 @@ class PreemptivePolicy(ABC):
         placed.closed = chosen.closed
         return self._batch(worker, placed, cached, now_s)
 
-    def _as_before(self, worker: Worker, now_s: float) -> int:
+    def _unchanged_round(self, worker: Worker, now_s: float) -> int:
         """Steps of a round in which all residents continue and no job enters; 0 if that is not
         certain.
 
         A shortcut that ranks nothing. It applies if all residents fit, no other job has a cache,
         and no job waits that could get one.
         """
-        there, capacity, inbox = look(worker), worker.capacity_tokens, worker.inbox
-        rows = there.rows
-        if not rows or rows > self._most(worker) or (rows > 1 and there.needs > capacity):
+        footprint, capacity, inbox = shared_footprint(worker), worker.capacity_tokens, worker.inbox
+        rows = footprint.rows
+        if not rows or rows > self._most(worker) or (rows > 1 and footprint.needs > capacity):
             return 0
         if inbox:
             assert isinstance(inbox, RankedInbox)
-            place = capacity - there.taken + worker.host_tokens - self._spare(worker, 1)
+            place = capacity - footprint.taken + worker.host_tokens - self._spare(worker, 1)
             if inbox.shortest + 1 + worker.emits <= place:
                 return 0
-            return max(there.room(capacity), 1)
-        return self.horizon_of_residents(worker, max(there.room(capacity), 1), now_s)
+            return max(footprint.room(capacity), 1)
+        return self.horizon_of_residents(worker, max(footprint.room(capacity), 1), now_s)
 
     def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
         """`horizon` if exactly the worker's residents run."""
@@ -537,11 +535,11 @@ class PreemptivePolicy(ABC):
             rank = (standing(job, generated), 0.0, job.ticket)
             needs = (worker.residents.holds(job) if prefilling else tokens) + 1
             rows.append(RankedJob(job, CacheLocation.DEVICE, tokens, generated, needs, RUNS, rank))
-        for place, shelf in (
+        for location, parked in (
             (CacheLocation.DEVICE, worker.held),
             (CacheLocation.HOST, worker.swapped),
         ):
-            for job in shelf.jobs:
+            for job in parked.jobs:
                 waits_s = now_s - job.waiting_since_s
                 starves = waits_s >= patience_s
                 rank = (
@@ -550,7 +548,9 @@ class PreemptivePolicy(ABC):
                     else (standing(job, job.generated), 0.0, job.ticket)
                 )
                 rows.append(
-                    RankedJob(job, place, job.length, job.generated, job.length + 1, waits_s, rank)
+                    RankedJob(
+                        job, location, job.length, job.generated, job.length + 1, waits_s, rank
+                    )
                 )
         rows.sort(key=attrgetter("rank"))
         return rows
@@ -566,46 +566,53 @@ class PreemptivePolicy(ABC):
         """
         prefilling = worker.residents.prefilling
         capacity, most, prefill = worker.capacity_tokens, self._most(worker), 0
-        there = footprint(worker).emptied()
-        place: float = free_places(worker) if cached else math.inf
+        footprint = footprint_of(worker).emptied()
+        cache_room: float = free_cache_tokens(worker) if cached else math.inf
         newcomers = Newcomers(worker, now_s, self.patience_s)
         chosen = [row for row in cached if row.job in prefilling] if prefilling else []
-        for one in chosen:
-            there.enter(one.job)
-            prefill += one.tokens
-        ahead = iter([row for row in cached if row.job not in prefilling] if prefilling else cached)
-        row = next(ahead, None)
+        for prefilling_row in chosen:
+            footprint.enter(prefilling_row.job)
+            prefill += prefilling_row.tokens
+        rows_left = iter(
+            [row for row in cached if row.job not in prefilling] if prefilling else cached
+        )
+        row = next(rows_left, None)
         closed = prefill >= self.max_prefill_tokens
-        came = None if closed else newcomers.next(math.inf, place - self._spare(worker, 1))
-        while len(chosen) < most and (row or came):
+        newcomer = None if closed else newcomers.next(math.inf, cache_room - self._spare(worker, 1))
+        while len(chosen) < most and (row or newcomer):
             spare = self._spare(worker, len(chosen) + 1)
-            if came and not (row and row.rank < came.rank):
+            if newcomer and not (row and row.rank < newcomer.rank):
                 if not chosen or (
-                    came.needs + spare <= place and there.fits(came.tokens, capacity - spare)
+                    newcomer.needs + spare <= cache_room
+                    and footprint.fits(newcomer.tokens, capacity - spare)
                 ):
-                    chosen.append(came)
-                    there.enter(came.job)
-                    place -= came.needs
-                    prefill += came.tokens
+                    chosen.append(newcomer)
+                    footprint.enter(newcomer.job)
+                    cache_room -= newcomer.needs
+                    prefill += newcomer.tokens
                 more = self._spare(worker, len(chosen) + 1)
                 goes_on = prefill < self.max_prefill_tokens
-                came = (
-                    newcomers.next(there.widest(capacity - more), place - more) if goes_on else None
+                newcomer = (
+                    newcomers.next(footprint.widest(capacity - more), cache_room - more)
+                    if goes_on
+                    else None
                 )
             elif row:
                 limit = capacity - (0 if row.waits_s == RUNS else spare)
-                if not chosen or there.fits(row.tokens, limit, enters=False):
+                if not chosen or footprint.fits(row.tokens, limit, enters=False):
                     chosen.append(row)
-                    there.join(row.tokens)
-                row = next(ahead, None)
+                    footprint.join(row.tokens)
+                row = next(rows_left, None)
         return Chosen(
-            chosen, there, not newcomers.possible(place - self._spare(worker, len(chosen) + 1))
+            chosen,
+            footprint,
+            not newcomers.possible(cache_room - self._spare(worker, len(chosen) + 1)),
         )
 
     def _batch(
         self, worker: Worker, placed: Placement, cached: Sequence[RankedJob], now_s: float
     ) -> Batch:
-        enter = [row for row in placed.run if row.place is CacheLocation.INBOX]
+        enter = [row for row in placed.run if row.location is CacheLocation.INBOX]
         moves = placed.moves(
             worker, [row.job for row in placed.run if row.waits_s >= self.patience_s]
         )
@@ -649,7 +656,7 @@ class PreemptivePolicy(ABC):
         inputs = [
             row.tokens
             for row in run
-            if row.place is CacheLocation.INBOX or row.job in worker.residents.prefilling
+            if row.location is CacheLocation.INBOX or row.job in worker.residents.prefilling
         ]
         if inputs:
             begins_s = law.prefill_s(

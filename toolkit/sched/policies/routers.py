@@ -71,10 +71,10 @@ def future_memory(view: View, _rows: int) -> Sequence[int]:
         index = _lowest_peak(view, figure, added, job, expected)
         homes.append(index)
         if len(homes) < len(view.pool):
-            worker, here = view.workers[index], added.setdefault(index, [])
-            here.append(job)
-            peak = _peak(worker, here, expected, empty=1)
-            figure.write(index, expected, peak, _rows_of(worker, here))
+            worker, new_jobs = view.workers[index], added.setdefault(index, [])
+            new_jobs.append(job)
+            peak = _peak(worker, new_jobs, expected, empty=1)
+            figure.write(index, expected, peak, _rows_of(worker, new_jobs))
     return homes
 
 
@@ -86,7 +86,7 @@ def expected_output(view: View) -> int:
 def soonest(
     view: View,
     figure: WorkerFigure,
-    own: int,
+    job_tokens: int,
     job: Job,
     expected: int,
     rows: int,
@@ -101,7 +101,9 @@ def soonest(
     paces = np.array([tokens_per_s(kind[0], job, expected, rows) for kind in view.kinds])[
         view.kind_of[able]
     ]
-    return figure.least(able, expected if depends else 0, lambda tokens: (tokens + own) / paces)
+    return figure.least(
+        able, expected if depends else 0, lambda tokens: (tokens + job_tokens) / paces
+    )
 
 
 def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
@@ -109,14 +111,14 @@ def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
     figure = view.figure("outstanding", _outstanding)
     homes = []
     for job in jobs:
-        own = job.length + max(expected - job.generated, 1)
+        job_tokens = job.length + max(expected - job.generated, 1)
         mixed = view.mixed
         index = (
-            soonest(view, figure, own, job, expected, rows)
+            soonest(view, figure, job_tokens, job, expected, rows)
             if mixed
             else figure.least(view.able, expected)
         )
-        figure.add(index, own)
+        figure.add(index, job_tokens)
         homes.append(index)
     return homes
 
@@ -133,10 +135,10 @@ def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
     tokens += inbox.tokens + (inbox.waiting - len(returned)) * max(expected, 1)
     for job in returned:
         tokens += max(expected - job.generated, 1)
-    for shelf in (worker.held, worker.swapped):
-        rows += len(shelf.jobs)
-        tokens += shelf.tokens
-        for job in shelf.jobs:
+    for parked in (worker.held, worker.swapped):
+        rows += len(parked.jobs)
+        tokens += parked.tokens
+        for job in parked.jobs:
             tokens += max(expected - job.generated, 1)
     return tokens, rows
 

@@ -51,10 +51,16 @@ def footnote(policies: Iterable[str], engines: Sequence[str]) -> str:
             needs.setdefault(" or ".join(engines_for(name)) or FUTURE, []).append(name)
     if not needs:
         return ""
-    one = len(set(engines)) == 1
-    which = f"engine '{engines[0]}'" if one else "not every engine here" if engines else "no server"
-    verb = "cannot" if one else "can"
-    laws = "; simulated by its laws all the same" if one else ""
+    same_engine = len(set(engines)) == 1
+    which = (
+        f"engine '{engines[0]}'"
+        if same_engine
+        else "not every engine here"
+        if engines
+        else "no server"
+    )
+    verb = "cannot" if same_engine else "can"
+    laws = "; simulated by its laws all the same" if same_engine else ""
     what = "; ".join(f"{need} for {', '.join(names)}" for need, names in needs.items())
     return f"{MARK} {which} {verb} run it{laws}. It takes {what}."
 

@@ -57,7 +57,7 @@ from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 # be free.
 
 # Cuts that are tried from either end, between two kinds; fewer if there are more kinds.
-STEPS = 8
+CUTS_PER_END = 8
 
 # Makes batches of jobs by the laws of one worker.
 Batching = Callable[[Sequence[Job], Worker], list[Batch]]
@@ -85,7 +85,7 @@ def share_out(
     """Batch all `jobs` for workers of several kinds, and assign the batches.
 
     The jobs are ordered by length, and the last of `kinds` holds all of them. For two kinds,
-    `batch` is called at most 2 `STEPS` + 2 times, with at most all jobs.
+    `batch` is called at most 2 `CUTS_PER_END` + 2 times, with at most all jobs.
     """
     return _shared(jobs, kinds, batch, offload, now_s).batches
 
@@ -101,17 +101,20 @@ def _shared(
     if not others or not jobs:
         return _share_of(kinds[-1], batch(jobs, kinds[-1][0]) if jobs else [], offload, now_s)
 
-    def split(mine: Sequence[Job]) -> KindShare:
+    def split(kind_jobs: Sequence[Job]) -> KindShare:
         """With these for `kind`, the rest for the others."""
-        taken = {job.ticket for job in mine}
+        taken = {job.ticket for job in kind_jobs}
         rest = [job for job in jobs if job.ticket not in taken]
-        own = _share_of(kind, batch(mine, kind[0]) if mine else [], offload, now_s)
-        theirs = _shared(rest, others, batch, offload, now_s)
-        return KindShare([*theirs.batches, *own.batches], theirs.waits_s + own.waits_s)
+        kind_share = _share_of(kind, batch(kind_jobs, kind[0]) if kind_jobs else [], offload, now_s)
+        others_share = _shared(rest, others, batch, offload, now_s)
+        return KindShare(
+            [*others_share.batches, *kind_share.batches], others_share.waits_s + kind_share.waits_s
+        )
 
     able = [job for job in jobs if kind[0].holds(job)]
     return min(
-        map(split, _cuts(able, max(STEPS // len(others) ** 2, 1))), key=lambda share: share.waits_s
+        map(split, _cuts(able, max(CUTS_PER_END // len(others) ** 2, 1))),
+        key=lambda share: share.waits_s,
     )
 
 
@@ -368,7 +371,7 @@ class SequencePolicy:
 # waiting ones. Otherwise it stays and keeps its cache.
 
 SLICES = "slices"
-GONE = -(1 << 62)  # free tokens of a lost worker: less than any other has
+NO_FREE_TOKENS = -(1 << 62)  # free tokens of a lost worker: less than any other has
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +400,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
     router: str = choice(
         SLICES,
         (SLICES, *ROUTERS),
-        doc="how requests are dealt to workers: least promised, or others",
+        doc="how requests are assigned to workers: least promised, or others",
     )
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
@@ -427,14 +430,14 @@ class SliceContinuousPolicy(ContinuousPolicy):
         homes, expected = [-1] * len(view.pool), expected_output(view)
         for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
             job = view.pool[k]
-            own = job.length + self._period()
+            job_tokens = job.length + self._period()
             if view.mixed:
                 homes[k] = soonest(
-                    view, promised, own, job, expected, self.most_rows, depends=False
+                    view, promised, job_tokens, job, expected, self.most_rows, depends=False
                 )
             else:
                 homes[k] = promised.least(view.able, 0)
-            promised.add(homes[k], own)
+            promised.add(homes[k], job_tokens)
         return homes
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
@@ -446,8 +449,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
         ).T
         return int(admit_knowing(used, left, waiting, self._limit(worker) + 1.0, worker.padded))
 
-    def hopeful(self, worker: Worker, job: Job, there: Footprint) -> bool:
-        return there.taken_with(job.length) < self._limit(worker)
+    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        return footprint.taken_with(job.length) < self._limit(worker)
 
     def longest_round(self, worker: Worker, entering: int) -> int:
         residents = worker.residents
@@ -469,10 +472,10 @@ class SliceContinuousPolicy(ContinuousPolicy):
         used, left = self._outlook(worker)
         staying = np.ones(len(used), dtype=np.bool_)
         staying[[job.slot for job in over]] = False
-        here, crowded, limit = worker.index, bool(worker.inbox), self._limit(worker)
-        own, free[here] = int(free[here]), GONE
-        target = int(free.argmax()) if len(view.able) > 1 else here
-        free[here] = own
+        source, crowded, limit = worker.index, bool(worker.inbox), self._limit(worker)
+        source_free, free[source] = int(free[source]), NO_FREE_TOKENS
+        target = int(free.argmax()) if len(view.able) > 1 else source
+        free[source] = source_free
         margin = self.margin * worker.capacity_tokens
         leaving = []
         for job in over:
@@ -482,15 +485,15 @@ class SliceContinuousPolicy(ContinuousPolicy):
                 continue
             needs = int(used[job.slot]) + self._period()
             moves = (
-                target != here
-                and free[target] - needs - margin >= free[here]
+                target != source
+                and free[target] - needs - margin >= free[source]
                 and view.workers[target].holds(job)
             )
             if not moves and (room or not crowded):
                 continue
             leaving.append(job)
             staying[job.slot] = False
-            free[here] += needs
+            free[source] += needs
             if moves:
                 free[target] -= needs
         return leaving
@@ -549,8 +552,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return view.figure((self.name, self), self._promise)
 
     def _free(self, view: View) -> NDArray[np.int64]:
-        """Each worker's capacity less what it promised [n]; `GONE` for lost workers."""
-        free = np.full(len(view.workers), GONE)
+        """Each worker's capacity less what it promised [n]; `NO_FREE_TOKENS` for lost workers."""
+        free = np.full(len(view.workers), NO_FREE_TOKENS)
         capacities = (
             [view.workers[index].capacity_tokens for index in view.able] if view.mixed else None
         )
