@@ -1,9 +1,10 @@
-"""As much of vLLM as our scheduler inside it touches: blocks, chunked prefill, preemption, steps
-ahead; no model.
+"""The parts of vLLM that our scheduler inside it uses: blocks, chunked prefill, preemption, async
+scheduling; no model.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 @dataclass(eq=False)
 class Request:
-    """`length` is when it ends, which nobody but the model knows."""
+    """`length` is the output at which it ends, known to the model only."""
 
     request_id: str
     num_prompt_tokens: int
@@ -40,7 +41,7 @@ class UniformTypeKVCacheSpecs:
 
 @dataclass
 class SchedulerOutput:
-    """Who took part in a step, and in which of its lives it is to get a token."""
+    """The requests of a step, and for each the count of its preemptions when it gets a token."""
 
     took_part: list[str] = field(default_factory=list)
     sampled: dict[str, int] = field(default_factory=dict)
@@ -50,8 +51,12 @@ class SchedulerOutput:
         return len(self.took_part)
 
 
-class AsyncScheduler:
-    """First come, first served; what the real one does with the same names."""
+class Scheduler:
+    """The base that mix-ins for vLLM's schedulers name."""
+
+
+class AsyncScheduler(Scheduler):
+    """Serves first come, first served, with the real scheduler's names."""
 
     def __init__(
         self,
@@ -212,6 +217,7 @@ def install(version="0.32.0+cpu") -> dict[str, ModuleType]:
         "vllm.v1.core": {},
         "vllm.v1.core.sched": {},
         "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
         "vllm.v1.core.sched.output": {"SchedulerOutput": SchedulerOutput},
         "vllm.v1.kv_cache_interface": {
             "FullAttentionSpec": FullAttentionSpec,
@@ -225,3 +231,22 @@ def install(version="0.32.0+cpu") -> dict[str, ModuleType]:
         vars(module).update(values)
     sys.modules |= found
     return found
+
+
+INSIDE = tuple(f"toolkit.backends.vllm.{name}" for name in ("scheduler", "iterations", "counts"))
+
+
+def imported(name: str, version: str = "0.32.0+cpu") -> ModuleType:
+    """A module that runs inside vLLM, imported over the fake. Later imports do not see the fake."""
+
+    def hidden() -> dict[str, ModuleType]:
+        names = [key for key in sys.modules if key.split(".")[0] == "vllm" or key in INSIDE]
+        return {key: sys.modules.pop(key) for key in names}
+
+    before = hidden()
+    install(version)
+    try:
+        return importlib.import_module(name)
+    finally:
+        hidden()
+        sys.modules |= before

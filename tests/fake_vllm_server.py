@@ -56,7 +56,7 @@ class Row:
 
 
 class Engine:
-    """One pass after the other while anybody is there."""
+    """Runs one pass after the other while requests are there."""
 
     def __init__(self, flags: dict[str, str]) -> None:
         self.slots = int(flags.get("--max-num-seqs", 256))

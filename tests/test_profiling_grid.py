@@ -99,7 +99,7 @@ def test_slices_have_real_padding_and_all_their_steps():
 
 
 class Stopwatch(FakeEngine):
-    """A fake engine whose runs take what the test says, on a clock of its own."""
+    """A fake engine with its own clock; the test sets the time of each run."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(FACTS)

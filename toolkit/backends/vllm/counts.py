@@ -1,7 +1,7 @@
 """Counts the passes of vLLM's scheduler, or of ours inside it, for vLLM's own /metrics.
 
-The flag is `--scheduler-cls toolkit.backends.vllm.counts.counted_scheduler`. The counting changes no
-decision. The laws are those of LLMCTL_VLLM_PLAN. vLLM's /metrics shows the sums if
+The flag is `--scheduler-cls toolkit.backends.vllm.counts.counted_scheduler`. The counting changes
+no decision. The laws are those of LLMCTL_VLLM_PLAN. vLLM's /metrics shows the sums if
 PROMETHEUS_MULTIPROC_DIR names an empty folder: vLLM's processes then share their metrics through
 files there.
 
