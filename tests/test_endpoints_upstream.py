@@ -1,6 +1,4 @@
-"""What stands behind the recorder: one connection's requests and answers, kept connections, and how
-they end.
-"""
+"""The proxy's client: requests and answers of a connection, kept connections, and failures."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

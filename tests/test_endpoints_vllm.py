@@ -1,4 +1,4 @@
-"""vLLM's server as a child: which Python, which version, which flags, how it starts, dies and ends."""
+"""vLLM's server as a child: its Python, version and flags, its start, death and end."""
 
 import json
 from pathlib import Path
@@ -39,9 +39,7 @@ def test_flags_follow_the_recipe(python: str):
     assert not server.running
 
 
-def test_threads_are_bound_and_what_else_lies_beside_llmctl_is_not_shown(
-    python: str, tmp_path: Path
-):
+def test_threads_are_bound_and_only_llmctls_package_is_visible(python: str, tmp_path: Path):
     environment = VllmCommand(recipe_for(python, threads=1), "folder", "toy").environment(tmp_path)
     assert environment["VLLM_CPU_OMP_THREADS_BIND"].isdecimal()
     assert environment["PYTHONPATH"] == str(tmp_path)
@@ -103,7 +101,7 @@ def test_flags_are_written_for_policy_vllm_only():
         samples.recipe(engine={"name": "vllm"}, workers=2)
 
 
-def test_the_iteration_log_s_lines_are_read_as_they_were_written():
+def test_lines_of_the_iteration_log_are_read_back():
     from toolkit.sched.iterations import LoggedPass, LoggedRow, passes_of, to_line
 
     rows = [LoggedRow("a", 12, 1, 12), LoggedRow("b", 0, 8, 30), LoggedRow("c", 12, 1, 13)]

@@ -344,7 +344,7 @@ def test_past_future_is_the_default():
     ],
 )
 def test_untested_features_are_refused(make, shape, what):
-    with pytest.raises(InputError, match=f"our scheduler cannot run beside {what}"):
+    with pytest.raises(InputError, match=f"llmctl's scheduler cannot run together with {what}"):
         make(**shape)
 
 

@@ -136,7 +136,7 @@ def test_gaps_count_while_requests_wait_and_a_pass_begins_after_the_last_one():
             one(0.0, 1.0, a),
             one(1.25, 2.0, a, ended=["a"]),  # no request is left
             one(5.0, 6.0, b),
-            one(5.5, 7.0, b),  # asked for while the last one was under way
+            one(5.5, 7.0, b),  # scheduled while the last one ran
         ]
     )
     assert [each.host_s for each in found] == [0.25, None, 0.0, None]

@@ -36,6 +36,16 @@ from toolkit.workers.supervisor import SilentWorkerError
 
 MIB = 1 << 20
 SAFE_VOCABULARY = 256  # every model has these token ids
+KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
+# Tokens of a request whose decode steps are timed. Servers may hold the last one back for a while.
+STEPS = 48
+# A request that gets its first token early is sent with this many times the tokens of its lead.
+LEAD_MARGIN = 1.25
+EARLY_SHARE = 0.25  # of the timed steps may lack rows that have ended
+TRIES = 4  # attempts to let all rows of a decode step run at once
+GROUP_TIMEOUT_S = 300.0  # bound on one group of requests
+FAILURES_MAX = 5  # in a row: the server is gone
+ROW_LIMIT_TOKENS = 8, 48  # prompt and output, to find the row limit
 
 
 def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | None) -> EngineFacts:
@@ -86,18 +96,6 @@ def _kv_tokens_of(recipe: Recipe, target: Target) -> int:
     return int(budget * MIB) // per_token
 
 
-KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
-# Tokens of a request whose decode steps are timed. Servers may hold the last one back for a while.
-STEPS = 48
-# A request that gets its first token early is sent with this many times the tokens of its lead.
-LEAD_MARGIN = 1.25
-EARLY_SHARE = 0.25  # of the timed steps may lack rows that have ended
-TRIES = 4  # attempts to let all rows of a decode step run at once
-GROUP_TIMEOUT_S = 300.0  # bound on one group of requests
-FAILURES_MAX = 5  # in a row: the server is gone
-ROW_LIMIT_TOKENS = 8, 48  # prompt and output, to find the row limit
-
-
 class Endpoint:
     """A server and its dialect. The key comes from the environment variable LLMCTL_ENGINE_API_KEY.
 
@@ -113,9 +111,8 @@ class Endpoint:
         )
         self.dialect: Dialect = learn(self.target)
         self._connection = ClientConnection(self.target)
-        self._rng = np.random.default_rng(
-            time.time_ns()
-        )  # a new seed for each run: no prompt is in a prefix cache
+        # A new seed for each run, so that no prompt is in a prefix cache.
+        self._rng = np.random.default_rng(time.time_ns())
         self._vocab_size = 1
 
     def draws_below(self, vocab_size: int) -> None:
@@ -255,7 +252,7 @@ class EndpointBench(ServerBench):
 
     def _prefill_s(self, point: GridPoint) -> float:
         samples = self._together([point.length] * point.batch_size, [1] * point.batch_size)
-        return max(one.last_token_s for one in samples)
+        return max(sample.last_token_s for sample in samples)
 
     def _decode_s(self, point: GridPoint) -> float:
         """Mean time of the steps around the cached length while all rows decode, half before it.
@@ -272,19 +269,17 @@ class EndpointBench(ServerBench):
             samples = self._together(
                 [prompt] * point.batch_size, [steps + extra for extra in extra_tokens]
             )
-            last = max(samples, key=lambda one: one.first_token_s)
+            last = max(samples, key=lambda sample: sample.first_token_s)
             seconds = last.last_token_s - last.first_token_s
             if seconds <= 0.0:
                 raise Unmeasurable(
                     "all tokens of an output arrived at once: the server does not stream"
                 )
             step_s = seconds / (last.output_tokens - 1)
-            if (
-                min(one.last_token_s for one in samples)
-                >= last.last_token_s - EARLY_SHARE * seconds
-            ):
+            first_end_s = min(sample.last_token_s for sample in samples)
+            if first_end_s >= last.last_token_s - EARLY_SHARE * seconds:
                 return step_s
-            leads_s = [last.first_token_s - one.first_token_s for one in samples]
+            leads_s = [last.first_token_s - sample.first_token_s for sample in samples]
             extra_tokens[:] = [
                 min(math.ceil(LEAD_MARGIN * lead_s / step_s), extra_max) for lead_s in leads_s
             ]
@@ -302,8 +297,8 @@ class EndpointBench(ServerBench):
         while size <= limit:
             prompt, tokens = ROW_LIMIT_TOKENS
             samples = self._together([prompt] * size, [tokens] * size)
-            first_end_s = min(one.last_token_s for one in samples)
-            at_once = sum(one.first_token_s < first_end_s for one in samples)
+            first_end_s = min(sample.last_token_s for sample in samples)
+            at_once = sum(sample.first_token_s < first_end_s for sample in samples)
             if at_once < size:
                 return at_once
             size *= 2

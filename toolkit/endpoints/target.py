@@ -23,6 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from toolkit.errors import InputError
 
 TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
+KEY_REFUSED = (401, 403)
+NOT_READY = 503
+NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
+KEY_VARIABLE = "LLMCTL_API_KEY"
+# A first answer may take this long. A server that loads its model refuses connections meanwhile.
+ANSWER_TIMEOUT_S = 60.0
 
 
 def trust(authorities: Path | None = None) -> ssl.SSLContext:
@@ -62,14 +68,6 @@ def distrusted(error: BaseException) -> str:
             return f"its certificate is not trusted: {cause.verify_message.rstrip('.')}"
         cause = cause.__cause__ or cause.__context__
     return ""
-
-
-KEY_REFUSED = (401, 403)
-NOT_READY = 503
-NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
-KEY_VARIABLE = "LLMCTL_API_KEY"
-# A first answer may take this long. A server that loads its model refuses connections meanwhile.
-ANSWER_TIMEOUT_S = 60.0
 
 
 class Model(msgspec.Struct):

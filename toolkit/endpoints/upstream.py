@@ -179,7 +179,7 @@ class Upstream:
         ]
         lines += [b"%s: %s" % pair for pair in kept]
         if any(LINE_BREAKS.search(line) for line in lines) or b" " in target:
-            raise UpstreamError("the server behind this one cannot be asked for this path")
+            raise UpstreamError("the server behind this one does not accept this path")
         return b"\r\n".join([*lines, b"", body])
 
     def _kept(self) -> Link | None:

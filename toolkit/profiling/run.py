@@ -383,7 +383,7 @@ class _Session:
             )
             kind = "decode step" if prefill else "prefill"
             raise EngineError(
-                f"not one {kind} of the grid could be measured: {failed}",
+                f"no {kind} of the grid could be measured: {failed}",
                 "see profile in the recipe",
             )
         return Profile(

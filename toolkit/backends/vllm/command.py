@@ -36,8 +36,8 @@ from toolkit.files.recipe import Recipe, VllmSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, parameters
 
-# The tested versions of vLLM: the classes that ours subclass inside it are not public, and its
-# flags change.
+# The tested versions of vLLM. llmctl's classes inside vLLM subclass private ones, and its flags
+# change.
 
 TRIED = "==0.32.*"
 

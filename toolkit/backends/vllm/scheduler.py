@@ -34,6 +34,11 @@ from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request
 
+MAX_LOG_BYTES = 1 << 30
+
+with one_line():
+    check_version(vllm.__version__)
+
 
 def refuse_untried(config: Any, kv_cache_config: Any, policy: str) -> None:
     """Raises `InputError`, with the feature's name, for features of vLLM that are not supported.
@@ -65,7 +70,9 @@ def refuse_untried(config: Any, kv_cache_config: Any, policy: str) -> None:
 
 
 def _refuse(feature: str) -> None:
-    raise InputError(f"our scheduler cannot run beside {feature}", "leave out --scheduler-cls")
+    raise InputError(
+        f"llmctl's scheduler cannot run together with {feature}", "leave out --scheduler-cls"
+    )
 
 
 def _grows(spec: Any) -> bool:
@@ -75,12 +82,6 @@ def _grows(spec: Any) -> bool:
     """
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     return all(isinstance(one, FullAttentionSpec) for one in specs)
-
-
-MAX_LOG_BYTES = 1 << 30
-
-with one_line():
-    check_version(vllm.__version__)
 
 
 class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent during type checks
