@@ -24,8 +24,8 @@ class Request:
     resumable: bool = False
     generated: int = 0
     computed: int = 0
-    under_way: int = 0  # tokens of steps that are not over
-    life: int = 0  # how often its cache was dropped
+    in_flight: int = 0  # tokens of unfinished steps
+    preemptions: int = 0  # how often its cache was dropped
 
 
 class FullAttentionSpec:
@@ -89,7 +89,7 @@ class AsyncScheduler(Scheduler):
         self.budget = budget
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting = None  # a queue of vLLM's, which ours takes the place of
+        self.waiting = None  # vLLM's queue, which ours replaces
         self.current_step = 0
         self.stale: set[str] = set()
 
@@ -126,12 +126,12 @@ class AsyncScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = []
-        for request_id, life in scheduler_output.sampled.items():
+        for request_id, preemptions in scheduler_output.sampled.items():
             request = self.requests.get(request_id)
-            if request is None or (request.life != life and request_id in self.stale):
+            if request is None or (request.preemptions != preemptions and request_id in self.stale):
                 continue
             request.generated += 1
-            request.under_way -= request.life == life
+            request.in_flight -= request.preemptions == preemptions
             ended = request.generated >= min(request.length, request.max_tokens)
             outputs.append(
                 SimpleNamespace(
@@ -156,15 +156,15 @@ class AsyncScheduler(Scheduler):
     def _preempt_request(self, request, timestamp, drop_stale_output=False) -> None:
         if drop_stale_output:
             self.stale.add(request.request_id)
-        request.computed = request.under_way = 0
-        request.life += 1
+        request.computed = request.in_flight = 0
+        request.preemptions += 1
         self.waiting.prepend_request(request)
 
     def _new_tokens(self, request, budget) -> int:
-        if request.generated + request.under_way >= request.max_tokens:
-            return 0  # its last token is under way
+        if request.generated + request.in_flight >= request.max_tokens:
+            return 0  # its last token is being computed
         return min(
-            request.num_prompt_tokens + request.generated + request.under_way - request.computed,
+            request.num_prompt_tokens + request.generated + request.in_flight - request.computed,
             budget,
         )
 
@@ -173,9 +173,9 @@ class AsyncScheduler(Scheduler):
             return 0
         request.computed += new
         output.took_part.append(request.request_id)
-        if request.computed == request.num_prompt_tokens + request.generated + request.under_way:
-            request.under_way += 1
-            output.sampled[request.request_id] = request.life
+        if request.computed == request.num_prompt_tokens + request.generated + request.in_flight:
+            request.in_flight += 1
+            output.sampled[request.request_id] = request.preemptions
         return new
 
     def _fits(self, request, new) -> bool:

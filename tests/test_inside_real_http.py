@@ -1,7 +1,7 @@
-"""Our scheduler inside a real vLLM's server, spoken to by OpenAI's client: what clients get is
-vLLM's own, each policy.
+"""Our scheduler inside a real vLLM server: OpenAI's client gets vLLM's own answers, for each
+policy.
 
-Runs where vLLM is installed, or where VLLM_PYTHON names the Python of an environment that has it.
+The test runs if vLLM is installed or VLLM_PYTHON names the Python of an environment that has it.
 """
 
 import asyncio
@@ -144,7 +144,7 @@ def own():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_clients_get_what_vllm_gives_them(policy: str, own, tmp_path: Path):
+def test_clients_get_the_answers_of_vllm_itself(policy: str, own, tmp_path: Path):
     write_file(samples.fit(), tmp_path / "fit.json")
     log = tmp_path / "events.jsonl"
     variables = {"LLMCTL_VLLM_POLICY": policy, "LLMCTL_VLLM_FIT": str(tmp_path / "fit.json")}

@@ -196,7 +196,7 @@ def test_mlfq_pauses_a_request_after_its_quantum_and_keeps_its_cache(make):
     scheduler.steps.stepped = lambda *args: (paused.append(len(scheduler._paused)), stepped(*args))
     run(scheduler, requests)
     assert max(paused) == 2
-    assert [request.life for request in requests] == [0, 0, 0, 0]
+    assert [request.preemptions for request in requests] == [0, 0, 0, 0]
 
 
 def test_a_paused_request_keeps_its_row(make):

@@ -18,7 +18,6 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import VISIT_S, VISIT_SAMPLES, Unmeasurable
+from toolkit.profiling.bench import Unmeasurable, visit
 from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.profiling.run import ProfileBench
 from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady, Workers
@@ -242,13 +241,7 @@ class EndpointBench(ServerBench):
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`. Raises `EngineError` if the server no longer answers."""
         measure = self._prefill_s if point.kind == "prefill" else self._decode_s
-        for _ in range(warmups):
-            measure(point)
-        samples: list[float] = []
-        end_s = time.perf_counter() + VISIT_S
-        while not samples or (len(samples) < VISIT_SAMPLES and time.perf_counter() < end_s):
-            samples.append(measure(point))
-        return samples
+        return visit(lambda: measure(point), warmups)
 
     def _prefill_s(self, point: GridPoint) -> float:
         samples = self._together([point.length] * point.batch_size, [1] * point.batch_size)
@@ -307,16 +300,6 @@ class EndpointBench(ServerBench):
     def _together(self, prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
         with self.counting_failures():
             return self._runner.run(self._endpoint.together(prompts, max_tokens))
-
-
-@contextlib.contextmanager
-def endpoint_bench(recipe: Recipe) -> Iterator[EndpointBench]:
-    """Yield a bench on the recipe's server."""
-    bench = EndpointBench(recipe)
-    try:
-        yield bench
-    finally:
-        bench.stop()
 
 
 class EndpointWorkers:
@@ -398,6 +381,11 @@ class EndpointWorkers:
 class OpenaiBackend:
     """`toolkit.backends.Backend` of a server that runs already."""
 
-    def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
+    @contextlib.contextmanager
+    def timed(self, recipe: Recipe) -> Iterator[ProfileBench]:
         """See `Backend.timed`."""
-        return endpoint_bench(recipe)
+        bench = EndpointBench(recipe)
+        try:
+            yield bench
+        finally:
+            bench.stop()

@@ -9,7 +9,6 @@ authorities are OpenSSL's: SSL_CERT_FILE and SSL_CERT_DIR name others.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -321,8 +320,11 @@ def learn(target: Target) -> Dialect:
     tokens.
     """
     first: tuple[int, bytes] | None = None
-    for dialect in _dialects():
-        status, body = post(target, COMPLETIONS, dialect.request(target.model, _probe(dialect), 1))
+    # The fullest dialect first.
+    for fields in sorted(product((True, False), repeat=3), key=lambda fields: -sum(fields)):
+        dialect = Dialect(*fields)
+        prompt = dialect.prompt(np.random.default_rng(0), 8, 64)
+        status, body = post(target, COMPLETIONS, dialect.request(target.model, prompt, 1))
         if status == 200:
             return dialect if dialect.token_ids else _calibrated(target, dialect)
         if status not in REFUSED:
@@ -331,16 +333,6 @@ def learn(target: Target) -> Dialect:
         first = first or (status, body)
     assert first
     raise refusal(target, COMPLETIONS, *first, "llmctl needs a server of text completions")
-
-
-def _dialects() -> Iterator[Dialect]:
-    """All dialects, the fullest first."""
-    for fields in sorted(product((True, False), repeat=3), key=lambda fields: -sum(fields)):
-        yield Dialect(*fields)
-
-
-def _probe(dialect: Dialect) -> Prompt:
-    return dialect.prompt(np.random.default_rng(0), 8, 64)
 
 
 def _calibrated(target: Target, dialect: Dialect) -> Dialect:
@@ -352,13 +344,7 @@ def _calibrated(target: Target, dialect: Dialect) -> Dialect:
             f"{few} and {many} tokens",
             "the server's usage.prompt_tokens cannot be right",
         )
-    return Dialect(
-        dialect.token_ids,
-        dialect.ignore_eos,
-        dialect.usage_option,
-        per_word,
-        few - CALIBRATION[0] * per_word,
-    )
+    return replace(dialect, tokens_per_word=per_word, flat_tokens=few - CALIBRATION[0] * per_word)
 
 
 def _counted(target: Target, dialect: Dialect, words: int) -> int:

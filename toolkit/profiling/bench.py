@@ -71,6 +71,19 @@ class TimedPassEngine(Protocol):
         ...
 
 
+def visit(
+    run: Callable[[], float], warmups: int, now_s: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """The seconds that `run` returns, of as many runs as one visit has, after the warmups."""
+    for _ in range(warmups):
+        run()
+    samples: list[float] = []
+    end_s = now_s() + VISIT_S
+    while not samples or (len(samples) < VISIT_SAMPLES and now_s() < end_s):
+        samples.append(run())
+    return samples
+
+
 class LocalTimedEngine:
     """An engine in this process. `now_s` is the clock that bounds a visit."""
 
@@ -85,15 +98,9 @@ class LocalTimedEngine:
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`."""
         try:
-            for _ in range(warmups):
-                self._run(point)
-            samples: list[float] = []
-            end_s = self._now_s() + VISIT_S
-            while not samples or (len(samples) < VISIT_SAMPLES and self._now_s() < end_s):
-                samples.append(self._run(point))
+            return visit(lambda: self._run(point), warmups, self._now_s)
         except OutOfMemory:
             raise Unmeasurable("out of memory") from None
-        return samples
 
     def _run(self, point: GridPoint) -> float:
         rows, length, clock = point.batch_size, point.length, self._clock

@@ -254,12 +254,9 @@ class VllmServer:
         import httpx  # here: code inside vLLM imports this module, and does not need httpx
 
         try:
-            return (
-                httpx.get(
-                    f"{self.url}/health", timeout=HEALTH_TIMEOUT_S, trust_env=False
-                ).status_code
-                == 200
-            )
+            url = f"{self.url}/health"
+            answer = httpx.get(url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
+            return answer.status_code == 200
         except httpx.HTTPError:
             return False
 

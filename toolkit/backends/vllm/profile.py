@@ -79,13 +79,9 @@ def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
         if chunked:
             found += [_point([one]) for one in group]
         else:
-            found += [_point(stretch) for stretch in _stretches(list(group))]
+            stretches = groupby(group, key=lambda one: one.shape.decodes)
+            found += [_point(list(stretch)) for _, stretch in stretches]
     return found
-
-
-def _stretches(passes: Sequence[TimedPass]) -> Iterator[list[TimedPass]]:
-    for _, stretch in groupby(passes, key=lambda one: one.shape.decodes):
-        yield list(stretch)
 
 
 def _point(stretch: Sequence[TimedPass]) -> StepPoint:
