@@ -37,7 +37,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         self._preempted: list[str] = []
         self._gone: list[str] = []
 
-    def _passed(self, one: LoggedPass) -> None:
+    def _passed(self, logged: LoggedPass) -> None:
         """A pass has ended."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -68,7 +68,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             if output.finish_reason is not None
         ]
         if rows or preempted or ended or self._gone:
-            one = LoggedPass(
+            logged = LoggedPass(
                 step=self.current_step - len(self._under_way),
                 start_s=start_s,
                 end_s=time.monotonic(),
@@ -79,7 +79,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
                 free_blocks=free,
             )
             self._gone = []
-            self._passed(one)
+            self._passed(logged)
         return outputs
 
     def finish_requests(
@@ -118,8 +118,8 @@ class Logged(PassLoggingMixin):
         self._log.close()
         super().shutdown()
 
-    def _passed(self, one: LoggedPass) -> None:
-        self._log.write(to_line(one))
+    def _passed(self, logged: LoggedPass) -> None:
+        self._log.write(to_line(logged))
 
     def _header(self) -> IterationLogHeader:
         config, cache = self.vllm_config, self.cache_config
