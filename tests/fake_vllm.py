@@ -1,9 +1,10 @@
-"""As much of vLLM as our scheduler inside it touches: blocks, chunked prefill, preemption, steps
-ahead; no model.
+"""The parts of vLLM that our scheduler inside it uses: blocks, chunked prefill, preemption, async
+scheduling; no model.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 @dataclass(eq=False)
 class Request:
-    """`length` is when it ends; only the model knows it."""
+    """`length` is the output at which it ends, known to the model only."""
 
     request_id: str
     num_prompt_tokens: int
@@ -23,8 +24,8 @@ class Request:
     resumable: bool = False
     generated: int = 0
     computed: int = 0
-    under_way: int = 0  # tokens of steps that are not over
-    life: int = 0  # how often its cache was dropped
+    in_flight: int = 0  # tokens of unfinished steps
+    preemptions: int = 0  # how often its cache was dropped
 
 
 class FullAttentionSpec:
@@ -40,7 +41,7 @@ class UniformTypeKVCacheSpecs:
 
 @dataclass
 class SchedulerOutput:
-    """The requests that took part in a step, and in which of its lives each is to get a token."""
+    """The requests of a step, and for each the count of its preemptions when it gets a token."""
 
     took_part: list[str] = field(default_factory=list)
     sampled: dict[str, int] = field(default_factory=dict)
@@ -50,8 +51,12 @@ class SchedulerOutput:
         return len(self.took_part)
 
 
-class AsyncScheduler:
-    """First come, first served; what the real one does with the same names."""
+class Scheduler:
+    """The base that mix-ins for vLLM's schedulers name."""
+
+
+class AsyncScheduler(Scheduler):
+    """Serves first come, first served, with the real scheduler's names."""
 
     def __init__(
         self,
@@ -84,7 +89,7 @@ class AsyncScheduler:
         self.budget = budget
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting = None  # a queue of vLLM's, which ours takes the place of
+        self.waiting = None  # vLLM's queue, which ours replaces
         self.current_step = 0
         self.stale: set[str] = set()
 
@@ -121,12 +126,12 @@ class AsyncScheduler:
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = []
-        for request_id, life in scheduler_output.sampled.items():
+        for request_id, preemptions in scheduler_output.sampled.items():
             request = self.requests.get(request_id)
-            if request is None or (request.life != life and request_id in self.stale):
+            if request is None or (request.preemptions != preemptions and request_id in self.stale):
                 continue
             request.generated += 1
-            request.under_way -= request.life == life
+            request.in_flight -= request.preemptions == preemptions
             ended = request.generated >= min(request.length, request.max_tokens)
             outputs.append(
                 SimpleNamespace(
@@ -151,15 +156,15 @@ class AsyncScheduler:
     def _preempt_request(self, request, timestamp, drop_stale_output=False) -> None:
         if drop_stale_output:
             self.stale.add(request.request_id)
-        request.computed = request.under_way = 0
-        request.life += 1
+        request.computed = request.in_flight = 0
+        request.preemptions += 1
         self.waiting.prepend_request(request)
 
     def _new_tokens(self, request, budget) -> int:
-        if request.generated + request.under_way >= request.max_tokens:
-            return 0  # its last token is under way
+        if request.generated + request.in_flight >= request.max_tokens:
+            return 0  # its last token is being computed
         return min(
-            request.num_prompt_tokens + request.generated + request.under_way - request.computed,
+            request.num_prompt_tokens + request.generated + request.in_flight - request.computed,
             budget,
         )
 
@@ -168,9 +173,9 @@ class AsyncScheduler:
             return 0
         request.computed += new
         output.took_part.append(request.request_id)
-        if request.computed == request.num_prompt_tokens + request.generated + request.under_way:
-            request.under_way += 1
-            output.sampled[request.request_id] = request.life
+        if request.computed == request.num_prompt_tokens + request.generated + request.in_flight:
+            request.in_flight += 1
+            output.sampled[request.request_id] = request.preemptions
         return new
 
     def _fits(self, request, new) -> bool:
@@ -212,6 +217,7 @@ def install(version="0.32.0+cpu") -> dict[str, ModuleType]:
         "vllm.v1.core": {},
         "vllm.v1.core.sched": {},
         "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
         "vllm.v1.core.sched.output": {"SchedulerOutput": SchedulerOutput},
         "vllm.v1.kv_cache_interface": {
             "FullAttentionSpec": FullAttentionSpec,
@@ -225,3 +231,22 @@ def install(version="0.32.0+cpu") -> dict[str, ModuleType]:
         vars(module).update(values)
     sys.modules |= found
     return found
+
+
+INSIDE = tuple(f"toolkit.backends.vllm.{name}" for name in ("scheduler", "iterations", "counts"))
+
+
+def imported(name: str, version: str = "0.32.0+cpu") -> ModuleType:
+    """A module that runs inside vLLM, imported over the fake. Later imports do not see the fake."""
+
+    def hidden() -> dict[str, ModuleType]:
+        names = [key for key in sys.modules if key.split(".")[0] == "vllm" or key in INSIDE]
+        return {key: sys.modules.pop(key) for key in names}
+
+    before = hidden()
+    install(version)
+    try:
+        return importlib.import_module(name)
+    finally:
+        hidden()
+        sys.modules |= before

@@ -1,11 +1,10 @@
-"""A Python that has a "vLLM": a server with its flags, its pages and its iteration log, and no
+"""A Python with a fake "vLLM": a server with its flags, its pages and its iteration log, without a
 model.
 
-It batches continuously, prefills in chunks and never preempts; a pass sleeps as long as `FORWARD_S`
-says. What it is told to do wrong is in its model's name: 'dies' ends while it loads, 'breaks'
-answers groups of 3 with 500, 'loads' is never ready and hears no signal, as vLLM's does not,
-'stubborn' does not end when it is asked to. An 'engine' is a process beside it, which it leaves
-behind.
+It batches continuously, prefills in chunks and never preempts. A pass sleeps as long as `FORWARD_S`
+says. The model's name chooses a fault: 'dies' ends while it loads; 'breaks' answers groups of 3
+with 500; 'loads' is never ready and ignores signals, as vLLM does while it loads; 'stubborn' does
+not end when told to. An 'engine' is a second process, which it leaves behind.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FORWARD_S = (0.001, 2e-6, 2e-5)  # flat, per cached token of a decode, per token
 
 
 def install(folder: Path, version: str = "0.32.0+cpu") -> str:
-    """Make it in `folder`; the path of its Python."""
+    """Make it in `folder` and return the path of its Python."""
     site = folder / "site"
     package = site / "vllm" / "entrypoints" / "cli"
     package.mkdir(parents=True)
@@ -56,7 +55,7 @@ class Row:
 
 
 class Engine:
-    """Runs one pass after the other while there are requests."""
+    """Runs one pass after the other while requests are there."""
 
     def __init__(self, flags: dict[str, str]) -> None:
         self.slots = int(flags.get("--max-num-seqs", 256))
@@ -135,7 +134,7 @@ class Engine:
 
 
 class Front:
-    """As much of HTTP as is needed."""
+    """The part of HTTP that the tests need."""
 
     def __init__(self, flags: dict[str, str], model: str) -> None:
         self.engine, self.model, self.name = Engine(flags), model, flags["--served-model-name"]

@@ -1,6 +1,6 @@
-"""A real vLLM for tests, of a model of two layers that llmctl draws. They skip where there is none.
+"""A real vLLM for tests, with a random model of two layers. The tests skip where vLLM is missing.
 
-VLLM_PYTHON names the Python of an environment that has vLLM, where it is not in ours.
+VLLM_PYTHON names the Python of an environment that has vLLM, if the tests' own has none.
 """
 
 import importlib.util
@@ -61,8 +61,9 @@ def recipe():
 
 
 def differences(log: Path, environ: Mapping[str, str]) -> list[str]:
-    """What a fresh scheduler decides otherwise than the log of one that ran inside under `environ`
-    says.
+    """Where a fresh scheduler decides otherwise than the log of one that ran inside vLLM.
+
+    `environ` is the environment of that run.
     """
     header, *events = from_lines(log.read_bytes().splitlines(keepends=True))
     assert isinstance(header, EventLogHeader)

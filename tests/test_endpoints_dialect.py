@@ -1,6 +1,4 @@
-"""How servers want to be asked: each takes other fields, and the fullest set that it takes is
-found.
-"""
+"""Dialects: each server accepts other fields, and the fullest set that it accepts is used."""
 
 import json
 
@@ -12,7 +10,7 @@ from toolkit.errors import InputError
 
 
 def strict_server(*refused: str, token_ids: bool = True, tokens_per_word: int = 1):
-    """Answers what has none of the fields `refused`, and says what it does not take."""
+    """Answers requests without the fields `refused`, and names the ones that it does not accept."""
 
     def answer(body: dict) -> bytes:
         unknown = [name for name in refused if name in body]
@@ -35,14 +33,14 @@ def learned(answer):
         return learn(find_target(server.url)), server.bodies
 
 
-def test_a_server_that_takes_everything_is_asked_once():
+def test_a_server_that_accepts_all_fields_gets_one_request():
     dialect, bodies = learned(strict_server())
     assert (dialect.token_ids, dialect.ignore_eos, dialect.usage_option) == (True, True, True)
     assert len(bodies) == 1
     assert dialect.lacks == []
 
 
-def test_what_a_server_refuses_is_left_out_and_named():
+def test_refused_fields_are_left_out_and_named():
     dialect, _ = learned(strict_server("ignore_eos", "stream_options", token_ids=False))
     assert (dialect.token_ids, dialect.ignore_eos, dialect.usage_option) == (False, False, False)
     assert dialect.lacks == ["prompts of token ids", "ignore_eos"]
@@ -83,13 +81,13 @@ def test_a_server_that_counts_no_tokens_is_refused():
         learned(answer)
 
 
-def test_requests_are_greedy_and_say_where_they_end_to_llmctl_alone():
+def test_requests_are_greedy_and_name_their_end_to_llmctl_only():
     dialect, (body,) = learned(strict_server())
     assert (body["temperature"], body["ignore_eos"], body["stream"]) == (0, True, True)
     assert "llmctl_end_after" not in json.dumps(body)
     assert dialect.request("m", [1], 8, end_after=3)["llmctl_end_after"] == 3
 
 
-def test_a_priority_is_named_where_there_is_one():
+def test_a_priority_other_than_zero_is_sent():
     assert FULL.request("m", [1], 4, priority=-2)["priority"] == -2
     assert "priority" not in FULL.request("m", [1], 4)

@@ -1,6 +1,4 @@
-"""One streaming request, fed with bytes at exact times: what it notes, and how it ends whatever
-arrives.
-"""
+"""One streaming request, fed with bytes at exact times: the times that it notes, and its ends."""
 
 import asyncio
 import itertools
@@ -134,7 +132,7 @@ def test_any_cut_of_the_bytes_gives_the_same_result(cuts):
         (b"SSH-2.0-OpenSSH\r\n", "the answer is not HTTP"),
     ],
 )
-def test_whatever_else_arrives_is_a_failure_with_a_reason(data, failure):
+def test_any_other_answer_is_a_failure_with_a_reason(data, failure):
     assert answer(data).failure == failure
 
 
@@ -145,7 +143,7 @@ def test_the_first_reason_stands():
     assert sample.failure == "error in the stream: first"
 
 
-def test_what_did_not_happen_is_not_a_number():
+def test_an_event_that_never_happened_is_nan():
     sample = answer(whole({"error": "no"}, 503))
     assert math.isnan(sample.first_token_s)
     assert math.isnan(sample.last_token_s)

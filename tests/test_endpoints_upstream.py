@@ -1,6 +1,4 @@
-"""What stands behind the recorder: one connection's requests and answers, kept connections, and how
-they end.
-"""
+"""The proxy's client: requests and answers of a connection, kept connections, and failures."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -80,7 +78,7 @@ def test_a_connection_is_kept_and_used_again():
     assert server.connections == 1
 
 
-def test_the_length_said_is_the_bodys():
+def test_content_length_is_the_length_of_the_body():
     server = Behind(WHOLE, WHOLE)
 
     async def use(upstream: Upstream) -> None:
@@ -128,7 +126,7 @@ def test_an_answer_ends_where_http_says(method, sent, content):
         b"HTTP/1.1 200 OK\r\nlong: " + b"x" * (1 << 19) + b"\r\n\r\n",
     ],
 )
-def test_what_breaks_off_or_is_no_answer_is_an_error(sent):
+def test_a_cut_off_or_malformed_answer_is_an_error(sent):
     async def use(upstream: Upstream) -> None:
         with pytest.raises(UpstreamError, match="was lost"):
             await read(upstream)
@@ -155,7 +153,7 @@ def test_a_new_connection_that_is_closed_is_an_error_at_once():
     behind(Behind(b""), use)
 
 
-def test_an_answer_that_is_not_read_to_its_end_ends_its_connection():
+def test_an_answer_that_is_not_read_to_its_end_closes_its_connection():
     server = Behind(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun", WHOLE)
 
     async def use(upstream: Upstream) -> None:
@@ -167,7 +165,7 @@ def test_an_answer_that_is_not_read_to_its_end_ends_its_connection():
     assert server.connections == 2
 
 
-def test_a_server_that_says_nothing_is_waited_for_no_longer_than_told():
+def test_a_silent_server_is_awaited_for_the_given_time_only():
     async def use(upstream: Upstream) -> None:
         with pytest.raises(UpstreamError, match="silent") as caught:
             await read(upstream)

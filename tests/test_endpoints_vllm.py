@@ -1,4 +1,4 @@
-"""vLLM's server as a child: which Python, which version, which flags, how it starts, dies and ends."""
+"""vLLM's server as a child: its Python, version and flags, its start, death and end."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def python(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_flags_are_the_recipe_s(python: str):
+def test_flags_follow_the_recipe(python: str):
     recipe = recipe_for(python, kv_cache_memory_mib=16, threads=1)
     command = VllmCommand(recipe, "folder", "toy", ["--max-num-seqs", "8"])
     with vllm_server(command, quiet=True) as server:
@@ -39,19 +39,17 @@ def test_flags_are_the_recipe_s(python: str):
     assert not server.running
 
 
-def test_threads_are_bound_and_what_else_lies_beside_llmctl_is_not_shown(
-    python: str, tmp_path: Path
-):
+def test_threads_are_bound_and_only_llmctls_package_is_visible(python: str, tmp_path: Path):
     environment = VllmCommand(recipe_for(python, threads=1), "folder", "toy").environment(tmp_path)
     assert environment["VLLM_CPU_OMP_THREADS_BIND"].isdecimal()
     assert environment["PYTHONPATH"] == str(tmp_path)
 
 
 @pytest.mark.slow
-def test_one_that_does_not_end_is_killed_with_its_engine(
+def test_a_server_that_does_not_end_is_killed_with_its_engine(
     python: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("toolkit.backends.vllm.command.END_S", 0.1)
+    monkeypatch.setattr("toolkit.backends.vllm.command.STOP_S", 0.1)
     command = VllmCommand(recipe_for(python), "engine-stubborn", "toy")
     others = set(
         psutil.Process().children(recursive=True)
@@ -75,7 +73,7 @@ def test_a_server_that_dies_says_why(python: str):
 
 
 @pytest.mark.slow
-def test_a_version_that_was_not_tried_is_refused_before_anything_starts(tmp_path: Path):
+def test_an_untested_version_is_refused_before_anything_starts(tmp_path: Path):
     python = fake_vllm_server.install(tmp_path, "0.31.0")
     with pytest.raises(
         InputError, match=r"vLLM is 0.31.0; llmctl was tried with vLLM ==0.32"
@@ -96,14 +94,14 @@ def test_a_python_without_vllm_says_where_to_name_another(tmp_path: Path):
         vllm_version(recipe_for(str(tmp_path / "none")))
 
 
-def test_vllm_s_flags_are_for_vllm_alone():
+def test_flags_are_written_for_policy_vllm_only():
     with pytest.raises(ValueError, match=r"engine\.vllm is for engine 'vllm'"):
         samples.recipe(engine={"name": "fake", "vllm": {}})
     with pytest.raises(ValueError, match="a server is one worker"):
         samples.recipe(engine={"name": "vllm"}, workers=2)
 
 
-def test_the_iteration_log_s_lines_are_read_as_they_were_written():
+def test_lines_of_the_iteration_log_are_read_back():
     from toolkit.sched.iterations import LoggedPass, LoggedRow, passes_of, to_line
 
     rows = [LoggedRow("a", 12, 1, 12), LoggedRow("b", 0, 8, 30), LoggedRow("c", 12, 1, 13)]

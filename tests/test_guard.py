@@ -1,4 +1,4 @@
-"""What must not outlive a process, and ends with it, whatever ended it and whatever it was doing."""
+"""The guard: processes that must not outlive another one end with it, however it ended."""
 
 import os
 import signal
@@ -7,6 +7,8 @@ import sys
 
 import psutil
 import pytest
+
+pytestmark = pytest.mark.slow  # every test starts processes
 
 FRONT = """
 import os, signal, subprocess, sys
@@ -69,7 +71,7 @@ pytestmark = pytest.mark.slow  # each starts processes
 
 
 @pytest.mark.parametrize("case", [NEWBORN, BELOW, LEFT_BEHIND, COPY, GUARD_KILLED])
-def test_what_is_watched_ends_with_a_process_that_is_killed(case: str) -> None:
+def test_watched_groups_end_with_a_killed_process(case: str) -> None:
     code = FRONT + "PAUSE_AFTER = 'print(flush=True); ' + PAUSE\n" + case + END
     front = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False
@@ -82,7 +84,7 @@ def test_what_is_watched_ends_with_a_process_that_is_killed(case: str) -> None:
     assert (front.returncode, bool(pids), alive) == (-signal.SIGKILL, True, [])
 
 
-def test_the_guard_ends_with_an_orderly_process_and_leaves_what_is_forgotten() -> None:
+def test_the_guard_ends_with_its_process_and_spares_forgotten_groups() -> None:
     code = FRONT + (
         "import psutil\n"
         "PAUSE_AFTER = 'print(flush=True); ' + PAUSE\n"

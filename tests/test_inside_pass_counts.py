@@ -1,9 +1,7 @@
-"""What is counted of an engine's passes: their time beside the law's, and when requests had their
-tokens.
-"""
+"""The counts of an engine's passes: their time and the law's, and the times of tokens."""
 
+import fake_vllm
 import pytest
-from toolkit.backends.vllm.pass_counts import PassCounts
 
 from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.sched.iterations import LoggedPass, LoggedRow
@@ -11,7 +9,12 @@ from toolkit.sched.iterations import LoggedPass, LoggedRow
 LAW = StepLaw(1e-2, 1e-3, 0.0, 0.0, 0.0, (1e-4,), host_s=2e-3)
 
 
-class Sums:
+PassCounts = fake_vllm.imported("toolkit.backends.vllm.counts").PassCounts
+
+
+class Series:
+    """Keeps what the real series would add up."""
+
     def __init__(self) -> None:
         self.took_s = self.predicted_s = 0.0
         self.firsts_s: list[float] = []
@@ -29,13 +32,13 @@ class Sums:
 
 
 @pytest.fixture
-def sums() -> Sums:
-    return Sums()
+def series() -> Series:
+    return Series()
 
 
 @pytest.fixture
-def counts(sums: Sums) -> PassCounts:
-    return PassCounts(LAW, sums)
+def counts(series: Series):
+    return PassCounts(LAW, series)
 
 
 def one(start_s: float, end_s: float, rows: list[LoggedRow], *ended: str) -> LoggedPass:
@@ -51,33 +54,29 @@ def one(start_s: float, end_s: float, rows: list[LoggedRow], *ended: str) -> Log
     )
 
 
-def test_a_pass_counts_with_the_time_before_it_if_a_request_is_there(
-    counts: PassCounts, sums: Sums
-):
+def test_a_pass_counts_with_the_gap_before_it_while_requests_are_there(counts, series: Series):
     counts.arrived("a", 1.0)
     counts.looked(1.0)
     counts.passed(one(1.0, 1.5, [LoggedRow("a", 0, 8, 8)]))
     counts.looked(1.6)
     counts.passed(one(1.6, 2.0, [LoggedRow("a", 8, 1, 8)], "a"))
     alone = LAW.forward_s(StepShape(0, 0, 1, 8, 32.0)) + LAW.forward_s(StepShape(1, 8))
-    assert (sums.took_s, sums.predicted_s) == (
+    assert (series.took_s, series.predicted_s) == (
         pytest.approx(1.0),
         pytest.approx(alone + LAW.after_s(1)),
     )
 
 
-def test_time_without_requests_does_not_count(counts: PassCounts, sums: Sums):
+def test_idle_time_is_not_counted(counts, series: Series):
     for start_s in (1.0, 5.0):
         counts.arrived("a", start_s)
         counts.looked(start_s)
         counts.passed(one(start_s, start_s + 0.5, [LoggedRow("a", 0, 8, 8)], "a"))
-    assert sums.took_s == pytest.approx(1.0)
-    assert sums.firsts_s == sums.lasts_s == [0.5, 0.5]
+    assert series.took_s == pytest.approx(1.0)
+    assert series.firsts_s == series.lasts_s == [0.5, 0.5]
 
 
-def test_a_request_that_arrives_during_a_pass_counts_from_its_middle(
-    counts: PassCounts, sums: Sums
-):
+def test_a_request_that_arrives_during_a_pass_counts_from_its_middle(counts, series: Series):
     counts.arrived("a", 1.0)
     counts.looked(1.0)
     counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 8, 8)]))
@@ -86,21 +85,21 @@ def test_a_request_that_arrives_during_a_pass_counts_from_its_middle(
     counts.passed(one(2.0, 3.0, [LoggedRow("a", 8, 1, 8), LoggedRow("b", 0, 4, 8)]))
     counts.looked(3.0)
     counts.passed(one(3.0, 4.0, [LoggedRow("a", 9, 1, 8), LoggedRow("b", 4, 4, 8)], "a", "b"))
-    assert sums.firsts_s == [1.0, 2.5]
-    assert sums.lasts_s == [3.0, 2.5]
+    assert series.firsts_s == [1.0, 2.5]
+    assert series.lasts_s == [3.0, 2.5]
 
 
-def test_the_first_token_of_a_preempted_request_is_not_counted_twice(
-    counts: PassCounts, sums: Sums
+def test_a_first_token_is_counted_once_though_its_request_is_prefilled_again(
+    counts, series: Series
 ):
     counts.arrived("a", 0.0)
     counts.looked(0.0)
     counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 8)]))
     counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 9, 8)], "a"))
-    assert (sums.firsts_s, sums.lasts_s) == ([1.0], [2.0])
+    assert (series.firsts_s, series.lasts_s) == ([1.0], [2.0])
 
 
-def test_an_aborted_request_is_in_no_sum_and_leaves_no_state(counts: PassCounts, sums: Sums):
+def test_an_aborted_request_is_in_no_sum_and_leaves_the_engine_idle(counts, series: Series):
     counts.arrived("a", 0.0)
     counts.looked(0.0)
     counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 9)]))
@@ -109,5 +108,5 @@ def test_an_aborted_request_is_in_no_sum_and_leaves_no_state(counts: PassCounts,
     counts.arrived("b", 9.0)
     counts.looked(9.0)
     counts.passed(one(9.0, 10.0, [LoggedRow("b", 0, 8, 8)], "b"))
-    assert sums.took_s == pytest.approx(2.0)
-    assert sums.firsts_s == [1.0]
+    assert series.took_s == pytest.approx(2.0)
+    assert series.firsts_s == [1.0]

@@ -1,7 +1,7 @@
-"""Our scheduler inside a real vLLM's server, spoken to by OpenAI's client: what clients get is
-vLLM's own, each policy.
+"""Our scheduler inside a real vLLM server: OpenAI's client gets vLLM's own answers, for each
+policy.
 
-Runs where vLLM is installed, or where VLLM_PYTHON names the Python of an environment that has it.
+The test runs if vLLM is installed or VLLM_PYTHON names the Python of an environment that has it.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ def serving(flags: list[str], variables: dict[str, str]) -> Iterator[VllmServer]
 
 
 class Client:
-    """Asks for completions of made up prompts, each as long as it may be."""
+    """Requests completions of made-up prompts with the longest outputs."""
 
     def __init__(self, openai: AsyncOpenAI) -> None:
         self._ask = openai.completions.create
@@ -93,8 +93,8 @@ class Client:
         return one.logprobs.token_logprobs
 
     async def everything(self, stop: str | None):
-        """All at once; by what was asked. `stop` is text of the third answer, found in it where
-        there is none.
+        """All requests at once, answers by request. `stop` is a text within the third answer, which
+        is searched there if it is None.
         """
         asked = {k: self.streamed(k) if k % 2 else self.whole(k) for k in range(16)}
         asked |= {f"two of {k}": self.whole(k, n=2, temperature=1.0, seed=3) for k in (4, 9)}
@@ -110,7 +110,7 @@ class Client:
         return found
 
     async def running(self, server: VllmServer) -> list[int]:
-        """Tokens of three requests that run when the server is asked to end."""
+        """Tokens of three requests that run when the server is told to end."""
         streams = [await self.ask(0, stream=True, max_tokens=60) for _ in range(3)]
         counts = [await self._tokens(stream, 1) for stream in streams]
         server.signal_end()
@@ -119,7 +119,7 @@ class Client:
 
     @staticmethod
     async def _tokens(stream, most: int) -> int:
-        """How many come next, no more than about `most`."""
+        """The number of tokens that come next, up to about `most`."""
         count = 0
         async for chunk in stream:
             count += sum(len(one.token_ids) for one in chunk.choices)
@@ -129,7 +129,7 @@ class Client:
 
 
 async def talk(server: VllmServer, stop: str | None):
-    """What each client gets, and the tokens of the requests that run when the server ends."""
+    """The answers of all requests, and the tokens of those that run when the server ends."""
     async with AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=120
     ) as openai:
@@ -144,7 +144,7 @@ def own():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_clients_get_what_vllm_gives_them(policy: str, own, tmp_path: Path):
+def test_clients_get_the_answers_of_vllm_itself(policy: str, own, tmp_path: Path):
     write_file(samples.fit(), tmp_path / "fit.json")
     log = tmp_path / "events.jsonl"
     variables = {"LLMCTL_VLLM_POLICY": policy, "LLMCTL_VLLM_FIT": str(tmp_path / "fit.json")}

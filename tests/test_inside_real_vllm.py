@@ -1,7 +1,6 @@
-"""Our scheduler inside a real vLLM: the bench of few requests, held to vLLM's own tokens and to the
-replay of its log.
+"""Our scheduler inside a real vLLM, compared with vLLM's own tokens and the replay of its log.
 
-Runs where vLLM is installed, or where VLLM_PYTHON names the Python of an environment that has it.
+The test runs if vLLM is installed or VLLM_PYTHON names the Python of an environment that has it.
 """
 
 import json

@@ -1,8 +1,5 @@
-"""Our scheduler inside vLLM, with a fake of vLLM's own: which request enters, which makes
-way, and counts that are right.
-"""
+"""Our scheduler inside a fake of vLLM: admission, preemption, and the state of the scheduler."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -35,20 +32,6 @@ CASES = [(policy, ahead) for policy in (*POLICIES, SLA) for ahead in (0, 1)] + [
 every_policy = pytest.mark.parametrize(("policy", "ahead"), CASES)
 
 
-def imported(monkeypatch, version="0.32.0+cpu"):
-    before = dict(sys.modules)
-    sys.modules.pop(NAME, None)
-    fake_vllm.install(version)
-    try:
-        return importlib.import_module(NAME).LlmctlScheduler
-    finally:
-        for name in [name for name in sys.modules if name == NAME or name.split(".")[0] == "vllm"]:
-            del sys.modules[name]
-        sys.modules |= {
-            name: module for name, module in before.items() if name.split(".")[0] == "vllm"
-        }
-
-
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     path = tmp_path_factory.mktemp("inside") / "fit.json"
@@ -58,7 +41,7 @@ def fitted(tmp_path_factory):
 
 @pytest.fixture
 def make(monkeypatch, fitted):
-    scheduler_class, all_made = imported(monkeypatch), []
+    scheduler_class, all_made = fake_vllm.imported(NAME).LlmctlScheduler, []
 
     def made(policy="past-future", log="", **shape):
         monkeypatch.setenv("LLMCTL_VLLM_POLICY", policy)
@@ -99,7 +82,7 @@ def test_every_request_gets_every_token_once(make, policy, ahead):
 
 
 @every_policy
-def test_the_books_hold_the_tokens_that_are_there(make, policy, ahead):
+def test_the_scheduler_counts_the_tokens_that_vllm_holds(make, policy, ahead):
     scheduler = make(policy, ahead=bool(ahead))
     residents = scheduler.steps.scheduler.workers[0].residents
     requests = several()
@@ -133,12 +116,12 @@ def test_the_books_hold_the_tokens_that_are_there(make, policy, ahead):
     block_size=st.sampled_from([1, 4, 9]),
 )
 @settings(deadline=None, max_examples=60)
-def test_no_request_is_lost_whatever_comes(fitted, shapes, case, budget, block_size):
+def test_no_request_is_lost(fitted, shapes, case, budget, block_size):
     policy, ahead = case
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("LLMCTL_VLLM_POLICY", policy)
         monkeypatch.setenv("LLMCTL_VLLM_FIT", str(fitted))
-        scheduler_class = imported(monkeypatch)
+        scheduler_class = fake_vllm.imported(NAME).LlmctlScheduler
         scheduler = scheduler_class(
             ahead=bool(ahead), budget=budget, block_size=block_size, blocks=30 // block_size + 2
         )
@@ -150,7 +133,7 @@ def test_no_request_is_lost_whatever_comes(fitted, shapes, case, budget, block_s
 
 
 @every_policy
-def test_its_log_replays_also_of_one_that_was_killed(make, tmp_path, policy, ahead):
+def test_the_log_replays_even_of_a_killed_server(make, tmp_path, policy, ahead):
     log = tmp_path / "events.jsonl"
     scheduler = make(policy, log=str(log), ahead=bool(ahead))
     run(scheduler, several(), ahead=ahead)
@@ -162,7 +145,7 @@ def test_its_log_replays_also_of_one_that_was_killed(make, tmp_path, policy, ahe
     assert list(replay(events, Scheduler(fresh, [worker]))) == []
 
 
-def test_the_policy_decides_admission_and_its_order(make):
+def test_the_policy_admits_requests_in_its_order(make):
     scheduler = make("fcfs max_batch_size=1")
     for request in several(3, every=0):
         request.priority = -int(request.request_id[1])
@@ -172,7 +155,7 @@ def test_the_policy_decides_admission_and_its_order(make):
     assert [request.request_id for request in scheduler.waiting] == ["r0", "r1"]
 
 
-def test_the_policy_makes_room_before_vllm_has_to(make):
+def test_the_policy_preempts_before_vllm_has_to(make):
     scheduler = make(
         "aggressive watermark=1.0 interval_steps=1", block_size=1, blocks=41, budget=40
     )
@@ -181,7 +164,7 @@ def test_the_policy_makes_room_before_vllm_has_to(make):
     assert (scheduler.made_way > 0, scheduler.ran_out) == (True, 0)
 
 
-def test_what_vllm_drops_by_itself_waits_again_and_is_in_the_log(make, tmp_path):
+def test_a_cache_that_vllm_drops_is_logged_and_its_request_waits_again(make, tmp_path):
     log = tmp_path / "events.jsonl"
     scheduler = make(
         "aggressive watermark=1.0 interval_steps=1", log=str(log), block_size=8, blocks=8, budget=40
@@ -192,7 +175,7 @@ def test_what_vllm_drops_by_itself_waits_again_and_is_in_the_log(make, tmp_path)
     assert sum(map(len, dropped)) == scheduler.ran_out > 0
 
 
-def test_past_future_is_preempted_less_than_the_aggressive(make):
+def test_past_future_preempts_less_than_aggressive(make):
     preempted = {}
     for policy in (
         "past-future reserve=0 initial_count=50 initial_length=30",
@@ -205,7 +188,7 @@ def test_past_future_is_preempted_less_than_the_aggressive(make):
     assert past_future < aggressive
 
 
-def test_feedback_queues_pause_a_request_after_its_quantum_and_keep_its_cache(make):
+def test_mlfq_pauses_a_request_after_its_quantum_and_keeps_its_cache(make):
     scheduler = make(MLFQ, blocks=100)
     requests = [Request(f"r{n}", 6, 20, 20) for n in range(4)]
     paused = []
@@ -213,7 +196,7 @@ def test_feedback_queues_pause_a_request_after_its_quantum_and_keep_its_cache(ma
     scheduler.steps.stepped = lambda *args: (paused.append(len(scheduler._paused)), stepped(*args))
     run(scheduler, requests)
     assert max(paused) == 2
-    assert [request.life for request in requests] == [0, 0, 0, 0]
+    assert [request.preemptions for request in requests] == [0, 0, 0, 0]
 
 
 def test_a_paused_request_keeps_its_row(make):
@@ -251,14 +234,14 @@ def test_vllm_may_drop_every_cache_between_any_two_steps(make, tmp_path, policy,
     assert "dropped" in log.read_text()
 
 
-def test_feedback_queues_want_vllm_to_schedule_step_by_step(make):
+def test_mlfq_refuses_async_scheduling(make):
     with pytest.raises(
         InputError, match=r"policy 'mlfq' pauses requests .*: start vLLM with --no-async-scheduling"
     ):
         make(MLFQ, ahead=True)
 
 
-def test_an_aborted_request_leaves_the_books(make):
+def test_an_aborted_request_leaves_the_scheduler(make):
     scheduler = make()
     for request in several(4, every=0):
         scheduler.add_request(request)
@@ -269,7 +252,7 @@ def test_an_aborted_request_leaves_the_books(make):
     assert len(scheduler.steps.scheduler._view.finished.recent) == 2
 
 
-def test_what_the_books_cannot_hold_is_left_to_vllm(make):
+def test_a_request_that_the_scheduler_cannot_hold_is_left_to_vllm(make):
     scheduler = make(blocks=9, block_size=4)
     session = Request("session", 4, 4, 4, resumable=True)
     long = Request("long", 20, 500, 5)
@@ -278,7 +261,7 @@ def test_what_the_books_cannot_hold_is_left_to_vllm(make):
     assert not scheduler.waiting._open  # nothing of them is kept
 
 
-def test_a_request_that_fills_the_cache_to_its_last_token_is_ours(make):
+def test_a_request_that_fills_the_whole_cache_is_scheduled_by_the_policy(make):
     scheduler = make(blocks=9, block_size=4)
     request = Request("full", 20, 12, 12)
     assert run(scheduler, [request]) == {"full": 12}
@@ -286,9 +269,9 @@ def test_a_request_that_fills_the_cache_to_its_last_token_is_ours(make):
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0", "nonsense"])
-def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
+def test_an_untested_version_is_refused(monkeypatch, version):
     with pytest.raises(InputError) as caught:
-        imported(monkeypatch, version)
+        fake_vllm.imported(NAME, version)
     assert str(caught.value) == (
         f"vLLM is {version}; llmctl was tried with vLLM ==0.32.*: "
         "pip install 'vllm==0.32.*', or leave out --scheduler-cls"
@@ -308,16 +291,16 @@ def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
         ("slice", "policy 'slice' cannot run inside this engine: its batches are static"),
         (
             "baton",
-            "policy 'baton' cannot run inside this engine: it lays rows out in one padded slab",
+            "policy 'baton' cannot run inside this engine: it keeps its rows in one padded slab",
         ),
         ("srpt-oracle", "policy 'srpt-oracle' knows the true output lengths"),
         (
             "past-future-sla",
-            "policy 'past-future-sla' asks how long steps take, and no fit was given",
+            "policy 'past-future-sla' needs the times of steps, and no fit was given",
         ),
     ],
 )
-def test_a_policy_that_cannot_run_there_is_refused(make, policy, line):
+def test_a_policy_that_cannot_run_inside_vllm_is_refused(make, policy, line):
     with pytest.raises(InputError) as caught:
         make(policy)
     assert str(caught.value).startswith(line)
@@ -337,14 +320,14 @@ def test_a_policy_that_cannot_run_there_is_refused(make, policy, line):
         ({"LLMCTL_VLLM_POLICE": "fcfs"}, "there is no variable LLMCTL_VLLM_POLICE"),
     ],
 )
-def test_a_setup_that_cannot_be_is_refused(environ, line):
+def test_an_invalid_setup_is_refused(environ, line):
     with pytest.raises(InputError) as caught:
         read_setup(environ)
     assert str(caught.value).startswith(line)
     assert caught.value.hint
 
 
-def test_past_future_is_what_runs_where_nothing_is_said():
+def test_past_future_is_the_default():
     assert read_setup({}).policy == make_policy("past-future", {})
 
 
@@ -360,12 +343,12 @@ def test_past_future_is_what_runs_where_nothing_is_said():
         ),
     ],
 )
-def test_what_it_was_not_tried_beside_is_refused(make, shape, what):
-    with pytest.raises(InputError, match=f"our scheduler cannot run beside {what}"):
+def test_untested_features_are_refused(make, shape, what):
+    with pytest.raises(InputError, match=f"llmctl's scheduler cannot run together with {what}"):
         make(**shape)
 
 
-def test_layers_of_one_kind_are_no_reason(make):
+def test_layers_of_one_kind_are_accepted(make):
     assert make(kind=UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": FullAttentionSpec()}))
 
 
@@ -375,7 +358,7 @@ def test_a_log_that_cannot_be_written_is_refused(make, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_brings_nothing_heavy_that_vllm_would_not_have_loaded():
+def test_it_imports_no_heavy_library_that_vllm_does_not_import():
     code = (
         f"import sys, fake_vllm; fake_vllm.install(); import {NAME};"
         "print(sorted({'torch', 'transformers', 'optuna', 'typer', 'fastapi', 'httpx'} & sys.modules.keys()))"

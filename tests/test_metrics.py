@@ -1,4 +1,4 @@
-"""Summaries of served requests, on cases small enough to work out by hand."""
+"""Summaries of served requests, on cases small enough to compute by hand."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_requests_that_failed_have_no_latency():
 @pytest.mark.parametrize(
     ("name", "expected"), [("mean", 2.5), ("max", 4), ("p50", 2.5), ("p100", 4), ("p0", 1)]
 )
-def test_a_statistic_goes_by_its_name(name, expected):
+def test_statistics_by_name(name, expected):
     assert statistic(np.array([1.0, 2.0, 3.0, 4.0]), name) == expected
 
 
@@ -77,7 +77,7 @@ def test_a_failed_request_meets_no_target_and_stays_in_the_count():
     assert summary["throughput_rps"] == 0.5
 
 
-def test_where_all_failed_there_is_no_latency_to_report():
+def test_a_summary_without_served_requests_has_no_latencies():
     summary = summarize(served((0, np.nan, np.nan, 0, 0), ok=[False]), {})
     assert summary == {"requests": 1, "failed": 1, "throughput_rps": 0, "goodput_rps": 0}
 
@@ -90,8 +90,8 @@ def test_a_ratio_above_one_is_a_miss(key, ratio):
     assert sla_ratios(TWO, {key: 2.0}) == {key: ratio}
 
 
-def test_where_no_request_is_served_every_target_is_missed():
-    """It is no latency of 0 s."""
+def test_every_target_is_missed_if_no_request_is_served():
+    """A missing latency does not count as 0 s."""
     refused = served((0, np.nan, np.nan, 0, 0), (1, np.nan, np.nan, 0, 0), ok=[False, False])
     assert (
         min(sla_ratios(refused, {"ttft_p99_s": 2.0, "tpot_mean_s": 9.0, "itl_max_s": 1.0}).values())

@@ -1,6 +1,4 @@
-"""Profiles of hardware that is not here: the roofline by hand, what is assumed, and what a measured
-one teaches.
-"""
+"""Profiles of absent hardware: the roofline by hand, its assumptions, and a fitted efficiency."""
 
 from pathlib import Path
 
@@ -52,14 +50,14 @@ def recipe(**hardware: object) -> Recipe:
     )
 
 
-def test_a_pass_takes_what_limits_it():
+def test_a_pass_takes_the_time_of_its_bottleneck():
     line = Roofline(PEAKS, SIZES, REACHED)
     flops = 2 * 1000 * 3 * 50 + 2 * 2 * 10 * 3 * 50 * 50
     assert line.prefill_s(3, 50) == 0.01 + flops / 0.5e6  # arithmetic
     assert line.decode_s(1, 10) == 0.01 + (2000 + 10 * 4) / 0.8e5  # traffic
 
 
-def test_the_efficiency_is_found_from_what_it_gives():
+def test_the_efficiency_is_recovered_from_predicted_times():
     line = Roofline(PEAKS, SIZES, REACHED)
     prefill = [
         PrefillPoint(batch_size=n, input_length=k, seconds=[line.prefill_s(n, k)])
@@ -76,7 +74,7 @@ def test_the_efficiency_is_found_from_what_it_gives():
     assert error < 0.1
 
 
-def test_an_analytic_profile_says_so_all_the_way_and_fits(
+def test_an_analytic_profile_can_be_fitted_and_stays_marked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     source, profile, fit = (
@@ -110,7 +108,7 @@ def test_an_analytic_profile_says_so_all_the_way_and_fits(
     assert fitted.memory.capacity_tokens == made.engine.capacity_tokens
 
 
-def test_a_measured_profile_of_the_engine_teaches_the_efficiency():
+def test_the_efficiency_can_be_fitted_to_a_measured_profile():
     measured = analytic_profile(
         recipe(),
         {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}},
@@ -139,7 +137,7 @@ def test_weights_that_leave_no_cache_are_refused():
         analytic_profile(recipe(memory_gib=12.0), head)
 
 
-def test_a_mixed_pass_is_its_parts_on_one_reading_of_the_weights():
+def test_a_mixed_pass_reads_the_weights_once():
     line = Roofline(PEAKS, SIZES, REACHED)
     moved = 1 * 10 + 50
     flops = 2 * 1000 * 51 + 4 * 2 * 10 * (10 + 50 * 50 / 2)
@@ -149,7 +147,7 @@ def test_a_mixed_pass_is_its_parts_on_one_reading_of_the_weights():
     assert line.pass_s(3 * 50, 3 * 50 * 50 / 2, 3 * 50) == line.prefill_s(3, 50)
 
 
-def test_vllm_gets_passes_too_so_that_its_flags_can_be_tuned_before_it_was_measured():
+def test_an_analytic_profile_for_vllm_has_passes():
     wanted = recipe()
     wanted = wanted.model_copy(
         update={

@@ -85,13 +85,28 @@ def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path
     assert (fitted.memory.zeta, fitted.memory.zeta_std) == (1.0, 0.0)
 
 
-def test_a_key_comes_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch):
+def test_the_key_comes_from_the_environment_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LLMCTL_ENGINE_API_KEY", "canary")
     with sse_server() as stub:
         bench = EndpointBench(recipe_for(stub.url))
         bench.stop()
     assert all("authorization: Bearer canary" in head for head in stub.heads)
     assert "canary" not in bench.facts.model_dump_json()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_names_the_variable_of_the_engine_key(status: int):
+    refused = whole({"error": {"message": "wrong key"}}, status)
+    with sse_server(lambda body: refused) as stub, pytest.raises(InputError) as error:
+        EndpointBench(recipe_for(stub.url))
+    assert f"HTTP {status}: wrong key" in error.value.message
+    assert error.value.hint == "give the key in LLMCTL_ENGINE_API_KEY"
+
+
+def test_a_key_in_the_address_is_refused_with_the_variable_of_the_engine_key():
+    with pytest.raises(ValueError, match="give a key in LLMCTL_ENGINE_API_KEY") as error:
+        recipe_for("http://user:canary@127.0.0.1:1")
+    assert "canary" not in str(error.value).partition("input_value")[0]
 
 
 def test_an_output_of_another_length_fails_the_point_and_says_why():
@@ -103,7 +118,7 @@ def test_an_output_of_another_length_fails_the_point_and_says_why():
 
     with (
         sse_server(ends_early) as stub,
-        pytest.raises(EngineError, match="47 tokens came where 48 were asked for"),
+        pytest.raises(EngineError, match="47 tokens came, 48 were requested"),
     ):
         EndpointBench(recipe_for(stub.url))
 
@@ -134,7 +149,7 @@ def one_after_the_other(prompts: Sequence[int], max_tokens: Sequence[int]) -> li
     ]
 
 
-def test_rows_that_came_early_are_asked_for_more_until_all_decode_at_once(
+def test_early_rows_get_more_tokens_until_all_decode_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
     asked: list[list[int]] = []
@@ -161,7 +176,7 @@ def test_rows_that_came_early_are_asked_for_more_until_all_decode_at_once(
         bench.stop()
 
 
-def test_points_fail_with_the_reason_until_the_server_is_given_up():
+def test_points_fail_with_the_reason_until_the_profile_ends():
     broken = False
 
     def answer(body: dict) -> bytes:
@@ -182,7 +197,7 @@ def test_points_fail_with_the_reason_until_the_server_is_given_up():
         bench.stop()
 
 
-def test_an_unknown_capacity_is_asked_for():
+def test_an_unknown_capacity_is_an_error_that_names_the_recipe_keys():
     with (
         sse_server() as stub,
         pytest.raises(InputError, match="how many tokens the KV cache holds") as error,
@@ -207,11 +222,11 @@ def test_an_unknown_capacity_is_asked_for():
         (Metric("process_open_fds", {}, 7.0), None),
     ],
 )
-def test_the_capacity_is_read_where_servers_tell_it(metric: Metric, tokens: int | None):
+def test_the_capacity_is_read_from_the_metrics_of_known_servers(metric: Metric, tokens: int | None):
     assert kv_tokens([metric]) == tokens
 
 
-def test_an_address_belongs_to_servers_and_they_are_one_worker():
+def test_only_servers_have_an_address_and_they_are_one_worker():
     with pytest.raises(ValueError, match=r"engine\.url must be its address"):
         samples.recipe(engine={"name": "openai"}, workers=1)
     with pytest.raises(ValueError, match="for engine 'openai'"):
@@ -220,7 +235,7 @@ def test_an_address_belongs_to_servers_and_they_are_one_worker():
         samples.recipe(engine={"name": "openai", "url": "http://127.0.0.1:1"}, workers=2)
 
 
-def test_no_server_at_the_address_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_dead_address_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(recipe_for("http://127.0.0.1:9").model_dump_json(exclude_defaults=True))
     with pytest.raises(SystemExit, match="2"):

@@ -1,4 +1,4 @@
-"""Which points a profile measures, in which order, and what one visit to a point is."""
+"""The points of a profile, their order, and the runs of one visit."""
 
 from collections import Counter
 
@@ -38,7 +38,7 @@ def test_the_grid_is_every_size_at_every_length_that_fits():
     assert len(points) + len(skipped) == 4 * 3 + 4 * 3
 
 
-def test_what_does_not_fit_is_skipped_with_its_reason():
+def test_points_that_do_not_fit_are_skipped_with_a_reason():
     _, skipped = grid(SPEC, FACTS)
     reasons = {(point.kind, point.batch_size, point.length): point.reason for point in skipped}
     assert reasons == {
@@ -65,7 +65,7 @@ def test_visits_to_a_point_are_numbered_from_zero():
     )
 
 
-def test_each_round_has_an_order_of_its_own_and_the_same_every_time():
+def test_each_round_has_its_own_reproducible_order():
     points, _ = grid(SPEC, FACTS)
     visits = list(in_rounds(points, SPEC))
     first, second = visits[: len(visits) // 4], visits[len(visits) // 4 : len(visits) // 2]
@@ -81,13 +81,13 @@ def test_slices_stay_within_memory_and_model():
     assert {shape.steps for shape in shapes} == {16, 32}
 
 
-def test_a_slice_depends_on_its_number_alone():
+def test_a_slice_depends_on_its_number_only():
     few = SPEC.model_copy(update={"slices": 10})
     all_of_them = slice_shapes(SPEC, 2000, 200)
     assert slice_shapes(few, 2000, 200) == {number: all_of_them[number] for number in range(10)}
 
 
-def test_no_slice_where_nothing_fits():
+def test_there_is_no_slice_if_nothing_fits():
     assert slice_shapes(SPEC, 10, 200) == {}
 
 
@@ -99,7 +99,7 @@ def test_slices_have_real_padding_and_all_their_steps():
 
 
 class Stopwatch(FakeEngine):
-    """A fake engine with runs that take what the test says, on a clock of its own."""
+    """A fake engine with its own clock; the test sets the time of each run."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(FACTS)
@@ -137,7 +137,7 @@ def test_out_of_memory_makes_a_point_unmeasurable():
         bench.time(GridPoint("prefill", 1000, 64), warmups=0)
 
 
-def test_a_bench_tells_what_fits():
+def test_an_engine_reports_which_slices_fit():
     bench = LocalTimedEngine(FakeEngine(FACTS), "wall")
     assert bench.fits(SliceShape(64, 112, 16))
     assert not bench.fits(SliceShape(65, 112, 16))

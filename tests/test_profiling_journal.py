@@ -1,4 +1,4 @@
-"""The journal: what is written is there again, and what does not belong together does not mix."""
+"""The journal: results survive, and results of different conditions do not mix."""
 
 import pytest
 from synthetic_profiles import ENVIRONMENT, FACTS
@@ -38,20 +38,20 @@ def path(tmp_path):
     return tmp_path / "profile.json.partial"
 
 
-def test_results_are_there_again(path):
+def test_results_are_read_back(path):
     with Journal(path, NOW) as journal:
         assert journal.results == RESULTS
         assert journal.set_aside == ""
 
 
-def test_results_go_on(path):
+def test_new_results_are_appended(path):
     with Journal(path, NOW) as journal:
         journal.put("slice/8", RESULTS["slice/7"])
     with Journal(path, NOW) as journal:
         assert journal.results == RESULTS | {"slice/8": RESULTS["slice/7"]}
 
 
-def test_a_torn_line_is_cut_off_wherever_it_was_torn(path):
+def test_a_torn_line_is_cut_off(path):
     whole = path.read_bytes()
     last = len(whole.splitlines(keepends=True)[-1])
     for torn in range(1, last + 1):
@@ -63,7 +63,7 @@ def test_a_torn_line_is_cut_off_wherever_it_was_torn(path):
             assert journal.results.keys() == RESULTS.keys() - {"slice/7"} | {"slice/8"}
 
 
-def test_what_follows_a_damaged_line_is_measured_again(path):
+def test_everything_after_a_damaged_line_is_measured_again(path):
     lines = path.read_bytes().splitlines(keepends=True)
     for damage in DAMAGED:
         content = b"".join([*lines[:2], damage + b"\n", *lines[2:]])
@@ -74,7 +74,7 @@ def test_what_follows_a_damaged_line_is_measured_again(path):
         assert path.with_name("profile.json.partial.old").read_bytes() == content
 
 
-def test_a_first_line_that_is_damaged_sets_the_file_aside(path):
+def test_a_damaged_first_line_sets_the_file_aside(path):
     rest = path.read_bytes().splitlines(keepends=True)[1:]
     for damage in DAMAGED:
         path.write_bytes(b"".join([damage + b"\n", *rest]))
@@ -82,7 +82,7 @@ def test_a_first_line_that_is_damaged_sets_the_file_aside(path):
             assert (journal.results, journal.set_aside) == ({}, "its first line cannot be read")
 
 
-def test_a_first_line_that_a_kill_has_torn_is_written_again(path):
+def test_a_torn_first_line_is_written_again(path):
     first = path.read_bytes().splitlines(keepends=True)[0]
     for torn in (first[:-1], first[:20], b"\x00" * 4096):
         path.write_bytes(torn)
@@ -118,19 +118,19 @@ def test_results_of_other_conditions_are_set_aside(path, change, said):
     assert path.with_name("profile.json.partial.old").read_bytes() == old
 
 
-def test_a_budget_that_moved_by_a_hair_is_the_same_engine(path):
+def test_a_slightly_changed_budget_is_the_same_engine(path):
     hair = FACTS.model_copy(update={"capacity_tokens": 8190, "kv_budget_bytes": 8190 * 4096})
     with Journal(path, NOW.model_copy(update={"engine": hair})) as journal:
         assert journal.results == RESULTS
 
 
-def test_fresh_sets_aside_what_is_there(path):
+def test_fresh_sets_an_existing_journal_aside(path):
     with Journal(path, NOW, fresh=True) as journal:
         assert journal.results == {}
         assert journal.set_aside == "--fresh was given"
 
 
-def test_what_is_no_journal_is_set_aside(tmp_path):
+def test_a_file_that_is_not_a_journal_is_set_aside(tmp_path):
     path = tmp_path / "x.partial"
     path.write_text("hello\n")
     with Journal(path, NOW) as journal:
@@ -143,7 +143,7 @@ def test_only_one_process_at_a_time(path):
         Journal(path, NOW)
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         Journal(tmp_path / "file" / "profile.json.partial", NOW)

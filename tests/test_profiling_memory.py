@@ -14,7 +14,7 @@ NEVER = float("inf")
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 4096))
-def test_the_edge_is_bracketed_whatever_was_guessed(edge, guess, limit):
+def test_the_edge_is_bracketed_for_every_guess(edge, guess, limit):
     largest_ok, smallest_oom = find_edge(lambda size: size <= edge, guess, limit)
     if edge >= limit:
         assert smallest_oom is None

@@ -1,6 +1,4 @@
-"""Sequences of rounds: what is drawn, what is recorded of it, and what becomes of workers that fail
-meanwhile.
-"""
+"""Sequences of rounds: their draws, their records, and workers that fail meanwhile."""
 
 import asyncio
 
@@ -27,9 +25,7 @@ RANGES = Ranges(SPEC, FACTS, tokens_max=4000.0)
 
 
 def drive(number: int, engine: FakeRoundEngine | None = None):
-    """A whole sequence on a fake engine, and the largest rows x longest that was there at the end
-    of a round.
-    """
+    """A whole sequence on a fake engine, and the largest rows x longest at the end of a round."""
     rows, engine, padded = (
         RowsOfSequence(RANGES, number, 0, ()),
         engine or FakeRoundEngine(FACTS),
@@ -62,12 +58,12 @@ def test_rows_come_and_go():
     assert len({point.rows for point in points}) > 8
 
 
-def test_a_sequence_depends_on_its_number_alone():
+def test_a_sequence_depends_on_its_number_only():
     assert drive(3)[0] == drive(3)[0]
     assert drive(3)[0] != drive(4)[0]
 
 
-def test_what_is_left_of_a_sequence_is_dropped_with_the_next_one():
+def test_remaining_rows_of_a_sequence_are_dropped_with_the_next_one():
     engine = FakeRoundEngine(FACTS)
     first = RowsOfSequence(RANGES, 0, 0, ())
     engine.run_round(first.plan(), lambda _: True)
@@ -102,7 +98,7 @@ def test_each_sequence_is_recorded_once_and_whole():
 
 
 @pytest.mark.parametrize("failure", ["oom", "crashed"])
-def test_a_sequence_that_fails_is_recorded_and_the_others_go_on(failure):
+def test_a_failed_sequence_is_recorded_and_the_others_run(failure):
     recorded = run_all(InMemory(2, fate=lambda batch_id, rows: failure if batch_id == 40 else ""))
     failed = [result for result in recorded.values() if isinstance(result, FailedPoint)]
     assert sorted(recorded) == list(range(6))
@@ -117,7 +113,7 @@ def test_rows_enter_until_the_next_has_no_room():
     assert bench.admit(127, 10) == (10, False)  # they have left
 
 
-def test_rows_that_enter_have_two_tokens_to_come():
+def test_entering_rows_can_generate_two_tokens():
     assert admission_lengths(SPEC, FACTS) == [64]
 
 

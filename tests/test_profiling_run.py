@@ -1,4 +1,4 @@
-"""Whole profiles with the fake engine: what is in them, and that an interrupted one loses nothing."""
+"""Whole profiles with the fake engine: their content, and that an interrupted one loses nothing."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ CONDITIONS = JournalConditions(tool_version="1", recipe={}, environment=ENVIRONM
 
 
 class Watching:
-    """Remembers what it is told; ends the run after `until` results, as Ctrl-C does."""
+    """Records what it is told; interrupts the run after `until` results, as Ctrl-C does."""
 
     def __init__(self, until: int = -1) -> None:
         self.until = until
@@ -89,9 +89,7 @@ def run(source: Path, watch: Watching, workers=None):
 
 
 class InMemory:
-    """Workers that answer at once from a fake engine; `fate` may say what becomes of a batch
-    instead.
-    """
+    """Workers that answer at once from a fake engine; `fate` may decide the outcome of a batch."""
 
     def __init__(self, size: int, fate=lambda batch_id, rows: "") -> None:
         self.size = size
@@ -151,7 +149,7 @@ class InMemory:
 
 
 @pytest.mark.slow
-def test_a_profile_holds_what_its_recipe_asks_for(source):
+def test_a_profile_holds_all_points_of_its_recipe(source):
     watch = Watching()
     found = run(source, watch)
     assert (watch.plan.points, watch.plan.resumed, watch.plan.set_aside) == (POINTS, 0, "")
@@ -188,7 +186,7 @@ def test_a_profile_holds_what_its_recipe_asks_for(source):
 
 
 @pytest.mark.slow
-def test_an_interrupted_profile_goes_on_and_measures_nothing_twice(source):
+def test_an_interrupted_profile_resumes_and_measures_nothing_twice(source):
     first, second = Watching(until=30), Watching()
     with pytest.raises(KeyboardInterrupt):
         run(source, first)
@@ -204,7 +202,7 @@ def test_an_interrupted_profile_goes_on_and_measures_nothing_twice(source):
 
 
 @pytest.mark.slow
-def test_a_profile_that_is_killed_goes_on(source):
+def test_a_killed_profile_resumes(source):
     script = f"""
 import os, signal
 from pathlib import Path
@@ -263,7 +261,7 @@ def _pool(recipe):
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_be_loaded_is_the_users_to_mend(source):
+def test_an_engine_that_cannot_be_loaded_is_an_error_of_the_user(source):
     source.write_text(RECIPE.replace("model_type: fake", "model_type: fake, eos_one_inn: 3"))
     with pytest.raises(InputError, match="eos_one_inn") as error:
         run(source, Watching())
@@ -342,7 +340,7 @@ def test_an_engine_that_keeps_dying_ends_the_profile():
 
 
 @pytest.mark.slow
-def test_what_an_engine_raises_is_the_points_own_failure():
+def test_an_exception_of_the_engine_fails_only_its_point():
     with (
         engine_process(fake_recipe(crash_token=1)) as bench,
         pytest.raises(Unmeasurable, match="RuntimeError: a prompt"),
@@ -405,7 +403,7 @@ def test_a_slice_that_runs_out_of_memory_is_recorded_as_failed():
     assert [(point.kind, point.reason) for point in failed] == [("slice", "oom")]
 
 
-def test_a_worker_that_crashes_gets_slices_again_when_it_is_back():
+def test_a_crashed_worker_gets_slices_again_after_its_restart():
     workers = InMemory(1, fate=lambda batch_id, rows: "crashed" if batch_id == 3 else "")
     recorded = run_shapes(workers)
     assert recorded.keys() == SHAPES.keys()
@@ -417,7 +415,7 @@ def test_no_slices_need_no_workers():
 
 
 @pytest.mark.slow
-def test_a_grid_of_which_nothing_can_be_measured_is_an_error(source):
+def test_a_grid_without_a_measurable_point_is_an_error(source):
     source.write_text(RECIPE.replace("batch_sizes: [1, 2, 8, 32]", "batch_sizes: [500]"))
-    with pytest.raises(EngineError, match="not one prefill"):
+    with pytest.raises(EngineError, match="no prefill"):
         run(source, Watching())

@@ -1,6 +1,4 @@
-"""vLLM profiled by the log of its passes: with a fake of its server; its passes take what a
-law says.
-"""
+"""vLLM profiled by its log of passes, with a fake server whose passes take what a law says."""
 
 from pathlib import Path
 
@@ -119,7 +117,7 @@ def one(start_s: float, end_s: float, rows: list[LoggedRow], **other: object) ->
     return LoggedPass(step=1, start_s=start_s, end_s=end_s, rows=rows, **rest)
 
 
-def test_a_pass_is_told_by_its_sums():
+def test_a_pass_is_described_by_its_sums():
     shape = shape_of_rows(
         [
             LoggedRow("a", 20, 1, 16),
@@ -131,21 +129,21 @@ def test_a_pass_is_told_by_its_sums():
     assert shape == StepShape(2, 51, 2, 20, 4 * (8 + 2) + 16 * 8)
 
 
-def test_gaps_count_while_there_is_work_and_passes_ahead_begin_when_the_last_has_ended():
+def test_gaps_count_while_requests_wait_and_a_pass_begins_after_the_last_one():
     a, b = [LoggedRow("a", 20, 1, 16)], [LoggedRow("b", 20, 1, 16)]
     found = timed(
         [
             one(0.0, 1.0, a),
             one(1.25, 2.0, a, ended=["a"]),  # no request is left
             one(5.0, 6.0, b),
-            one(5.5, 7.0, b),  # asked for while the last one was under way
+            one(5.5, 7.0, b),  # scheduled while the last one ran
         ]
     )
     assert [each.host_s for each in found] == [0.25, None, 0.0, None]
     assert [each.seconds for each in found] == [1.0, 0.75, 1.0, 1.0]
 
 
-def test_stretches_of_decodes_are_one_point_and_chunks_are_one_each():
+def test_a_stretch_of_decodes_is_one_point_and_each_chunked_pass_another():
     decodes = [one(k, k + 0.5, [LoggedRow("a", 20 + k, 1, 16)]) for k in range(4)]
     chunks = [
         one(k, k + 0.5, [LoggedRow("b", 0, 8, 30), LoggedRow("a", 24, 1, 16)]) for k in (4, 5)

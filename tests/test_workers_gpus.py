@@ -8,7 +8,7 @@ import samples
 from commands import llmctl
 
 from toolkit.backends.local import LocalBackend
-from toolkit.backends.vllm import launch as vllm_launch
+from toolkit.backends.vllm import backend as vllm_backend
 from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.errors import EngineError
 from toolkit.files.io import write_file
@@ -106,8 +106,8 @@ def test_serve_checks_for_a_gpu_before_slow_work(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(launch, "load_tokenizer", never)
-    monkeypatch.setattr(vllm_launch, "vllm_version", never)
-    monkeypatch.setattr(vllm_launch, "saved_model", never)
+    monkeypatch.setattr(vllm_backend, "vllm_version", never)
+    monkeypatch.setattr("toolkit.engines.loading.saved_model", never)
     changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}
     policy = PlannedPolicy(name="past-future" if engine == "vllm" else "slice", parameters={})
     write_file(

@@ -1,9 +1,9 @@
-"""The table of engines: what the rest of llmctl knows of each before any of its code is loaded.
+"""The table of engines: what llmctl knows of each engine before it loads any of its code.
 
 `engine.name` in a recipe is a key of `ENGINES`. To add an engine, write its backend (see
 `toolkit.backends`) and add one `EngineTraits` here; no other module branches on an engine's name.
-A package of its own adds one through the entry point group `llmctl.engines`: a name, and the
-`EngineTraits` of that name.
+Another package adds an engine through the entry point group `llmctl.engines`, under the engine's
+name.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ class EngineTraits:
 
     name: str
     summary: str
-    backend: str  # its `toolkit.backends.Backend`
-    load: str = ""  # loads it in a worker process of ours; '': it has processes of its own
-    # A server of its own: it queues what does not fit, schedules by itself, and is one worker.
+    backend: str  # the `toolkit.backends.Backend`
+    load: str = ""  # loads it in a worker process of llmctl; '': it has its own processes
+    # A server of its own: it queues requests that do not fit, schedules by itself, and counts as
+    # one worker.
     server: bool = False
     started: bool = True  # llmctl starts it; False: it runs already, at `engine.url`
     keeps_rows: bool = False  # rows keep their caches between rounds: our continuous policies run
@@ -35,7 +36,7 @@ class EngineTraits:
     for_tests: bool = False  # tables of what can serve leave it out
     settings: tuple[str, ...] = ()  # keys of the recipe's `engine` that only this engine takes
     extra: str = ""  # the extra of this package that installs it
-    metrics: Literal["llmctl", "vllm"] = "llmctl"  # the names that its metrics have
+    metrics: Literal["llmctl", "vllm"] = "llmctl"  # the names that its metrics use
 
 
 PLUGINS = "llmctl.engines"  # the entry point group
@@ -101,7 +102,7 @@ ENGINES: dict[str, EngineTraits] = {
 
 
 def traits_of(name: str) -> EngineTraits:
-    """The engine of this name. `InputError` where there is none."""
+    """The traits of an engine. Raises `InputError` for an unknown name."""
     if name not in ENGINES:
         for point in entry_points(group=PLUGINS, name=name):
             ENGINES[name] = point.load()
@@ -111,6 +112,6 @@ def traits_of(name: str) -> EngineTraits:
 
 
 def attribute(reference: str) -> Any:
-    """What `module:attribute` names; its module is imported now."""
+    """The object that `module:attribute` names; its module is imported now."""
     module, _, name = reference.partition(":")
     return getattr(import_module(module), name)

@@ -1,8 +1,7 @@
-"""The errors a user can cause or meet, one small tree, each with its exit code.
+"""The errors that a user can cause or meet: one small tree, each class with its exit code.
 
-Everything else that is raised is a bug and stays loud. The command line prints the message and the
-hint of a `LlmctlError`, one line each, and exits with its code; the codes are documented in
-docs/errors.md.
+Any other exception is a bug and stays loud. The command line prints the message and the hint of a
+`LlmctlError`, one line each, and exits with its code. docs/errors.md documents the codes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import ClassVar
 
 
 class LlmctlError(Exception):
-    """Base of all errors that are meant for the user: one line, and a hint that says what to do.
+    """Base of all errors for users: one line, and a hint with the remedy.
 
     `message` names the value and the limit; `hint` names the remedy.
     """
@@ -27,45 +26,45 @@ class LlmctlError(Exception):
 
 
 class InputError(LlmctlError):
-    """Something the user gave cannot be used: a file, a key, a value, an option."""
+    """User input that cannot be used: a file, a key, a value, an option."""
 
     exit_code = 2
 
 
 class StaleError(InputError):
-    """A file was made from other inputs, or from inputs that have changed since; the hint names the
-    command that makes it of these.
+    """A file was made from other inputs, or from inputs that have changed since.
+
+    The hint names the command that makes it anew.
     """
 
 
 class ForeignError(InputError):
-    """What was measured on another device, engine, version or model would be used here; both sides
-    are named.
+    """A measurement from another device, engine, version or model would be used here.
+
+    The message names both sides.
     """
 
 
 class EngineError(LlmctlError):
-    """The engine, the model or the device cannot do what was asked."""
+    """The engine, the model or the device cannot do what was requested."""
 
     exit_code = 3
 
 
 class TargetMissedError(LlmctlError):
-    """The work was done, and its result is outside a limit that the user set (`--max-error` and the
-    like).
-    """
+    """The work is done, but its result is outside a limit of the user (such as `--max-error`)."""
 
     exit_code = 4
 
 
 class LimitsBrokenError(LlmctlError):
-    """The search was done, and what it recommends is predicted to break limits of the recipe."""
+    """The search is done, but its recommendation is predicted to break limits of the recipe."""
 
     exit_code = 5
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """A hint that names the nearest of `choices`, and all of them where none is near."""
+    """A hint with the nearest of `choices`, or with all of them if none is near."""
     known = sorted(choices)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(known)}"

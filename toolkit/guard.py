@@ -1,11 +1,11 @@
-"""Processes that must not outlive this one are ended by a guard: a small process of its own.
+"""A guard process that kills child processes which must not outlive this one.
 
 A child can tie itself to its parent only once its own code runs. A child that is stopped before
-that, one that was forked and has not begun its program, and the children of a child cannot. The
-guard waits for the end of this process, whatever ends it, and kills the process groups that it was
-told of. `watch` starts it on first use.
+that, a forked child that has not started its program, and the children of a child cannot. The guard
+waits for the end of this process, however it ends, and kills the registered process groups. `watch`
+starts the guard on first use.
 
-This file is also the guard's program. It imports nothing of ours, so that it starts in 20 ms.
+This file is also the guard's program. It imports nothing of llmctl, so that it starts in 20 ms.
 """
 
 from __future__ import annotations
@@ -19,107 +19,108 @@ import sys
 import threading
 import time
 
-LOOK_EVERY_S = 0.1
+POLL_S = 0.1
 READ_BYTES = 1 << 16
 
 
 class _Guard:
-    """The side of the process that is guarded. Threads may share it."""
+    """The guarded process's side. It is thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._groups: dict[int, float] = {}
         self._pipe: int | None = None
-        self._owner = 0  # a process that was forked from this one needs a guard of its own
+        self._owner = 0  # the process id: a fork of this process needs its own guard
 
     def watch(self, group: int, grace_s: float) -> None:
         with self._lock:
             if self._owner != os.getpid():
                 self._groups, self._pipe, self._owner = {}, None, os.getpid()
             self._groups[group] = grace_s
-            self._tell(f"+{group} {grace_s}\n")
+            self._send(f"+{group} {grace_s}\n")
 
     def forget(self, group: int) -> None:
         with self._lock:
             if self._owner == os.getpid() and self._groups.pop(group, None) is not None:
-                self._tell(f"-{group}\n")
+                self._send(f"-{group}\n")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         if self._pipe is not None:
             try:
                 os.write(self._pipe, line.encode())
                 return
             except BlockingIOError:
-                return  # it is stopped and hears nothing; waiting for it would stop us, too
+                return  # the guard is stopped; waiting for it would block this process
             except BrokenPipeError:
-                os.close(self._pipe)  # it was killed
+                os.close(self._pipe)  # the guard was killed
                 self._pipe = None
         self._pipe = _start()
-        every = "".join(f"+{group} {grace_s}\n" for group, grace_s in self._groups.items())
-        os.write(self._pipe, every.encode())
+        lines = "".join(f"+{group} {grace_s}\n" for group, grace_s in self._groups.items())
+        os.write(self._pipe, lines.encode())
 
 
 def _start() -> int:
-    """A new guard; the writing end of its pipe, which only this process has."""
-    theirs, ours = os.pipe()
+    """Start a guard and return the writing end of its pipe, which only this process holds."""
+    reader, writer = os.pipe()
     try:
         subprocess.run(
-            (sys.executable, "-I", "-S", __file__, str(theirs), str(os.getpid())),
-            pass_fds=(theirs,),
+            (sys.executable, "-I", "-S", __file__, str(reader), str(os.getpid())),
+            pass_fds=(reader,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # what ends the group of this process does not end the guard
+            start_new_session=True,  # a signal to this process's group does not reach the guard
             check=True,
         )
     except subprocess.CalledProcessError as error:
-        os.close(ours)
+        os.close(writer)
         raise OSError(error.returncode, "the process that guards its children ended") from None
     except BaseException:
-        os.close(ours)
+        os.close(writer)
         raise
     finally:
-        os.close(theirs)
-    os.set_blocking(ours, False)
-    return ours
+        os.close(reader)
+    os.set_blocking(writer, False)
+    return writer
 
 
 _GUARD = _Guard()
 
 
 def watch(group: int, grace_s: float = 0.0) -> None:
-    """Have a process group killed when this process ends, however it does.
+    """Have a process group killed when this process ends, however it ends.
 
     Args:
         group: the id of the group, which is that of its first process.
-        grace_s: seconds that the first process has to end by itself. When it has ended, the rest of
+        grace_s: seconds that the first process has to end by itself. Once it has ended, the rest of
             the group is killed at once.
 
-    Raises `OSError` where the guard cannot be started, which takes 20 to 30 ms once per process.
+    Raises `OSError` if the guard cannot be started. Starting takes 20 to 30 ms, once per process.
     """
     _GUARD.watch(group, grace_s)
 
 
 def forget(group: int) -> None:
-    """The group has ended. Its id may belong to others from now on."""
+    """The group has ended: do not kill it. Its id may be reused from now on."""
     _GUARD.forget(group)
 
 
 def main() -> None:
-    """The guard: `python guard.py PIPE PID`. PID is the process that is guarded."""
+    """The guard: `python guard.py PIPE PID`. PID is the guarded process."""
     pipe, guarded = int(sys.argv[1]), int(sys.argv[2])
     ends = [pipe]
-    with contextlib.suppress(AttributeError, OSError):  # Linux's alone
+    with contextlib.suppress(AttributeError, OSError):  # Linux only
         ends.append(os.pidfd_open(guarded))
     if os.fork():
-        os._exit(0)  # so that the guard is no child of a process that does not know of it
+        os._exit(0)  # the guard must not be an unknown child of the guarded process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to a whole service: those guarded may go on
-    _end(_listen(pipe, ends), pipe)
+        # sent to a whole service, whose guarded process may continue
+        signal.signal(number, signal.SIG_IGN)
+    _kill_groups(_listen(pipe, ends), pipe)
 
 
 def _listen(pipe: int, ends: list[int]) -> dict[int, float]:
-    """The groups, and how long each may take to end, once the guarded process has ended."""
+    """Wait for the end of the guarded process; return its groups with their grace in seconds."""
     groups: dict[int, float] = {}
     poll, rest = select.poll(), b""
     for descriptor in ends:
@@ -143,8 +144,8 @@ def _listen(pipe: int, ends: list[int]) -> dict[int, float]:
             return groups
 
 
-def _end(groups: dict[int, float], pipe: int) -> None:
-    for process in _copies(pipe):
+def _kill_groups(groups: dict[int, float], pipe: int) -> None:
+    for process in _pipe_holders(pipe):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     began_s = time.monotonic()
@@ -155,14 +156,14 @@ def _end(groups: dict[int, float], pipe: int) -> None:
                     os.killpg(group, signal.SIGKILL)
                 del groups[group]
         if groups:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_S)
 
 
-def _copies(pipe: int) -> list[int]:
-    """Processes that still hold the other end of the pipe: forked, and not yet a program of their
-    own.
+def _pipe_holders(pipe: int) -> list[int]:
+    """Processes that still hold the pipe: forked, and without a program of their own yet.
 
-    Elsewhere than on Linux none are found; there the guard does not hear of an end before they do.
+    On systems other than Linux none are found; there the guard learns of the end only after they
+    end.
     """
     try:
         wanted = os.readlink(f"/proc/self/fd/{pipe}")
@@ -176,7 +177,7 @@ def _holds(process: int, wanted: str) -> bool:
     folder = f"/proc/{process}/fd"
     try:
         return any(os.readlink(f"{folder}/{name}") == wanted for name in os.listdir(folder))
-    except OSError:  # of another user, or gone meanwhile
+    except OSError:  # another user's process, or it has ended
         return False
 
 

@@ -1,7 +1,7 @@
-"""Summaries of served requests: the same functions for simulated and for measured ones.
+"""Summaries of served requests: the same functions for simulated and measured ones.
 
-TPOT = (E2E - TTFT) / (output tokens - 1); ITL is each gap between tokens; MTPOT the largest gap
-within a request; goodput the requests per second that meet every latency target.
+TPOT = (E2E - TTFT) / (output tokens - 1). ITL is each gap between tokens. MTPOT is the largest gap
+within a request. Goodput is the requests per second that meet every latency target.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True, frozen=True)
 class Served:
-    """Requests that ended, as parallel arrays in seconds on one clock; `ok` is False where one was
-    refused.
+    """Requests that ended, as parallel arrays in seconds on one clock.
+
+    `ok` is False for a request that was refused or failed.
     """
 
     arrival_s: Floats
@@ -35,8 +36,9 @@ class Served:
 
 
 def latencies(served: Served) -> dict[str, Floats]:
-    """TTFT, TPOT, MTPOT and E2E of each request that is ok, in seconds. TPOT leaves out requests of
-    one token.
+    """TTFT, TPOT, MTPOT and E2E of each request that is ok, in seconds.
+
+    TPOT omits requests with one token.
     """
     ok = served.ok
     ttft = (served.first_token_s - served.arrival_s)[ok]
@@ -52,7 +54,7 @@ def latencies(served: Served) -> dict[str, Floats]:
 
 
 def statistic(values: Floats, name: str) -> float:
-    """`mean`, `max` or a percentile (`p95`) of values; 0 for none."""
+    """`mean`, `max` or a percentile (`p95`) of values; 0 for an empty array."""
     if not len(values):
         return 0.0
     if name == "mean":
@@ -63,8 +65,9 @@ def statistic(values: Floats, name: str) -> float:
 
 
 def meets_sla(served: Served, sla: Mapping[str, float]) -> NDArray[np.bool_]:
-    """Per request: ok, and within the limit of every target (`ttft_p99_s: 2` asks TTFT <= 2 s of
-    each).
+    """Per request: whether it is ok and within the limit of every target.
+
+    The target `ttft_p99_s: 2` requires TTFT <= 2 s of each request.
     """
     good = served.ok.copy()
     ttft = served.first_token_s - served.arrival_s
@@ -82,10 +85,10 @@ def meets_sla(served: Served, sla: Mapping[str, float]) -> NDArray[np.bool_]:
 
 
 def summarize(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
-    """Metric name (unit in the name) to value.
+    """Metric names, with their units, and values.
 
-    Throughput is requests that ended well over the time from the first arrival to the last
-    completion; goodput counts those that also meet `sla`.
+    Throughput is the successful requests over the time from the first arrival to the last
+    completion. Goodput counts only those that also meet `sla`.
     """
     if not served.ok.any():
         return {
@@ -113,10 +116,10 @@ def summarize(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
 
 
 def sla_ratios(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
-    """Each target's measured value over its limit: above 1 is a miss, and the largest is the target
-    that binds.
+    """Each target's measured value over its limit. A ratio above 1 is a miss; the largest one
+    binds.
 
-    Where there are requests and none is served, every target is missed: `UNSERVED`.
+    If there are requests and none succeeded, every target is missed: `UNSERVED`.
     """
     if len(served) and not served.ok.any():
         return dict.fromkeys(sla, UNSERVED)

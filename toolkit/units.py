@@ -1,12 +1,10 @@
-"""Numbers for reading, with their units: rounded here and nowhere else; the files keep every digit."""
+"""Numbers with units for display. Only this module rounds; files keep every digit."""
 
 from __future__ import annotations
 
 
 def number(value: float) -> str:
-    """Three significant digits, or all of a whole number, with thousands separated: 12,345  3.14
-    0.00271.
-    """
+    """Three significant digits, or all of a whole number, with separators: 12,345 3.14 0.00271."""
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1):
         return f"{int(value):,}"
     if abs(value) >= 100:
@@ -15,7 +13,7 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration in the unit that suits it: 812 us, 36.2 ms, 4.25 s, 12 min."""
+    """A duration in a fitting unit: 812 us, 36.2 ms, 4.25 s, 12 min."""
     size = abs(value)
     if size >= 120:
         return f"{value / 60:.0f} min" if size < 7200 else f"{value / 3600:.1f} h"

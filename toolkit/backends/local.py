@@ -1,4 +1,4 @@
-"""Engines that run in worker processes of ours: they are profiled in a process of their own."""
+"""The backend of engines that run in llmctl's worker processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from toolkit.profiling.run import ProfileBench
 
 
 class LocalBackend:
-    """`toolkit.backends.Backend` of every engine with an `EngineTraits.load`."""
+    """`toolkit.backends.Backend` of every engine with an `EngineTraits.load`.
+
+    The engine is profiled in a process of its own.
+    """
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
         """See `Backend.timed`."""

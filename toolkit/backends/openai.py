@@ -1,11 +1,13 @@
-"""An engine that is a server somewhere else, timed from outside: any that speaks OpenAI's API of
-completions.
+"""The backend of a server that runs already: any that speaks OpenAI's completions API.
 
-Requests are sent together, each with a prompt of its own, so that no cache of prefixes helps. A
-prefill of [N, L] is N requests for one token, from when they are due to the last answer,
-connections included. A decode step of N rows is read off N requests for some tokens: between the
-first and the last token of the one that came last, where all N decode. What a server does with them
-inside is its own affair: these are the times that its clients see.
+The server is timed from outside. Requests of one measurement are sent together, each with its own
+random prompt, so that no prefix cache helps. A prefill of [N, L] is N requests for one token, from
+their due time to the last answer, connections included. A decode step of N rows comes from N
+requests for several tokens: the time between the first and the last token of the request that got
+its first token last, while all N decode. How the server schedules them inside is unknown: these are
+the times that its clients see.
+
+Order: the server's facts, `Endpoint` (requests), the benches, and `EndpointWorkers` (whole slices).
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -26,24 +27,31 @@ from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import VISIT_S, VISIT_SAMPLES, Unmeasurable
+from toolkit.profiling.bench import Unmeasurable, visit
 from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.profiling.run import ProfileBench
 from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady, Workers
 from toolkit.workers.supervisor import SilentWorkerError
 
-# What a server says of itself: its version, its limits, and how much KV cache it has, where
-# /metrics tells.
-#
-# What it does not say, the recipe must: a simulation cannot go without.
-
 MIB = 1 << 20
-SAFE_VOCABULARY = 256  # token ids that every model has
+SAFE_VOCABULARY = 256  # every model has these token ids
+KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
+# Tokens of a request whose decode steps are timed. Servers may hold the last one back for a while.
+STEPS = 48
+# A request that gets its first token early is sent with this many times the tokens of its lead.
+LEAD_MARGIN = 1.25
+EARLY_SHARE = 0.25  # of the timed steps may lack rows that have ended
+TRIES = 4  # attempts to let all rows of a decode step run at once
+GROUP_TIMEOUT_S = 300.0  # bound on one group of requests
+FAILURES_MAX = 5  # in a row: the server is gone
+ROW_LIMIT_TOKENS = 8, 48  # prompt and output, to find the row limit
 
 
 def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | None) -> EngineFacts:
-    """The facts of a served model. `InputError` where nobody says how many tokens its KV cache
-    holds.
+    """The facts of a served model, from its version, limits and /metrics, else from the recipe.
+
+    Raises `InputError` if neither /metrics nor the recipe gives the KV cache's tokens: a simulation
+    needs them.
     """
     model = recipe.model
     capacity = kv_tokens(scrape(target)) or _kv_tokens_of(recipe, target)
@@ -68,7 +76,7 @@ def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | N
 
 
 def kv_tokens(metrics: Sequence[Metric]) -> int | None:
-    """Tokens of KV cache by the names of vLLM, SGLang and llmctl; None where none of them is there."""
+    """Tokens of KV cache by the metric names of vLLM, SGLang and llmctl; None if none is there."""
     for name, labels, value in metrics:
         if name == "vllm:cache_config_info" and labels.get("num_gpu_blocks", "").isdigit():
             return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
@@ -81,29 +89,17 @@ def _kv_tokens_of(recipe: Recipe, target: Target) -> int:
     budget, per_token = recipe.engine.kv_cache_memory_mib, recipe.model.kv_bytes_per_token
     if budget is None or per_token is None:
         raise InputError(
-            f"{target.url}/metrics does not say how many tokens the KV cache holds, and the recipe does not either",
+            f"neither {target.url}/metrics nor the recipe says how many tokens the KV cache holds",
             "give engine.kv_cache_memory_mib and model.kv_bytes_per_token",
         )
     return int(budget * MIB) // per_token
 
 
-KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # never in a recipe: profiles and logs carry those
-# tokens of a request whose decode steps are timed; servers may hold a last one back for a while
-STEPS = 48
-# of the tokens that those who came first had got before the last came, so many more are asked of
-# them
-HEAD_START = 1.25
-EARLY_SHARE = 0.25  # of the steps that are timed may lack rows that have ended
-TRIES = 4  # to have all rows of a decode step run at once
-PATIENCE_S = 300.0  # for one group of requests
-FAILURES_MAX = 5  # groups in a row that were not answered: the server is gone
-ADMISSION_TOKENS = 8, 48  # prompt and output of the requests that find out how many run at once
-
-
 class Endpoint:
-    """A server, and how it is asked. The key comes from the environment.
+    """A server and its dialect. The key comes from the environment variable LLMCTL_ENGINE_API_KEY.
 
-    Raises `InputError`, naming the URL, where nobody answers, the key is refused, or the model is not served.
+    Raises `InputError`, naming the URL, if the server does not answer, refuses the key, or does not
+    serve the model.
     """
 
     def __init__(self, recipe: Recipe, url: str | None = None) -> None:
@@ -114,18 +110,18 @@ class Endpoint:
         )
         self.dialect: Dialect = learn(self.target)
         self._connection = ClientConnection(self.target)
-        self._rng = np.random.default_rng(
-            time.time_ns()
-        )  # prompts that no earlier run has put into a cache
+        # A new seed for each run, so that no prompt is in a prefix cache.
+        self._rng = np.random.default_rng(time.time_ns())
         self._vocab_size = 1
 
     def draws_below(self, vocab_size: int) -> None:
-        """Token ids of prompts are below this from now on."""
+        """Draw token ids of prompts below this from now on."""
         self._vocab_size = vocab_size
 
     async def together(self, prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
-        """Send a request for each prompt length and number of tokens at once. Raises as `at_times`
-        does.
+        """Send one request for each prompt length and number of tokens, all at once.
+
+        Raises like `at_times`.
         """
         samples = [
             Sample(0.0, length, tokens) for length, tokens in zip(prompts, max_tokens, strict=True)
@@ -133,12 +129,13 @@ class Endpoint:
         return await self.at_times(samples)
 
     async def at_times(self, samples: list[Sample], start_s: float | None = None) -> list[Sample]:
-        """Send each when its time has come, and wait for all.
+        """Send each request at its scheduled time and wait for all.
 
-        Times count from `start_s` of the performance counter; None: from when all requests are
-        made, and before any has a connection, as in a replay.
+        Times count from `start_s` of the performance counter. None means: from when all requests
+        are built, before any has a connection, as in a replay.
 
-        Raises `Unmeasurable` with the first failure, or where an output has another length than it was asked for.
+        Raises `Unmeasurable` with the first failure, or if an output has another length than
+        requested.
         """
         dialect, model = self.dialect, self.target.model
         requests = [
@@ -160,7 +157,7 @@ class Endpoint:
         async def send(request: bytes, sample: Sample) -> None:
             if sample.scheduled_s:
                 await asyncio.sleep(sample.scheduled_s - clock())
-            await self._connection.send(request, sample, clock, PATIENCE_S)
+            await self._connection.send(request, sample, clock, GROUP_TIMEOUT_S)
 
         await asyncio.gather(*[send(*pair) for pair in zip(requests, samples, strict=True)])
         for sample in samples:
@@ -168,8 +165,8 @@ class Endpoint:
                 raise Unmeasurable(sample.failure)
             if sample.output_tokens != sample.wanted_tokens:
                 why = "" if dialect.ignore_eos else ": the server does not take ignore_eos"
-                asked = f"{sample.wanted_tokens} were asked for{why}"
-                raise Unmeasurable(f"{sample.output_tokens} tokens came where {asked}")
+                tokens, wanted = sample.output_tokens, sample.wanted_tokens
+                raise Unmeasurable(f"{tokens} tokens came, {wanted} were requested{why}")
         return samples
 
 
@@ -230,9 +227,9 @@ class EndpointBench(ServerBench):
     def __init__(self, recipe: Recipe) -> None:
         endpoint = Endpoint(recipe)
         super().__init__(endpoint, endpoint.target.url)
-        self._head_starts: dict[GridPoint, list[int]] = {}
+        self._extra_tokens: dict[GridPoint, list[int]] = {}
         try:
-            rows = self._measure_max_rows(4 * max(recipe.profile.batch_sizes))
+            rows = self._measure_row_limit(4 * max(recipe.profile.batch_sizes))
             self.facts = facts_of(recipe, endpoint.target, endpoint.dialect, rows)
         except Unmeasurable as reason:
             self.stop()
@@ -242,67 +239,59 @@ class EndpointBench(ServerBench):
         endpoint.draws_below(self.facts.vocab_size)
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
-        """See `Bench.time`. Raises `EngineError` where the server does not answer any more."""
+        """See `TimedEngine.time`. Raises `EngineError` if the server no longer answers."""
         measure = self._prefill_s if point.kind == "prefill" else self._decode_s
-        for _ in range(warmups):
-            measure(point)
-        samples: list[float] = []
-        end_s = time.perf_counter() + VISIT_S
-        while not samples or (len(samples) < VISIT_SAMPLES and time.perf_counter() < end_s):
-            samples.append(measure(point))
-        return samples
+        return visit(lambda: measure(point), warmups)
 
     def _prefill_s(self, point: GridPoint) -> float:
         samples = self._together([point.length] * point.batch_size, [1] * point.batch_size)
-        return max(one.last_token_s for one in samples)
+        return max(sample.last_token_s for sample in samples)
 
     def _decode_s(self, point: GridPoint) -> float:
-        """Mean of the steps around the cached length while all rows decode: half of them come
-        before it, half after.
+        """Mean time of the steps around the cached length while all rows decode, half before it.
 
-        A server that prefills in chunks lets the first rows decode long before the last. Those are
-        asked for more tokens then, so that they are still there; how many, is found out once for a
-        point.
+        A server that prefills in chunks lets the first rows decode long before the last. Those rows
+        get more tokens, so that they still run when the last one decodes. The numbers are found
+        once per point.
         """
         steps = min(STEPS, self.facts.max_model_len // 4)
         prompt = prompt_around(point.length, steps, self.facts.max_model_len)
-        more_max = self.facts.max_model_len - prompt - steps
-        head_starts = self._head_starts.setdefault(point, [0] * point.batch_size)
+        extra_max = self.facts.max_model_len - prompt - steps
+        extra_tokens = self._extra_tokens.setdefault(point, [0] * point.batch_size)
         for _ in range(TRIES):
             samples = self._together(
-                [prompt] * point.batch_size, [steps + more for more in head_starts]
+                [prompt] * point.batch_size, [steps + extra for extra in extra_tokens]
             )
-            last = max(samples, key=lambda one: one.first_token_s)
+            last = max(samples, key=lambda sample: sample.first_token_s)
             seconds = last.last_token_s - last.first_token_s
             if seconds <= 0.0:
                 raise Unmeasurable(
-                    "all tokens of an output came at once: the server does not stream"
+                    "all tokens of an output arrived at once: the server does not stream"
                 )
             step_s = seconds / (last.output_tokens - 1)
-            if (
-                min(one.last_token_s for one in samples)
-                >= last.last_token_s - EARLY_SHARE * seconds
-            ):
+            first_end_s = min(sample.last_token_s for sample in samples)
+            if first_end_s >= last.last_token_s - EARLY_SHARE * seconds:
                 return step_s
-            leads_s = [last.first_token_s - one.first_token_s for one in samples]
-            head_starts[:] = [
-                min(math.ceil(HEAD_START * lead_s / step_s), more_max) for lead_s in leads_s
+            leads_s = [last.first_token_s - sample.first_token_s for sample in samples]
+            extra_tokens[:] = [
+                min(math.ceil(LEAD_MARGIN * lead_s / step_s), extra_max) for lead_s in leads_s
             ]
         raise Unmeasurable(
-            f"{point.batch_size} requests of {prompt} tokens did not decode at once: the first had ended"
+            f"{point.batch_size} requests of {prompt} tokens did not decode at once: "
+            "the first had ended"
         )
 
-    def _measure_max_rows(self, limit: int) -> int | None:
-        """How many requests run at once at most; None: at least `limit`.
+    def _measure_row_limit(self, limit: int) -> int | None:
+        """How many requests run at once at most; None if at least `limit` do.
 
-        Those run at once whose first token comes before the first of them ends.
+        Requests run at once if their first token comes before the first of them ends.
         """
         size = 8
         while size <= limit:
-            prompt, tokens = ADMISSION_TOKENS
+            prompt, tokens = ROW_LIMIT_TOKENS
             samples = self._together([prompt] * size, [tokens] * size)
-            first_end_s = min(one.last_token_s for one in samples)
-            at_once = sum(one.first_token_s < first_end_s for one in samples)
+            first_end_s = min(sample.last_token_s for sample in samples)
+            at_once = sum(sample.first_token_s < first_end_s for sample in samples)
             if at_once < size:
                 return at_once
             size *= 2
@@ -313,23 +302,11 @@ class EndpointBench(ServerBench):
             return self._runner.run(self._endpoint.together(prompts, max_tokens))
 
 
-@contextlib.contextmanager
-def endpoint_bench(recipe: Recipe) -> Iterator[EndpointBench]:
-    """A bench on the recipe's server."""
-    bench = EndpointBench(recipe)
-    try:
-        yield bench
-    finally:
-        bench.stop()
-
-
-# A server as a pool of one worker, for whole slices: N requests sent together, until the last has
-# ended.
-
-
 class EndpointWorkers:
-    """`toolkit.workers.protocol.Workers`: slices only. What the tokens were, nobody asks; they are
-    counted.
+    """`toolkit.workers.protocol.Workers` of one server: a pool of one worker, for slices only.
+
+    A slice is N requests sent together, until the last has ended. Tokens are counted; their values
+    are not kept.
     """
 
     size = 1
@@ -341,7 +318,7 @@ class EndpointWorkers:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, on_event: OnEvent) -> None:
-        """It runs already."""
+        """Report the worker as ready: the server runs already."""
         self._on_event = on_event
         on_event(WorkerReady(0, self._facts))
 
@@ -353,7 +330,7 @@ class EndpointWorkers:
         steps: int,
         estimated_s: float = math.inf,
     ) -> None:
-        """Send the rows as requests, each with a prompt of its own."""
+        """Send the rows as requests, each with its own random prompt."""
         self._task = asyncio.create_task(
             self._run(batch_id, [len(row.tokens) for row in rows], steps)
         )
@@ -361,24 +338,24 @@ class EndpointWorkers:
     def run_round(
         self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
     ) -> None:
-        """Rounds are the server's own affair."""
-        raise ValueError("a server runs no rounds for others")
+        """Raises `ValueError`: the server schedules by itself."""
+        raise ValueError("a server schedules by itself and runs no rounds")
 
     def kill(self, worker: int) -> None:
-        """A server is not ours to kill."""
+        """Do nothing: llmctl did not start the server."""
 
     def silent(self) -> list[SilentWorkerError]:
-        """A server's silence is its own."""
+        """No worker is watched: `GROUP_TIMEOUT_S` bounds each request instead."""
         return []
 
     def interrupt(self, worker: int, batch_id: int) -> None:
-        """Nothing can be interrupted."""
+        """Do nothing: a running slice cannot be interrupted."""
 
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
-        """Nothing is cancelled."""
+        """Do nothing: a running request cannot be cancelled."""
 
     async def stop(self) -> None:
-        """End what is under way; the server goes on."""
+        """Cancel running requests. The server keeps running."""
         self._on_event = None
         if self._task is not None:
             self._task.cancel()
@@ -387,9 +364,8 @@ class EndpointWorkers:
     async def _run(self, batch_id: int, prompts: Sequence[int], steps: int) -> None:
         start_s = time.perf_counter()
         counts = [0] * len(prompts)
-        with contextlib.suppress(
-            Unmeasurable
-        ):  # whose tokens did not all come, counts as none: the slice has failed
+        # If a request fails, all counts stay 0 and the slice has failed.
+        with contextlib.suppress(Unmeasurable):
             counts = [
                 sample.output_tokens
                 for sample in await self._endpoint.together(prompts, [steps] * len(prompts))
@@ -405,6 +381,11 @@ class EndpointWorkers:
 class OpenaiBackend:
     """`toolkit.backends.Backend` of a server that runs already."""
 
-    def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
+    @contextlib.contextmanager
+    def timed(self, recipe: Recipe) -> Iterator[ProfileBench]:
         """See `Backend.timed`."""
-        return endpoint_bench(recipe)
+        bench = EndpointBench(recipe)
+        try:
+            yield bench
+        finally:
+            bench.stop()

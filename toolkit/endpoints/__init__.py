@@ -1,3 +1,1 @@
-"""OpenAI-compatible servers, seen from outside: found, asked how they want to be asked, and timed
-token by token.
-"""
+"""OpenAI-compatible servers seen from outside: found, asked for their dialect, timed per token."""

@@ -1,9 +1,14 @@
-"""The server that is measured: found, and asked what it serves."""
+"""A server as a target: how to trust it, find it, talk to it, and read its metrics.
+
+Order: TLS certificates (`trust`, `verify`); `find_target`, with `get` and `post`; `learn`, which
+finds the fields that the server accepts (its `Dialect`); `scrape` for /metrics; `look`, a short
+report on health, readiness and load. Nothing here turns certificate verification off. The system's
+authorities are OpenSSL's: SSL_CERT_FILE and SSL_CERT_DIR name others.
+"""
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -16,17 +21,19 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from toolkit.errors import InputError
 
-# Whose certificates are believed: the system's authorities, one file's, or a server's very own.
-#
-# The system's are OpenSSL's: SSL_CERT_FILE and SSL_CERT_DIR name others. Nothing here turns
-# verification off.
-
-HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
+TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
+KEY_REFUSED = (401, 403)
+NOT_READY = 503
+NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
+KEY_VARIABLE = "LLMCTL_API_KEY"
+# A first answer may take this long. A server that loads its model refuses connections meanwhile.
+ANSWER_TIMEOUT_S = 60.0
 
 
 def trust(authorities: Path | None = None) -> ssl.SSLContext:
-    """Believe the authorities in a file and no others, or by default the system's. `InputError` for
-    a file of none.
+    """A context that trusts the authorities in a file only, by default the system's.
+
+    Raises `InputError` for a file without certificates.
     """
     try:
         return ssl.create_default_context(cafile=authorities)
@@ -38,22 +45,22 @@ def trust(authorities: Path | None = None) -> ssl.SSLContext:
 
 
 def trust_itself(certificate: Path) -> ssl.SSLContext:
-    """Believe the server that shows this very certificate, under whatever name it was reached."""
+    """A context that trusts exactly this server certificate, under any host name."""
     context = trust(certificate)
     context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # accepts it without its authority
     return context
 
 
 def verify(url: str, certificate: Path | None = None) -> ssl.SSLContext | bool:
-    """httpx's argument of that name; `certificate` is the server's own, where it is known."""
+    """httpx's argument `verify`; `certificate` is the server's own, if known."""
     if not url.startswith("https:"):
-        return False  # there is nothing to verify, and reading the authorities takes its time
+        return False  # nothing to verify, and reading the authorities takes time
     return trust_itself(certificate) if certificate else trust()
 
 
 def distrusted(error: BaseException) -> str:
-    """Why a certificate was not believed; '' where something else failed."""
+    """Why a certificate is not trusted; '' if the error has another cause."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
@@ -62,16 +69,8 @@ def distrusted(error: BaseException) -> str:
     return ""
 
 
-KEY_REFUSED = (401, 403)
-NOT_READY = 503
-NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
-KEY_VARIABLE = "LLMCTL_API_KEY"
-# A first answer may take this long. A server that loads its model refuses connections meanwhile.
-ANSWER_TIMEOUT_S = 60.0
-
-
 class Model(msgspec.Struct):
-    """What /v1/models says of a model; only OpenAI's `id` is sure to be there."""
+    """A model in /v1/models; only OpenAI's `id` is always there."""
 
     id: str
     owned_by: str = ""
@@ -91,15 +90,15 @@ class Problem(msgspec.Struct):
 
 
 class ForeignErrorBody(msgspec.Struct):
-    """OpenAI's error object; some servers put a string there, or leave the outer level out."""
+    """OpenAI's error object. Some servers put a string there, or omit the outer level."""
 
     error: Problem | str | None = None
     message: str = ""
 
     @property
     def text(self) -> str:
-        said = self.error.message if isinstance(self.error, Problem) else self.error
-        return said or self.message
+        text = self.error.message if isinstance(self.error, Problem) else self.error
+        return text or self.message
 
 
 @dataclass(slots=True, frozen=True)
@@ -125,9 +124,10 @@ class Target:
 def find_target(
     url: str, model: str | None = None, api_key: str = "", key_variable: str = KEY_VARIABLE
 ) -> Target:
-    """The server at `url` and the model it serves (its first, where none is named).
+    """Find the server at `url` and the model it serves (its first one if none is named).
 
-    Raises InputError, naming the URL, where nobody answers, the key is refused, or there is no such model.
+    Raises `InputError`, naming the URL, if the server does not answer, refuses the key, or does not
+    serve the model. `key_variable` is the variable that this error names.
     """
     base = base_url(url)
     target = Target(base, api_key, "", None, own=False, key_variable=key_variable)
@@ -136,9 +136,8 @@ def find_target(
         found = msgspec.json.decode(body, type=Models).data
     except msgspec.DecodeError as error:
         raise InputError(f"{base}/v1/models is not OpenAI's list of models: {error}") from error
-    listed = found or (
-        [Model(model)] if model else []
-    )  # transformers' serve lists its cache, and serves folders, too
+    # transformers' serve lists the models in its cache only, and also serves folders.
+    listed = found or ([Model(model)] if model else [])
     chosen = next((one for one in listed if model in (None, one.id)), None)
     if chosen is None:
         names = ", ".join(one.id for one in found) or "none"
@@ -152,7 +151,7 @@ def find_target(
 
 
 def version(target: Target) -> str:
-    """What /version says; '' where there is no such page."""
+    """The version at /version; '' if there is no such page."""
     try:
         return msgspec.json.decode(get(target, "/version"), type=Version).version
     except (InputError, msgspec.DecodeError):
@@ -160,7 +159,7 @@ def version(target: Target) -> str:
 
 
 def error_text(body: bytes) -> str:
-    """What an error's body says, in one line of at most 200 characters."""
+    """The message of an error's body, in one line of at most 200 characters."""
     try:
         text = msgspec.json.decode(body, type=ForeignErrorBody).text
     except msgspec.DecodeError:
@@ -169,9 +168,7 @@ def error_text(body: bytes) -> str:
 
 
 def base_url(url: str) -> str:
-    """The address without query, trailing slash and /v1. `InputError` for what is no URL of a
-    server.
-    """
+    """The address without query, trailing slash and /v1. Raises `InputError` for an invalid URL."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -184,17 +181,13 @@ def base_url(url: str) -> str:
 
 
 def post(target: Target, path: str, fields: dict[str, object]) -> tuple[int, bytes]:
-    """Status and body of an answer, whatever it is. `InputError`, naming the URL, where nobody
-    answers.
-    """
+    """Status and body of the answer, with any status. Raises `InputError` if there is no answer."""
     answer = _answer(target, "POST", path, fields)
     return answer.status_code, answer.content
 
 
 def get(target: Target, path: str) -> bytes:
-    """The body of an answer. `InputError`, naming the URL, where nobody answers, or with anything
-    but 200.
-    """
+    """The body of the answer. Raises `InputError` if there is none, or its status is not 200."""
     answer = _answer(target, "GET", path, None)
     if answer.status_code != 200:
         raise refusal(target, path, answer.status_code, answer.content)
@@ -202,7 +195,7 @@ def get(target: Target, path: str) -> bytes:
 
 
 def refusal(target: Target, path: str, status: int, body: bytes, hint: str = "") -> InputError:
-    """The server's refusal in its own words; the hint is of the status, or else `hint`."""
+    """The server's refusal in its own words. The status chooses the hint, else `hint` is used."""
     if status in KEY_REFUSED:
         hint = f"give the key in {target.key_variable}"
     elif status == NOT_READY:
@@ -226,49 +219,46 @@ def _answer(
         )
     except httpx.HTTPError as error:
         if untrusted := distrusted(error):
-            raise InputError(f"{target.url}: {untrusted}", HINT) from None
+            raise InputError(f"{target.url}: {untrusted}", TRUST_HINT) from None
         reason = str(error) or type(error).__name__
         raise InputError(
             f"{url} does not answer: {reason}", "is the server running? start one: llmctl serve"
         ) from error
 
 
-# How a server wants to be asked. Not all that speak OpenAI's API take the same fields; one
-# request each tells.
-#
-# vLLM, SGLang and llmctl take token ids and `ignore_eos`; transformers' `serve` takes text alone
-# and refuses fields that it does not know. Without token ids a prompt's length is only near what
-# was wanted: the server's own count says it.
-
-# Short words, one token each in the usual vocabularies.
+# short words, one token each in common vocabularies
 _TEXT = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work number night point home water room mother area money "
-    "story fact month lot right study book eye job word business issue side kind head house service friend father "
-    "power hour game line end member law car city"
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work number night "
+    "point home water room mother area money story fact month lot right study book eye job word "
+    "business issue side kind head house service friend father power hour game line end member law "
+    "car city"
 )
 WORDS = _TEXT.split()
-CALIBRATION = (16, 80)  # words of the two prompts from which tokens per word are taken
+CALIBRATION = (16, 80)  # words of the two prompts that measure tokens per word
 COMPLETIONS = "/v1/completions"
-REFUSED = (400, 422)  # what a server answers that does not like a field
+REFUSED = (400, 422)  # statuses for an unknown field
 
 Prompt = list[int] | str
 
 
 @dataclass(slots=True, frozen=True)
 class Dialect:
-    """What may stand in a request, and for prompts of text how many tokens words have."""
+    """The fields that a server accepts, and for text prompts the tokens per word.
+
+    vLLM, SGLang and llmctl accept token ids and `ignore_eos`. transformers' `serve` accepts text
+    only and refuses unknown fields. Without token ids a prompt's length is approximate, and the
+    server's own count is used.
+    """
 
     token_ids: bool = True  # a prompt may be a list of token ids
     ignore_eos: bool = True
-    usage_option: bool = True  # stream_options.include_usage; without it usage must come by itself
+    usage_option: bool = True  # stream_options.include_usage; else usage must come unrequested
     tokens_per_word: float = 1.0
-    flat_tokens: float = 0.0  # what the server puts around a prompt
+    flat_tokens: float = 0.0  # tokens that the server adds to each prompt
 
     def prompt(self, rng: np.random.Generator, tokens: int, vocab_size: int) -> Prompt:
-        """A random prompt of `tokens` tokens, as nearly as the server lets one say: no cache of
-        prefixes helps.
-        """
+        """A random prompt of `tokens` tokens, approximate for text. No prefix cache holds it."""
         if self.token_ids:
             return [int(token) for token in rng.integers(0, vocab_size, tokens)]
         count = max(round((tokens - self.flat_tokens) / self.tokens_per_word), 1)
@@ -284,11 +274,10 @@ class Dialect:
         stream: bool = True,
         priority: int = 0,
     ) -> dict[str, object]:
-        """The body of a greedy completion of `max_tokens`, or of `end_after`, which llmctl's engine
-        alone knows.
+        """The body of a greedy completion of `max_tokens`.
 
-        A `priority` of 0 is every server's default, and not named: some refuse fields that they do
-        not know.
+        `end_after` ends the output earlier; only llmctl's engine knows it. A `priority` of 0 is
+        every server's default and is left out: some servers refuse unknown fields.
         """
         fields: dict[str, object] = {
             "model": model,
@@ -307,9 +296,9 @@ class Dialect:
 
     @property
     def lacks(self) -> list[str]:
-        """What this server does not do, for people."""
-        missing = {"prompts of token ids": self.token_ids, "ignore_eos": self.ignore_eos}
-        return [name for name, there in missing.items() if not there]
+        """What this server does not support, in words for people."""
+        supported = {"prompts of token ids": self.token_ids, "ignore_eos": self.ignore_eos}
+        return [name for name, is_there in supported.items() if not is_there]
 
 
 FULL = Dialect()
@@ -325,13 +314,17 @@ class Answer(msgspec.Struct):
 
 
 def learn(target: Target) -> Dialect:
-    """The fullest dialect that the server takes.
+    """The fullest dialect that the server accepts, found with one request per dialect.
 
-    Raises `InputError` with the server's own words where it takes none, and where it does not count tokens.
+    Raises `InputError` with the server's own words if it accepts none, or if it does not count
+    tokens.
     """
     first: tuple[int, bytes] | None = None
-    for dialect in _dialects():
-        status, body = post(target, COMPLETIONS, dialect.request(target.model, _probe(dialect), 1))
+    # The fullest dialect first.
+    for fields in sorted(product((True, False), repeat=3), key=lambda fields: -sum(fields)):
+        dialect = Dialect(*fields)
+        prompt = dialect.prompt(np.random.default_rng(0), 8, 64)
+        status, body = post(target, COMPLETIONS, dialect.request(target.model, prompt, 1))
         if status == 200:
             return dialect if dialect.token_ids else _calibrated(target, dialect)
         if status not in REFUSED:
@@ -339,17 +332,7 @@ def learn(target: Target) -> Dialect:
             break
         first = first or (status, body)
     assert first
-    raise refusal(target, COMPLETIONS, *first, "llmctl asks servers of text completions")
-
-
-def _dialects() -> Iterator[Dialect]:
-    """The fullest first."""
-    for fields in sorted(product((True, False), repeat=3), key=lambda fields: -sum(fields)):
-        yield Dialect(*fields)
-
-
-def _probe(dialect: Dialect) -> Prompt:
-    return dialect.prompt(np.random.default_rng(0), 8, 64)
+    raise refusal(target, COMPLETIONS, *first, "llmctl needs a server of text completions")
 
 
 def _calibrated(target: Target, dialect: Dialect) -> Dialect:
@@ -357,16 +340,11 @@ def _calibrated(target: Target, dialect: Dialect) -> Dialect:
     per_word = (many - few) / (CALIBRATION[1] - CALIBRATION[0])
     if per_word <= 0:
         raise InputError(
-            f"{target.url}: prompts of {CALIBRATION[0]} and {CALIBRATION[1]} words count as {few} and {many} tokens",
+            f"{target.url}: prompts of {CALIBRATION[0]} and {CALIBRATION[1]} words count as "
+            f"{few} and {many} tokens",
             "the server's usage.prompt_tokens cannot be right",
         )
-    return Dialect(
-        dialect.token_ids,
-        dialect.ignore_eos,
-        dialect.usage_option,
-        per_word,
-        few - CALIBRATION[0] * per_word,
-    )
+    return replace(dialect, tokens_per_word=per_word, flat_tokens=few - CALIBRATION[0] * per_word)
 
 
 def _counted(target: Target, dialect: Dialect, words: int) -> int:
@@ -383,11 +361,8 @@ def _counted(target: Target, dialect: Dialect, words: int) -> int:
     )
 
 
-# A server's /metrics, in Prometheus' text format.
-
-
 class Metric(NamedTuple):
-    """One line of the page."""
+    """One line of /metrics."""
 
     name: str
     labels: dict[str, str]
@@ -395,9 +370,9 @@ class Metric(NamedTuple):
 
 
 def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
-    """All metrics; none where the server has no such page. `InputError` where it does not answer.
+    """All metrics; none if the server has no /metrics in Prometheus' text format.
 
-    `certificate` is the server's own, where it is known.
+    Raises `InputError` if the server does not answer. `certificate` is the server's own, if known.
     """
     url = f"{target.url}/metrics"
     try:
@@ -411,7 +386,7 @@ def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
         return []
     try:
         families = list(text_string_to_metric_families(answer.text))
-    except ValueError:  # it is not Prometheus' format
+    except ValueError:  # not Prometheus' format
         return []
     return [
         Metric(sample.name, sample.labels, sample.value)
@@ -420,15 +395,11 @@ def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
     ]
 
 
-# A running server at one glance: is it healthy, is it ready, and what do its metrics say now.
-#
-# It may be llmctl's own or vLLM's, which has names of its own for some metrics, and no /ready.
-
 LOOK_TIMEOUT_S = 5.0
 OK, NOT_FOUND = 200, 404
 RUNNING = "llmctl_requests_running", "vllm:num_requests_running"
 WAITING = "llmctl_requests_waiting", "vllm:num_requests_waiting"
-KV_USAGE = "llmctl_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"  # a share, all the same
+KV_USAGE = "llmctl_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"  # both are shares, from 0 to 1
 ENDED = (
     ("llmctl_requests_total", "finish_reason"),
     ("vllm:request_success_total", "finished_reason"),
@@ -437,17 +408,22 @@ ENDED = (
 
 @dataclass(slots=True, frozen=True)
 class Look:
-    """What was seen. None: nobody answered there; no metrics: none were shown without the key."""
+    """The state of a server, llmctl's own or vLLM's, at one moment.
+
+    `healthy` and `ready` are None if the server did not answer. `metrics` is empty if /metrics
+    needs a key.
+    """
 
     healthy: bool | None
     ready: bool | None
     metrics: list[Metric]
-    problem: str = "no answer"  # where nobody was healthy or not
+    problem: str = "no answer"  # the state if `healthy` is None
 
     @property
     def state(self) -> str:
-        """In a word or two. Loading and draining look alike from outside: both are healthy and not
-        ready.
+        """The state in one or two words.
+
+        Loading and draining look alike from outside: both are healthy and not ready.
         """
         if self.healthy is None:
             return self.problem
@@ -456,43 +432,45 @@ class Look:
         return "ready" if self.ready else "not ready"
 
     def total(self, *names: str) -> float | None:
-        """The sum over its labels of the first of these metrics that is there; None where none is."""
+        """The sum over the labels of the first of these metrics that is there; None if none is."""
         for name in names:
-            values = [each.value for each in self.metrics if each.name == name]
+            values = [metric.value for metric in self.metrics if metric.name == name]
             if values:
                 return sum(values)
         return None
 
     @property
     def ended(self) -> dict[str, int]:
-        """How requests have ended so far, by reason."""
+        """The number of ended requests so far, by finish reason."""
         found = [self.by_label(name, label) for name, label in ENDED]
         return {reason: int(count) for reason, count in next(filter(None, found), {}).items()}
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """The values of a metric by one of its labels."""
         return {
-            each.labels.get(label, ""): each.value for each in self.metrics if each.name == name
+            metric.labels.get(label, ""): metric.value
+            for metric in self.metrics
+            if metric.name == name
         }
 
 
 def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
-    """Ask /health, /ready and /metrics. Never raises for a server that does not answer, or that is
-    not believed.
+    """Ask /health, /ready and /metrics. Never raises for a server that is absent or not trusted.
 
-    `certificate` is the server's own, where it is known.
+    vLLM has no /ready: it counts as ready when healthy. `certificate` is the server's own, if
+    known.
     """
     try:
         trusted = verify(url, certificate)
         status = _status(f"{url}/health", trusted)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Look(None, None, [], "not trusted" if distrusted(error) else "no answer")
-    except InputError:  # its certificate's file is gone
+    except InputError:  # the certificate's file is missing
         return Look(None, None, [], "not trusted")
     healthy = status == OK
     try:
         metrics = scrape(Target(url, api_key, "", None, own=True), certificate)
-    except InputError:  # it went away in between
+    except InputError:  # it stopped in between
         metrics = []
     try:
         ready = _status(f"{url}/ready", trusted)

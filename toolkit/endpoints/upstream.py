@@ -1,8 +1,7 @@
-"""A server behind ours: requests are passed on to it, and its answers come back as they arrive,
-byte for byte.
+"""A proxy's client: requests are passed on to one server, and its answers come back byte for byte.
 
-Connections are kept and used again, so that a request does not pay for a handshake. Nothing is
-decoded or followed: compression and redirects are between the client and the server.
+Connections are kept and reused, so that a request does not pay for a handshake. Nothing is decoded
+or followed: compression and redirects are between the client and the server.
 """
 
 from __future__ import annotations
@@ -21,37 +20,33 @@ from toolkit.endpoints.wire import Link, WireError
 from toolkit.errors import InputError
 
 CONNECT_S = 10.0
-IDLE_S = 4.0  # servers close theirs after five and more
+IDLE_S = 4.0  # servers close theirs after five seconds or more
 MAX_IDLE = 256
-NOT_IN_A_LINE = re.compile(rb"[\r\n\0]")
-OURS_TO_SAY = (
-    b"host",
-    b"content-length",
-    b"expect",
-)  # a body goes out at once, whatever a client would wait for
+LINE_BREAKS = re.compile(rb"[\r\n\0]")
+# The proxy sets these itself. It sends a body at once, so it does not pass `expect` on.
+SET_BY_PROXY = (b"host", b"content-length", b"expect")
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
-# RFC 9110, 7.6.1: these are about one connection, not about the message. `host` names the server,
-# so it is ours to say.
+# RFC 9110, 7.6.1: these headers are about one connection, not about the message.
 HOP_BY_HOP = frozenset(
-    name.encode()
-    for name in (
-        *(
-            "connection",
-            "keep-alive",
-            "proxy-authenticate",
-            "proxy-authorization",
-            "proxy-connection",
-            "te",
-        ),
-        *("trailer", "transfer-encoding", "upgrade"),
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
     )
 )
 
 
 class UpstreamError(Exception):
-    """The server did not answer. The message may be shown to a client; `timed_out` tells a wait
-    from a refusal.
+    """The server did not answer. The message may be shown to a client.
+
+    `timed_out` tells a timeout from a refusal.
     """
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
@@ -60,7 +55,7 @@ class UpstreamError(Exception):
 
 
 class UpstreamAnswer:
-    """An answer whose head is there and whose body is to come."""
+    """An answer whose head has arrived and whose body is still to come."""
 
     def __init__(self, link: Link, upstream: Upstream) -> None:
         self._link = link
@@ -69,13 +64,13 @@ class UpstreamAnswer:
         self.headers = _end_to_end(link.headers)
 
     def header(self, name: str) -> str:
-        """'' where it is not there."""
+        """The value of a header; '' if it is absent."""
         wanted = name.lower().encode("latin-1")
         found = (value for key, value in self.headers if key.lower() == wanted)
         return next(found, b"").decode("latin-1")
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Pieces as they come. `UpstreamError` where the rest does not come."""
+        """Yield pieces as they arrive. Raises `UpstreamError` if the rest does not arrive."""
         try:
             async for piece in self._link.body(self._upstream.silence_s):
                 yield piece
@@ -83,19 +78,20 @@ class UpstreamAnswer:
             raise _problem(error) from None
 
     async def close(self) -> None:
-        """Closes the connection of an answer that was not read to its end, which tells the server
-        to stop.
+        """Release the connection.
+
+        If the answer was not read to its end the connection is closed, which tells the server to
+        stop.
         """
         self._upstream.release(self._link)
 
 
 class Upstream:
-    """The server at `url`, which may have a path that comes before those of requests. Times in
-    seconds.
+    """The server at `url`; a path in it is put before the paths of requests. Times are in seconds.
 
-    `InputError` where `url` is none. `silence_s` bounds the wait for an answer to begin, and for
-    its next piece. `authorities` is a file of those who may have signed its certificate; by default
-    the system's may.
+    Raises `InputError` for an invalid `url`. `silence_s` bounds the wait for the start of an answer
+    and for each next piece. `authorities` is a file of the authorities that may have signed its
+    certificate, by default the system's.
     """
 
     def __init__(self, url: str, silence_s: float, authorities: Path | None = None) -> None:
@@ -121,7 +117,7 @@ class Upstream:
                 "https://, or none",
             )
         self._tls = trust(authorities) if self._url.scheme == "https" else None
-        self._idle: list[Link] = []  # the last is the youngest
+        self._idle: list[Link] = []  # the most recently used is last
         self._busy: set[Link] = set()
 
     @property
@@ -130,17 +126,17 @@ class Upstream:
 
     @property
     def shown(self) -> str:
-        """The URL for people, which holds no secret."""
+        """The URL for people, without secrets."""
         return str(self._url)
 
     async def send(
         self, method: str, target: bytes, headers: RawHeaders, body: bytes
     ) -> UpstreamAnswer:
         """Pass a request on; `target` is its path and query as the client sent them.
-        `UpstreamError`: no answer.
 
-        A kept connection may be closed by the server in the moment in which it is used: if it ends
-        without a byte of an answer, the request goes out once more on a new one, as curl does.
+        Raises `UpstreamError` if there is no answer. The server may close a kept connection at the
+        moment of its reuse: if it ends without a byte of an answer, the request is sent once more
+        on a new one, as curl does.
         """
         request, bodyless = self._request(method, target, headers, body), method == "HEAD"
         try:
@@ -165,7 +161,7 @@ class Upstream:
         return UpstreamAnswer(link, self)
 
     def release(self, link: Link) -> None:
-        """Keep a connection whose answer was read, for another request; close any other."""
+        """Keep a connection whose answer was read, for the next request; close any other."""
         self._busy.discard(link)
         if link.reusable and len(self._idle) < MAX_IDLE:
             link.idle_since_s = asyncio.get_running_loop().time()
@@ -174,20 +170,20 @@ class Upstream:
             link.close()
 
     def _request(self, method: str, target: bytes, headers: RawHeaders, body: bytes) -> bytes:
-        kept = [one for one in _end_to_end(headers) if one[0].lower() not in OURS_TO_SAY]
+        kept = [pair for pair in _end_to_end(headers) if pair[0].lower() not in SET_BY_PROXY]
         if body or method not in ("GET", "HEAD", "OPTIONS"):
             kept.append((b"content-length", b"%d" % len(body)))
         lines = [
             b"%s %s HTTP/1.1" % (method.encode("ascii"), self._prefix + target),
             b"host: " + self._url.netloc,
         ]
-        lines += [b"%s: %s" % one for one in kept]
-        if any(NOT_IN_A_LINE.search(line) for line in lines) or b" " in target:
-            raise UpstreamError("the server behind this one cannot be asked for this path")
+        lines += [b"%s: %s" % pair for pair in kept]
+        if any(LINE_BREAKS.search(line) for line in lines) or b" " in target:
+            raise UpstreamError("the server behind this one does not accept this path")
         return b"\r\n".join([*lines, b"", body])
 
     def _kept(self) -> Link | None:
-        """A connection that was used before, and that the server has not closed or is about to."""
+        """A kept connection that the server has not closed and is not about to close."""
         oldest_s = asyncio.get_running_loop().time() - IDLE_S
         while self._idle:
             link = self._idle.pop()
@@ -197,41 +193,38 @@ class Upstream:
         return None
 
     async def _connect(self) -> Link:
-        host, port = self.address
         try:
-            async with asyncio.timeout(CONNECT_S):
-                made = await asyncio.get_running_loop().create_connection(
-                    Link, host, port, ssl=self._tls
-                )
-        except (
-            OSError
-        ) as error:  # TimeoutError is one, and so is a certificate that is not believed
-            shown = (
+            return await self._open()
+        except OSError as error:
+            problem = (
                 "shows a certificate that is not trusted"
                 if distrusted(error)
                 else "cannot be reached"
             )
-            raise UpstreamError(f"the server behind this one {shown}") from None
-        return made[1]
+            raise UpstreamError(f"the server behind this one {problem}") from None
+
+    async def _open(self) -> Link:
+        """Open a connection. Raises `OSError`, for a timeout or an untrusted certificate too."""
+        host, port = self.address
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_S):
+            _, link = await loop.create_connection(Link, host, port, ssl=self._tls)
+        return link
 
     async def check_certificate(self) -> None:
-        """`InputError` for a certificate that is not believed. A server that cannot be reached may
-        come later.
+        """Raises `InputError` for a certificate that is not trusted.
+
+        A server that cannot be reached is no error: it may start later.
         """
         if self._tls is None:
             return
-        host, port = self.address
         try:
-            async with asyncio.timeout(CONNECT_S):
-                link = (
-                    await asyncio.get_running_loop().create_connection(
-                        Link, host, port, ssl=self._tls
-                    )
-                )[1]
+            link = await self._open()
         except OSError as error:
             if untrusted := distrusted(error):
                 raise InputError(
-                    f"{self.shown}: {untrusted}", "--upstream-ca FILE names who signed it"
+                    f"{self.shown}: {untrusted}",
+                    "--upstream-ca FILE names the authority that signed it",
                 ) from None
         else:
             link.close()
@@ -250,7 +243,7 @@ class Upstream:
 
 
 def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """The headers of the message, without those of the connection, named ones included."""
+    """The headers of the message, without those of the connection and those that it names."""
     named = {
         name.strip().lower()
         for key, value in headers
@@ -261,7 +254,7 @@ def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 def _problem(error: WireError) -> UpstreamError:
-    """In words that name no address: clients of a proxy need not learn what is behind it."""
+    """The error in words that name no address: a proxy's clients need not know its server."""
     if error.timed_out:
         return UpstreamError("the server behind this one was silent for too long", timed_out=True)
     return UpstreamError("the connection to the server behind this one was lost")

@@ -1,10 +1,16 @@
-"""One HTTP/1.1 connection to a server: requests go out as bytes, answers come back in pieces as
-they arrive.
+"""HTTP/1.1 on the wire, as asyncio protocols over httptools' parser, for little CPU per event.
 
-An asyncio protocol over httptools' parser, for what stands between a client and its server: with
-httpx and h11 an event of a stream cost 130 us of CPU (`benchmarks/serving/record_proxy.py`). Pieces that come
-before the last one was read merge, and a server is not read from while more of its answer is held
-than `MAX_HELD_BYTES`. It decodes nothing and follows nothing.
+`Link` is one connection of a proxy to its server. Requests go out as bytes and answers come back in
+pieces as they arrive. With httpx and h11 an event of a stream costs 130 us of CPU
+(`benchmarks/serving/record_proxy.py`). Pieces that arrive before the last one was read are merged.
+When more than `MAX_HELD_BYTES` of an answer is held, reading from the server pauses. `Link` decodes
+nothing and follows nothing.
+
+`StreamCall` is one streaming request of the load generator, on its own connection, which notes the
+times of its tokens in a `Sample`. The load generator shares the machine with the server that it
+measures: it costs 16 us of CPU per token with uvloop, against 460 us with httpx and 39 us with h11
+(200 streams at once; docs/bench.md). It reads OpenAI's event streams only: no redirects, no
+compression, no keep-alive. `ClientConnection` builds the requests and sends them.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 
 class WireError(Exception):
-    """The answer did not come, or not to its end. `timed_out`: the server was silent."""
+    """The answer did not arrive, or not completely. `timed_out`: the server was silent too long."""
 
     def __init__(self, *, timed_out: bool = False) -> None:
         super().__init__()
@@ -35,19 +41,17 @@ class WireError(Exception):
 
 
 class Link(asyncio.Protocol):
-    """A connection. It is asked one request at a time; `reusable` says whether it may be asked
-    another.
-    """
+    """A connection with one request at a time. `reusable` says whether it can take another."""
 
     def __init__(self) -> None:
         self.status = 0
         self.headers: RawHeaders = []
         self.idle_since_s = 0.0
-        self.heard = False  # anything, since it was asked
+        self.heard = False  # a byte has arrived since the last request
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._news = asyncio.Event()
-        self._pieces: list[bytes] = []  # of the body, that nobody has read
+        self._event = asyncio.Event()
+        self._pieces: list[bytes] = []  # of the body, unread
         self._held_bytes = 0
         self._head_bytes = 0
         self._bodyless = False
@@ -62,16 +66,12 @@ class Link(asyncio.Protocol):
         return self._complete and self._kept and not self._closed
 
     async def ask(self, request: bytes, silence_s: float, *, bodyless: bool) -> None:
-        """Send a request, and wait for the head of its answer; `bodyless`: it is a HEAD.
-        `WireError`: none came.
+        """Send a request and wait for the head of its answer; `bodyless`: it is a HEAD request.
+
+        Raises `WireError` if no head arrives.
         """
-        self.status, self.headers, self._pieces, self._held_bytes, self._head_bytes = (
-            0,
-            [],
-            [],
-            0,
-            0,
-        )
+        self.status, self.headers, self._pieces = 0, [], []
+        self._held_bytes = self._head_bytes = 0
         self.heard = self._has_head = self._complete = self._kept = False
         self._ends_with_connection, self._bodyless = True, bodyless
         if self._transport is None or self._closed:
@@ -81,16 +81,15 @@ class Link(asyncio.Protocol):
             await self._wait(silence_s)
 
     async def body(self, silence_s: float) -> AsyncIterator[bytes]:
-        """What comes, all of it that is there at once. `WireError` where the rest does not come."""
+        """Yield the body, each time all that has arrived. Raises `WireError` if the rest does not
+        arrive.
+        """
         while True:
             if self._pieces:
                 piece = b"".join(self._pieces)
                 self._pieces.clear()
-                if (
-                    self._held_bytes > MAX_HELD_BYTES
-                    and self._transport is not None
-                    and not self._closed
-                ):
+                paused = self._held_bytes > MAX_HELD_BYTES
+                if paused and self._transport is not None and not self._closed:
                     self._transport.resume_reading()
                 self._held_bytes = 0
                 yield piece
@@ -100,30 +99,29 @@ class Link(asyncio.Protocol):
                 await self._wait(silence_s)
 
     def close(self) -> None:
-        """At once: the server notices, and stops."""
+        """Close the connection at once: the server notices, and stops."""
         if self._transport is not None:
             self._transport.abort()
 
     async def _wait(self, silence_s: float) -> None:
-        """For anything to come."""
+        """Wait for the next bytes, or for the end of the connection."""
         if self._closed:
             raise WireError
-        self._news.clear()
+        self._event.clear()
         try:
             async with asyncio.timeout(silence_s):
-                await self._news.wait()
+                await self._event.wait()
         except TimeoutError:
             raise WireError(timed_out=True) from None
 
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's own class is no subclass of it
+        # A cast: uvloop's class is no subclass of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._complete:  # nobody has asked
+        if self._complete:  # no request is open
             self.close()
             return
         self.heard = True
@@ -134,13 +132,13 @@ class Link(asyncio.Protocol):
         self._head_bytes += 0 if self._has_head else len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
             self.close()
-        self._news.set()
+        self._event.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
         if self._has_head and self._ends_with_connection and exc is None:
             self._complete = True
-        self._news.set()
+        self._event.set()
 
     # httptools' callbacks
 
@@ -151,12 +149,11 @@ class Link(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
-        if self.status < 200:  # it goes on
+        if self.status < 200:  # an interim response: the final one follows
             return
         self._has_head = True
-        if (
-            self._bodyless
-        ):  # the parser does not know, and would wait for a body; so the connection is not kept
+        if self._bodyless:
+            # The parser would wait for a body, so the connection cannot be reused.
             self._complete = True
 
     def on_body(self, body: bytes) -> None:
@@ -175,16 +172,8 @@ class Link(asyncio.Protocol):
         self._kept = not self._bodyless and self._parser.should_keep_alive()
 
 
-# One streaming request on its own connection: the bytes go out, and the times at which tokens
-# come back are noted.
-#
-# An asyncio protocol over httptools' parser, because the load generator shares the machine with
-# the server it measures: 16 us of CPU per token with uvloop, beside 460 us with httpx and 39 us
-# with h11 (200 streams at once; docs/bench.md). It reads OpenAI's event streams and nothing else:
-# no redirects, no compression, no keep-alive.
-
 MAX_ERROR_BYTES = 1 << 16
-OVERLOADED = (429, 503)  # what a server answers that refuses a request for its load
+OVERLOADED = (429, 503)  # statuses of a server that refuses load
 
 
 class StreamUsage(msgspec.Struct):
@@ -192,9 +181,7 @@ class StreamUsage(msgspec.Struct):
 
 
 class StreamEvent(msgspec.Struct):
-    """An event, as far as it matters: whether it brings tokens, how many there were in the end,
-    what went wrong.
-    """
+    """An event of a stream: whether it brings tokens, the final count, and what went wrong."""
 
     choices: list[msgspec.Raw] = []
     usage: StreamUsage | None = None
@@ -206,11 +193,11 @@ _decode = msgspec.json.Decoder(StreamEvent).decode
 
 @dataclass(slots=True)
 class Sample:
-    """What the client saw of one request, in seconds since the replay began; NaN for what did not
-    happen.
+    """What the client saw of one request, in seconds since the replay began; NaN for events that
+    never happened.
 
-    `failure` is empty for a request that was served; `refused` says that the server had too much to
-    do and took nothing of it (HTTP 429 or 503). `max_gap_s` is the longest wait between two events
+    `failure` is empty for a served request. `refused` means that the server was overloaded and
+    refused the whole request (HTTP 429 or 503). `max_gap_s` is the longest wait between two events
     with tokens.
     """
 
@@ -227,9 +214,7 @@ class Sample:
 
 
 class StreamCall(asyncio.Protocol):
-    """Sends `request` when connected and fills in `sample`; `closed` is set when all is over,
-    however it ended.
-    """
+    """Sends `request` once connected and fills in `sample`. `closed` is set when all is over."""
 
     def __init__(self, request: bytes, sample: Sample, clock: Callable[[], float]) -> None:
         self.closed = asyncio.Event()
@@ -245,7 +230,7 @@ class StreamCall(asyncio.Protocol):
         self._counted = False
 
     def end(self, failure: str = "") -> None:
-        """It is over. The first reason given stands; a connection that was made is closed."""
+        """End the call. The first reason stands; an open connection is closed."""
         if self.ended:
             return
         self.ended = True
@@ -258,9 +243,8 @@ class StreamCall(asyncio.Protocol):
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's own class is no subclass of it
+        # A cast: uvloop's class is no subclass of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
         self._sample.sent_s = self._clock()
         self._transport.write(self._request)
 
@@ -317,19 +301,17 @@ class StreamCall(asyncio.Protocol):
         sample.last_token_s = now_s
 
     def _finish(self, *, cut_off: bool) -> None:
-        """Judge what has arrived. Without usage nobody knows how many tokens there were: events are
-        not tokens.
+        """Judge what has arrived.
+
+        Without usage the number of tokens is unknown: an event may hold several tokens.
         """
         if self.ended:
             return
+        has_tokens = not math.isnan(self._sample.first_token_s)
         if self._status not in (0, 200):
             self._sample.refused = self._status in OVERLOADED
             self.end(f"HTTP {self._status}: {error_text(self._rest)}")
-        elif (
-            self._counted
-            and self._sample.output_tokens > 0
-            and not math.isnan(self._sample.first_token_s)
-        ):
+        elif self._counted and self._sample.output_tokens > 0 and has_tokens:
             self.end()
         else:
             self.end(
@@ -339,13 +321,11 @@ class StreamCall(asyncio.Protocol):
             )
 
 
-# Requests as bytes, each on a connection of its own, and the wait for their ends.
-
 INTERRUPTED = "interrupted"
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's where there is one: the client shares the machine with what it measures."""
+    """uvloop's loop if it is installed: the client shares the machine with its server."""
     try:
         import uvloop
     except ImportError:  # Windows
@@ -355,7 +335,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 class ClientConnection:
-    """How a target is reached. What is made before the clock starts costs nothing while it runs."""
+    """How requests reach a target. Building them before the clock starts costs nothing later."""
 
     def __init__(self, target: Target) -> None:
         parts = urlsplit(target.url)
@@ -376,7 +356,7 @@ class ClientConnection:
     async def send(
         self, request: bytes, sample: Sample, clock: Callable[[], float], timeout_s: float
     ) -> None:
-        """Send one request and wait for its end, whatever it is; only `sample` tells."""
+        """Send one request and wait for its end. Failures are in `sample`; none is raised."""
         call = StreamCall(request, sample, clock)
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,3 +1,1 @@
-"""Measuring an engine: a grid of prefills and decode steps, the memory edge, whole slices through
-worker processes.
-"""
+"""Measuring an engine: a grid of prefills and decode steps, the memory edge, slices and rounds."""

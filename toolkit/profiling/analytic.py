@@ -1,9 +1,8 @@
-"""A profile of hardware that nobody has at hand: a roofline from the recipe's numbers, and marked
-as such.
+"""A profile of hardware that is not available: a roofline from the recipe's numbers.
 
-It has the grid and the sections of a measured profile, so that all that follows takes it. What is
-assumed is written into it (`engine.analytic`); the factors may come from a measured profile of the
-same engine elsewhere.
+It has the grid and the sections of a measured profile, so everything that reads a profile reads it
+too. It is marked as analytic, and its assumptions are written into it (`engine.analytic`). The
+efficiency factors may come from a measured profile of the same engine on other hardware.
 """
 
 from __future__ import annotations
@@ -33,30 +32,32 @@ from toolkit.profiling.measure import probe_shapes, safe_tokens
 GIB = 1 << 30
 MIB = 1 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ASSUMED = Efficiency(
-    compute=0.5, traffic=0.7, pass_s=0.005
-)  # what a plain eager engine reaches, roughly; not measured
+# What a plain eager engine reaches, roughly. Not measured.
+ASSUMED = Efficiency(compute=0.5, traffic=0.7, pass_s=0.005)
 SAFE_VOCABULARY = 256
-BLOCK_TOKENS = 16  # of a KV block, as vLLM has it on a GPU
-PASS_TOKENS = 8192  # new tokens in the largest pass: what tuning searches up to
+BLOCK_TOKENS = 16  # tokens of a KV block, vLLM's default on a GPU
+PASS_TOKENS = 8192  # new tokens in the largest pass: the upper bound of tuning's search
 
 
 @dataclass(slots=True, frozen=True)
 class Basis:
-    """Where the efficiency comes from, in words for `EngineFacts.analytic`."""
+    """The efficiency and its source, in words for `EngineFacts.analytic`."""
 
     efficiency: Efficiency
     source: str
 
     def text(self) -> str:
-        """All that is assumed."""
+        """All assumptions, in one line."""
         one = self.efficiency
         shares = f"{one.compute:.3g} of the peak FLOP/s, {one.traffic:.3g} of the bandwidth"
         return f"roofline with {shares}, {one.pass_s * 1e3:.3g} ms per pass ({self.source})"
 
 
 def basis_of(measured: Profile, recipe: Recipe) -> Basis:
-    """The efficiency that a measured profile shows, `recipe` being the one it was made with."""
+    """The efficiency that a measured profile shows; `recipe` is the one it was made with.
+
+    Raises `InputError` for a profile that is analytic itself.
+    """
     if measured.engine.analytic:
         raise InputError(
             "the profile to learn from is analytic itself", "give one that was measured"
@@ -68,7 +69,10 @@ def basis_of(measured: Profile, recipe: Recipe) -> Basis:
 
 
 def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
-    """The profile that the roofline gives. `InputError` naming the numbers that the recipe lacks."""
+    """The profile that the roofline predicts.
+
+    Raises `InputError` with the names of the numbers that the recipe lacks.
+    """
     basis = basis or Basis(ASSUMED, "assumed")
     line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
     facts = _facts(recipe, line.sizes, basis.text())
@@ -100,9 +104,9 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
 
 
 def peaks_of(recipe: Recipe) -> Peaks:
-    """The device's, from the recipe."""
+    """The device's peak compute and bandwidth, from the recipe."""
     hardware = recipe.hardware
-    _need(
+    _require(
         {
             "hardware.peak_tflops": hardware.peak_tflops,
             "hardware.bandwidth_gb_s": hardware.bandwidth_gb_s,
@@ -114,12 +118,12 @@ def peaks_of(recipe: Recipe) -> Peaks:
 
 
 def sizes_of(recipe: Recipe) -> ModelSizes:
-    """The model's, from the recipe."""
+    """The model's sizes, from the recipe."""
     model, config = recipe.model, recipe.model.config
     layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
     heads, head_dim = config.get("num_attention_heads"), config.get("head_dim")
     width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else hidden
-    _need(
+    _require(
         {
             "model.weight_bytes": model.weight_bytes,
             "model.kv_bytes_per_token": model.kv_bytes_per_token,
@@ -135,7 +139,7 @@ def sizes_of(recipe: Recipe) -> ModelSizes:
     return ModelSizes(model.weight_bytes, weights, layers, width, model.kv_bytes_per_token)
 
 
-def _need(values: dict[str, object]) -> None:
+def _require(values: dict[str, object]) -> None:
     missing = [name for name, value in values.items() if value is None]
     if missing:
         raise InputError(
@@ -168,15 +172,15 @@ def _kv_budget_bytes(recipe: Recipe, sizes: ModelSizes) -> int:
     engine, memory_gib = recipe.engine, recipe.hardware.memory_gib
     if engine.kv_cache_memory_mib is not None:
         return int(engine.kv_cache_memory_mib * MIB)
-    _need({"hardware.memory_gib": memory_gib})
+    _require({"hardware.memory_gib": memory_gib})
     assert memory_gib is not None
-    left = int(memory_gib * GIB * engine.gpu_memory_utilization) - sizes.weight_bytes
-    if left < sizes.kv_bytes_per_token:
+    budget = int(memory_gib * GIB * engine.gpu_memory_utilization) - sizes.weight_bytes
+    if budget < sizes.kv_bytes_per_token:
         share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
         raise InputError(
             f"the weights, {sizes.weight_bytes / GIB:.1f} GiB, leave no KV cache in {share}"
         )
-    return left
+    return budget
 
 
 def _probe(length: int, steps: int, capacity: int) -> MemoryPoint:
@@ -189,17 +193,17 @@ def _of(points: Sequence[GridPoint], kind: Kind) -> list[tuple[int, int]]:
 
 
 def _steps(recipe: Recipe, facts: EngineFacts, line: Roofline) -> StepsProfile:
-    """Passes of a paged engine over the recipe's grid: rows that decode, and chunks beside them or
-    alone.
+    """Passes of a paged engine over the recipe's grid: decoding rows, and chunks with or without
+    them.
 
-    What lies between two passes is in `pass_s`, and what a client waits besides is not known: 0.
+    The gap between two passes is part of `pass_s`. A client's further waiting is unknown and set to
+    0.
     """
     spec, vllm = recipe.profile, recipe.engine.vllm
     block_tokens = (vllm.block_size if vllm else None) or BLOCK_TOKENS
     lengths = sorted(set(spec.cached_lengths))
-    few = sorted(
-        {lengths[0], lengths[len(lengths) // 2], lengths[-1]}
-    )  # a roofline is linear in them
+    # A roofline is linear in the cached length, so three lengths are enough.
+    few = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     decoding = [(0, 0), *((n, length) for n in spec.batch_sizes for length in few)]
     chunks = [(0, 0), *((k, length) for k in (1, PROMPTS) for length in spec.input_lengths)]
     return StepsProfile(
@@ -218,7 +222,7 @@ def _steps(recipe: Recipe, facts: EngineFacts, line: Roofline) -> StepsProfile:
 
 
 def _step(line: Roofline, rows: int, cached: int, chunks: int, length: int) -> StepPoint:
-    """A pass of rows that have `cached` tokens each, beside whole prompts of `length`."""
+    """A pass of `rows` decodes with `cached` tokens each and `chunks` whole prompts of `length`."""
     attended = chunks * chunk_attended(0, length)
     moved = rows * cached + chunks * length
     return StepPoint(

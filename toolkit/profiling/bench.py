@@ -1,7 +1,7 @@
-"""What profiling asks of an engine: time a point, and try whether a batch fits.
+"""What profiling needs of an engine: time a point, and test whether a batch fits.
 
-`LocalTimedEngine` asks an engine in this process, `toolkit.profiling.process.EngineProcess` one in
-another.
+`LocalTimedEngine` uses an engine in this process, `toolkit.profiling.process.EngineProcess` one in
+a process of its own.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from toolkit.profiling.grid import GridPoint, SliceShape
 Clock = Literal["cpu", "wall"]
 CLOCKS: dict[Clock, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 
-# A visit to a cheap point goes on until it has taken this long, with all around its runs, or has
-# this many samples. More would tell little: disturbances last longer than that, and another visit
+# A visit to a cheap point lasts until it has taken this long, setup included, or has this many
+# samples. More samples would tell little: disturbances last longer than a visit, and another visit
 # sees another moment.
 VISIT_S = 0.02
 VISIT_SAMPLES = 3
 
 
-class Unmeasurable(Exception):  # noqa: N818  (a point's fate, which the profile records, not a failure of the profile)
-    """A point could not be measured; the engine, perhaps a new one, is ready for the next."""
+class Unmeasurable(Exception):  # noqa: N818  (a result of the point, not a failure of the profile)
+    """A point could not be measured, for the reason given. The engine is ready for the next point.
+
+    The engine may have been restarted.
+    """
 
 
 class TimedEngine(Protocol):
-    """An engine on the bench."""
+    """An engine whose points can be timed."""
 
     facts: EngineFacts
 
@@ -43,33 +46,46 @@ class TimedEngine(Protocol):
 
 
 class TimedRoundEngine(TimedEngine, Protocol):
-    """An engine that keeps its rows, on the bench."""
+    """A `TimedEngine` that keeps its rows between rounds."""
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """How many rows of `length` tokens may enter, a round each, and whether the next one ran
-        out of memory.
+        """(rows, ran out): how many rows of `length` tokens enter, one per round, up to `limit`.
 
-        At most `limit`. Raises `Unmeasurable` with the reason.
+        The second says whether the next row ran out of memory. Raises `Unmeasurable` with the
+        reason.
         """
         ...
 
 
 @runtime_checkable
 class TimedPassEngine(Protocol):
-    """A bench whose engine tells of its passes."""
+    """A `TimedEngine` that reports its passes."""
 
     def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
-        """Those since the last call."""
+        """The passes since the last call."""
         ...
 
     @property
     def steps(self) -> StepsProfile:
-        """What is known of the passes' limits, without points."""
+        """The limits of the passes, without points."""
         ...
 
 
+def visit(
+    run: Callable[[], float], warmups: int, now_s: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """The seconds that `run` returns, of as many runs as one visit has, after the warmups."""
+    for _ in range(warmups):
+        run()
+    samples: list[float] = []
+    end_s = now_s() + VISIT_S
+    while not samples or (len(samples) < VISIT_SAMPLES and now_s() < end_s):
+        samples.append(run())
+    return samples
+
+
 class LocalTimedEngine:
-    """An engine in this process. `now_s` says when a visit has taken long enough."""
+    """An engine in this process. `now_s` is the clock that bounds a visit."""
 
     def __init__(
         self, engine: Engine, clock: Clock, now_s: Callable[[], float] = time.perf_counter
@@ -82,15 +98,9 @@ class LocalTimedEngine:
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`."""
         try:
-            for _ in range(warmups):
-                self._run(point)
-            samples: list[float] = []
-            end_s = self._now_s() + VISIT_S
-            while not samples or (len(samples) < VISIT_SAMPLES and self._now_s() < end_s):
-                samples.append(self._run(point))
+            return visit(lambda: self._run(point), warmups, self._now_s)
         except OutOfMemory:
             raise Unmeasurable("out of memory") from None
-        return samples
 
     def _run(self, point: GridPoint) -> float:
         rows, length, clock = point.batch_size, point.length, self._clock
@@ -118,8 +128,8 @@ class LocalTimedEngine:
         return entered, runs_out
 
     def fits(self, shape: SliceShape) -> bool:
-        """See `TimedEngine.fits`. The engine holds memory for all steps from the start, so the first one
-        tells.
+        """See `TimedEngine.fits`. The engine allocates all steps at the start, so one step is
+        enough.
         """
         try:
             self._engine.run_slice(slice_rows(shape), shape.steps, lambda _: False)
@@ -129,8 +139,9 @@ class LocalTimedEngine:
 
 
 def slice_rows(shape: SliceShape, vocab_size: int = 2) -> list[Row]:
-    """Rows of a slice that runs for all its steps. The first is L long, the others down to 3/4 of
-    it: real padding.
+    """Rows of a slice that runs for all its steps.
+
+    The first row is L tokens long, the others down to 3/4 of it, for real padding.
     """
     tokens = tuple(position % vocab_size for position in range(shape.input_length))
     shortest = shape.input_length - shape.input_length // 4

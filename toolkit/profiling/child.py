@@ -1,5 +1,5 @@
-"""The process of an engine on the bench: `python -m toolkit.profiling.child`. Started by
-`process.EngineProcess`.
+"""The process of a profiled engine, started by `EngineProcess`: `python -m
+toolkit.profiling.child`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from toolkit.workers.lifeline import end_with_front
 
 
 def main() -> None:
-    """Load the engine that the first frame names, then answer until the parent is gone."""
-    end_with_front(0)  # whatever a point does to the engine
+    """Load the engine that the first frame names, then answer until the parent ends."""
+    end_with_front(0)  # even if a point blocks the engine
     requests = os.fdopen(os.dup(0), "rb", buffering=0)
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not end up between two frames
+    os.dup2(2, 1)  # a library's output must not get between two frames
     try:
         serve(requests, replies)
     except (EOFError, BrokenPipeError):
-        os._exit(0)  # the parent is gone; nothing here needs a tidy end
+        os._exit(0)  # the parent has ended, and nothing here needs cleanup
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answer the frames in `requests`. Ends with `EOFError`."""
+    """Answer the frames in `requests`. Raises `EOFError` at their end."""
     load = read_request(requests)
     assert isinstance(load, LoadEngine)
     recipe = Recipe.model_validate_json(load.recipe_json)
@@ -74,12 +74,12 @@ def _answer(bench: LocalTimedEngine, request: Request) -> Reply:
         return Tried(bench.fits(request.shape))
     except Unmeasurable as error:
         return Failed(str(error))
-    except Exception as error:  # noqa: BLE001  (the edge of a child process: the parent records it and goes on)
+    except Exception as error:  # noqa: BLE001  (a child process: the parent records it and goes on)
         return Failed(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _keep_busy(engine: Engine, work: KeepBusy, requests: IO[bytes]) -> None:
-    """Serve slices until something can be read, the end of the stream included."""
+    """Serve slices until a request or the end of the stream can be read."""
 
     def undisturbed(_: object = None) -> bool:
         return not select.select([requests], [], [], 0)[0]

@@ -1,4 +1,8 @@
-"""Which points are measured, in which order, and how long that will take."""
+"""The points of a profile, their order, and the shapes of slices.
+
+Order: `GridPoint`, the grid, the points of mixes, traffic and rounds, the order of visits, and
+slices.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ Kind = Literal[
 
 @dataclass(slots=True, frozen=True, order=True)
 class GridPoint:
-    """A prefill of [N, L] tokens, a decode step of N rows at cached length `length`, or a part of a
-    round.
+    """A prefill of [N, L] tokens, a decode step of N rows at cached length `length`, or another
+    kind.
 
-    Of a part, N rows join, leave or move beside `others` that run. Of traffic, `others` is how many
-    requests come.
+    In a part of a round, N rows join, leave or move while `others` run. In a mix, `others` prompts
+    of `length` tokens arrive while N rows decode. In traffic, `others` is the number of requests.
     """
 
     kind: Kind
@@ -36,11 +40,12 @@ class GridPoint:
 
     def __str__(self) -> str:
         beside = f" beside {self.others}" if self.others else ""
-        return f"{self.kind} N={self.batch_size} {'L' if self.kind == 'prefill' else 'l'}={self.length}{beside}"
+        length = f"{'L' if self.kind == 'prefill' else 'l'}={self.length}"
+        return f"{self.kind} N={self.batch_size} {length}{beside}"
 
 
 def grid(spec: ProfileSpec, facts: EngineFacts) -> tuple[list[GridPoint], list[FailedPoint]]:
-    """The recipe's points that the engine can hold, and those that it cannot, with the reason."""
+    """The recipe's points that fit the engine, and those that do not, with the reason."""
     lengths: dict[Kind, list[int]] = {"prefill": spec.input_lengths, "decode": spec.cached_lengths}
     points: list[GridPoint] = []
     skipped: list[FailedPoint] = []
@@ -59,7 +64,7 @@ def grid(spec: ProfileSpec, facts: EngineFacts) -> tuple[list[GridPoint], list[F
 
 
 def _too_large(point: GridPoint, facts: EngineFacts) -> str:
-    """Why the point cannot be measured, or ''. One token is generated in each."""
+    """Why the point cannot be measured, or ''. Each point generates one token."""
     if point.length + 1 > facts.max_model_len:
         return f"longer than the model's {facts.max_model_len} tokens"
     if facts.max_rows is not None and point.batch_size > facts.max_rows:
@@ -69,12 +74,12 @@ def _too_large(point: GridPoint, facts: EngineFacts) -> str:
     return ""
 
 
-PROMPTS = 4  # of a mix
+PROMPTS = 4  # of a mix: prompts that arrive
 
 
 def mix_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
-    """Prompts of each length that come in while N others decode: what a paged engine makes most of
-    its passes of.
+    """Prompts of each length that arrive while N rows decode: most passes of a paged engine are
+    such.
     """
     return [
         GridPoint("mix", batch_size, length, PROMPTS)
@@ -87,10 +92,10 @@ def mix_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
 
 
 def traffic_points(spec: ProfileSpec, facts: EngineFacts, longest: int) -> list[GridPoint]:
-    """Requests that come and go by chance, N of them at once on average: what serving is made of.
+    """Requests that arrive at random, N of them at once on average, as in serving.
 
-    Their rows have long caches beside chunks of prompts, and others begin and end meanwhile, which
-    no other point has. Prompts are about `length` tokens long, outputs up to `longest`.
+    Long caches run next to chunks of prompts while other requests begin and end, which no other
+    point covers. Prompts have about `length` tokens, outputs up to `longest`.
     """
     return [
         GridPoint("traffic", batch_size, length, WAVES * batch_size)
@@ -102,13 +107,12 @@ def traffic_points(spec: ProfileSpec, facts: EngineFacts, longest: int) -> list[
     ]
 
 
-WAVES = 3  # of traffic: so many times the requests that run at once
-MIX_STEPS = 24  # prompt and output tokens of those who decode in a mix
+WAVES = 3  # requests of traffic, as a multiple of those that run at once
+MIX_STEPS = 24  # prompt and output tokens of the decoding rows of a mix
 JOINING = (1, 4, 16)  # rows at once
-OTHERS = (3, 15, 31)  # rows that run beside them
-PARTS: tuple[
-    tuple[Kind, tuple[int, ...], tuple[int, ...], float], ...
-] = (  # rows, others, memory in batches
+OTHERS = (3, 15, 31)  # rows that run meanwhile
+# Kind, rows, others, and the memory that the part needs, as a multiple of its batch.
+PARTS: tuple[tuple[Kind, tuple[int, ...], tuple[int, ...], float], ...] = (
     ("join", JOINING, OTHERS[:2], 2.0),
     ("leave", JOINING[:1], OTHERS, 1.5),
     ("grow", JOINING[:1], OTHERS, 2.5),
@@ -118,9 +122,7 @@ PARTS: tuple[
 
 
 def part_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
-    """The parts of rounds, at the recipe's cached lengths, that leave memory for what they need at
-    once.
-    """
+    """The parts of rounds at the recipe's cached lengths, as far as they fit the memory."""
     return [
         point
         for kind, rows, others, batches in PARTS
@@ -130,17 +132,17 @@ def part_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
     ]
 
 
-# Points that cost little are visited this often in a round. A short visit sees one moment of the
-# machine, so it takes more of them to see as much as one long prefill does.
+# Cheap points are visited this often in a round. A short visit sees one moment of the machine, so
+# several are needed to see as much as one long prefill does.
 CHEAP_VISITS = 3
 
 
 def in_rounds(points: Sequence[GridPoint], spec: ProfileSpec) -> Iterator[tuple[int, GridPoint]]:
     """(number, point) for every visit; the number counts the visits to that point.
 
-    Each of the `spec.repeats` rounds visits all points, in an order of its own: a machine that is
-    disturbed for a while then spoils one visit to many points, not all visits to one. Decode steps,
-    and the prefills with fewer tokens than most, are visited three times in a round.
+    Each of the `spec.repeats` rounds visits all points in its own random order. A temporary
+    disturbance of the machine then spoils one visit to many points, not all visits to one. Decode
+    steps, and the smaller half of the prefills by tokens, are visited three times per round.
     """
     parts = sorted(point for point in points if point.kind not in ("prefill", "decode"))
     prefill = sorted(
@@ -161,22 +163,21 @@ def in_rounds(points: Sequence[GridPoint], spec: ProfileSpec) -> Iterator[tuple[
 
 @dataclass(slots=True, frozen=True)
 class SliceShape:
-    """A slice: N rows padded to L, run for S steps."""
+    """A slice: N rows padded to L tokens, run for S steps."""
 
     batch_size: int
     input_length: int
     steps: int
 
 
-TRIES = 200
+DRAWS_MAX = 200
 
 
 def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[int, SliceShape]:
-    """Random slices over the grid's ranges, by number, with N * (L + S) <= `tokens_max` and L + S
-    <= `length_max`.
+    """Random slices by number, with N * (L + S) <= `tokens_max` and L + S <= `length_max`.
 
-    Each depends on the seed and its number alone; sizes and lengths are log-uniform, like the grid.
-    A number for which nothing that fits is found is left out.
+    Each slice depends on the seed and its number only. Sizes and lengths are log-uniform over the
+    grid's ranges. A number is left out if no draw fits.
     """
     drawn = {
         number: _draw_shape(
@@ -190,7 +191,7 @@ def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[
 def _draw_shape(
     spec: ProfileSpec, tokens_max: float, length_max: int, rng: random.Random
 ) -> SliceShape | None:
-    for _ in range(TRIES):
+    for _ in range(DRAWS_MAX):
         steps = rng.choice(spec.slice_tokens)
         length = log_uniform(spec.input_lengths, rng)
         batch_size = log_uniform(spec.batch_sizes, rng)
@@ -200,5 +201,5 @@ def _draw_shape(
 
 
 def log_uniform(values: Sequence[int], rng: random.Random) -> int:
-    """A number between the least and the greatest of `values`."""
+    """A log-uniform random integer between the least and the greatest of `values`."""
     return round(math.exp(rng.uniform(math.log(min(values)), math.log(max(values)))))

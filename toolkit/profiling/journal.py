@@ -1,10 +1,9 @@
-"""What was measured so far, on disk after every result: a profile that was killed goes on from
-where it was.
+"""The journal: every result on disk at once, so that a killed profile resumes where it was.
 
-A JSON object per line: first the conditions under which the rest was measured, then a key and a
-result each. A last line that a kill has torn is cut off. From a line that is damaged otherwise all
-is measured again, and the file as it was is kept. Whoever writes the profile deletes the journal
-then.
+The file has one JSON object per line: first the conditions of the measurement, then a key and a
+result each. A last line that was torn by a kill is cut off. If another line is damaged, that line
+and all after it are measured again, and the file is kept as it was. The caller that writes the
+profile then deletes the journal.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from toolkit.files.strict import Environment, Strict
 
 
 class JournalConditions(Strict):
-    """What must be the same for results to belong together."""
+    """The conditions that must be equal for results to belong together."""
 
     tool_version: str
     recipe: dict[str, str]  # section to the digest of its content
@@ -42,7 +41,7 @@ class JournalConditions(Strict):
     engine: EngineFacts
 
     def differences(self, now: JournalConditions) -> list[str]:
-        """What is not the same any more, in words."""
+        """What has changed, in words."""
         sections = sorted(self.recipe.keys() | now.recipe.keys())
         changed = [
             f"'{name}' of the recipe"
@@ -51,7 +50,7 @@ class JournalConditions(Strict):
         ]
         if self.tool_version != now.tool_version:
             changed.append(f"llmctl ({self.tool_version}, now {now.tool_version})")
-        changed += _environment(self.environment, now.environment)
+        changed += _environment_changes(self.environment, now.environment)
         if not _same_engine(self.engine, now.engine):
             found = differences(identity(self.engine), identity(now.engine))
             changed += found or ["what the engine says of itself"]
@@ -59,7 +58,9 @@ class JournalConditions(Strict):
 
 
 class PointVisit(Strict):
-    """Samples of a grid point, in seconds; and of an engine that tells, the passes that made them."""
+    """The samples of a visit to a grid point, in seconds, and its passes if the engine reports
+    them.
+    """
 
     seconds: list[float]
     steps: list[StepPoint] = Field(default=[])
@@ -71,25 +72,26 @@ Result = PointVisit | SlicePoint | MemoryPoint | RoundSequence | FailedPoint
 
 
 class JournalEntry(Strict):
-    """A line."""
+    """A line of the file."""
 
     key: str
     result: Result
 
 
 class Journal:
-    """Results by key, each on disk when `put` returns. A context; one process at a time.
+    """Results by key, each on disk when `put` returns. A context manager, for one process at a
+    time.
 
     Args:
-        path: the file. What cannot be used of it, or is not wanted, is kept aside as <path>.old.
-        conditions: those of today.
-        fresh: do not go on from what is there.
+        path: the file. Content that is unusable or unwanted is kept as <path>.old.
+        conditions: the present ones.
+        fresh: do not resume from an existing file.
 
     Attributes:
-        results: those found, and those put since.
-        set_aside: why an old file, or its end, was set aside; '' where none was.
+        results: those in the file, and those put since.
+        set_aside: why an old file, or its end, was set aside; '' if none was.
 
-    Raises `InputError` where the file cannot be written, or another process has it open.
+    Raises `InputError` if the file cannot be written, or another process has it open.
     """
 
     def __init__(self, path: Path, conditions: JournalConditions, *, fresh: bool = False) -> None:
@@ -97,7 +99,7 @@ class Journal:
         self.results: dict[str, Result] = {}
         self.set_aside = ""
         self._stream = _open_locked(path)
-        self._take_up(conditions, fresh)
+        self._resume(conditions, fresh)
 
     def __enter__(self) -> Journal:
         return self
@@ -120,14 +122,13 @@ class Journal:
         self._stream.flush()
         os.fsync(self._stream.fileno())
 
-    def _take_up(self, conditions: JournalConditions, fresh: bool) -> None:
+    def _resume(self, conditions: JournalConditions, fresh: bool) -> None:
         lines = self._stream.read().splitlines(keepends=True)
-        if lines and lines[0].endswith(
-            b"\n"
-        ):  # else a kill has torn the first line, and none follows
+        # Without a line break a kill has torn the first line, and none follows.
+        if lines and lines[0].endswith(b"\n"):
             self.set_aside = "--fresh was given" if fresh else _why_not(lines[0], conditions)
             if not self.set_aside:
-                self._keep(lines)
+                self._load(lines)
                 return
             self._stream.close()
             os.replace(self._path, self._old)
@@ -139,10 +140,8 @@ class Journal:
     def _old(self) -> Path:
         return self._path.with_name(self._path.name + ".old")
 
-    def _keep(self, lines: list[bytes]) -> None:
-        """Take what can be read, and cut off the rest: a torn line, and whatever may follow a
-        damaged one.
-        """
+    def _load(self, lines: list[bytes]) -> None:
+        """Load the readable lines. Cut off the rest: a torn line, or all from a damaged line on."""
         end = len(lines[0])
         for number, line in enumerate(lines[1:], start=2):
             try:
@@ -160,8 +159,8 @@ class Journal:
         self._stream.seek(end)
 
 
-def _environment(then: Environment, now: Environment) -> list[str]:
-    """Which packages are others now, and whether the machine is."""
+def _environment_changes(then: Environment, now: Environment) -> list[str]:
+    """The packages whose versions differ now, and whether the machine does."""
     names = sorted(then.packages.keys() | now.packages.keys())
     versions = [
         (name, then.packages.get(name, "none"), now.packages.get(name, "none")) for name in names
@@ -175,8 +174,9 @@ def _environment(then: Environment, now: Environment) -> list[str]:
 
 
 def _same_engine(then: EngineFacts, now: EngineFacts) -> bool:
-    """Equal, but for a KV budget that moved by less than a percent: on a GPU it is what was free
-    when it loaded.
+    """Whether the facts are equal, but for a change of the KV budget below one percent.
+
+    On a GPU the budget is what was free when the engine loaded.
     """
     moved = abs(then.capacity_tokens / now.capacity_tokens - 1.0)
     budget = {"kv_budget_bytes": now.kv_budget_bytes, "capacity_tokens": now.capacity_tokens}
@@ -203,7 +203,7 @@ def _open_locked(path: Path) -> IO[bytes]:
 
 
 def _why_not(first_line: bytes, now: JournalConditions) -> str:
-    """Why results measured under these conditions cannot be used now; '' where they can."""
+    """Why the results under these conditions cannot be used now; '' if they can."""
     try:
         then = JournalConditions.model_validate_json(first_line)
     except ValidationError:
@@ -213,5 +213,5 @@ def _why_not(first_line: bytes, now: JournalConditions) -> str:
 
 
 def of_kind(kind: type[ResultT], results: Iterable[object]) -> list[ResultT]:
-    """Those of the results that are of this kind."""
+    """The results of this type."""
     return [result for result in results if isinstance(result, kind)]

@@ -1,7 +1,8 @@
-"""The grid, measured in rounds, every sample kept.
+"""Measuring: visits to the grid's points, and the search for the memory edge.
 
-Back-to-back repeats of a point all share what the machine was doing at that moment; a round apart,
-they do not, and a disturbance spoils a few samples of every point, in the same proportion.
+The grid is measured in rounds, and every sample is kept. Repeats of a point one after the other all
+share the state of the machine at that moment. Repeats in different rounds do not: a disturbance
+then spoils a few samples of every point, in equal shares.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def failure_key(point: GridPoint) -> str:
 def visits_left(
     points: Sequence[GridPoint], spec: ProfileSpec, journal: Journal
 ) -> list[tuple[int, GridPoint]]:
-    """(number, point) of every visit that the journal does not know."""
+    """(number, point) of every visit that the journal lacks."""
     return [
         (number, point)
         for number, point in in_rounds(points, spec)
@@ -51,9 +52,7 @@ def measure(
     journal: Journal,
     advance: Callable[[str], None],
 ) -> None:
-    """Make the visits. A point that cannot be measured is recorded as failed, and not visited
-    again.
-    """
+    """Make the visits. A point that cannot be measured is recorded as failed and left out then."""
     for number, point in visits:
         if failure_key(point) not in journal.results:
             try:
@@ -77,11 +76,11 @@ def measure(
 
 
 def warmups(number: int, spec: ProfileSpec) -> int:
-    """Runs before the first sample of a visit: for what is compiled or allocated once, so at the
-    first visit alone.
+    """Runs before the first sample of a point's first visit, for one-time compilation and
+    allocation.
 
-    After that, a prefill follows work of another shape, as it does in serving. A decode step
-    follows another one there; the engine sees to that itself.
+    Later visits have none. A prefill then follows work of another shape, as in serving. A decode
+    step follows another decode step there; the engine takes care of that itself.
     """
     return spec.warmups if number == 0 else 0
 
@@ -139,13 +138,10 @@ def _measured(
             yield point, seconds
 
 
-# Where memory ends: the largest batch that runs at each length, and the smallest that does not.
-
 ROWS_MAX = 4096
-BEYOND = (
-    2.0  # probes end at this many times the capacity: an engine that holds more has no edge to find
-)
-PRECISION = 0.005  # of the batch size: an edge known to half a percent is known well enough
+# Probes end at this multiple of the capacity: an engine that holds more has no edge to find.
+PROBE_SHARE_MAX = 2.0
+PRECISION = 0.005  # as a share of the batch size: half a percent is precise enough
 TIME_LIMIT_S = 300.0  # for all lengths
 SAFE_SHARE = 0.9
 
@@ -153,10 +149,10 @@ SAFE_SHARE = 0.9
 def find_edge(
     fits: Callable[[int], bool], guess: int, limit: int, enough: Callable[[], bool] = lambda: False
 ) -> tuple[int, int | None]:
-    """(largest that fits, smallest that does not), by galloping away from `guess` and bisecting.
+    """(largest size that fits, smallest that does not), by galloping from `guess` and bisecting.
 
-    They are neighbours, or `PRECISION` apart, or what is known when `enough` says so. The second is
-    None where no probe up to `limit` failed.
+    The two are neighbours, or `PRECISION` apart, or what is known when `enough` returns True. The
+    second is None if no probe up to `limit` failed.
     """
     fitted, failed = 0, limit + 1
     size, step = min(max(guess, 1), limit), 1
@@ -175,11 +171,11 @@ def find_edge(
 
 
 def probe_shapes(spec: ProfileSpec, facts: EngineFacts) -> list[tuple[int, int]]:
-    """(L, S) of every probe: at each memory length the recipe's longest slice, and all that the
-    model can generate.
+    """(L, S) of every probe of the memory edge.
 
-    The two ends tell what a row's prompt takes from what its output takes. A server is not probed:
-    it queues.
+    At each memory length these are the recipe's longest slice, and all steps that the model can
+    generate. The two ends separate the memory of a row's prompt from that of its output. A server
+    is not probed: it queues.
     """
     if facts.is_server:
         return []
@@ -199,17 +195,18 @@ def probe_shapes(spec: ProfileSpec, facts: EngineFacts) -> list[tuple[int, int]]
 
 
 def admission_lengths(spec: ProfileSpec, facts: EngineFacts) -> list[int]:
-    """The lengths at which rows are admitted one by one; each may still get a token, and another."""
+    """The lengths at which rows are admitted one by one; each row can still generate two tokens."""
     return [
         length for length in sorted(set(spec.memory_lengths)) if length + 2 <= facts.max_model_len
     ]
 
 
 def probe_admission(bench: TimedRoundEngine, length: int) -> MemoryPoint:
-    """The edge of rounds at one input length: rows enter until the next one has no room, or nobody
-    else would.
+    """The memory edge of rounds at one input length: rows enter until the next one has no room.
+
+    The search also ends at `PROBE_SHARE_MAX` times the capacity.
     """
-    limit = min(ROWS_MAX, max(1, int(BEYOND * bench.facts.capacity_tokens / (length + 1))))
+    limit = min(ROWS_MAX, max(1, int(PROBE_SHARE_MAX * bench.facts.capacity_tokens / (length + 1))))
     rows, ran_out = bench.admit(length, limit)
     return MemoryPoint(
         input_length=length, steps=1, largest_ok=rows, smallest_oom=rows + 1 if ran_out else None
@@ -217,8 +214,8 @@ def probe_admission(bench: TimedRoundEngine, length: int) -> MemoryPoint:
 
 
 def safe_tokens(probes: Iterable[MemoryPoint], facts: EngineFacts) -> float:
-    """N * (L + S) that runs at any length, a little below the edge; without probes, a little below
-    the capacity.
+    """N * (L + S) that runs at any length: `SAFE_SHARE` of the edge, without probes of the
+    capacity.
     """
     known = [
         probe.largest_ok * (probe.input_length + probe.steps)
@@ -229,15 +226,13 @@ def safe_tokens(probes: Iterable[MemoryPoint], facts: EngineFacts) -> float:
 
 
 def probe_memory(bench: TimedEngine, length: int, steps: int, deadline_s: float) -> MemoryPoint:
-    """The edge at one input length. `deadline_s`, on the monotonic clock, ends the search where it
-    is then.
-    """
+    """The memory edge at one input length. The search stops at `deadline_s`, a monotonic time."""
     total = length + steps
     capacity = bench.facts.capacity_tokens
     largest_ok, smallest_oom = find_edge(
         lambda size: bench.fits(SliceShape(size, length, steps)),
         guess=capacity // total,
-        limit=min(ROWS_MAX, max(1, int(BEYOND * capacity / total))),
+        limit=min(ROWS_MAX, max(1, int(PROBE_SHARE_MAX * capacity / total))),
         enough=lambda: time.monotonic() > deadline_s,
     )
     return MemoryPoint(

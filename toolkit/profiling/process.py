@@ -1,8 +1,12 @@
-"""An engine on the bench in a process of its own.
+"""An engine under measurement, in a process of its own.
 
-What dies there, of a probe past the edge of memory or of a bug in a kernel, takes nothing with it,
-and what it held is given back when it ends. A child whose parent is gone, killed perhaps, reads an
-end of file and ends.
+A crash there, from a probe past the memory edge or a bug in a kernel, does not end the profile, and
+its memory is freed when it ends. A child whose parent has ended, even by a kill, reads an end of
+file and ends.
+
+Order: the frames between parent and child, `EngineProcess`, and `busy_neighbours`, other engines
+that run during a measurement. The frames are msgspec structs, length first, over the child's stdin
+and stdout.
 """
 
 from __future__ import annotations
@@ -24,12 +28,9 @@ from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.workers.process import engine_environment
 from toolkit.workers.protocol import Workers
 
-# What a bench and its process say to each other: msgspec structs, length first, over the child's
-# stdin and stdout.
-
 
 class LoadEngine(msgspec.Struct, tag=True, frozen=True):
-    """The first frame: which engine."""
+    """The first frame: the recipe of the engine to load."""
 
     recipe_json: str
 
@@ -48,14 +49,14 @@ class Fits(msgspec.Struct, tag=True, frozen=True):
 
 
 class Admit(msgspec.Struct, tag=True, frozen=True):
-    """Let rows enter one by one."""
+    """Admit rows one by one."""
 
     length: int
     limit: int
 
 
 class KeepBusy(msgspec.Struct, tag=True, frozen=True):
-    """Serve these slices over and over, until the stream ends. It has no reply."""
+    """Serve these slices over and over until the stream ends. There is no reply."""
 
     shapes: tuple[SliceShape, ...]
 
@@ -79,16 +80,14 @@ class Tried(msgspec.Struct, tag=True, frozen=True):
 
 
 class Admitted(msgspec.Struct, tag=True, frozen=True):
-    """How many entered, and whether the next one ran out of memory."""
+    """How many rows entered, and whether the next one ran out of memory."""
 
     rows: int
     ran_out: bool
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """What was asked cannot be done. `exit_code` is that of the error to raise, 0 where it is this
-    point's alone.
-    """
+    """The request failed. `exit_code` is that of the error to raise, 0 for this point only."""
 
     message: str
     hint: str = ""
@@ -103,19 +102,19 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def write_frame(stream: IO[bytes], frame: Request | Reply) -> None:
-    """Length, four bytes, and the frame."""
+    """Write the length, four bytes, and the frame."""
     body = msgspec.msgpack.encode(frame)
     stream.write(len(body).to_bytes(4, "big") + body)
     stream.flush()
 
 
 def read_request(stream: IO[bytes]) -> Request:
-    """The next request. `EOFError` where the parent is gone."""
+    """The next request. Raises `EOFError` if the parent has ended."""
     return _requests.decode(_read(stream))
 
 
 def read_reply(stream: IO[bytes]) -> Reply:
-    """The next reply. `EOFError` where the child is gone."""
+    """The next reply. Raises `EOFError` if the child has ended."""
     return _replies.decode(_read(stream))
 
 
@@ -129,18 +128,19 @@ def _read(stream: IO[bytes]) -> bytes:
 
 
 COMMAND = (sys.executable, "-m", "toolkit.profiling.child")
-DEATHS_MAX = 5  # of one bench: where every point kills its process, something else is wrong
+DEATHS_MAX = 5  # per profile: if every point kills its process, the fault is elsewhere
 END_S = 5.0
 
 
 class Died(Unmeasurable):
-    """The point killed the process; there is a new one."""
+    """The point killed the process; a new process has been started."""
 
 
 class EngineProcess:
-    """`toolkit.profiling.bench.TimedEngine` on a child process, which is started again when it dies.
+    """`toolkit.profiling.bench.TimedEngine` on a child process, restarted when it dies.
 
-    `start` and `wait` are apart so that several can load side by side; `stop` ends the child.
+    `start` and `wait` are separate so that several engines can load at the same time. `stop` ends
+    the child.
     """
 
     facts: EngineFacts
@@ -152,8 +152,9 @@ class EngineProcess:
         self._deaths = 0
 
     def start(self) -> None:
-        """Start the child, which begins to load its engine. Its session is its own: Ctrl-C is for
-        the parent.
+        """Start the child, which begins to load its engine.
+
+        It has its own session: Ctrl-C is for the parent.
         """
         self._child = subprocess.Popen(
             COMMAND,
@@ -168,7 +169,7 @@ class EngineProcess:
         self._send(LoadEngine(self._recipe_json))
 
     def wait(self) -> EngineFacts:
-        """Wait for the engine. Raises `EngineError` or `InputError` where it cannot be loaded."""
+        """Wait until the engine is loaded. Raises `EngineError` or `InputError` if it cannot be."""
         try:
             reply = read_reply(self._replies)
         except EOFError:
@@ -191,34 +192,35 @@ class EngineProcess:
             self._end()
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
-        """See `Bench.time`. Raises `Died` where the point killed the process."""
-        reply = self._ask(Time(point, warmups))
+        """See `TimedEngine.time`. Raises `Died` if the point killed the process."""
+        reply = self._request(Time(point, warmups))
         assert isinstance(reply, RunTimes)
         return list(reply.seconds)
 
     def fits(self, shape: SliceShape) -> bool:
-        """See `Bench.fits`. What kills the process, as the kernel does when memory is short, did
-        not fit.
+        """See `TimedEngine.fits`. A shape that kills the process did not fit.
+
+        The kernel kills a process when memory is short.
         """
         try:
-            reply = self._ask(Fits(shape))
+            reply = self._request(Fits(shape))
         except Died:
             return False
         assert isinstance(reply, Tried)
         return reply.fitted
 
     def workers(self, recipe: Recipe) -> Workers:
-        """The processes that will serve: several of the same, all of them busy."""
+        """The processes that will serve: several equal workers."""
         from toolkit.workers.pool import ProcessWorkers
 
         model, engine, hardware = recipe.model, recipe.engine, recipe.hardware
         return ProcessWorkers(model, engine, hardware, recipe.workers, flush_s=engine.flush_s)
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """See `RoundBench.admit`. Raises `Died` where that killed the process: how far it came is
-        not known.
+        """See `TimedRoundEngine.admit`. Raises `Died` if it killed the process: the rows are then
+        unknown.
         """
-        reply = self._ask(Admit(length, limit))
+        reply = self._request(Admit(length, limit))
         assert isinstance(reply, Admitted)
         return reply.rows, reply.ran_out
 
@@ -226,7 +228,7 @@ class EngineProcess:
         """Serve these slices over and over until `stop`."""
         self._send(KeepBusy(tuple(shapes)))
 
-    def _ask(self, request: Request) -> Reply:
+    def _request(self, request: Request) -> Reply:
         self._send(request)
         try:
             reply = read_reply(self._replies)
@@ -249,13 +251,12 @@ class EngineProcess:
         self.wait()
 
     def _send(self, request: Request) -> None:
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # a request to the dead is answered by an end of file
+        # A dead child is noticed by the end of file in the place of its reply.
+        with contextlib.suppress(BrokenPipeError):
             write_frame(self._requests, request)
 
     def _end(self) -> str:
-        """Reap the child; how it ended."""
+        """Reap the child and return how it ended."""
         child, self._child = self._child, None
         assert child
         try:
@@ -272,7 +273,7 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def engine_process(recipe: Recipe) -> Iterator[EngineProcess]:
-    """A bench whose engine is loaded."""
+    """Yield a process whose engine is loaded."""
     bench = EngineProcess(recipe)
     bench.start()
     try:
@@ -284,8 +285,9 @@ def engine_process(recipe: Recipe) -> Iterator[EngineProcess]:
 
 @contextlib.contextmanager
 def busy_neighbours(recipe: Recipe, count: int, shapes: Sequence[SliceShape]) -> Iterator[None]:
-    """`count` other engines at work, as when all workers serve: they share caches and memory
-    bandwidth.
+    """Run `count` other engines meanwhile, as when all workers serve.
+
+    They share caches and memory bandwidth with the measured one.
     """
     others = [EngineProcess(recipe) for _ in range(count if shapes else 0)]
     try:

@@ -1,5 +1,7 @@
-"""A whole profile: load the engine, say what will be done, probe the memory edge, measure the grid,
-run slices.
+"""A whole profile: load the engine, announce the work, probe memory, measure the grid, run slices.
+
+Order: the estimate of the work's time, `profile` and its stages (`_Session`), and `OtherLoad`, the
+machine's load by other programs.
 """
 
 from __future__ import annotations
@@ -61,42 +63,39 @@ from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, run_slices
 from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
 
-# What a profile will measure, and about how long that will take, said before it starts.
-
-PROBES_PER_LENGTH = 2  # that run; those that do not fit cost next to nothing
-SHORTEST_S = 1e-6  # of a run; where no point of a kind fits, nothing is known
-SEQUENCE_PREFILLS = (
-    2  # of a usual batch, in a sequence of rounds: the first one, and who replaces it
-)
+PROBES_PER_LENGTH = 2  # probes that run; those that do not fit cost next to nothing
+SHORTEST_S = 1e-6  # of a run; if no point of a kind fits, its time is unknown
+# Prefills of a usual batch in a sequence of rounds: the first rows, and those that replace them.
+SEQUENCE_PREFILLS = 2
 
 
 @dataclass(slots=True, frozen=True)
 class Work:
-    """What is left to do."""
+    """The work that is left."""
 
     visits: Sequence[tuple[int, GridPoint]]
     memory: Sequence[tuple[int, int]]  # (input length, steps)
     slices: dict[int, SliceShape]  # by number
     admissions: Sequence[int] = ()  # input lengths at which rows are admitted
-    sequences: Sequence[int] = ()  # of rounds, their numbers
+    sequences: Sequence[int] = ()  # numbers of sequences of rounds
 
     @property
     def steps(self) -> int:
-        """How often a progress bar moves."""
+        """The number of steps of a progress bar."""
         parts = self.visits, self.memory, self.slices, self.admissions, self.sequences
         return sum(map(len, parts))
 
 
 @dataclass(slots=True, frozen=True)
 class ProfileEstimate:
-    """What a person is told before the work starts."""
+    """The announcement before the work starts."""
 
-    points: int  # of the grid, all in all
+    points: int  # all points of the grid
     steps: int
     about_s: float
-    resumed: int  # results that an earlier run left
+    resumed: int  # results of an earlier run
     skipped: dict[str, int]  # reason to the number of points
-    set_aside: str  # why an earlier run's results are not used, '' where they are or there are none
+    set_aside: str  # why an earlier run's results are not used; '' if they are or there are none
 
 
 def skip_reasons(skipped: Iterable[FailedPoint]) -> dict[str, int]:
@@ -106,8 +105,9 @@ def skip_reasons(skipped: Iterable[FailedPoint]) -> dict[str, int]:
 def estimate_s(
     work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench: TimedEngine, workers: int
 ) -> float:
-    """About how long the work takes, from up to four quick timings: the smallest and the largest
-    point of each kind.
+    """The approximate time of the work, in seconds.
+
+    It needs up to four quick timings: the smallest and the largest point of each kind.
     """
     kinds: tuple[Kind, ...] = ("prefill", "decode")
     lines = {
@@ -172,7 +172,7 @@ class _Line:
 
 
 def _wall_s(point: GridPoint, bench: TimedEngine) -> float:
-    """Wall seconds of one run and all that it takes around it; 0 where it cannot be measured."""
+    """Wall seconds of one run with its overhead; 0 if it cannot be measured."""
     start_s = time.perf_counter()
     try:
         samples = bench.time(point, 1)
@@ -186,22 +186,22 @@ Timed = Callable[[Recipe], AbstractContextManager["ProfileBench"]]
 
 
 class ProfileBench(TimedEngine, Protocol):
-    """A bench that knows the workers which run whole slices."""
+    """A `TimedEngine` with the workers that run whole slices."""
 
     def stop(self) -> None:
-        """Nothing more is asked of it; its memory is the workers'."""
+        """End its use; its memory is then free for the workers."""
         ...
 
     def workers(self, recipe: Recipe) -> Workers:
-        """What the server, or whoever serves, will run slices on."""
+        """The workers that run slices, the same as when serving."""
         ...
 
 
 class ProfileProgress(Protocol):
-    """Who is told what happens: a progress bar, or a test."""
+    """The observer of a profile: a progress bar, or a test."""
 
     def planned(self, plan: ProfileEstimate) -> None:
-        """The engine is loaded, and this is what will be done."""
+        """The engine is loaded, and this is the work."""
         ...
 
     def advanced(self, text: str) -> None:
@@ -210,7 +210,7 @@ class ProfileProgress(Protocol):
 
 
 def journal_path(out: Path) -> Path:
-    """Where the results of an unfinished profile are kept: beside the profile."""
+    """The file for the results of an unfinished profile, next to the profile."""
     return out.with_name(f"{out.name}.partial")
 
 
@@ -224,15 +224,14 @@ def profile(
     timed: Timed = engine_process,
     make_workers: MakeWorkers | None = None,
 ) -> Profile:
-    """Measure what `recipe`, read from `source`, describes. Goes on from the journal of an earlier,
-    interrupted run.
+    """Measure what `recipe`, read from `source`, describes, resuming from an earlier journal.
 
-    `out` is where the profile will be written, by the caller, who then removes `journal_path(out)`;
-    `fresh` sets an earlier journal aside. Points that cannot be measured are in `Profile.failed`.
+    The caller writes the profile to `out` and then removes `journal_path(out)`. `fresh` sets an
+    earlier journal aside. Points that cannot be measured are in `Profile.failed`.
 
-    Raises `InputError` for a recipe that the engine refuses or a journal that cannot be written, and `EngineError`
-    where a recipe for a GPU finds none, the engine cannot be loaded or keeps dying, or nothing of
-    the grid can be measured.
+    Raises `InputError` for a recipe that the engine refuses or a journal that cannot be written.
+    Raises `EngineError` if a recipe for a GPU finds none, the engine cannot be loaded or keeps
+    dying, or no point of the grid can be measured.
     """
     require_gpu([recipe])
     started_s = time.perf_counter()
@@ -248,7 +247,7 @@ def profile(
             session.probe_admission(bench)
             session.keep_limits(bench)
             session.measure(bench)
-            bench.stop()  # its memory is the workers' now
+            bench.stop()  # frees its memory for the workers
             session.run_slices(make_workers or bench.workers)
             session.run_sequences(make_workers or bench.workers)
             return session.result(made_from)
@@ -273,7 +272,7 @@ def _slice_key(number: int) -> str:
 
 
 class _Session:
-    """The stages of one profile, and what they share."""
+    """The stages of one profile and their shared state."""
 
     def __init__(
         self, recipe: Recipe, facts: EngineFacts, journal: Journal, watch: ProfileProgress
@@ -282,7 +281,7 @@ class _Session:
         self._spec = recipe.profile
         self._facts = facts
         self._journal = journal
-        self._watch = watch
+        self._progress = watch
         self._points, self._skipped = grid(self._spec, facts)
         traits = traits_of(facts.engine)
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
@@ -295,9 +294,9 @@ class _Session:
         self._work = Work(
             visits=visits_left([*self._points, *parts], self._spec, journal),
             memory=[
-                each
-                for each in probe_shapes(self._spec, facts)
-                if _memory_key(*each) not in journal.results
+                shape
+                for shape in probe_shapes(self._spec, facts)
+                if _memory_key(*shape) not in journal.results
             ],
             slices=self._slices_left(),
             admissions=self._rounds.lengths_left() if self._rounds else (),
@@ -305,9 +304,7 @@ class _Session:
         )
 
     def _slices_left(self) -> dict[int, SliceShape]:
-        """Those that the journal does not know. Until memory has been probed, they may be too
-        large.
-        """
+        """The slices that the journal lacks. Before memory is probed, they may be too large."""
         results = self._journal.results
         tokens_max = safe_tokens(_batch_probes(results), self._facts)
         shapes = slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
@@ -317,9 +314,8 @@ class _Session:
 
     def plan(self, bench: TimedEngine, load_s: float) -> ProfileEstimate:
         work = self._work
-        loads = (
-            bool(work.visits) + bool(work.slices) + bool(work.sequences)
-        )  # the neighbours', the workers' twice
+        # The neighbours load once; the workers load for slices and again for sequences.
+        loads = bool(work.visits) + bool(work.slices) + bool(work.sequences)
         work_s = estimate_s(work, self._points, self._spec, bench, self._recipe.workers)
         return ProfileEstimate(
             points=len(self._points),
@@ -339,15 +335,16 @@ class _Session:
             except Unmeasurable as reason:
                 result = FailedPoint(kind="memory", batch_size=0, length=length, reason=str(reason))
             self._journal.put(_memory_key(length, steps), result)
-            self._watch.advanced(f"memory L={length} S={steps}")
+            self._progress.advanced(f"memory L={length} S={steps}")
 
     def probe_admission(self, bench: TimedEngine) -> None:
         if self._rounds:
-            self._rounds.probe_admission(cast(TimedRoundEngine, bench), self._watch.advanced)
+            self._rounds.probe_admission(cast(TimedRoundEngine, bench), self._progress.advanced)
 
     def measure(self, bench: TimedEngine) -> None:
-        """The grid, beside as many busy engines as there will be when it serves. On GPUs, each has
-        its own device.
+        """Measure the grid while as many other engines are busy as when serving.
+
+        On GPUs each worker has its own device, so none is needed.
         """
         if not self._work.visits:
             return
@@ -356,17 +353,17 @@ class _Session:
         tokens_max = safe_tokens(_batch_probes(self._journal.results), self._facts)
         shapes = slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
         with busy_neighbours(self._recipe, others, list(shapes.values())):
-            measure(self._work.visits, bench, self._spec, self._journal, self._watch.advanced)
+            measure(self._work.visits, bench, self._spec, self._journal, self._progress.advanced)
 
     def keep_limits(self, bench: TimedEngine) -> None:
-        """Of an engine that tells of its passes: what bounds them."""
+        """Keep the limits of the passes, if the engine reports passes."""
         if isinstance(bench, TimedPassEngine):
             self._steps = bench.steps
 
     def run_slices(self, make_workers: MakeWorkers) -> None:
         def record(number: int, result: SlicePoint | FailedPoint) -> None:
             self._journal.put(_slice_key(number), result)
-            self._watch.advanced(f"slice {number + 1} of {self._spec.slices}")
+            self._progress.advanced(f"slice {number + 1} of {self._spec.slices}")
 
         left = self._slices_left()
         if left:
@@ -375,7 +372,7 @@ class _Session:
 
     def run_sequences(self, make_workers: MakeWorkers) -> None:
         if self._rounds and self._work.sequences:
-            self._rounds.run_sequences(make_workers(self._recipe), self._watch.advanced)
+            self._rounds.run_sequences(make_workers(self._recipe), self._progress.advanced)
 
     def result(self, made_from: EnvelopeFields) -> Profile:
         results = self._journal.results
@@ -386,7 +383,7 @@ class _Session:
             )
             kind = "decode step" if prefill else "prefill"
             raise EngineError(
-                f"not one {kind} of the grid could be measured: {failed}",
+                f"no {kind} of the grid could be measured: {failed}",
                 "see profile in the recipe",
             )
         return Profile(
@@ -406,7 +403,7 @@ class _Session:
 
 
 def _with_points(limits: StepsProfile, results: Mapping[str, Result]) -> StepsProfile:
-    """All passes that were seen while the grid was measured."""
+    """Add all passes that were logged while the grid was measured."""
     visits = of_kind(PointVisit, results.values())
     points = [point for visit in visits for point in visit.steps]
     front = [point for visit in visits for point in visit.front]
@@ -414,32 +411,30 @@ def _with_points(limits: StepsProfile, results: Mapping[str, Result]) -> StepsPr
 
 
 def _batch_probes(results: Mapping[str, Result]) -> list[MemoryPoint]:
-    """Those of the memory edge of batches."""
+    """The probes of the memory edge of static batches."""
     probes = (result for key, result in results.items() if key.startswith("memory/"))
     found = [probe for probe in probes if isinstance(probe, MemoryPoint)]
     return sorted(found, key=lambda probe: (probe.input_length, probe.steps))
 
 
-# How much of the machine other programs used while something was measured.
-
-
 class OtherLoad:
-    """The CPU time that others use from now on: not this process, nor its children once they have
-    ended.
+    """The CPU time that other programs use from now on.
+
+    This process does not count, nor do its children once they have ended.
     """
 
     def __init__(self) -> None:
         self._start = _snapshot()
 
     def percent(self) -> float:
-        """Of all CPUs' time since the start; what a hypervisor gave to others included."""
+        """The share of all CPUs' time since the start, with time that a hypervisor gave away."""
         wall_s, others_s = (now - then for now, then in zip(_snapshot(), self._start, strict=True))
         return max(0.0, 100.0 * others_s / max(wall_s, 1e-9))
 
 
 def _snapshot() -> tuple[float, float]:
-    """Seconds of all CPUs, and those that others used."""
-    import psutil  # here: a profile can also be made where only torch and transformers are installed
+    """Seconds of all CPUs, and seconds that other programs used."""
+    import psutil  # here: a profile also runs where only torch and transformers are installed
 
     cpus = psutil.cpu_times()
     own = os.times()

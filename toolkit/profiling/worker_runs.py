@@ -1,7 +1,9 @@
-"""What a profile measures of rounds, on engines that keep their rows: parts, how many rows enter,
-whole sequences.
+"""Measurements through the worker processes, all of them busy: sequences of rounds, whole slices.
 
-Prefills and decode steps are in the grid, as such an engine makes them in rounds.
+They show what a server pays, from dispatch to result. `run_feed` keeps workers busy with recorded
+work, and with unrecorded work until all recorded work is done. `RowsOfSequence` draws the rounds of
+one sequence, `RoundsStage` is the rounds' part of a profile, and `run_slices` runs slices. Engines
+that keep their rows make prefills and decode steps in rounds; those are in the grid.
 """
 
 from __future__ import annotations
@@ -34,26 +36,24 @@ from toolkit.profiling.measure import admission_lengths, probe_admission, round_
 from toolkit.sched.rounds import groups_alike
 from toolkit.workers.protocol import BatchDone, RoundDone, WorkerEvent, WorkerReady, Workers
 
-# Workers that are kept busy with what is measured, and with the same unrecorded while it is not
-# all done.
-
 
 class Feed(Protocol):
-    """Gives each worker something to run whenever it has nothing, until what counts is `done`."""
+    """Gives each idle worker something to run, until the recorded work is `done`."""
 
     @property
     def done(self) -> asyncio.Event: ...
 
     def begin(self) -> None:
-        """Once all workers are ready: something unrecorded for each, to warm up."""
+        """All workers are ready: give each unrecorded work, to warm up."""
         ...
 
     def on_event(self, event: WorkerEvent) -> None: ...
 
 
 async def run_feed(workers: Workers, feed: Feed) -> None:
-    """Start the workers, run the feed to its end, and stop them. `EngineError` where one cannot
-    load.
+    """Start the workers, run the feed to its end, and stop them.
+
+    Raises `EngineError` if a worker cannot load.
     """
     try:
         await workers.start(feed.on_event)
@@ -63,25 +63,17 @@ async def run_feed(workers: Workers, feed: Feed) -> None:
         await workers.stop()
 
 
-# Short sequences of rounds through the worker processes, all of them busy: what a server pays for
-# a round.
-#
-# Rows enter, decode together and end as they do in serving, from an empty batch on. A round is
-# timed from its dispatch to its result.
-
-ROUNDS = 12  # of a sequence
-ENTER_SHARE = 0.7  # of the rounds that have room; in the others nobody waits
-ENTER_MAX = 4  # at once, where some run
-TRIES = 50
+ROUNDS = 12  # per sequence
+ENTER_SHARE = 0.7  # share of the rounds with room in which rows enter
+ENTER_MAX = 4  # rows that enter a running batch at once
+DRAWS_MAX = 50
 
 SequenceRecord = Callable[[int, RoundSequence | FailedPoint], None]
 
 
 @dataclass(slots=True, frozen=True)
 class Ranges:
-    """What sequences are drawn from: the recipe's ranges, and tokens that rows x the longest may
-    come to.
-    """
+    """The ranges that sequences are drawn from: the recipe's, and the most rows x longest."""
 
     spec: ProfileSpec
     facts: EngineFacts
@@ -89,13 +81,16 @@ class Ranges:
 
 
 class RowsOfSequence:
-    """The rows of one sequence on one worker: what its next round is, and what came of it.
+    """The rows of one sequence on one worker: plans its next round and records the result.
+
+    Rows enter, decode together and end as in serving, beginning with an empty batch. A round is
+    timed from its dispatch to its result.
 
     Args:
-        ranges: what is drawn from.
-        number: of the sequence, which all draws depend on.
-        first_row: the rows' numbers count from here.
-        stale: rows that the worker still holds, to be dropped with the first round.
+        ranges: the ranges of all draws.
+        number: the number of the sequence, which seeds its draws.
+        first_row: the first row number to use.
+        stale: rows that the worker still holds, dropped with the first round.
     """
 
     def __init__(self, ranges: Ranges, number: int, first_row: int, stale: Sequence[int]) -> None:
@@ -103,8 +98,8 @@ class RowsOfSequence:
         self._rng = random.Random(f"{ranges.spec.seed}/rounds/{number}")
         self._wanted = log_uniform(ranges.spec.batch_sizes, self._rng)
         self._next = first_row
-        self._cached: dict[int, int] = {}  # tokens in the cache of each row
-        self._to_come: dict[int, int] = {}  # tokens that it will still get
+        self._cached: dict[int, int] = {}  # cached tokens of each row
+        self._to_come: dict[int, int] = {}  # tokens that it still generates
         self._stale = tuple(stale)
         self._entering: dict[int, Row] = {}
         self._groups: list[tuple[int, int]] = []
@@ -113,12 +108,12 @@ class RowsOfSequence:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Numbers of those who are in the batch."""
+        """Numbers of the rows in the batch."""
         return tuple(self._cached)
 
     @property
     def next_row(self) -> int:
-        """Numbers that this sequence has not used begin here."""
+        """The first row number that this sequence has not used."""
         return self._next
 
     def plan(self) -> Round:
@@ -134,12 +129,12 @@ class RowsOfSequence:
         )
 
     def left_by(self, output: RoundOutput) -> tuple[int, ...]:
-        """Numbers of those who are still in the engine after a round that ran out of memory."""
+        """Numbers of the rows that are still in the engine after a round ran out of memory."""
         gone = {*output.ended, *output.dropped}
         return tuple(number for number in (*self._cached, *self._entering) if number not in gone)
 
     def finish(self, output: RoundOutput, seconds: float) -> None:
-        """The round has ended, so many wall seconds after it was sent."""
+        """Record a round that ended `seconds` of wall time after its dispatch."""
         left = len(self._stale) + len(output.ended)
         self._stale = ()
         for number, row in self._entering.items():
@@ -162,9 +157,7 @@ class RowsOfSequence:
         )
 
     def _drawn(self) -> dict[int, Row]:
-        """Those who enter: as many as are wanted into an empty batch, a few at a time into one that
-        runs.
-        """
+        """The rows that enter: a full batch if none runs, a few at a time otherwise."""
         room = self._wanted - len(self._cached)
         count = room
         if self._cached:
@@ -179,11 +172,11 @@ class RowsOfSequence:
         return entering
 
     def _draw_row(self, entering: dict[int, Row]) -> Row | None:
-        """One more that fits beside those who run and those who enter; None: nothing was found."""
+        """Another row that fits with the running and entering ones; None if no draw fits."""
         spec, facts, rng = self._ranges.spec, self._ranges.facts, self._rng
         ends = [tokens + self._to_come[number] for number, tokens in self._cached.items()]
         ends += [len(row.tokens) + row.max_new_tokens for row in entering.values()]
-        for _ in range(TRIES):
+        for _ in range(DRAWS_MAX):
             length = log_uniform(spec.input_lengths, rng)
             output = 1 + log_uniform((1, 2 * max(spec.slice_tokens)), rng)
             longest = max([*ends, length + output])
@@ -203,8 +196,8 @@ async def run_sequences(
 ) -> None:
     """Run the numbered sequences and `record` each, or why it failed.
 
-    Each worker runs one unrecorded first, to warm up, and goes on with unrecorded ones until the
-    last recorded one is done: none that counts runs beside an idle worker.
+    Each worker first runs an unrecorded one, to warm up. It continues with unrecorded ones until
+    the last recorded one is done, so that no recorded one runs while another worker is idle.
     """
     if not numbers:
         return
@@ -213,7 +206,7 @@ async def run_sequences(
 
 @dataclass(slots=True)
 class _OnWorker:
-    """What a worker runs; `number` None where it is not recorded."""
+    """The sequence that a worker runs; `number` is None if it is not recorded."""
 
     number: int | None
     rows: RowsOfSequence
@@ -223,7 +216,7 @@ class _OnWorker:
 
 @dataclass(slots=True)
 class _SequenceFeed:
-    """Gives each worker a round whenever it has none; see `Feed`."""
+    """Gives each idle worker a round; see `Feed`."""
 
     workers: Workers
     numbers: Sequence[int]
@@ -241,7 +234,7 @@ class _SequenceFeed:
         self._left = len(self.numbers)
 
     def begin(self) -> None:
-        """Once all workers are ready: a first sequence for each, to warm up."""
+        """All workers are ready: start a first sequence on each, to warm up."""
         self._begun = True
         for worker in range(self.workers.size):
             self._start(worker, None, 0, ())
@@ -251,7 +244,7 @@ class _SequenceFeed:
         if isinstance(event, RoundDone) and event.worker in self._on:
             self._round_done(event, now_s)
         elif isinstance(event, WorkerReady) and self._begun and event.worker not in self._on:
-            self._next(event.worker, 0, ())  # it was lost, and its rows with it
+            self._next(event.worker, 0, ())  # the worker was lost, and its rows with it
 
     def _round_done(self, event: RoundDone, now_s: float) -> None:
         running = self._on[event.worker]
@@ -298,29 +291,29 @@ class _SequenceFeed:
 
 
 MIB = 1 << 20
-# of the machine's memory that all workers' swapped caches may take where the recipe sets no bound
+# Share of the machine's memory for the swapped caches of all workers, if the recipe sets no bound.
 HOST_SHARE = 0.5
 
 
 class RoundsStage:
-    """The rounds' share of a profile: what is left to do, doing it, and what came of it."""
+    """The part of a profile about rounds: the work that is left, its execution and its results."""
 
     def __init__(self, recipe: Recipe, facts: EngineFacts, journal: Journal) -> None:
         self._recipe, self._facts, self._journal = recipe, facts, journal
         self.points = part_points(recipe.profile, facts)
 
     def lengths_left(self) -> list[int]:
-        """At which rows have not been admitted yet."""
+        """Lengths at which rows have not been admitted yet."""
         lengths = admission_lengths(self._recipe.profile, self._facts)
         return [length for length in lengths if _admission_key(length) not in self._journal.results]
 
     def sequences_left(self) -> list[int]:
-        """The numbers of those that the journal does not know."""
+        """Numbers of the sequences that the journal lacks."""
         numbers = range(self._recipe.profile.sequences)
         return [number for number in numbers if _sequence_key(number) not in self._journal.results]
 
     def probe_admission(self, bench: TimedRoundEngine, advance: Callable[[str], None]) -> None:
-        """How many rows may enter, at each length."""
+        """Measure how many rows can enter, at each length."""
         for length in self.lengths_left():
             result: MemoryPoint | FailedPoint
             try:
@@ -331,7 +324,7 @@ class RoundsStage:
             advance(f"rows of {length} enter")
 
     def run_sequences(self, workers: Workers, advance: Callable[[str], None]) -> None:
-        """Whole rounds, through the workers' processes."""
+        """Run whole sequences through the worker processes."""
 
         def record(number: int, result: RoundSequence | FailedPoint) -> None:
             self._journal.put(_sequence_key(number), result)
@@ -343,7 +336,7 @@ class RoundsStage:
         asyncio.run(run_sequences(workers, self.sequences_left(), ranges, record))
 
     def result(self) -> RoundsProfile:
-        """The profile's section."""
+        """The profile's section on rounds."""
         results = self._journal.results
         return RoundsProfile(
             parts=round_parts(self.points, self._recipe.profile, results),
@@ -361,7 +354,7 @@ class RoundsStage:
         return [probe for probe in found if isinstance(probe, MemoryPoint)]
 
     def _host_bytes(self) -> int:
-        """Of one worker: the recipe's bound, else its part of half the machine's memory."""
+        """Bytes of one worker: the recipe's bound, else its part of half the machine's memory."""
         bound = self._recipe.engine.swap_memory_mib
         if bound is not None:
             return int(bound * MIB)
@@ -377,19 +370,16 @@ def _sequence_key(number: int) -> str:
     return f"rounds/{number}"
 
 
-# Whole slices through the worker processes, all of them busy: what a server pays, from dispatch
-# to result.
-
 SliceRecord = Callable[[int, SlicePoint | FailedPoint], None]
 
 
 async def run_slices(
     workers: Workers, shapes: Mapping[int, SliceShape], vocab_size: int, record: SliceRecord
 ) -> None:
-    """Run the numbered slices and `record` each, its wall seconds, or why it failed.
+    """Run the numbered slices and `record` the wall seconds of each, or why it failed.
 
-    Each worker runs one slice unrecorded first, to warm up, and goes on with unrecorded ones at the
-    end until the last recorded one is done: none of those that count runs beside an idle worker.
+    Each worker first runs an unrecorded slice, to warm up. It continues with unrecorded ones until
+    the last recorded one is done, so that no recorded one runs while another worker is idle.
     """
     if not shapes:
         return
@@ -398,7 +388,7 @@ async def run_slices(
 
 @dataclass(slots=True, frozen=True)
 class _Sent:
-    """A slice under way; `number` None where it is not recorded."""
+    """A running slice; `number` is None if it is not recorded."""
 
     number: int | None
     shape: SliceShape
@@ -406,7 +396,7 @@ class _Sent:
 
 
 class _SliceFeed:
-    """Gives each worker a slice whenever it has none; see `Feed`."""
+    """Gives each idle worker a slice; see `Feed`."""
 
     def __init__(
         self,
@@ -427,7 +417,7 @@ class _SliceFeed:
         self._begun = False
 
     def begin(self) -> None:
-        """Once all workers are ready: a first slice for each, to warm up."""
+        """All workers are ready: send a first slice to each, to warm up."""
         self._begun = True
         for worker in range(self._workers.size):
             self._send(worker, None)

@@ -1,1 +1,1 @@
-"""vLLM, whole: its command line, its profile, its launch, and what runs inside it."""
+"""vLLM: its command line, its profile, its launch, and the code that runs inside it."""

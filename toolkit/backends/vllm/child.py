@@ -1,10 +1,10 @@
-"""vLLM's own server as a child: `python -m toolkit.backends.vllm.child MODEL FLAGS`, as `vllm serve
-MODEL FLAGS`.
+"""vLLM's own server as a child: `python -m toolkit.backends.vllm.child MODEL FLAGS` runs `vllm
+serve MODEL FLAGS`.
 
-It runs in vLLM's Python and imports nothing of ours. It ends when its standard input does, so that
-it does not outlive whoever started it, however that died, and with it all of the session that it
-was given, vLLM's engine too: an API server that loads hears no signal until its engine is there,
-which may be never.
+It runs in vLLM's Python and imports nothing of llmctl. It ends when its standard input ends, so it
+does not outlive the process that started it, however that process died. It also ends the rest of
+its session, vLLM's engine included: while an API server loads, it ignores signals until its engine
+is there, which may be never.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 
-SHUTDOWN = "--shutdown-timeout"  # vLLM's flag: seconds for requests that run
-END_S = 10.0  # from then to SIGKILL
+SHUTDOWN = "--shutdown-timeout"  # vLLM's flag: seconds for running requests
+END_S = 10.0  # from the end of that timeout to SIGKILL
 
 
 def main() -> None:
-    """Until a signal, or the end of standard input."""
+    """Serve until a signal, or until standard input ends."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from vllm.entrypoints.cli.main import main as vllm
 
@@ -31,8 +31,8 @@ def main() -> None:
 def _end_with_parent() -> None:
     while os.read(0, 1):
         pass
-    words = sys.argv
-    timeout_s = float(words[words.index(SHUTDOWN) + 1]) if SHUTDOWN in words else 0.0
+    arguments = sys.argv
+    timeout_s = float(arguments[arguments.index(SHUTDOWN) + 1]) if SHUTDOWN in arguments else 0.0
     os.killpg(0, signal.SIGTERM)
     time.sleep(timeout_s + END_S)
     os.killpg(0, signal.SIGKILL)

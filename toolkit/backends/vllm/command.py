@@ -1,4 +1,9 @@
-"""vLLM's own server as a child: started, waited for, ended in order, and never left behind."""
+"""vLLM's own server as a child process: the version check, the command line, and its life.
+
+`VllmCommand` says how the server is started for a recipe. `vllm_server` starts it, waits until it
+answers, and ends it in order, so that no process of it is left behind. `flags_of` writes the
+parameters of policy `vllm` as vLLM's own flags.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +36,14 @@ from toolkit.files.recipe import Recipe, VllmSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, parameters
 
-# The versions of vLLM that were tried: what our classes inside it subclass is not public, and its
-# flags change.
+# The tested versions of vLLM. llmctl's classes inside vLLM subclass private ones, and its flags
+# change.
 
 TRIED = "==0.32.*"
 
 
 def check_version(version: str, remedy: str = "or leave out --scheduler-cls") -> None:
-    """`InputError`, naming the range and how to get there, for a version that was not tried."""
+    """Raises `InputError`, with the tested range and the remedy, for an untested version."""
     try:
         tried = Version(version) in SpecifierSet(TRIED, prereleases=True)
     except InvalidVersion:
@@ -50,19 +55,18 @@ def check_version(version: str, remedy: str = "or leave out --scheduler-cls") ->
         )
 
 
-# How vLLM's server is started for a recipe: the Python that has it, its command line, its
-# environment.
-
 MIB = 1 << 20
-ASK_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
-PATIENCE_S = 60.0
-QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+PRINT_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
+VERSION_TIMEOUT_S = 60.0
+NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 @dataclass(slots=True, frozen=True)
 class VllmCommand:
-    """A server to start. `model` is a folder or a hub id, `flags` are the scheduler's, as vLLM
-    spells them.
+    """A server to start.
+
+    `model` is a folder or a hub id, `flags` are the scheduler's, as vLLM spells them. `variables`
+    are added to its environment.
     """
 
     recipe: Recipe
@@ -72,7 +76,7 @@ class VllmCommand:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def words(self, host: str, port: int) -> list[str]:
-        """The command, the Python first."""
+        """The command line, beginning with the Python."""
         spec, model, engine = self._spec, self.recipe.model, self.recipe.engine
         words = [vllm_python(self.recipe), "-m", "toolkit.backends.vllm.child", self.model]
         words += ["--host", host, "--port", str(port), "--served-model-name", self.served_model]
@@ -98,8 +102,12 @@ class VllmCommand:
         return [*words, *spec.args, *self.flags]
 
     def environment(self, modules: Path) -> dict[str, str]:
-        """The child's. `modules` is a folder that has llmctl's package and nothing else."""
-        environment = os.environ | QUIET | {"PYTHONPATH": str(modules)} | dict(self.variables)
+        """The child's environment. `modules` is a folder that holds llmctl's package and nothing
+        else.
+        """
+        environment = (
+            os.environ | NO_TELEMETRY | {"PYTHONPATH": str(modules)} | dict(self.variables)
+        )
         if cpus := self.cpus[0]:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))}
         if Path(self.model).is_dir():
@@ -108,24 +116,25 @@ class VllmCommand:
 
     @property
     def end_s(self) -> float:
-        """Seconds that a server whose llmctl has died takes at most, if it runs: see
-        `toolkit.backends.vllm.child`.
+        """The most seconds that a running server takes to end after llmctl has died.
+
+        See `toolkit.backends.vllm.child`.
         """
         words = list(self.flags)
         return CHILD_END_S + (float(words[words.index(SHUTDOWN) + 1]) if SHUTDOWN in words else 0.0)
 
     @property
     def cpus(self) -> tuple[list[int], list[int]]:
-        """The CPUs of the engine's threads, and those that are left for the rest of the server.
+        """The CPUs of the engine's threads, and those left for the rest of the server.
 
-        Both empty where vLLM is not on a CPU, or nothing was said of threads: then it divides them
-        itself.
+        Both are empty if vLLM does not run on a CPU or the recipe sets no threads: then vLLM
+        divides them itself.
         """
         threads = self.recipe.engine.threads
         if self.recipe.hardware.device != "cpu" or threads is None:
             return [], []
-        there = sorted(os.sched_getaffinity(0))
-        return there[:threads], there[threads:]
+        available = sorted(os.sched_getaffinity(0))
+        return available[:threads], available[threads:]
 
     @property
     def _spec(self) -> VllmSpec:
@@ -133,25 +142,32 @@ class VllmCommand:
 
 
 def vllm_python(recipe: Recipe) -> str:
-    """The Python of vLLM's environment, which seldom is ours: it wants another transformers."""
+    """The Python of vLLM's environment.
+
+    It is seldom llmctl's own: vLLM requires another version of transformers.
+    """
     spec = recipe.engine.vllm
     return (spec.python if spec else None) or os.environ.get(PYTHON_VARIABLE) or sys.executable
 
 
 def vllm_version(recipe: Recipe) -> str:
-    """The version of vLLM there. `EngineError` where there is none, `InputError` where it was not
-    tried.
+    """The version of vLLM in that Python.
+
+    Raises `EngineError` if it has no vLLM, and `InputError` for an untested version.
     """
     python = vllm_python(recipe)
-    remedy = f"pip install 'vllm{TRIED}' into it, or name another: engine.vllm.python in the recipe, or {PYTHON_VARIABLE}"
+    other = f"name another Python: engine.vllm.python in the recipe, or {PYTHON_VARIABLE}"
+    remedy = f"pip install 'vllm{TRIED}' into it, or {other}"
     try:
         found = subprocess.run(
-            [python, "-c", ASK_VERSION], capture_output=True, text=True, timeout=PATIENCE_S
+            [python, "-c", PRINT_VERSION], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S
         )
     except OSError as error:
         raise EngineError(f"{python}: cannot be run: {error.strerror}", remedy) from None
     except subprocess.TimeoutExpired:
-        raise EngineError(f"{python} did not answer within {PATIENCE_S:g} s", remedy) from None
+        raise EngineError(
+            f"{python} did not answer within {VERSION_TIMEOUT_S:g} s", remedy
+        ) from None
     if found.returncode:
         raise EngineError(f"{python} has no vLLM", remedy)
     version = found.stdout.strip()
@@ -162,25 +178,27 @@ def vllm_version(recipe: Recipe) -> str:
 
 
 def link_package(folder: Path) -> None:
-    """Put llmctl's package into `folder`, alone: what else lies beside it, vLLM's environment has
-    itself.
+    """Link llmctl's package, and nothing else, into `folder`.
+
+    vLLM's environment has its own versions of everything that is installed next to llmctl.
     """
     (folder / "toolkit").symlink_to(Path(toolkit.__file__).parent, target_is_directory=True)
 
 
-LOAD_S = 1800.0  # a large model from a slow disk, and its compiling
-LOOK_EVERY_S = 0.25
-END_S = 30.0  # from SIGTERM to SIGKILL
-REST_S = 5.0  # the same while it loads, and for processes that it leaves behind
-LOOK_AGAIN_S = 0.02
-GUARD_S = 2.0  # from the time by which it has killed itself to the guard's own look
+LOAD_S = 1800.0  # a large model from a slow disk, and its compilation
+POLL_READY_S = 0.25
+STOP_S = 30.0  # from SIGTERM to SIGKILL
+STOP_LOADING_S = 5.0  # while it loads, and for processes that it leaves behind
+POLL_GROUP_S = 0.02
+GUARD_S = 2.0  # from when it should have killed itself to the guard's kill
 TAIL_LINES = 40
-UP_S = 5.0  # for an answer of /health
+HEALTH_TIMEOUT_S = 5.0
 
 
 class VllmServer:
-    """A server that runs. `url` is where; its standard error goes to ours, or is kept for when it
-    dies.
+    """A running server. `url` is its address.
+
+    If `quiet`, its output is kept for error messages only; else it also goes to standard error.
     """
 
     def __init__(
@@ -191,8 +209,8 @@ class VllmServer:
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._engine_cpus, self._other_cpus = command.cpus
         link_package(folder)
-        # Its session is its own: Ctrl-C is for us, and we end it in order. Its input ends with us,
-        # which it notices itself where it still runs; the guard ends what is left of the session.
+        # It has its own session: Ctrl-C is for llmctl, which ends it in order. Its input ends with
+        # llmctl; a running server notices that itself. The guard ends what is left of the session.
         self._child = subprocess.Popen(
             command.words(host, port),
             stdin=subprocess.PIPE,
@@ -216,33 +234,39 @@ class VllmServer:
         self._reader.start()
 
     def wait_until_ready(self, limit_s: float = LOAD_S) -> None:
-        """Until it answers. `EngineError` with its own words where it ends before, or takes longer."""
+        """Wait until it answers.
+
+        Raises `EngineError` with its own error line if it ends before, or takes longer than
+        `limit_s`.
+        """
         deadline_s = time.monotonic() + limit_s
         while not self.healthy():
             if self._child.poll() is not None:
                 raise self.died("while it loaded")
             if time.monotonic() > deadline_s:
-                raise EngineError(f"vLLM was not ready within {limit_s:g} s: {self._last_words()}")
-            time.sleep(LOOK_EVERY_S)
+                raise EngineError(f"vLLM was not ready within {limit_s:g} s: {self._error_line()}")
+            time.sleep(POLL_READY_S)
         self._ready = True
-        self._keep_clear()
+        self._keep_engine_cpus_free()
 
     def healthy(self) -> bool:
-        """Whether /health says so now."""
-        import httpx  # here: what runs inside vLLM imports this module and needs none
+        """Whether /health answers 200 now."""
+        import httpx  # here: code inside vLLM imports this module, and does not need httpx
 
         try:
-            return httpx.get(f"{self.url}/health", timeout=UP_S, trust_env=False).status_code == 200
+            url = f"{self.url}/health"
+            answer = httpx.get(url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
+            return answer.status_code == 200
         except httpx.HTTPError:
             return False
 
     @property
     def running(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process has not ended."""
         return self._child.poll() is None
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Its exit code; None where it has not ended within `timeout_s`."""
+        """Its exit code; None if it has not ended within `timeout_s`."""
         try:
             return self._child.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -251,53 +275,52 @@ class VllmServer:
     def died(self, when: str) -> EngineError:
         """The error that says how it ended."""
         code = self._child.wait()
-        self._reader.join(UP_S)
+        self._reader.join(HEALTH_TIMEOUT_S)
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return EngineError(
-            f"vLLM ended {when} ({how}): {self._last_words()}", "its own output says more"
+            f"vLLM ended {when} ({how}): {self._error_line()}", "its own output says more"
         )
 
     def signal_end(self) -> None:
-        """Ask it to end: it refuses new requests and drops those that run."""
+        """Send SIGTERM: it refuses new requests and drops running ones."""
         if self.running:
             self._child.terminate()
 
     def stop(self) -> None:
-        """End it, by force where it does not, and whatever of it stays behind.
+        """End it, by force if necessary, with every process of its session.
 
-        While it loads it waits for its engine, and hears no signal (vLLM 0.32).
+        While it loads it waits for its engine and ignores signals (vLLM 0.32).
         """
         self.signal_end()
-        if self.wait(END_S if self._ready else REST_S) is None:
+        if self.wait(STOP_S if self._ready else STOP_LOADING_S) is None:
             self._child.kill()
             self._child.wait()
         self._end_group()
         if self._child.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._child.stdin.close()
-        self._reader.join(UP_S)
+        self._reader.join(HEALTH_TIMEOUT_S)
 
     def _end_group(self) -> None:
-        """vLLM ends its engine in order; one that was killed leaves it behind."""
+        """End the rest of the session: a server that was killed leaves its engine behind."""
         group = self._child.pid
-        deadline_s = time.monotonic() + REST_S
-        with contextlib.suppress(ProcessLookupError):  # nobody is left
+        deadline_s = time.monotonic() + STOP_LOADING_S
+        with contextlib.suppress(ProcessLookupError):  # no process is left
             os.killpg(group, signal.SIGTERM)
             while time.monotonic() < deadline_s:
-                time.sleep(LOOK_AGAIN_S)
+                time.sleep(POLL_GROUP_S)
                 with contextlib.suppress(ChildProcessError):
-                    os.waitpid(-group, os.WNOHANG)  # process 1 of a container inherits them
+                    os.waitpid(-group, os.WNOHANG)  # process 1 of a container inherits orphans
                 os.killpg(group, 0)
             os.killpg(group, signal.SIGKILL)
         guard.forget(group)
 
-    def _keep_clear(self) -> None:
-        """Move what is not the engine off the CPUs that its threads are bound to, now that they
-        are.
+    def _keep_engine_cpus_free(self) -> None:
+        """Move all processes but the engine off the CPUs that the engine's threads are bound to.
 
-        vLLM's API server and its scheduler's process, which waits busily, would run there at times:
-        that costs passes a tenth of their speed, now more and now less. Threads that begin later
-        are where those are that begin them.
+        vLLM's API server and the process of its scheduler, which busy-waits, would at times run
+        there. That slows passes by a tenth, to a degree that varies. New threads inherit the CPUs
+        of the thread that starts them. Call this only once the engine's threads are bound.
         """
         if not self._other_cpus:
             return
@@ -316,24 +339,25 @@ class VllmServer:
                 if not self._quiet:
                     print(line, end="", file=sys.stderr)
 
-    def _last_words(self) -> str:
-        """The last line that names an error, else the last one."""
+    def _error_line(self) -> str:
+        """The last line that names an error, else the last line."""
         lines = [line for line in self._tail if line.strip()]
         named = [
             line
             for line in lines
             if "Error" in line and "Engine core initialization failed" not in line
         ]
-        return (named or lines or ["it said nothing"])[-1].strip()[-300:]
+        return (named or lines or ["no output"])[-1].strip()[-300:]
 
 
 @contextlib.contextmanager
 def vllm_server(
     command: VllmCommand, host: str = "127.0.0.1", port: int = 0, *, quiet: bool
 ) -> Iterator[VllmServer]:
-    """A server that answers; port 0: a free one. It is ended at the end of the block.
+    """Yield a server that answers, and end it afterwards. Port 0 means a free port.
 
-    Raises `InputError` for a version that was not tried, and `EngineError` where vLLM is not there or does not load.
+    Raises `InputError` for an untested version, and `EngineError` if vLLM is not installed or does
+    not load.
     """
     vllm_version(command.recipe)
     with tempfile.TemporaryDirectory(prefix="llmctl-vllm-") as name:
@@ -346,14 +370,12 @@ def vllm_server(
 
 
 def free_port(host: str) -> int:
-    """A port that nobody has at the moment."""
+    """A port that is free at the moment."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 
-
-# Parameters of policy `vllm` as vLLM's own flags.
 
 POLICY = "vllm"
 SWITCHES = {"chunked_prefill": "enable-chunked-prefill", "prefix_caching": "enable-prefix-caching"}
@@ -362,11 +384,10 @@ SWITCHES = {"chunked_prefill": "enable-chunked-prefill", "prefix_caching": "enab
 def flags_of(
     policy: str, given: Mapping[str, Value], *, prefix_caching: bool | None = None
 ) -> list[str]:
-    """The flags of a policy's parameters, all of them; none for another policy, which runs inside
-    with vLLM's own.
+    """All parameters of policy `vllm` as flags; none for other policies, which run inside vLLM.
 
-    `prefix_caching`, where it is said, holds whatever the parameters say. `InputError` for what is
-    no parameter.
+    `prefix_caching`, if given, overrides the parameter of that name. Raises `InputError` for an
+    unknown parameter.
     """
     if policy != POLICY:
         return [] if prefix_caching is None else [_switch("enable-prefix-caching", prefix_caching)]

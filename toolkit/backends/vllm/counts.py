@@ -1,7 +1,7 @@
 """Counts the passes of vLLM's scheduler, or of ours inside it, for vLLM's own /metrics.
 
-The flag is `--scheduler-cls toolkit.backends.vllm.counts.counted_scheduler`. The counting changes no
-decision. The laws are those of LLMCTL_VLLM_PLAN. vLLM's /metrics shows the sums if
+The flag is `--scheduler-cls toolkit.backends.vllm.counts.counted_scheduler`. The counting changes
+no decision. The laws are those of LLMCTL_VLLM_PLAN. vLLM's /metrics shows the sums if
 PROMETHEUS_MULTIPROC_DIR names an empty folder: vLLM's processes then share their metrics through
 files there.
 
@@ -99,25 +99,25 @@ class PassCounts:
         if self._arrived_s.pop(request_id, None) is not None:
             self._reset_if_idle()
 
-    def passed(self, one: LoggedPass) -> None:
+    def passed(self, logged: LoggedPass) -> None:
         """A pass has ended, and its tokens exist."""
-        if one.rows:
-            shape = shape_of_rows(one.rows)
-            start_s, predicted_s = one.start_s, self._law.forward_s(shape)
+        if logged.rows:
+            shape = shape_of_rows(logged.rows)
+            start_s, predicted_s = logged.start_s, self._law.forward_s(shape)
             if self._ended_s is not None:
                 start_s = self._ended_s
                 predicted_s += self._law.after_s(self._rows)
-            self._series.batch(one.end_s - start_s, predicted_s)
-            self._ended_s, self._rows = one.end_s, shape.rows
-        for row in one.rows:
+            self._series.batch(logged.end_s - start_s, predicted_s)
+            self._ended_s, self._rows = logged.end_s, shape.rows
+        for row in logged.rows:
             ends_prompt = row.computed + row.new >= row.prompt_tokens
             if row.request_id in self._without_token and ends_prompt:
                 self._without_token.discard(row.request_id)
-                self._series.ttft(one.end_s - self._arrived_s[row.request_id])
-        for request_id in one.ended:
+                self._series.ttft(logged.end_s - self._arrived_s[row.request_id])
+        for request_id in logged.ended:
             arrived_s = self._arrived_s.pop(request_id, None)
             if arrived_s is not None:
-                self._series.e2e(one.end_s - arrived_s)
+                self._series.e2e(logged.end_s - arrived_s)
         self._reset_if_idle()
 
     def _reset_if_idle(self) -> None:
@@ -159,9 +159,9 @@ class Counted(PassLoggingMixin):
             self._counts.gone(request.request_id)
         return finished
 
-    def _passed(self, one: LoggedPass) -> None:
-        super()._passed(one)
-        self._counts.passed(one)
+    def _passed(self, logged: LoggedPass) -> None:
+        super()._passed(logged)
+        self._counts.passed(logged)
 
 
 class CountedScheduler(Counted):

@@ -1,8 +1,8 @@
-"""vLLM's own scheduler, that writes down each pass: `--scheduler-cls
+"""vLLM's own scheduler, which logs each pass: `--scheduler-cls
 toolkit.backends.vllm.iterations.logged_scheduler`.
 
-It decides nothing. Where the log goes is said by LLMCTL_VLLM_ITERATIONS. docs/vllm.md says what is
-in it. `PassLoggingMixin` is what it shares with others that look at the passes.
+The logging changes no decision. LLMCTL_VLLM_ITERATIONS names the log file; docs/vllm.md describes
+its content. `PassLoggingMixin` collects the passes, for this log and for other readers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ with one_line():
     check_version(vllm.__version__)
 
 
-class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is not there when this is checked
-    """A mix-in over any of vLLM's schedulers that has each pass told to `_passed`."""
+class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent during type checks
+    """A mix-in for any of vLLM's schedulers that reports each pass to `_passed`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,17 +37,15 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is not there wh
         self._preempted: list[str] = []
         self._gone: list[str] = []
 
-    def _passed(self, one: LoggedPass) -> None:
-        """A pass is over."""
+    def _passed(self, logged: LoggedPass) -> None:
+        """A pass has ended."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         start_s = time.monotonic()
         output = super().schedule(throttle_prefills)
         rows = []
         for request_id, new in output.num_scheduled_tokens.items():
-            request = self.requests[
-                request_id
-            ]  # whose computed tokens have this pass in them already
+            request = self.requests[request_id]  # its computed tokens already include this pass
             rows.append(
                 LoggedRow(
                     request_id, request.num_computed_tokens - new, new, request.num_prompt_tokens
@@ -64,13 +62,13 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is not there wh
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         start_s, rows, preempted, waiting, free = self._under_way.popleft()
         ended = [
-            one.request_id
-            for each in outputs.values()
-            for one in each.outputs
-            if one.finish_reason is not None
+            output.request_id
+            for client in outputs.values()
+            for output in client.outputs
+            if output.finish_reason is not None
         ]
         if rows or preempted or ended or self._gone:
-            one = LoggedPass(
+            logged = LoggedPass(
                 step=self.current_step - len(self._under_way),
                 start_s=start_s,
                 end_s=time.monotonic(),
@@ -81,7 +79,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is not there wh
                 free_blocks=free,
             )
             self._gone = []
-            self._passed(one)
+            self._passed(logged)
         return outputs
 
     def finish_requests(
@@ -99,7 +97,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is not there wh
 
 
 class Logged(PassLoggingMixin):
-    """Writes them down. `InputError` where the log is not named or cannot be written."""
+    """Writes the passes to the log. Raises `InputError` if the log is not named or not writable."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,7 +106,7 @@ class Logged(PassLoggingMixin):
             if not path:
                 raise InputError(
                     f"{ITERATIONS_VARIABLE} is not set",
-                    "it names the file that gets a line for each pass",
+                    "it names the file for the log of passes",
                 )
             try:
                 self._log = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `shutdown`)
@@ -120,8 +118,8 @@ class Logged(PassLoggingMixin):
         self._log.close()
         super().shutdown()
 
-    def _passed(self, one: LoggedPass) -> None:
-        self._log.write(to_line(one))
+    def _passed(self, logged: LoggedPass) -> None:
+        self._log.write(to_line(logged))
 
     def _header(self) -> IterationLogHeader:
         config, cache = self.vllm_config, self.cache_config
@@ -148,15 +146,15 @@ class Logged(PassLoggingMixin):
 
 
 class LoggedScheduler(Logged):
-    """Over the scheduler that vLLM has without async scheduling."""
+    """Logs vLLM's scheduler without async scheduling."""
 
 
 class LoggedAsyncScheduler(Logged, AsyncScheduler):  # type: ignore[misc]
-    """Over the one that it has with it."""
+    """Logs vLLM's scheduler with async scheduling."""
 
 
 def logged_scheduler(*args: Any, **kwargs: Any) -> Logged:
-    """The one that vLLM itself would take under this configuration."""
+    """Make the logged form of the scheduler that vLLM would choose under this configuration."""
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     kind = LoggedAsyncScheduler if config.scheduler_config.async_scheduling else LoggedScheduler
     return kind(*args, **kwargs)

@@ -1,10 +1,13 @@
-"""vLLM on the bench: its own server, started by us, asked over HTTP, and timed by its scheduler's
-log of passes.
+"""The bench of vLLM: its own server, started by llmctl, driven over HTTP, timed by its log of
+passes.
 
-So what is timed is what will serve, and a client's disturbance is in no figure but `FrontPoint`'s.
-A prefill of [N, L] is from the first pass that N prompts have a part in to the last; a decode step
-of N rows is a pass that has just them, with what lies between it and the next. All passes, these
-and those of mixes and of traffic, are kept for the law of passes.
+The timed server is therefore the one that will serve, and the client's own delays affect
+`FrontPoint` only. A prefill of [N, L] lasts from the first pass with a chunk of the N prompts to
+the last one. A decode step of N rows is a pass of exactly these rows, plus the gap to the next
+pass. All passes, those of mixes and of traffic too, are kept for the law of passes.
+
+Order: passes as points of a profile, the bench, the points' times, and `vllm_bench`, which starts
+the server.
 """
 
 from __future__ import annotations
@@ -33,14 +36,12 @@ from toolkit.profiling.bench import VISIT_SAMPLES, Unmeasurable
 from toolkit.profiling.grid import MIX_STEPS, GridPoint, log_uniform
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 
-# Forward passes of an engine's log as points of a profile: their composition, and what they and
-# the host took.
-
 
 @dataclass(slots=True, frozen=True)
 class TimedPass:
-    """A pass that computed something. `host_s`: until the next one began; None where there was
-    nothing to do.
+    """A pass that computed something.
+
+    `host_s` is the gap until the next pass began; None if no work was waiting.
     """
 
     shape: StepShape
@@ -54,8 +55,9 @@ class TimedPass:
 
 
 def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
-    """Passes that follow one another. One that was asked for before the last had ended began when
-    that ended.
+    """Consecutive passes with their times, in seconds.
+
+    A pass that was scheduled before the previous one ended begins when that one ends.
     """
     found: list[TimedPass] = []
     end_s = -1.0
@@ -71,19 +73,15 @@ def timed(passes: Sequence[LoggedPass]) -> list[TimedPass]:
 
 
 def points(passes: Sequence[TimedPass]) -> list[StepPoint]:
-    """One for each pass that has chunks, and one for each stretch of decodes of as many rows."""
+    """One point for each pass with chunks, and one for each stretch of equally many decodes."""
     found = []
     for chunked, group in groupby(passes, key=lambda one: one.shape.prefills > 0):
         if chunked:
             found += [_point([one]) for one in group]
         else:
-            found += [_point(stretch) for stretch in _stretches(list(group))]
+            stretches = groupby(group, key=lambda one: one.shape.decodes)
+            found += [_point(list(stretch)) for _, stretch in stretches]
     return found
-
-
-def _stretches(passes: Sequence[TimedPass]) -> Iterator[list[TimedPass]]:
-    for _, stretch in groupby(passes, key=lambda one: one.shape.decodes):
-        yield list(stretch)
 
 
 def _point(stretch: Sequence[TimedPass]) -> StepPoint:
@@ -100,7 +98,7 @@ def _point(stretch: Sequence[TimedPass]) -> StepPoint:
 
 
 LOGGED = ("--scheduler-cls", "toolkit.backends.vllm.iterations.logged_scheduler")
-STAGGER = 0.6  # of the time that a mix's decodes take, in which its prompts come
+STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 
 
 class VllmBench(ServerBench):
@@ -117,14 +115,14 @@ class VllmBench(ServerBench):
         self._endpoint.draws_below(self.facts.vocab_size)
         self._rng = random.Random(recipe.profile.seed)
         self._longest = recipe.serve.max_new_tokens
-        self._step_s = 0.0  # about what a decode step takes
+        self._step_s = 0.0  # of a decode step, roughly
         self._steps: list[StepPoint] = []
         self._front: list[FrontPoint] = []
         self._log.readlines()
 
     @property
     def steps(self) -> StepsProfile:
-        """See `PassBench.steps`."""
+        """See `TimedPassEngine.steps`."""
         header = self._header
         return StepsProfile(
             block_tokens=header.block_tokens,
@@ -136,7 +134,7 @@ class VllmBench(ServerBench):
         )
 
     def take_passes(self) -> tuple[list[StepPoint], list[FrontPoint]]:
-        """See `PassBench.take_passes`."""
+        """See `TimedPassEngine.take_passes`."""
         found = self._steps, self._front
         self._steps, self._front = [], []
         return found
@@ -169,12 +167,12 @@ class VllmBench(ServerBench):
         steps = [one.seconds for one in passes if not one.shape.prefills]
         self._step_s = fmean(steps) if steps else self._step_s
         self._steps += points(passes)
-        if point.kind != "traffic":  # whose last request may end long after the others
+        if point.kind != "traffic":  # its last request may end long after the others
             self._front.append(_front(samples, passes, start_s))
         return _seconds(point, passes)
 
     def _requests(self, point: GridPoint) -> list[Sample]:
-        """What is sent for a point, and when."""
+        """The requests of a point, with their times."""
         length, longest = point.length, self.facts.max_model_len
         if point.kind == "prefill":
             return [Sample(0.0, length, 1) for _ in range(point.batch_size)]
@@ -191,14 +189,15 @@ class VllmBench(ServerBench):
         return decoding + [Sample((k + 1) * gap_s, length, 1) for k in range(point.others)]
 
     def _traffic(self, point: GridPoint) -> list[Sample]:
-        """Requests whose gaps are exponential, at a rate at which about N run at once."""
-        most = self.facts.max_model_len
+        """Requests with exponential gaps, at a rate at which about N of them run at once."""
+        length_max = self.facts.max_model_len
         prompts = [
-            min(log_uniform([point.length // 2 + 1, 2 * point.length], self._rng), most - 1)
+            min(log_uniform([point.length // 2 + 1, 2 * point.length], self._rng), length_max - 1)
             for _ in range(point.others)
         ]
         outputs = [
-            min(log_uniform([8, self._longest], self._rng), most - prompt) for prompt in prompts
+            min(log_uniform([8, self._longest], self._rng), length_max - prompt)
+            for prompt in prompts
         ]
         rate = point.batch_size / (fmean(outputs) * self._step_s)
         start_s, samples = 0.0, []
@@ -216,14 +215,14 @@ def _seconds(point: GridPoint, passes: list[TimedPass]) -> float:
     ]
     if not steps:
         raise Unmeasurable(
-            "its rows never decoded all together: raise max_num_batched_tokens or max_num_seqs"
+            "its rows never decoded all at once: raise max_num_batched_tokens or max_num_seqs"
         )
     return fmean(one.seconds + (one.host_s or 0.0) for one in steps)
 
 
 def _front(samples: list[Sample], passes: list[TimedPass], start_s: float) -> FrontPoint:
-    """Of a request alone, what its first token took beside its passes; of several, what the last
-    token took back.
+    """The time outside the passes: of a single request before its first token, of several after the
+    last.
     """
     rows, prompt = len(samples), samples[0].prompt_tokens
     if rows == 1:
@@ -235,7 +234,9 @@ def _front(samples: list[Sample], passes: list[TimedPass], start_s: float) -> Fr
 
 
 def _emits(one: TimedPass, prompt: int) -> bool:
-    """Whether the pass of a request alone ends its prompt: what it attends to is then known."""
+    """Whether a pass of a single request ends its prompt. What it attends to tells the cached
+    tokens.
+    """
     shape = one.shape
     if not shape.prefills:
         return False
@@ -244,7 +245,7 @@ def _emits(one: TimedPass, prompt: int) -> bool:
 
 
 def facts_of(recipe: Recipe, header: IterationLogHeader) -> EngineFacts:
-    """What vLLM resolved, as the log's header has it."""
+    """The facts as vLLM resolved them, from the log's header."""
     capacity = header.blocks * header.block_tokens
     return EngineFacts(
         engine="vllm",
@@ -268,10 +269,10 @@ def facts_of(recipe: Recipe, header: IterationLogHeader) -> EngineFacts:
 
 @contextlib.contextmanager
 def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
-    """A bench on a server of its own, with the recipe's flags but no prefix cache: what is measured
-    is computed.
+    """Yield a bench on a server of its own, with the recipe's flags but without a prefix cache.
 
-    Raises `InputError` for a version that was not tried and `EngineError` where vLLM is not there or does not load.
+    Without that cache everything that is measured is also computed. Raises `InputError` for an
+    untested version, and `EngineError` if vLLM is not installed or does not load.
     """
     with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as name:
         path = Path(name) / "passes.jsonl"

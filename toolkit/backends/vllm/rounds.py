@@ -1,12 +1,14 @@
-"""Rounds out of the steps of an engine that schedules by itself: what it did is pieced together
-from who got a token.
+"""Rounds for an engine that schedules by itself, reconstructed from the requests that got a token.
 
-The engine asks before each of its steps (`plan`), is told who may run from now on (`StepOrders`), and
-says afterwards what came of it (`stepped`). In between it is free: it prefills in chunks beside
-others' decodes, leaves out whom it has no room for, drops the cache of one for another's. All of
-that is in the `RoundResult`, so the scheduler's books hold what really is there, and a `Recorder`'s
-log replays. The engine may be a step ahead: a step that it began before an order counts to the
-round that the order began, and only those who are in both have a part in it.
+Before each of its steps the engine asks which requests may run (`Steps.plan`, which returns
+`StepOrders`). Afterwards it reports the step (`Steps.stepped`). In between it decides alone: it
+prefills in chunks next to decodes, leaves out requests that have no room, and drops caches for
+others. All of that is in the `RoundResult`, so the scheduler's state matches what the engine holds,
+and the log of a `RecordingScheduler` replays. The engine may be one step ahead: a step that began
+before an order counts to the round that the order began, and only requests in both take part in it.
+
+`AdmissionGate` is the engine's queue of waiting requests: the engine sees only those that the
+policy admits.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from toolkit.sched.types import Batch, Job, Request, RoundResult
 
 @dataclass(slots=True, frozen=True)
 class StepOrders:
-    """What the engine should do before its next step, by request ids, in this order.
+    """What the engine does before its next step: request ids, in this order.
 
-    Those who `leave` lose their cache and wait; `pause` keeps the cache and the request out of the
-    steps; who may `enter` is prefilled as soon as the engine can, first come first. Some who leave
-    may have ended meanwhile.
+    Requests in `leave` lose their cache and wait; some of them may have ended meanwhile. `pause`
+    keeps the cache and takes the request out of the steps. Requests in `enter` are prefilled as
+    soon as the engine can, first come, first served.
     """
 
     leave: tuple[str, ...] = ()
@@ -36,61 +38,62 @@ class StepOrders:
 
 
 class Steps:
-    """Drives a scheduler whose one worker is the engine.
+    """Drives a scheduler whose only worker is the engine.
 
     Args:
-        scheduler: in its first state, with one worker; its policy is continuous and nothing is swapped to host memory.
+        scheduler: in its initial state, with one worker. Its policy is continuous, and nothing is
+            swapped to host memory.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         (self._worker,) = scheduler.workers
-        self._emits = int(
-            self._worker.latency.prefill_emits_token
-        )  # books give it at once, this engine with a step
-        self._entering: set[str] = set()  # may run, and have no token since
-        self._news = False  # whether the policy could decide otherwise than when it was asked last
+        # The scheduler counts a prefill's token at once; this engine yields it with a step.
+        self._emits = int(self._worker.latency.prefill_emits_token)
+        self._entering: set[str] = set()  # admitted, and without a token since
+        self._changed = False  # since the last tick: the policy may decide anew
         self._begin()
 
     def submit(self, request: Request, now_s: float) -> bool:
-        """A request arrives. False: it can never fit, by the scheduler's books, which know no more
-        of it.
+        """Submit a request. False if it can never fit, by the scheduler's own state.
+
+        The scheduler then knows nothing of it.
         """
         if self.scheduler.submit(request, now_s) is not None:
             return False
-        self._news = True
+        self._changed = True
         return True
 
     def cancel(self, request_id: str, now_s: float) -> None:
-        """It was aborted; the engine has dropped its cache already."""
+        """A request was aborted; the engine has already dropped its cache."""
         self.scheduler.cancel(request_id, now_s)
         self._entering.discard(request_id)
-        self._news = self._gone = True
+        self._changed = self._aborted = True
 
     def drop(self, request_id: str) -> None:
-        """The engine dropped its cache to make room, so that it waits again."""
+        """The engine dropped a request's cache to make room; the request waits again."""
         worker = self._worker
         if any(job.request_id == request_id for job in (*worker.residents.jobs, *worker.held.jobs)):
             self._dropped.append(request_id)
         self._entering.discard(request_id)
 
     def plan(self, now_s: float) -> StepOrders | None:
-        """Who may run from now on; None: those who might before."""
+        """Which requests may run from now on; None if nothing changes."""
         batch = self._worker.running
         if batch is not None:
-            if self._news:
-                self._news = False
+            if self._changed:
+                self._changed = False
                 self.scheduler.tick(now_s)
-                self.scheduler.take_interrupts()  # `batch.interrupted` says it
-            if not (self._dropped or self._gone or self._should_stop(batch)):
+                self.scheduler.take_interrupts()  # `batch.interrupted` has the same information
+            if not (self._dropped or self._aborted or self._should_stop(batch)):
                 return None
             self._complete(batch, (), now_s)
-        self._news = False
+        self._changed = False
         started = self.scheduler.tick(now_s)
         return self._orders(started[0]) if started else None
 
     def stepped(self, tokens: Collection[str], ended: Sequence[str], now_s: float) -> None:
-        """The engine has taken a step: who got a token in it, and who of them ended with it."""
+        """The engine has taken a step: requests that got a token, and those that ended with it."""
         batch = self._worker.running
         if batch is None or not tokens:
             return
@@ -113,13 +116,13 @@ class Steps:
         )
 
     def _begin(self) -> None:
-        self._steps = 0  # of this round, as are all below
+        """Reset what is counted per round."""
+        self._steps = 0
         self._joined: dict[str, int] = {}
         self._missed: dict[str, int] = {}
         self._dropped: list[str] = []
-        self._gone = (
-            False  # whether one was aborted: there may be nobody left who could take a step
-        )
+        # Whether a request was aborted: perhaps none is left that could take a step.
+        self._aborted = False
 
     def _orders(self, batch: Batch) -> StepOrders:
         entering = _ids(batch.jobs)
@@ -148,15 +151,8 @@ def _ids(jobs: Sequence[Job]) -> tuple[str, ...]:
     return tuple(job.request_id for job in jobs)
 
 
-# The queue of an engine that schedules by itself, with a gate: it sees those whom our policy lets
-# in, in its order.
-#
-# Written for vLLM's queues (`vllm.v1.core.sched.request_queue.RequestQueue`), which it stands in
-# for.
-
-
 class Queued(Protocol):
-    """A request as far as a queue goes."""
+    """The part of a request that a queue needs."""
 
     @property
     def request_id(self) -> str: ...
@@ -166,70 +162,67 @@ T = TypeVar("T", bound=Queued)
 
 
 class AdmissionGate(Generic[T]):
-    """Requests that wait; true while the gate is open for one of them, and `pop_request` takes only
-    such ones.
+    """Waiting requests behind a gate, in the place of vLLM's queue.
 
-    Length, iteration and removal are about all who wait.
+    It has the interface of `vllm.v1.core.sched.request_queue.RequestQueue`. It is true while an
+    admitted request waits, and `pop_request` returns admitted requests only, in the policy's order.
+    Length, iteration and removal cover all waiting requests.
     """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, T] = OrderedDict()
-        self._open: set[str] = set()  # who may come in; also those who are in
-        self._ready: OrderedDict[str, None] = (
-            OrderedDict()
-        )  # who may come in and waits, in their order
+        self._open: set[str] = set()  # admitted, waiting or running
+        self._ready: OrderedDict[str, None] = OrderedDict()  # admitted and waiting, in order
 
     def open(self, request_ids: Iterable[str]) -> None:
-        """These may come in, after those who may already."""
+        """Admit these requests, behind those that are admitted already."""
         for request_id in request_ids:
             self._open.add(request_id)
             if request_id in self._waiting:
                 self._ready[request_id] = None
 
     def close(self, request_id: str) -> None:
-        """This one may not come in, nor come in again."""
+        """Withdraw a request's admission."""
         self._open.discard(request_id)
         self._ready.pop(request_id, None)
 
     def add_request(self, request: T) -> None:
-        """Wait behind all others."""
+        """Append a request to the queue."""
         self._waiting[request.request_id] = request
         if request.request_id in self._open:
             self._ready[request.request_id] = None
 
     def prepend_request(self, request: T) -> None:
-        """Wait before all others: back from an attempt to come in that could not be, or from
-        running.
-        """
+        """Put a request at the front: its admission failed, or it was preempted."""
         self.add_request(request)
         self._waiting.move_to_end(request.request_id, last=False)
         if request.request_id in self._ready:
             self._ready.move_to_end(request.request_id, last=False)
 
     def prepend_requests(self, requests: Iterable[T]) -> None:
-        """One after the other before all others."""
+        """Put requests at the front, one after the other."""
         for request in requests:
             self.prepend_request(request)
 
     def peek_request(self) -> T:
-        """The next who may come in. `IndexError` where there is none."""
+        """The next admitted request. Raises `IndexError` if there is none."""
         for request_id in self._ready:
             return self._waiting[request_id]
-        raise IndexError("nobody who waits may come in")
+        raise IndexError("no waiting request is admitted")
 
     def pop_request(self) -> T:
-        """The next who may come in, who waits no longer."""
+        """Remove and return the next admitted request."""
         request = self.peek_request()
         self.remove_request(request)
         return request
 
     def remove_request(self, request: T) -> None:
-        """It waits no longer."""
+        """Remove a request from the queue."""
         del self._waiting[request.request_id]
         self._ready.pop(request.request_id, None)
 
     def remove_requests(self, requests: Iterable[T]) -> None:
-        """Those of them who wait, wait no longer."""
+        """Remove those of the requests that wait."""
         for request in list(requests):
             if request.request_id in self._waiting:
                 self.remove_request(request)

@@ -1,10 +1,13 @@
-"""vLLM's scheduler with our policy at its gate: `--scheduler-cls
+"""vLLM's scheduler with llmctl's policies: `--scheduler-cls
 toolkit.backends.vllm.scheduler.LlmctlScheduler`.
 
-Who of those who wait may run, in which order, who makes way for whom: that is
-`toolkit.sched.scheduler.Scheduler`, the same that `llmctl simulate` and `llmctl serve` run.
-Everything else is vLLM's own and untouched: blocks, chunked prefill, token budgets, prefix caching,
-sampling, streaming. docs/vllm.md says what was tried and what was not.
+`toolkit.sched.scheduler.Scheduler`, which `llmctl simulate` and `llmctl serve` run too, decides
+which waiting requests are admitted, in which order, and which running ones are preempted.
+Everything else is vLLM's own and unchanged: blocks, chunked prefill, token budgets, prefix caching,
+sampling, streaming. docs/vllm.md says what was tested and what was not.
+
+`refuse_untried` comes first, then the scheduler: vLLM's interface, then the private steps behind
+it.
 """
 
 from __future__ import annotations
@@ -31,12 +34,18 @@ from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request
 
-# What of vLLM our scheduler was not tried beside, or whose memory its books would get wrong:
-# refused by name.
+MAX_LOG_BYTES = 1 << 30
+
+with one_line():
+    check_version(vllm.__version__)
 
 
 def refuse_untried(config: Any, kv_cache_config: Any, policy: str) -> None:
-    """`InputError` for a `VllmConfig`, its caches, or a policy under it, that cannot be."""
+    """Raises `InputError`, with the feature's name, for features of vLLM that are not supported.
+
+    The scheduler was not tested with them, or its state would count their memory wrongly. The same
+    holds for a policy that this configuration cannot run.
+    """
     untried = {
         "speculative decoding": config.speculative_config is not None,
         "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
@@ -44,13 +53,13 @@ def refuse_untried(config: Any, kv_cache_config: Any, policy: str) -> None:
         "a KV connector": config.kv_transfer_config is not None,
         "an encoder of its own": config.ec_transfer_config is not None,
         "a model that generates nothing": config.model_config.runner_type != "generate",
-        # several tokens of a pass, not in their order
+        # it yields several tokens per pass, out of order
         "a diffusion model": config.model_config.is_diffusion,
         "a model with caches of several kinds": len(kv_cache_config.kv_cache_groups) != 1,
     }
-    for what, there in untried.items():
-        if there:
-            _refuse(what)
+    for feature, is_used in untried.items():
+        if is_used:
+            _refuse(feature)
     if not _grows(kv_cache_config.kv_cache_groups[0].kv_cache_spec):
         _refuse("a model whose cache does not grow with its tokens")
     if policy == "mlfq" and config.scheduler_config.async_scheduling:
@@ -60,37 +69,33 @@ def refuse_untried(config: Any, kv_cache_config: Any, policy: str) -> None:
         )
 
 
-def _refuse(what: str) -> None:
-    raise InputError(f"our scheduler cannot run beside {what}", "leave out --scheduler-cls")
+def _refuse(feature: str) -> None:
+    raise InputError(
+        f"llmctl's scheduler cannot run together with {feature}", "leave out --scheduler-cls"
+    )
 
 
 def _grows(spec: Any) -> bool:
-    """Whether each token takes its share of blocks and keeps it, as full attention's do: sliding
-    windows give back.
+    """Whether each token takes its share of blocks and keeps it, as in full attention.
+
+    Sliding windows give blocks back.
     """
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     return all(isinstance(one, FullAttentionSpec) for one in specs)
 
 
-MAX_LOG_BYTES = 1 << 30
+class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent during type checks
+    """Runs the policy that the environment names (`toolkit.backends.vllm.setup`).
 
-with one_line():
-    check_version(vllm.__version__)
-
-
-class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not there when this is checked
-    """What it runs is in the environment (`toolkit.backends.vllm.setup`). `InputError` for what it cannot
-    run, or run inside.
-
-    Requests that our books cannot hold (longer than all of the cache, sessions with streamed input)
-    pass the gate at once, as if it were not there.
+    Raises `InputError` if the policy cannot run, or cannot run inside this vLLM. Requests that the
+    scheduler cannot hold (longer than the whole cache, or sessions with streamed input) are
+    admitted at once, as without a policy.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.capacity_tokens = (
-            self.cache_config.num_gpu_blocks - 1
-        ) * self.block_size  # one is never given out
+        usable_blocks = self.cache_config.num_gpu_blocks - 1  # vLLM never hands out one block
+        self.capacity_tokens = usable_blocks * self.block_size
         self._closing = ExitStack()
         with one_line():
             setup = read_setup(os.environ)
@@ -102,9 +107,9 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
         self._ours: set[str] = set()
         self._paused: set[str] = set()
         self._leaving = False
-        self.made_way = 0  # preemptions that the policy asked for
-        self.ran_out = 0  # and those that vLLM did by itself, since a block was missing
-        self.deciding_s = 0.0  # seconds spent in our code so far, of `current_step` steps
+        self.made_way = 0  # preemptions by the policy
+        self.ran_out = 0  # preemptions by vLLM itself, for lack of a block
+        self.deciding_s = 0.0  # seconds spent in this class so far, over `current_step` steps
 
     def add_request(self, request: VllmRequest) -> None:
         is_new = request.request_id not in self.requests
@@ -116,7 +121,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
         start_s = time.perf_counter()
         orders = self.steps.plan(time.monotonic())
         if orders is not None:
-            self._obey(orders)
+            self._apply(orders)
         self.deciding_s += time.perf_counter() - start_s
         if not self._paused:
             return super().schedule(throttle_prefills)
@@ -133,11 +138,11 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
             for output in one.outputs:
                 if output.new_token_ids and output.request_id in self._ours:
                     tokens.add(output.request_id)
-                if (
-                    output.finish_reason is not None and output.request_id not in self.requests
-                ):  # a session goes on
+                # A session with streamed input goes on after its finish reason.
+                if output.finish_reason is not None and output.request_id not in self.requests:
                     ended.append(output.request_id)
-        self.steps.stepped(tokens, [name for name in ended if name in self._ours], time.monotonic())
+        ours = [request_id for request_id in ended if request_id in self._ours]
+        self.steps.stepped(tokens, ours, time.monotonic())
         self._forget(ended)
         self.deciding_s += time.perf_counter() - start_s
         return outputs
@@ -160,8 +165,9 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
     def _preempt_request(
         self, request: VllmRequest, timestamp: float, drop_stale_output: bool = False
     ) -> None:
-        """Also vLLM's own way to make room. A token that is under way is sampled again: the books
-        never saw it.
+        """Preempt a request; vLLM also calls this to make room.
+
+        A token that is being computed is sampled again: the policy's scheduler never counted it.
         """
         request_id = request.request_id
         if request_id in self._ours:
@@ -174,10 +180,10 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _schedule_others(self, throttle_prefills: bool) -> SchedulerOutput:
-        """vLLM's own `schedule`, which does not see who is paused.
+        """Run vLLM's own `schedule` without the paused requests.
 
-        They keep their blocks, and their rows: vLLM's newer model runner has one for each request
-        that was not preempted, in a pass or not, and --max-num-seqs of them.
+        They keep their blocks and their rows: vLLM's newer model runner holds a row for each
+        request that was not preempted, in a pass or not, up to --max-num-seqs of them.
         """
         paused = [request for request in self.running if request.request_id in self._paused]
         self.running = [
@@ -186,35 +192,34 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
         self.max_num_active_reqs -= len(paused)
         output = super().schedule(throttle_prefills)
         self.max_num_active_reqs += len(paused)
-        if (
-            paused and not output.total_num_scheduled_tokens
-        ):  # who is paused holds what all others lack
+        if paused and not output.total_num_scheduled_tokens:
+            # The paused requests hold the memory that all others lack.
             self._preempt_request(paused.pop(), time.monotonic())
         self.running += paused
         return output
 
     def _submit(self, request: VllmRequest) -> bool:
-        """The request for our books. Each row's last block is half empty on average, which the
-        prompt is to answer for.
+        """Submit a request to the policy's scheduler. False if it does not fit there.
 
-        False where it does not fit them.
+        Each row's last block is half empty on average; this rounding is added to its prompt.
         """
         now_s = time.monotonic()
         waited_s = max(time.time() - request.arrival_time, 0.0)
-        most_new = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+        max_new = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
         rounding = min(
-            self.block_size // 2, self.capacity_tokens - request.num_prompt_tokens - most_new
+            self.block_size // 2, self.capacity_tokens - request.num_prompt_tokens - max_new
         )
         prompt_tokens = request.num_prompt_tokens + max(rounding, 0)
-        asked = Request(
-            request.request_id, now_s - waited_s, prompt_tokens, most_new, request.priority
+        submitted = Request(
+            request.request_id, now_s - waited_s, prompt_tokens, max_new, request.priority
         )
-        if not self.steps.submit(asked, now_s):
+        if not self.steps.submit(submitted, now_s):
             return False
         self._ours.add(request.request_id)
         return True
 
-    def _obey(self, orders: StepOrders) -> None:
+    def _apply(self, orders: StepOrders) -> None:
+        """Preempt, pause, resume and admit requests as the policy ordered."""
         leaving = set(orders.leave)
         for request_id in orders.leave:
             self.waiting.close(request_id)
@@ -257,8 +262,9 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not ther
         return RecordingScheduler(setup.policy, [worker], sink)
 
     def _open_log(self, setup: Setup) -> Callable[[Event], None]:
-        """Whole lines at once: without --shutdown-timeout vLLM kills this process, and no line may
-        be lost with it.
+        """Open the event log. Each line is written at once, in one piece.
+
+        Without --shutdown-timeout vLLM kills this process, and no line may be lost then.
         """
         assert setup.event_log is not None
         log = LineLog(setup.event_log, MAX_LOG_BYTES, lost_line)

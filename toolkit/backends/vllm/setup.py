@@ -1,13 +1,19 @@
-"""What an engine that we run inside of is told by its environment: the policy, the laws of time,
-the log.
+"""What the code inside vLLM reads from its environment: the policy, the laws of time, the log.
 
-LLMCTL_VLLM_POLICY     a policy, and its parameters: "past-future reserve=0.1 window=500"; the default is past-future
-LLMCTL_VLLM_FIT        fit.json: the laws of time, for policies that ask for them
-LLMCTL_VLLM_PLAN       plan.json: policy and laws in one, instead of these two
-LLMCTL_VLLM_EVENT_LOG  a file that gets every call and decision of the scheduler
-LLMCTL_VLLM_ITERATIONS a file that gets a line for each pass (`toolkit.backends.vllm.iterations`);
-nothing to this one
-LLMCTL_VLLM_PYTHON     the Python that has vLLM, for `llmctl profile` and `llmctl serve`; nothing to an engine
+LLMCTL_VLLM_POLICY
+    a policy and its parameters, "past-future reserve=0.1 window=500"; the default is past-future
+LLMCTL_VLLM_FIT
+    fit.json: the laws of time, for policies that need them
+LLMCTL_VLLM_PLAN
+    plan.json: policy and laws in one file, in the place of the two above
+LLMCTL_VLLM_EVENT_LOG
+    a file for every call and decision of the scheduler
+LLMCTL_VLLM_ITERATIONS
+    a file with a line for each pass (`toolkit.backends.vllm.iterations`); not read here
+LLMCTL_VLLM_PYTHON
+    the Python that has vLLM, for `llmctl profile` and `llmctl serve`; not read inside vLLM
+
+This module imports nothing of vLLM and no heavy library.
 """
 
 from __future__ import annotations
@@ -42,41 +48,41 @@ ITERATIONS_VARIABLE = "LLMCTL_VLLM_ITERATIONS"
 PYTHON_VARIABLE = "LLMCTL_VLLM_PYTHON"
 VARIABLES = (POLICY_VARIABLE, FIT_VARIABLE, PLAN_VARIABLE, EVENT_LOG_VARIABLE)
 OTHERS = (ITERATIONS_VARIABLE, PYTHON_VARIABLE)
-TIMED = ("past-future-sla", "mlfq")  # they ask what a step or a prefill takes
-ELSEWHERE = {
-    "baton": "it lays rows out in one padded slab, and this engine pages its memory",
-    "sequence": "its batches are static, and this engine's never end",
-    "slice": "its batches are static, and this engine's never end",
+TIMED = ("past-future-sla", "mlfq")  # they need the time of a step or of a prefill
+UNFIT_POLICIES = {
+    "baton": "it keeps its rows in one padded slab, and this engine pages its KV cache",
+    "sequence": "its batches are static, and this engine runs a continuous batch",
+    "slice": "its batches are static, and this engine runs a continuous batch",
 }
 
 
 @dataclass(slots=True, frozen=True)
 class Untimed:
-    """The law of an engine that nobody has measured: it says what steps give, not what they take."""
+    """The law of an engine that was not measured: it knows the tokens of a step, not its time."""
 
-    prefill_emits_token: bool = False  # a prefill's last step is the first token's
+    prefill_emits_token: bool = False  # the first token comes from a prefill's last step
     padded: bool = False
     round_s: float = 0.0
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
-        raise NotImplementedError("no law of time was given")
+        raise NotImplementedError("no fit was given, so times are unknown")
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        raise NotImplementedError("no law of time was given")
+        raise NotImplementedError("no fit was given, so times are unknown")
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        raise NotImplementedError("no law of time was given")
+        raise NotImplementedError("no fit was given, so times are unknown")
 
     def leave_s(self, length: float) -> float:
         return 0.0
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
-        raise NotImplementedError("no law of time was given")
+        raise NotImplementedError("no fit was given, so times are unknown")
 
 
 @dataclass(slots=True, frozen=True)
 class Setup:
-    """What to run inside an engine."""
+    """What to run inside vLLM."""
 
     policy: Policy
     latency: LatencyLaw
@@ -84,7 +90,9 @@ class Setup:
 
 
 def read_setup(environ: Mapping[str, str]) -> Setup:
-    """The setup that the environment asks for. `InputError` where it cannot be."""
+    """Read the setup from the environment. Raises `InputError` for variables that do not fit
+    together.
+    """
     for name in environ:
         if name.startswith(PREFIX) and name not in VARIABLES + OTHERS:
             raise InputError(f"there is no variable {name}", nearest(name, VARIABLES))
@@ -109,12 +117,12 @@ def read_setup(environ: Mapping[str, str]) -> Setup:
 
 
 def make_worker(setup: Setup, capacity_tokens: int, slots: int) -> Worker:
-    """The engine as the scheduler's worker: it holds so many tokens of KV cache in so many rows."""
+    """The engine as the scheduler's worker, with `capacity_tokens` of KV cache and `slots` rows."""
     return Worker(0, setup.latency, ZetaMemory(capacity_tokens), slots=slots)
 
 
 def warm_up(setup: Setup) -> None:
-    """Have compiled what the policy needs, so that no request waits for it."""
+    """Compile what the policy needs before the first request arrives."""
     worker = make_worker(setup, 2048, 8)
     scheduler = Scheduler(setup.policy, [worker])
     for number in range(32):
@@ -128,29 +136,26 @@ def warm_up(setup: Setup) -> None:
 
 
 def refuse_inside(policy: Policy, *, timed: bool) -> None:
-    """`InputError` where `policy` cannot run inside such an engine; `timed` says whether there are
-    laws of time.
+    """Raises `InputError` if `policy` cannot run inside vLLM.
+
+    `timed` says whether there are laws of time.
     """
     refuse_oracle(policy.name)
-    if policy.name in ELSEWHERE:
+    if policy.name in UNFIT_POLICIES:
         raise InputError(
-            f"policy '{policy.name}' cannot run inside this engine: {ELSEWHERE[policy.name]}",
+            f"policy '{policy.name}' cannot run inside this engine: {UNFIT_POLICIES[policy.name]}",
             "choose a continuous one; see docs/vllm.md",
         )
     if policy.name in TIMED and not timed:
         raise InputError(
-            f"policy '{policy.name}' asks how long steps take, and no fit was given",
+            f"policy '{policy.name}' needs the times of steps, and no fit was given",
             "set LLMCTL_VLLM_FIT to the fit.json of this engine; docs/vllm.md says how to make one",
         )
 
 
-# Errors as an engine that we run inside of prints them: it shows what an exception says, and
-# knows of no hints.
-
-
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Message and hint in one line."""
+    """Join message and hint of an `InputError`: vLLM prints an exception's message only."""
     try:
         yield
     except InputError as error:
