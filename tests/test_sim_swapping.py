@@ -154,7 +154,9 @@ def both(work, policy, swap, emits, overlaps=True):
         one, {r.request_id: Cache(r.prompt_tokens, told[r.request_id]) for r in requests}, link
     )
     run(
-        Scheduler(chosen.with_lengths(told) if name == "srpt-oracle" else chosen, [world.worker(0)]),
+        Scheduler(
+            chosen.with_lengths(told) if name == "srpt-oracle" else chosen, [world.worker(0)]
+        ),
         requests,
         [plain],
     )
