@@ -67,7 +67,7 @@ def test_a_fleet_of_one_kind_is_the_plain_world(case, joining):
 
 
 class Watch(Around):
-    """Holds the decisions of a static policy against the memory of whom they are for."""
+    """Checks the batches of a static policy against the memory of the workers they are for."""
 
     def plan(self, view, now_s):
         decision = super().plan(view, now_s)
@@ -166,7 +166,7 @@ def test_knowing_each_workers_law_is_better_than_one_for_all():
     assert better < worse
 
 
-def test_turns_come_by_how_fast_workers_are():
+def test_turns_are_in_proportion_to_speed():
     fast, slow = unequal(1, 1).scheduled()
     pace = [requests_per_s(worker, 50, 20) for worker in (fast, slow)]
     jobs = [Job(Request(str(k), 0.0, 50, 20), k, 50) for k in range(1000)]
@@ -194,11 +194,11 @@ def crash(of: Scheduler, worker: int, now_s: float = 1.0) -> None:
 
 
 def running(of: Scheduler) -> dict[str, int]:
-    """Who runs where."""
+    """The running requests by worker."""
     return {job.request_id: w.index for w in of.workers if w.running for job in w.running.jobs}
 
 
-def test_when_a_kind_is_lost_the_others_take_over_whom_they_hold():
+def test_when_a_kind_is_lost_the_others_take_over_the_jobs_that_they_hold():
     tested = scheduler()
     for request in (SHORT, LONG):
         tested.submit(request, 0.0)
@@ -212,7 +212,7 @@ def test_when_a_kind_is_lost_the_others_take_over_whom_they_hold():
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_who_needs_a_kind_that_does_not_come_back_is_given_up_and_told_why(before):
+def test_a_request_that_needs_a_kind_that_does_not_come_back_is_refused_with_the_reason(before):
     tested = scheduler()
     if before:
         tested.submit(LONG, 0.0)
@@ -231,7 +231,7 @@ def test_who_needs_a_kind_that_does_not_come_back_is_given_up_and_told_why(befor
     assert tested.jobs == 0
 
 
-def test_rounds_of_a_lost_kind_go_on_elsewhere_or_wait():
+def test_rounds_of_a_lost_kind_continue_elsewhere_or_wait():
     tested = scheduler("conservative")
     for request in (LONG, Request("also short", 0.0, 40, 20)):
         tested.submit(request, 0.0)
@@ -249,7 +249,7 @@ def test_rounds_of_a_lost_kind_go_on_elsewhere_or_wait():
     assert {job.request_id for job in tested.workers[lost].residents.jobs} == {"long"}
 
 
-def test_who_is_cancelled_while_his_kind_is_lost_is_gone():
+def test_a_request_that_is_cancelled_while_its_kind_is_lost_is_removed():
     tested = scheduler()
     crash(tested, 0)
     tested.submit(LONG, 1.0)
