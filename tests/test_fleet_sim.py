@@ -194,7 +194,7 @@ def crash(of: Scheduler, worker: int, now_s: float = 1.0) -> None:
 
 
 def running(of: Scheduler) -> dict[str, int]:
-    """The running requests by worker."""
+    """The worker of each running request."""
     return {job.request_id: w.index for w in of.workers if w.running for job in w.running.jobs}
 
 
