@@ -91,7 +91,9 @@ def test_the_guard_ends_with_its_process_and_spares_forgotten_groups() -> None:
         "child = start(PAUSE_AFTER)\n"
         "guard.watch(child.pid)\n"
         "mine = [str(os.getpid())]\n"
-        "print(child.pid, *(p.pid for p in psutil.process_iter(['cmdline']) if (p.info['cmdline'] or [])[-1:] == mine))\n"
+        "found = psutil.process_iter(['cmdline'])\n"
+        "guards = (p.pid for p in found if (p.info['cmdline'] or [])[-1:] == mine)\n"
+        "print(child.pid, *guards)\n"
         "guard.forget(child.pid)\n"
     )
     front = subprocess.run(

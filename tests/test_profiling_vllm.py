@@ -1,4 +1,4 @@
-"""vLLM profiled by its log of passes, with a fake server whose passes take what a law says."""
+"""vLLM profiled by its log of passes, with a fake server; a law gives the time of its passes."""
 
 from pathlib import Path
 

@@ -114,7 +114,7 @@ def main() -> None:
     if os.fork():
         os._exit(0)  # the guard must not be an unknown child of the guarded process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # sent to a whole service, whose guarded process may continue
+        # sent to a whole service, while its guarded process may continue
         signal.signal(number, signal.SIG_IGN)
     _kill_groups(_listen(pipe, ends), pipe)
 

@@ -15,7 +15,6 @@ well.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import random
 import shutil
@@ -29,6 +28,7 @@ from time import process_time
 
 import numpy as np
 
+from benchmarks.common.command import make_parser
 from benchmarks.papers.simulator_speed import LAW, MAX_NEW_TOKENS, MEMORY
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
@@ -204,9 +204,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--most", type=int, default=100_000, help="the most requests of a row")
     parser.add_argument("--repeats", type=int, default=3)

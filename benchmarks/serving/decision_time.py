@@ -5,7 +5,7 @@
 Takes minutes for all policies. Needs nothing else.
 
 Workers are made up: a round or a batch takes what the laws of `benchmarks.papers.simulator_speed`
-say, on a virtual clock. For each request that ends another arrives, so that as many wait all the time. What
+say, on a virtual clock. For each request that ends another arrives, so the backlog stays. What
 is timed is what the front's metric `deciding` times, a `tick` or a `complete`; and beside it what
 an arrival costs: the forecast that decides whether it is refused, its `submit` and the tick that
 follows. Processor time, in microseconds.
@@ -13,7 +13,6 @@ follows. Processor time, in microseconds.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -21,6 +20,7 @@ from time import process_time
 
 import numpy as np
 
+from benchmarks.common.command import make_parser
 from benchmarks.papers.simulator_scale import SERVED_RPS, made_up
 from benchmarks.papers.simulator_speed import LAW, MAX_NEW_TOKENS, MEMORY
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
@@ -102,9 +102,7 @@ def percentiles(values: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--waiting", type=int, default=10_000)
     parser.add_argument("--decisions", type=int, default=3_000)

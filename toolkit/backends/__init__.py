@@ -2,7 +2,7 @@
 
 An engine is one folder or file here; its `EngineTraits` names its backend. A backend profiles its
 engine, starts it if it is a server of its own, and reports what the engine lacks on this machine.
-`backend_of` imports a backend on first use, so an engine whose library is absent costs nothing.
+`backend_of` imports a backend on first use, so an engine without its library costs nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Serves(Protocol):
-    """A backend whose engine is a server that llmctl starts. Its requests bypass llmctl."""
+    """A backend of an engine that is a server and that llmctl starts. Its requests bypass llmctl."""
 
     def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
         """Serve until a signal ends the server; `on_ready` gets the URL once it answers.

@@ -36,7 +36,7 @@ from toolkit.workers.supervisor import SilentWorkerError
 MIB = 1 << 20
 SAFE_VOCABULARY = 256  # every model has these token ids
 KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
-# Tokens of a request whose decode steps are timed. Servers may hold the last one back for a while.
+# Tokens of a request with timed decode steps. Servers may hold the last one back for a while.
 STEPS = 48
 # A request that gets its first token early is sent with this many times the tokens of its lead.
 LEAD_MARGIN = 1.25

@@ -55,7 +55,7 @@ class UpstreamError(Exception):
 
 
 class UpstreamAnswer:
-    """An answer whose head has arrived and whose body is still to come."""
+    """An answer: its head has arrived, its body is still to come."""
 
     def __init__(self, link: Link, upstream: Upstream) -> None:
         self._link = link
@@ -161,7 +161,7 @@ class Upstream:
         return UpstreamAnswer(link, self)
 
     def release(self, link: Link) -> None:
-        """Keep a connection whose answer was read, for the next request; close any other."""
+        """Keep a connection for the next request if its answer was read; close any other."""
         self._busy.discard(link)
         if link.reusable and len(self._idle) < MAX_IDLE:
             link.idle_since_s = asyncio.get_running_loop().time()

@@ -32,7 +32,7 @@ class Unmeasurable(Exception):  # noqa: N818  (a result of the point, not a fail
 
 
 class TimedEngine(Protocol):
-    """An engine whose points can be timed."""
+    """An engine that times points."""
 
     facts: EngineFacts
 

@@ -160,7 +160,7 @@ class Journal:
 
 
 def _environment_changes(then: Environment, now: Environment) -> list[str]:
-    """The packages whose versions differ now, and whether the machine does."""
+    """The packages with other versions now, and whether the machine does."""
     names = sorted(then.packages.keys() | now.packages.keys())
     versions = [
         (name, then.packages.get(name, "none"), now.packages.get(name, "none")) for name in names

@@ -1,8 +1,8 @@
 """An engine under measurement, in a process of its own.
 
 A crash there, from a probe past the memory edge or a bug in a kernel, does not end the profile, and
-its memory is freed when it ends. A child whose parent has ended, even by a kill, reads an end of
-file and ends.
+its memory is freed when it ends. When the parent has ended, even by a kill, the child reads an end
+of file and ends.
 
 Order: the frames between parent and child, `EngineProcess`, and `busy_neighbours`, other engines
 that run during a measurement. The frames are msgspec structs, length first, over the child's stdin
@@ -273,7 +273,7 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def engine_process(recipe: Recipe) -> Iterator[EngineProcess]:
-    """Yield a process whose engine is loaded."""
+    """Yield a process with its engine loaded."""
     bench = EngineProcess(recipe)
     bench.start()
     try:

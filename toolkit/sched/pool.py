@@ -53,9 +53,9 @@ class Unplaceable:
         self.limit = max(
             (worker.longest for worker in self._workers if worker.alive), default=NO_LIMIT
         )
-        jobs = sorted([*pool, *self.jobs], key=lambda job: job.ticket)
-        pool[:] = [job for job in jobs if job.limit_tokens <= self.limit]
-        self.jobs = [job for job in jobs if job.limit_tokens > self.limit]
+        all_jobs = sorted([*pool, *self.jobs], key=lambda job: job.ticket)
+        pool[:] = [job for job in all_jobs if job.limit_tokens <= self.limit]
+        self.jobs = [job for job in all_jobs if job.limit_tokens > self.limit]
 
     def given_up(self, now_s: float) -> list[Job]:
         """Remove and return the jobs that waited too long."""
@@ -73,8 +73,8 @@ class Unplaceable:
 class WaitingPool:
     """The jobs that wait at a scheduler. It writes `Job.ticket`, `Job.home` and `Worker.inbox`.
 
-    `jobs` are those in the pool, oldest ticket first. The list object never changes: policies see
-    it as `View.pool`.
+    `jobs` are those in the pool, oldest ticket first. The list object is never replaced: policies
+    see it as `View.pool`.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:

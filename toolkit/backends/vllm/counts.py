@@ -192,6 +192,6 @@ def _plan() -> Plan:
     if not path:
         raise InputError(
             f"{PLAN_VARIABLE} is not set",
-            "it names the plan.json whose laws the passes are compared with",
+            "it names the plan.json with the laws that the passes are compared with",
         )
     return read_file(Plan, path)

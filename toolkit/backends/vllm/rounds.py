@@ -38,7 +38,7 @@ class StepOrders:
 
 
 class Steps:
-    """Drives a scheduler whose only worker is the engine.
+    """Drives a scheduler that has the engine as its only worker.
 
     Args:
         scheduler: in its initial state, with one worker. Its policy is continuous, and nothing is

@@ -61,7 +61,7 @@ def refuse_untried(config: Any, kv_cache_config: Any, policy: str) -> None:
         if is_used:
             _refuse(feature)
     if not _grows(kv_cache_config.kv_cache_groups[0].kv_cache_spec):
-        _refuse("a model whose cache does not grow with its tokens")
+        _refuse("a model with a cache that does not grow with its tokens")
     if policy == "mlfq" and config.scheduler_config.async_scheduling:
         raise InputError(
             "policy 'mlfq' pauses requests between steps, and vLLM schedules a step ahead",

@@ -1,9 +1,12 @@
 """FastServe's multi-level feedback queues, which put short jobs first without knowing their
 lengths.
 
+Wu et al., *Fast Distributed Inference Serving for Large Language Models* (FastServe): skip-join
+MLFQ, promotion of starving jobs, and ENST, the order in which caches are swapped.
+
 `FeedbackQueues` computes the queue of a job from its own counters and a latency law alone.
-`MlfqPolicy` is FastServe's skip-join MLFQ (and the naive one), `SrptOracle` the shortest-remaining
-baseline with true lengths.
+`MlfqPolicy` is the skip-join MLFQ (and the naive one), `SrptOracle` the shortest-remaining baseline
+with true lengths.
 """
 
 from __future__ import annotations

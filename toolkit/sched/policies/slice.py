@@ -1,13 +1,14 @@
 """Slice-level scheduling (SCLS): its policy, its baseline, and its continuous variant.
 
-`SlicePolicy`: every T seconds all pooled requests are batched so that the total serving time is
-least (Algorithm 1), and the batches go to the least loaded workers, longest first (Eq. 11). T
-adapts to the load (Eq. 12). A batch runs for one slice; requests that have not ended return to the
-pool with their generated tokens as part of the input. See sections 4.4 to 4.6 of the SCLS paper.
-Workers of several kinds are beyond the paper: `share_out` divides the pool among the kinds, and
-each kind then proceeds as in the paper.
+Cheng et al., *Slice-Level Scheduling for High Throughput and Load Balanced LLM Serving*, sections
+4.4 to 4.6. `SlicePolicy`: every T seconds all pooled requests are batched so that the total serving
+time is least (Algorithm 1), and the batches go to the least loaded workers, longest first (Eq. 11).
+T adapts to the load (Eq. 12). A batch runs for one slice; requests that have not ended return to
+the pool with their generated tokens as part of the input. Workers of several kinds are beyond the
+paper: `share_out` divides the pool among the kinds, and each kind then proceeds as in the paper.
 
-`SequencePolicy` is the paper's baseline (SLS), and `SliceContinuousPolicy` its section 7.
+`SequencePolicy` is the paper's baseline (SLS, section 5.1), and `SliceContinuousPolicy` its section
+7.
 """
 
 from __future__ import annotations
