@@ -67,11 +67,7 @@ def test_a_fleet_of_one_kind_is_the_plain_world(case, joining):
 
 
 class Watch(Around):
-<<<<<<< HEAD
-    """Checks each decision of a static policy against the memory of its worker."""
-=======
     """Checks the batches of a static policy against the memory of the workers they are for."""
->>>>>>> vg
 
     def plan(self, view, now_s):
         decision = super().plan(view, now_s)
@@ -202,11 +198,7 @@ def running(of: Scheduler) -> dict[str, int]:
     return {job.request_id: w.index for w in of.workers if w.running for job in w.running.jobs}
 
 
-<<<<<<< HEAD
-def test_when_a_kind_is_lost_the_others_take_the_requests_that_fit():
-=======
 def test_when_a_kind_is_lost_the_others_take_over_the_jobs_that_they_hold():
->>>>>>> vg
     tested = scheduler()
     for request in (SHORT, LONG):
         tested.submit(request, 0.0)
@@ -220,11 +212,7 @@ def test_when_a_kind_is_lost_the_others_take_over_the_jobs_that_they_hold():
 
 
 @pytest.mark.parametrize("before", [True, False])
-<<<<<<< HEAD
-def test_a_request_for_a_kind_that_does_not_return_is_refused_with_the_reason(before):
-=======
 def test_a_request_that_needs_a_kind_that_does_not_come_back_is_refused_with_the_reason(before):
->>>>>>> vg
     tested = scheduler()
     if before:
         tested.submit(LONG, 0.0)
@@ -261,11 +249,7 @@ def test_rounds_of_a_lost_kind_continue_elsewhere_or_wait():
     assert {job.request_id for job in tested.workers[lost].residents.jobs} == {"long"}
 
 
-<<<<<<< HEAD
-def test_a_request_cancelled_while_its_kind_is_lost_is_gone():
-=======
 def test_a_request_that_is_cancelled_while_its_kind_is_lost_is_removed():
->>>>>>> vg
     tested = scheduler()
     crash(tested, 0)
     tested.submit(LONG, 1.0)
