@@ -22,7 +22,7 @@ from toolkit.traces.generate import Arrivals, generate
 LAW = bilinear_law(
     p=(0.0, 0.0, 0.01, 0.0), d=(0.0, 0.0, 0.0, 1.0)
 )  # 10 ms per prompt token, 1 s per decode step
-BENCH = Path(__file__).parents[1] / "bench" / "fastserve_jct.py"
+BENCH = Path(__file__).parents[1] / "benchmarks" / "papers" / "fastserve_jct.py"
 
 
 @pytest.fixture(scope="module")
