@@ -20,7 +20,8 @@ from typing import ClassVar
 from toolkit.errors import InputError
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.policies.preemptive import STARVES, PreemptivePolicy, Rank, RankedJob
+from toolkit.sched.policies.placement import STARVES, Rank, RankedJob
+from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.types import Job, Worker
 

@@ -17,8 +17,7 @@ the caches arrive that higher-ranked jobs wait for, every `interval_steps` while
 when a job arrives that would run. If no waiting job could enter whatever its rank, and none is
 paused or swapped out, the round continues until a row ends.
 
-In order: ranked jobs and newcomers, `Placement` and the functions that decide where caches go, and
-`PreemptivePolicy`.
+`toolkit.sched.policies.placement` has the ranked jobs, the newcomers and where caches go.
 """
 
 from __future__ import annotations
@@ -26,328 +25,31 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from typing import ClassVar
 
-from toolkit.sched.footprint import Footprint, footprint_of, shared_footprint
+from toolkit.sched.footprint import footprint_of, shared_footprint
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
+from toolkit.sched.policies.placement import (
+    RUNS,
+    STARVES,
+    CacheLocation,
+    Chosen,
+    Newcomers,
+    Placement,
+    Rank,
+    RankedJob,
+    after_transfers,
+    beside_transfers,
+    free_cache_tokens,
+    steps_until,
+)
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import Decision, LatencyLaw, Standing, View
-from toolkit.sched.types import Batch, Job, Moves, Worker
-
-# (standing, negative waiting time or 0, ticket): less is served first; tickets make ranks distinct.
-Rank = tuple[float, float, int]
-STARVES = -math.inf  # the standing of a starving job
-RUNS = -1.0  # `RankedJob.waits_s` of a running job
-
-
-class CacheLocation(Enum):
-    """Where a job's cache is."""
-
-    DEVICE = "device"
-    HOST = "host"
-    INBOX = "inbox"  # it has no cache
-
-
-@dataclass(slots=True, eq=False)
-class RankedJob:
-    """A job at a scheduling point, with up-to-date counters."""
-
-    job: Job
-    location: CacheLocation
-    tokens: int  # prompt + generated: the size of its cache, or of its prefill
-    generated: int
-    needs: int  # device tokens to run one step, including the token of its prefill
-    waits_s: float  # seconds since it last ran; RUNS if it runs
-    rank: Rank
-
-
-class Newcomers:
-    """The waiting jobs without a cache, in order of rank. Jobs that no longer fit are skipped for
-    good.
-    """
-
-    def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
-        assert isinstance(worker.inbox, RankedInbox)
-        self._inbox, self._now_s = worker.inbox, now_s
-        self._grows = 1 + worker.latency.prefill_emits_token
-        self._starving = worker.inbox.starving(now_s, patience_s)
-        self._others = worker.inbox.others(now_s, patience_s)
-        self._open = True
-
-    def next(self, free: float, cache_room: float) -> RankedJob | None:
-        """The next job that needs at most `free` device tokens and has room for its cache in
-        `cache_room` tokens.
-
-        Later calls must not pass more of either. If a starving job does not fit `cache_room`, no
-        other job may enter before it.
-        """
-        if not self.possible(cache_room) or self._inbox.shortest + self._grows > free:
-            return None
-        grows = self._grows
-        for waits_s, job in self._starving:
-            needs = job.length + grows
-            if needs > cache_room:
-                self._open = False
-                return None
-            if needs <= free:
-                return self._row(job, waits_s, (STARVES, -waits_s, job.ticket))
-        room = min(free, cache_room)
-        for standing, job in self._others:
-            if job.length + grows <= room:
-                return self._row(
-                    job, self._now_s - job.waiting_since_s, (standing, 0.0, job.ticket)
-                )
-        return None
-
-    def possible(self, cache_room: float) -> bool:
-        """Whether the cache of a waiting job might fit `cache_room` tokens, as far as is known."""
-        return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= cache_room
-
-    def _row(self, job: Job, waits_s: float, rank: Rank) -> RankedJob:
-        return RankedJob(
-            job,
-            CacheLocation.INBOX,
-            job.length,
-            job.generated,
-            job.length + self._grows,
-            waits_s,
-            rank,
-        )
-
-
-def free_cache_tokens(worker: Worker) -> int:
-    """Tokens that are free for caches on the device and in host memory together, as of the last
-    report.
-    """
-    device = worker.capacity_tokens - shared_footprint(worker).taken - worker.held.tokens
-    return device + worker.host_tokens - worker.swapped.tokens
-
-
-@dataclass(slots=True)
-class Chosen:
-    """The jobs that should run and their footprint.
-
-    `closed`: no other waiting job without a cache could get one.
-    """
-
-    rows: list[RankedJob]
-    footprint: Footprint
-    closed: bool = False
-
-
-def _add(found: Footprint, worker: Worker, row: RankedJob) -> None:
-    if row.location is CacheLocation.INBOX or row.job in worker.residents.prefilling:
-        found.enter(row.job)
-    else:
-        found.join(row.tokens)
-
-
-@dataclass(slots=True)
-class Placement:
-    """What a round does with every cache.
-
-    `footprint` is that of the jobs in `run`. `kept` and `fetched` are the jobs that do not run
-    and have caches on the device.
-    """
-
-    run: list[RankedJob]
-    footprint: Footprint
-    kept: list[RankedJob] = field(default_factory=list)
-    fetched: list[RankedJob] = field(default_factory=list)
-    swap_out: list[RankedJob] = field(default_factory=list)
-    swap_in: list[RankedJob] = field(default_factory=list)
-    evict: list[RankedJob] = field(default_factory=list)
-    overlap: bool = False
-    closed: bool = False  # no waiting job without a cache could get one
-    # jobs that should run are in transfer, or wait for the room that transfers make
-    awaited: bool = False
-
-    def moves(self, worker: Worker, promote: Sequence[Job]) -> Moves | None:
-        """The placement as `Moves`; None if nothing changes."""
-        residents = worker.residents.jobs
-        running = {row.job.ticket for row in self.run}
-        pause = tuple(
-            [row.job for row in self.kept if row.job in residents and row.job.ticket not in running]
-        )
-        resume = tuple(
-            [
-                row.job
-                for row in self.run
-                if row.location is not CacheLocation.INBOX and row.job not in residents
-            ]
-        )
-        swap_out = tuple([row.job for row in self.swap_out])
-        swap_in = tuple([row.job for row in self.swap_in])
-        if not (pause or resume or swap_out or swap_in or promote):
-            return None
-        return Moves(
-            pause,
-            resume,
-            swap_out,
-            swap_in,
-            tuple(promote),
-            self.overlap and bool(swap_out or swap_in),
-        )
-
-    def idle(self, cached: Sequence[RankedJob]) -> list[RankedJob]:
-        """Those of `cached` that do not run."""
-        running = {row.job for row in self.run}
-        return [row for row in cached if row.job not in running]
-
-    def room(self, worker: Worker) -> int:
-        """Decode steps until the running rows and the caches beside them exceed the device's
-        capacity.
-        """
-        running = {row.job.ticket for row in self.run}
-        aside = sum([row.tokens for row in self.kept if row.job.ticket not in running])
-        if self.overlap:
-            aside += sum([row.tokens for row in (*self.swap_out, *self.swap_in)])
-        return self.footprint.room(worker.capacity_tokens - aside)
-
-    def transfers_s(self, worker: Worker) -> float:
-        """Seconds of the round's transfers, by the worker's law."""
-        law = worker.swap
-        if law is None:
-            return 0.0
-        return sum([law.out_s(row.tokens) for row in self.swap_out]) + sum(
-            [law.in_s(row.tokens) for row in self.swap_in]
-        )
-
-
-def _keep(
-    worker: Worker,
-    others: Sequence[RankedJob],
-    chosen: Chosen,
-    spare: int,
-    share: int,
-    *,
-    fetch: bool,
-) -> Placement:
-    """Decide which caches of `others` stay on the device beside `chosen`, leave it, or (`fetch`)
-    come.
-
-    `others` have caches and are in the order in which they will run. `spare` tokens are left for
-    growth, `share` tokens for newcomers.
-    """
-    free = worker.capacity_tokens - chosen.footprint.needs - spare - share
-    placed = Placement(list(chosen.rows), chosen.footprint)
-    leaving: list[RankedJob] = []
-    for row in others:
-        if row.location is CacheLocation.DEVICE:
-            if row.tokens <= free:
-                free -= row.tokens
-                placed.kept.append(row)
-            else:
-                leaving.append(row)
-    for row in others if fetch else ():
-        # With less room it would soon leave again.
-        if row.location is CacheLocation.HOST and row.tokens <= free - share:
-            free -= row.tokens
-            placed.fetched.append(row)
-    room = worker.host_tokens - worker.swapped.tokens
-    stuck: list[RankedJob] = []
-    for row in reversed(leaving):
-        if row.tokens <= room:
-            room -= row.tokens
-            placed.swap_out.append(row)
-        else:
-            stuck.append(row)
-    free += share + spare  # avoiding a prefill is worth more than keeping this free
-    for row in reversed(stuck):
-        if row.tokens <= free:
-            free -= row.tokens
-            placed.kept.append(row)
-        else:
-            placed.evict.append(row)
-    return placed
-
-
-def after_transfers(
-    worker: Worker, others: Sequence[RankedJob], chosen: Chosen, spare: int, share: int
-) -> Placement:
-    """The round waits for its transfers, and then runs all of `chosen`."""
-    placed = _keep(worker, others, chosen, spare, share, fetch=False)
-    placed.swap_in = [row for row in chosen.rows if row.location is CacheLocation.HOST]
-    return placed
-
-
-def beside_transfers(
-    worker: Worker,
-    others: Sequence[RankedJob],
-    chosen: Chosen,
-    spare: int,
-    share: int,
-    most: int,
-    patience_s: float,
-) -> Placement | None:
-    """The round runs beside its transfers: those of `chosen` that can, and others in the free rows.
-
-    At most `most` rows run. A job that has waited for `patience_s` waits for no transfer. None if
-    the round should wait for its transfers instead.
-    """
-    placed = _keep(worker, others, chosen, spare, share, fetch=True)
-    footprint = footprint_of(worker).emptied()  # its capacity excludes the caches beside the rows
-    placed.overlap, placed.run, placed.footprint = True, [], footprint
-    footprint.capacity -= (
-        worker.residents.used + worker.held.tokens - sum([row.tokens for row in placed.evict])
-    )
-    for row in chosen.rows:
-        if (
-            row.location is CacheLocation.HOST
-            and row.tokens <= footprint.capacity - footprint.needs
-            and row.waits_s < patience_s
-        ):
-            placed.swap_in.append(row)
-            placed.awaited = True
-            footprint.capacity -= row.tokens
-        elif row.location is CacheLocation.DEVICE:
-            placed.run.append(row)
-            footprint.capacity += row.needs - 1
-            _add(footprint, worker, row)
-        elif row.location is CacheLocation.INBOX and footprint.fits(row.tokens, footprint.capacity):
-            placed.run.append(row)
-            footprint.enter(row.job)
-        elif row.waits_s >= patience_s:
-            return None
-        else:
-            placed.awaited = True
-    for row in sorted(placed.kept, key=attrgetter("rank")):
-        if len(placed.run) >= most:
-            break
-        footprint.capacity += row.tokens
-        if footprint.fits(row.tokens, footprint.capacity, enters=False):
-            placed.run.append(row)
-            footprint.join(row.tokens)
-        else:
-            footprint.capacity -= row.tokens
-    if footprint.needs > footprint.capacity or not placed.run:
-        return None
-    for row in placed.fetched:
-        if row.tokens <= footprint.capacity - footprint.needs:
-            placed.swap_in.append(row)
-            footprint.capacity -= row.tokens
-    return placed
-
-
-def steps_until(law: LatencyLaw, rows: int, length: float, seconds: float, most: int) -> int:
-    """The first number of decode steps, from 1 to `most`, that takes at least `seconds`, else
-    `most`.
-    """
-    low, high = 1, most
-    if seconds == float("inf") or law.decode_s(rows, length, most) < seconds:
-        return most
-    while low < high:
-        middle = (low + high) // 2
-        if law.decode_s(rows, length, middle) >= seconds:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+from toolkit.sched.types import Batch, Job, Worker
 
 
 @dataclass(frozen=True, slots=True)
