@@ -220,9 +220,7 @@ def run_mixed(plan: Path, settings: list[str], options: argparse.Namespace) -> d
             wrong += load.wrong
             done += load.done
             found["exit_codes"] += 0 if load.front_killed else server.end()
-        print(
-            json.dumps(found), "requests:", done, "wrong:", len(wrong), file=sys.stderr, flush=True
-        )
+        print(json.dumps(found), "requests:", done, "wrong:", wrong, file=sys.stderr, flush=True)
     seconds = round(time.monotonic() - begin_s)
     return {
         **found,
