@@ -150,14 +150,10 @@ def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
             f"{trace.source}: no request arrives in {_span(start_s, end_s)}",
             f"its {len(trace):,} requests arrive from 0 s to {trace.arrival_s[-1]:.6g} s",
         )
-    kept = slice(int(first), int(last))
+    kept = trace.take(slice(int(first), int(last)))
     return replace(
-        trace,
-        arrival_s=trace.arrival_s[kept] - start_s,
-        prompt_tokens=trace.prompt_tokens[kept],
-        output_tokens=trace.output_tokens[kept],
-        max_tokens=trace.max_tokens[kept],
-        priority=trace.priorities_of(kept),
+        kept,
+        arrival_s=kept.arrival_s - start_s,
         notes=(*trace.notes, f"cut to {_span(start_s, end_s)}: {last - first:,} requests"),
     )
 
