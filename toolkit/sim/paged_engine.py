@@ -23,8 +23,9 @@ from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
 from toolkit.files.fit import StepsFit
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
+from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.ledger import Gaps, Ledger
-from toolkit.sim.paged import PagedPass, PagedRequest, PagedScheduler
+from toolkit.sim.paged import PagedPass, PagedScheduler
 from toolkit.sim.worker import FrontDelay
 
 
