@@ -73,6 +73,7 @@ class PagedRequest:
         computed: tokens in its cache; while it decodes, minus the machine's passes so far.
         filled: tokens in its cache when its input was last complete.
         end: the number of the machine's pass at which it ends; 0: it does not decode.
+        order: how many requests were admitted before it and with it.
         stops: whether it ends before its output limit, so that the end is known only with the last
             token.
         preempted: whether it ever was.
@@ -92,6 +93,7 @@ class PagedRequest:
         "left",
         "mark",
         "number",
+        "order",
         "path",
         "place",
         "preempted",
@@ -114,7 +116,7 @@ class PagedRequest:
     ) -> None:
         self.number, self.prompt, self.left = number, prompt, output
         self.stops, self.content, self.watched = stops, content, watched
-        self.computed = self.filled = self.end = self.mark = 0
+        self.computed = self.filled = self.end = self.mark = self.order = 0
         self.preempted = False
         self.path: list[Node] = []
         self.runs: list[Run] = []

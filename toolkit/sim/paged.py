@@ -93,10 +93,12 @@ class PagedScheduler:
         self._reserve = int(flags.watermark * (blocks + 1))
         self._block_tokens = block_tokens
         self._steps = 0  # passes so far
+        self._admissions = 0
         self._decoding = 0
         self._key_sum = 0  # of the decoding rows' `computed`
         self._fill = [0] * block_tokens  # decoding rows by `computed` modulo a block
-        # heap of (end, number, row); an entry is stale if its row no longer decodes
+        # heap of (end, order, row), for rows leave in the order of their admission; an entry is
+        # stale if its row no longer decodes
         self._ends: list[tuple[int, int, PagedRequest]] = []
         self._partial: PagedRequest | None = None  # the row with an incomplete input
         self._ended: list[PagedRequest] = []  # ended rows that still hold their blocks
@@ -307,6 +309,8 @@ class PagedScheduler:
             pool.take(pool.needed(found + new) - pool.needed(found))
             if self._shares:
                 pool.register(row, found + new)
+            self._admissions += 1
+            row.order = self._admissions
             chunks.append(Chunk(waiting.popleft(), found, new))
             running[row] = None
             budget -= new
@@ -331,7 +335,7 @@ class PagedScheduler:
         self._decoding += 1
         self._key_sum += row.computed
         self._fill[row.computed % self._block_tokens] += 1
-        heappush(self._ends, (row.end, row.number, row))
+        heappush(self._ends, (row.end, row.order, row))
 
     def _take_ends(self) -> list[PagedRequest]:
         """Take the rows that have generated their whole output from the decoding rows."""
