@@ -132,7 +132,12 @@ class _Prompts:
     """Made-up prompts that share blocks of `size` tokens and continue earlier requests."""
 
     def __init__(self, draw: random.Random, block_tokens: int, longest: int, kind: str) -> None:
-        self._draw, self._block_tokens, self._longest, self._kind = draw, block_tokens, longest, kind
+        self._draw, self._block_tokens, self._longest, self._kind = (
+            draw,
+            block_tokens,
+            longest,
+            kind,
+        )
         self.size = draw.choice([2, 3, block_tokens, 2 * block_tokens])
         self.ids: list[list[int]] = []
         self.previous: list[int] = []
@@ -285,9 +290,7 @@ def _step(scheduler: PagedScheduler, *, counts: bool = False) -> dict[str, Any]:
         "preempted": [row.number for row in plan.preempted],
         "free": scheduler.pool.free,
         "waiting": len(scheduler.waiting) + over,
-    } | (
-        {"found": [now - then for now, then in zip(after, before, strict=True)]} if counts else {}
-    )
+    } | ({"found": [now - then for now, then in zip(after, before, strict=True)]} if counts else {})
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:

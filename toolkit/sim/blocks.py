@@ -317,7 +317,7 @@ class SharedPool(BlockPool):
                 last is not None
                 and last.node is node
                 and last.rows == 1
-                and all([run.stop <= at or stop <= run.first for run in node.runs])
+                and all(run.stop <= at or stop <= run.first for run in node.runs)
             ):
                 last.stop = stop
             else:
@@ -494,4 +494,3 @@ def _known_blocks(shared: SharedBlocks | None, count: int) -> tuple[list[int], l
     known = sums[shared.offsets[1:]] - sums[shared.offsets[:-1]]
     ends = np.maximum(shared.offsets[:-1] + known - 1, 0)
     return known.tolist(), np.where(known > 0, first[ends], -1).tolist()
-

@@ -125,8 +125,8 @@ class PagedScheduler:
         due = self._due()
         preempted: list[PagedRequest] = []
         if due + self._due_chunk() > self.pool.free:
-            preempted = self._make_room()
-            due = self._due()
+            taken = self._make_room(preempted)
+            due = self._due() - taken
         decodes, cached = self._decoding, self._key_sum + self._decoding * self._steps
         for row in self._ended:
             if row.stops:  # it is in one more pass, since its end was not known
@@ -222,12 +222,21 @@ class PagedScheduler:
                 # a row that stopped was in one more pass, which computed nothing that is known
                 self.pool.give(row, held, held - (self._unknown if row.stops else 0))
 
-    def _make_room(self) -> list[PagedRequest]:
+    def _make_room(self, preempted: list[PagedRequest]) -> int:
         """Preempt rows, the last admitted first, until the others have the blocks that they need
-        for the next pass; return the preempted rows.
+        for the next pass, and append them to `preempted`. Returns how many blocks were given out.
+
+        Rows take blocks in the order of their admission: the first ones have theirs when one finds
+        none and another is preempted for it.
         """
-        preempted: list[PagedRequest] = []
-        while self._due() + self._due_chunk() > self.pool.free:
+        pool, taken = self.pool, 0
+        while True:
+            due = self._due() - taken
+            if due <= pool.free and due + self._due_chunk() <= pool.free:
+                return taken
+            now = min(due, pool.free)
+            pool.take(now)
+            taken += now
             row, _ = self.running.popitem()
             if row is self._partial:
                 self._partial = None
@@ -245,7 +254,6 @@ class PagedScheduler:
             preempted.append(row)
             if row.left:
                 self.waiting.appendleft(row)
-        return preempted
 
     def _known(self, row: PagedRequest) -> int:
         """How many of the tokens in a row's cache are known: not the one that a decode under way
