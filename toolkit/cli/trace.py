@@ -122,7 +122,8 @@ TraceArgument = Annotated[
     typer.Argument(
         metavar="TRACE",
         autocompletion=completion.traces,
-        help="A trace in any known format, or the name of a shipped trace.",
+        help="A trace in any known format, a folder of agents' sessions, or the name of a shipped"
+        " trace.",
     ),
 ]
 SeedOption = Annotated[
@@ -139,7 +140,7 @@ def inspect(trace: TraceArgument, as_json: JsonOption = False) -> None:
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import describe
 
-    loaded, report = read_trace(trace_path(trace))
+    loaded, report = read_trace(trace_path(trace, folders=True))
     found = describe(loaded)
     emit(as_json, {"report": asdict(report), **asdict(found)}, lambda: _show(loaded, found))
 
@@ -211,7 +212,7 @@ def convert(
         _refuse(
             {"--cv": cv, "--seed": seed}, "without --draw-rate nothing is drawn", "add --draw-rate"
         )
-    loaded, _ = read_trace(trace_path(trace))
+    loaded, _ = read_trace(trace_path(trace, folders=True))
     if draw_rate is not None:
         loaded = draw_arrivals(loaded, Arrivals(draw_rate, 1.0 if cv is None else cv), seed or 0)
     if rate is not None:
