@@ -8,7 +8,7 @@ so the cost follows the requests and the points where prompts part, not the bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,9 @@ def cold_tokens(trace: Trace, first: int, last: int) -> int:
     """The prompt tokens of the rows `first` to `last` (excluded) that only earlier rows hold: what a
     cache that is empty at `first` must compute, and a warm one need not.
     """
-    until = trace.take(slice(0, last))
+    if trace.shared is None:
+        return 0
+    until = replace(trace, sessions=None).take(slice(0, last))
     return int(
         reusable_tokens(until)[first:].sum() - reusable_tokens(until.take(slice(first, last))).sum()
     )

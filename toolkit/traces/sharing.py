@@ -19,6 +19,10 @@ from toolkit.errors import InputError
 from toolkit.traces.formats import ANEW, MOONCAKE_BLOCK, Format, block_ids, length, number
 from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
+# Tokens of a block where scaled lengths do not fit whole ones: vLLM's block, so its cache loses
+# nothing more.
+MAX_SPLIT = 16
+
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
@@ -244,16 +248,17 @@ def scale_blocks(trace: Trace, divisor: float, prompts: Ints) -> tuple[SharedBlo
     """The blocks of `trace` for its prompts divided by `divisor` and clipped to `prompts`, and a
     note.
 
-    A block of B tokens becomes one of B / `divisor`, where that is a whole number. Otherwise a new
-    block has the next smaller number of tokens (at least 1), covers parts of one or more old ones,
-    and is shared where all of these are. So nothing new is shared, and of what two prompts share
-    less than one new block is lost.
+    A block of B tokens becomes one of B / `divisor`, where that is a whole number. Otherwise new
+    blocks have `MAX_SPLIT` tokens, or the whole part of B / `divisor` if that is less (at least 1).
+    Such a block covers parts of one or more old ones, and is shared where all of these are. So
+    nothing new is shared, and of what two prompts share less than one new block is lost.
     """
     shared = trace.shared
     if shared is None:
         return None, ""
     exact = shared.block_tokens / divisor
-    block = max(int(exact + 1e-9), 1)
+    whole = exact >= 1.0 and abs(exact - round(exact)) < 1e-9
+    block = round(exact) if whole else max(min(int(exact), MAX_SPLIT), 1)
     counts = -(-prompts // block)
     counts[shared.counts == 0] = 0
     offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -264,7 +269,7 @@ def scale_blocks(trace: Trace, divisor: float, prompts: Ints) -> tuple[SharedBlo
     old = np.ceil(ends / shared.block_tokens - 1e-9).astype(np.int64) - 1
     old = np.minimum(np.maximum(old, 0), shared.counts[rows] - 1)
     ids = shared.ids[shared.offsets[:-1][rows] + old]
-    if abs(exact - block) < 1e-9:
+    if whole:
         return SharedBlocks(block, ids, offsets), ""
     # Several new blocks may end in one old one: the place tells them apart.
     _, ids = np.unique(np.stack([place, ids]), axis=1, return_inverse=True)
@@ -286,7 +291,7 @@ def keep_sessions(trace: Trace) -> Trace:
     linked = np.flatnonzero(previous >= 0)
     before = previous[linked]
     room = trace.prompt_tokens[linked] - trace.output_tokens[before] - trace.prompt_tokens[before]
-    cut = linked[(room < 0) | _other_blocks(trace, linked)]
+    cut = linked[room < 0]
     if not len(cut):
         return trace
     kept = np.ones(len(trace), dtype=np.bool_)
