@@ -60,7 +60,7 @@ class SharedBlocks:
 @dataclass(slots=True, frozen=True)
 class Sessions:
     """Turns of conversations: the prompt of a turn is the prompt of the turn before, its answer,
-    and something new.
+    and something new. At most one turn continues another.
     """
 
     previous: NDArray[np.int64]  # row of the turn before; -1 for a first turn
@@ -82,15 +82,16 @@ class Sessions:
     def take(self, rows: Rows) -> Sessions:
         """The sessions of some rows, in the order of `rows`.
 
-        A turn continues the last copy of the turn before that stands ahead of it. Without one it
-        becomes a first turn, and later turns of its session continue it.
+        A turn continues the last copy of the turn before that stands ahead of it and that no other
+        turn continues. Without one it becomes a first turn, and later turns of its session continue
+        it.
         """
         chosen = np.arange(len(self))[rows]
         wanted = self.previous[chosen]
         previous = np.full(len(chosen), -1, dtype=np.int64)
         latest: dict[int, int] = {}
         for place, (row, before) in enumerate(zip(chosen.tolist(), wanted.tolist(), strict=True)):
-            previous[place] = latest.get(before, -1)
+            previous[place] = latest.pop(before, -1)
             latest[row] = place
         return Sessions(previous, np.where(previous < 0, 0.0, self.think_s[chosen]))
 
@@ -193,17 +194,21 @@ def _joined_sessions(traces: Sequence[Trace]) -> Sessions | None:
     return Sessions(np.concatenate(previous), np.concatenate(think_s))
 
 
-def trace_path(trace: str | os.PathLike[str]) -> Path:
-    """The file of a trace, given as a path or as the bare name of a shipped trace.
+def trace_path(trace: str | os.PathLike[str], *, folders: bool = False) -> Path:
+    """The file of a trace, given as a path or as the bare name of a shipped trace; with `folders`
+    also a folder of sessions.
 
     Raises `InputError` where neither exists.
     """
     path = Path(trace)
-    if path.is_file():
-        return path
     text = os.fspath(trace)
+    if path.is_file() or (folders and text and path.is_dir()):
+        return path
     if path.is_dir():
-        raise InputError(f"{text}: a folder, not a trace", "name a file in it")
+        raise InputError(
+            f"{text}: a folder, not a trace",
+            "name a file in it; for a folder of sessions: llmctl trace convert FOLDER OUT.jsonl",
+        )
     shipped = FOLDER / f"{text}.jsonl"
     if re.fullmatch(NAME_PATTERN, text) and shipped.is_file():
         return shipped
