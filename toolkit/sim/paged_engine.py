@@ -155,6 +155,9 @@ class Reuse:
         return found
 
 
+NO_REUSE = Reuse()
+
+
 class PagedRun:
     """One engine serving requests.
 
@@ -366,7 +369,7 @@ def serve(
     flags: VllmPolicy,
     engine: PagedEngine,
     ledger: Ledger,
-    reuse: Reuse,
+    reuse: Reuse = NO_REUSE,
     *,
     front: FrontDelay | None = None,
     drain: bool = True,
