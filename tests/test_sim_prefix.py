@@ -14,6 +14,7 @@ from benchmarks.engines import vllm_passes as bench
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
+from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.blocks import PagedRequest, SharedPool, contents
@@ -132,7 +133,9 @@ def test_prompts_that_share_nothing_are_served_as_without_blocks() -> None:
     rows = [(k / 40, *draw.integers(1, 40, 2).tolist()) for k in range(60)]
     policy = VllmPolicy(max_num_seqs=8, max_num_batched_tokens=32)
     alone = trace_of(rows)
-    own = trace_of(rows, ids=[range(100 * k, 100 * k + -(-n // 4)) for k, (_, n, _) in enumerate(rows)])
+    own = trace_of(
+        rows, ids=[range(100 * k, 100 * k + -(-n // 4)) for k, (_, n, _) in enumerate(rows)]
+    )
     for ahead in (False, True):
         there = world(PagedEngine(LAW, 25, 4, ahead))
         first, second = simulate(alone, policy, there), simulate(own, policy, there)
@@ -146,9 +149,7 @@ def common_blocks(leaves, one: int, other: int, size: int) -> int:
     """How many blocks of `size` tokens two requests share."""
     pool = SharedPool(100, size)
     paths = [pool._walk(PagedRequest(k, 1, 1, content=leaves[k])) for k in (one, other)]
-    return sum(
-        a.stop - a.first for a, b in zip(*paths, strict=False) if a is b
-    )
+    return sum(a.stop - a.first for a, b in zip(*paths, strict=False) if a is b)
 
 
 @pytest.mark.parametrize(("size", "shared"), [(1, 10), (4, 2), (5, 2), (16, 0)])
@@ -178,7 +179,9 @@ def test_a_turn_begins_with_the_prompt_and_the_answer_before_it() -> None:
 
 def test_a_turn_follows_its_session_where_that_is_longer_than_its_blocks() -> None:
     """The blocks of a turn name only the full ones of the turn before."""
-    blocks = SharedBlocks(4, np.array([0, 1, 2, 0, 1, 3, 4, 5, 6, 0, 1, 3, 4]), np.array([0, 3, 9, 13]))
+    blocks = SharedBlocks(
+        4, np.array([0, 1, 2, 0, 1, 3, 4, 5, 6, 0, 1, 3, 4]), np.array([0, 3, 9, 13])
+    )
     leaves, _ = contents([10, 24, 16], [6, 5, 5], blocks, [-1, 0, -1])
     assert common_blocks(leaves, 0, 1, 1) == 16
     assert common_blocks(leaves, 1, 2, 1) == 16
@@ -186,7 +189,12 @@ def test_a_turn_follows_its_session_where_that_is_longer_than_its_blocks() -> No
 
 def test_a_shared_prompt_is_computed_once_but_for_its_last_block() -> None:
     """16 tokens in 4 blocks: the second finds 3 of them, since its last token must be computed."""
-    found = run(trace_of([(0, 16, 2), (10, 16, 2), (20, 18, 2)], ids=[[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]]))
+    found = run(
+        trace_of(
+            [(0, 16, 2), (10, 16, 2), (20, 18, 2)],
+            ids=[[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]],
+        )
+    )
     assert found.counters["query_tokens"] == 50
     assert found.counters["hit_tokens"] == 12 + 16
     assert found.counters["hit_percent"] == pytest.approx(56.0)
@@ -259,3 +267,23 @@ def test_the_turns_of_a_session_go_to_one_engine() -> None:
     one, two = run(trace), run(trace, workers=2)
     assert one.counters["hit_tokens"] == two.counters["hit_tokens"] == 32
     assert run(replace(trace, sessions=None), workers=2).counters.get("hit_tokens") is None
+
+
+@pytest.mark.parametrize("policy", ["conservative", "slice", "fcfs", "mlfq"])
+def test_our_policies_serve_the_same_closed_loop(policy: str) -> None:
+    trace = trace_of([(0, 8, 9), (1, 20, 5), (2, 30, 2)], previous=[-1, 0, 1], think_s=2.0)
+    found = simulate(trace, make_policy(policy, {}), World(unit_step(), ZetaMemory(1000), 1, 100))
+    served = found.served
+    assert served.ok.all()
+    assert served.arrival_s.tolist() == [0.0, *(served.finish_s[:2] + 2.0).tolist()]
+    assert "hit_percent" not in found.counters
+
+
+def test_our_policies_go_on_after_a_refused_turn_and_stop_where_nothing_drains() -> None:
+    trace = trace_of([(0, 8, 3), (0, 3000, 1), (0, 12, 9)], previous=[-1, 0, 1], think_s=1.0)
+    there = World(unit_step(), ZetaMemory(1000), 1, 100)
+    found = simulate(trace, make_policy("fcfs", {}), there)
+    assert found.served.ok.tolist() == [True, False, True]
+    assert found.served.arrival_s[2] == found.served.finish_s[0] + 2.0
+    stopped = simulate(trace, make_policy("conservative", {}), replace(there, drain=False))
+    assert stopped.counters["unfinished"] == 1

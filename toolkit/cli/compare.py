@@ -23,8 +23,10 @@ from toolkit.cli.stage import (
     SeedOption,
     TraceOption,
     WorkersOption,
+    hit_notes,
     open_stage,
     refusal_notes,
+    sharing_notes,
     unfinished_notes,
 )
 
@@ -99,6 +101,8 @@ def command(
     world = stage.world(of_world, workers, seed)
     check_capacity(of_world, world, stage.trace)
     note_rest(stage.trace)
+    for line in sharing_notes(stage.trace, names):
+        note(line)
     runs: list[PolicyRun] = []
     total = len(names) * max(len(rates), 1)
     interrupted = False
@@ -197,7 +201,11 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
         lines = (
             [run.problem]
             if run.problem
-            else [*refusal_notes(run.refusals), *unfinished_notes(run.metrics)]
+            else [
+                *refusal_notes(run.refusals),
+                *hit_notes(run.metrics),
+                *unfinished_notes(run.metrics),
+            ]
         )
         for line in lines:
             note(f"{_name(run, runs)}: {line}")

@@ -19,6 +19,7 @@ from toolkit.cli.stage import (
     WorkersOption,
     open_stage,
     refusal_notes,
+    sharing_notes,
     world_notes,
 )
 
@@ -66,6 +67,8 @@ def command(
     world = stage.world(of_world, workers, seed)
     check_capacity(of_world, world, requests)
     note_rest(requests)
+    for line in sharing_notes(requests, [policy]):
+        note(line)
     result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
     for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:

@@ -212,6 +212,7 @@ def command(given: TuneOptions) -> None:
     """
     from toolkit.cli.basis import note_basis, note_trace, read_fit
     from toolkit.cli.output import emit, note, progress
+    from toolkit.cli.stage import sharing_notes
     from toolkit.cli.tune_show import show
     from toolkit.files.io import check_writable, head, shipped_siblings, write_file
     from toolkit.traces.read import read_trace
@@ -238,6 +239,8 @@ def command(given: TuneOptions) -> None:
         _refuse_several_servers(spec, count)
         spec = spec.model_copy(update={"workers": count})
     note_trace(workload.trace)
+    for line in sharing_notes(workload.trace, [space.policy for space in settings.spaces]):
+        note(line)
     check_writable(given.out)
     files = fleet.inputs if fleet else {"recipe": given.recipe, "fit": given.fit}
     made_from = head(files | {"trace": traffic})
