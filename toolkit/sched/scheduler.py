@@ -37,8 +37,8 @@ from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, Round
 # Refusals: requests that the scheduler gives up on, with reasons that clients may see.
 
 # A job that ran alone is given up at its second failure without a token in between, which is what a
-# request that breaks its worker does. An unlucky one, whose workers die for other reasons, goes on
-# as long as it makes progress, but not for ever.
+# request that breaks its worker does. One that makes progress between accidents goes on, but not for
+# ever.
 MAX_STRIKES_HERE = 2
 MAX_STRIKES = 5
 _FAILED = {"oom": "ran out of memory alone", "crashed": "the worker died while it ran alone"}
