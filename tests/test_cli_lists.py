@@ -12,7 +12,7 @@ from test_cli_main import HEAVY
 
 from toolkit.cli import completion
 from toolkit.cli.serve_start import IN_PROCESS, MANAGED
-from toolkit.cli.stage import open_stage
+from toolkit.cli.stage import StageOptions, open_stage
 from toolkit.deploy.render import TARGETS
 from toolkit.files.io import shipped_fits
 from toolkit.files.shipped import load_recipe, shipped_names
@@ -119,5 +119,5 @@ def test_completion_offers_exactly_the_existing_names(
 
 
 def test_completion_offers_the_clock_of_steps_to_simulations() -> None:
-    assert open_stage("bursty-small", completion.UNIT_STEP, None, fit_lengths=True).fit is None
+    assert open_stage(StageOptions(trace="bursty-small", fit=completion.UNIT_STEP)).fit is None
     assert completion.UNIT_STEP == UNIT_STEP

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli import completion
-from toolkit.cli.arguments import limit_workers, resolve_recipe
+from toolkit.cli.arguments import (
+    SetOption,
+    SlaOption,
+    limit_workers,
+    resolve_recipe,
+)
+from toolkit.cli.basis import FleetOption
 
 if TYPE_CHECKING:
     from toolkit.files.fit import Fit
@@ -26,48 +32,59 @@ if TYPE_CHECKING:
     from toolkit.sim.world import World
     from toolkit.traces.types import Trace
 
-TraceOption = Annotated[
-    str,
-    typer.Option(
-        autocompletion=completion.traces, help="A trace file, or the name of a shipped trace."
-    ),
-]
-FitOption = Annotated[
-    str,
-    typer.Option(
-        autocompletion=completion.fits_and_clock,
-        help="fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a"
-        " clock of steps).",
-    ),
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, callback=limit_workers, help="The number of workers; default: as profiled, or 1."
-    ),
-]
-MaxNewTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="The limit of requests without one in the trace; default: the recipe's, or 4096 in "
-        "unit-step.",
-    ),
-]
-RecipeOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--recipe",
-        callback=resolve_recipe,
-        help="The recipe of the fit, which limits lengths; default: the one beside the fit, in the "
-        "current folder, or shipped.",
-    ),
-]
-FitLengthsOption = Annotated[bool, typer.Option(help="Scale the lengths to the model's context.")]
-SeedOption = Annotated[
-    int,
-    typer.Option(min=0, help="Draw the memory limits and the policies' samples from this seed."),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOptions:
+    """The options of a command that simulates a trace."""
+
+    trace: Annotated[
+        str,
+        typer.Option(
+            autocompletion=completion.traces, help="A trace file, or the name of a shipped trace."
+        ),
+    ] = "chat-small"
+    fit: Annotated[
+        str,
+        typer.Option(
+            autocompletion=completion.fits_and_clock,
+            help="fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock "
+            "of steps).",
+        ),
+    ] = "fit.json"
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            callback=resolve_recipe,
+            help="The recipe of the fit, which limits lengths; default: the one beside the fit, in "
+            "the current folder, or shipped.",
+        ),
+    ] = None
+    fleet: FleetOption = None
+    settings: SetOption = None
+    sla: SlaOption = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, callback=limit_workers, help="The number of workers; default: as profiled, or 1."
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The limit of requests without one in the trace; default: the recipe's, or 4096 "
+            "in unit-step.",
+        ),
+    ] = None
+    fit_lengths: Annotated[bool, typer.Option(help="Scale the lengths to the model's context.")] = (
+        True
+    )
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Draw the memory limits and the policies' samples from this seed."
+        ),
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +119,7 @@ class Stage:
         )
 
 
-def open_stage(
-    trace: str,
-    fit: str,
-    max_new_tokens: int | None,
-    fit_lengths: bool,
-    fleet: Path | None = None,
-    recipe: Path | None = None,
-) -> Stage:
+def open_stage(given: StageOptions) -> Stage:
     """Read the trace, and the fit or the fleet; print how lengths were scaled, and what the fit
     rests on.
 
@@ -117,7 +127,7 @@ def open_stage(
     `max_new_tokens` replaces the recipe's. `InputError` for files that are missing or of another
     kind, and where that recipe is not found; without a fit it names those that ship.
     """
-    from toolkit.cli.basis import note_basis, note_scaling
+    from toolkit.cli.basis import note_basis, note_scaling, open_fleet
     from toolkit.errors import InputError
     from toolkit.files.fit import Fit
     from toolkit.files.io import fit_path, read_file, shipped_fits
@@ -130,31 +140,29 @@ def open_stage(
     spec: Recipe | None = None
     fitted: Fit | None = None
     note_bases: Callable[[], None] | None = None
-    if fleet is not None:
-        from toolkit.cli.basis import open_fleet
-
-        _refuse_recipe(recipe, "a fleet names its recipes")
-        opened = open_fleet(fleet)
+    if given.fleet is not None:
+        _refuse_recipe(given.recipe, "a fleet names its recipes")
+        opened = open_fleet(given.fleet)
         kinds, note_bases = opened.kinds, opened.note_bases
         spec, fitted = kinds[0].recipe, kinds[0].fit
-    elif fit == UNIT_STEP and not Path(fit).exists():
-        _refuse_recipe(recipe, f"--fit {UNIT_STEP} has none")
+    elif given.fit == UNIT_STEP and not Path(given.fit).exists():
+        _refuse_recipe(given.recipe, f"--fit {UNIT_STEP} has none")
     else:
-        path = fit_path(fit)
+        path = fit_path(given.fit)
         if not path.exists():
             made = "make it with: llmctl fit PROFILE; or name one that ships with --fit"
             raise InputError(
                 f"{path}: no such file", f"{made}: {', '.join([UNIT_STEP, *shipped_fits()])}"
             )
         fitted = read_file(Fit, path)
-        spec = _recipe_of(fitted, path, recipe, needed=max_new_tokens is None)
+        spec = _recipe_of(fitted, path, given.recipe, needed=given.max_new_tokens is None)
         note_bases = partial(note_basis, fitted, path)
-    limit = max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
-    requests, _ = read_trace(trace_path(trace))
-    if fit_lengths and spec:
+    limit = given.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
+    requests, _ = read_trace(trace_path(given.trace))
+    if given.fit_lengths and spec:
         serve = spec.serve.model_copy(update={"max_new_tokens": limit})
         requests = prepare(requests, spec.model_copy(update={"serve": serve}))
-    elif fit_lengths and fitted:
+    elif given.fit_lengths and fitted:
         requests = scale_lengths(requests, fitted.engine.max_model_len, limit)
     note_scaling(requests)
     if note_bases:

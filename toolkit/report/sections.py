@@ -14,6 +14,7 @@ import numpy as np
 
 from toolkit.estimators.load import Laws, laws_from_fit
 from toolkit.files.fit import Fit, LatencyFit
+from toolkit.files.plan import PREDICTED
 from toolkit.files.profile import Profile
 from toolkit.files.tuning import Outcome, Trial, Tuning
 from toolkit.report.material import BenchResult, Material
@@ -41,7 +42,6 @@ FIT_KEY, FIT_TITLE = "fit", "The fit"
 PLAN_KEY, PLAN_TITLE = "plan", "The plan"
 TUNING_KEY, TUNING_TITLE = "tuning", "The tuning"
 VALIDATION_KEY, VALIDATION_TITLE = "validation", "The validation"
-PREDICTED = "predicted "  # how the keys of predicted metrics begin in a plan's explanation
 
 Point = tuple[int, int, float]  # batch size, length, seconds
 
