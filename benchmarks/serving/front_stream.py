@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ import httpx
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.raw_client import request, send
+from benchmarks.common.raw_client import free_port, request, send
 from benchmarks.common.serving import fake_plan
 
 BARE = """
@@ -139,12 +138,6 @@ def measure(server: Served, clients: int, tokens: int) -> Run:
     before_s = server.cpu_s()
     took_s, events = asyncio.run(crowd(server.port, clients, tokens))
     return Run(clients * tokens / took_s, events, server.cpu_s() - before_s)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def write_plan(folder: Path, flush_s: float) -> str:

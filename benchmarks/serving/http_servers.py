@@ -30,6 +30,7 @@ import psutil
 
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
+from benchmarks.common.raw_client import free_port
 
 APP = """
 import asyncio, json
@@ -330,12 +331,6 @@ async def events(port: int, clients: int) -> int:
 def cpu_s(process: subprocess.Popen[bytes]) -> float:
     one = psutil.Process(process.pid)
     return sum(sum(part.cpu_times()[:2]) for part in [one, *one.children(recursive=True)])
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def wait_for(port: int) -> bool:

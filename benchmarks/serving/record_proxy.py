@@ -28,8 +28,7 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.raw_client import request, send
-from benchmarks.serving.front_stream import free_port
+from benchmarks.common.raw_client import free_port, request, send
 
 STAND_IN = """
 import json

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from toolkit.traces.types import Trace
 
 LOCAL = "http://127.0.0.1:8000"
-SAME_RATE = 0.02  # rates that differ by less, as shares, are the same
 LATE_S = 0.05  # a larger delay in the client itself is worth a warning
 
 
@@ -179,6 +178,7 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
     """A line where the trace's rate differs from the rate that the plan was tuned for, which its
     promise is about.
     """
+    from toolkit.files.bench import SAME_RATE
     from toolkit.traces.windows import mean_rate
 
     if plan is None or plan.workload is None:

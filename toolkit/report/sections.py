@@ -32,10 +32,9 @@ from toolkit.report.parts import (
     metric_name,
     missing,
     quantity,
-    word,
 )
 from toolkit.sched.policies.servable import footnote, marked
-from toolkit.units import number, percent, seconds
+from toolkit.units import number, percent, seconds, word
 
 BENCH_KEY, BENCH_TITLE = "bench", "The benches"
 FIT_KEY, FIT_TITLE = "fit", "The fit"

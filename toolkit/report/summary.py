@@ -21,10 +21,9 @@ from toolkit.report.parts import (
     bars,
     metric_name,
     quantity,
-    word,
 )
 from toolkit.report.verdict import verdict
-from toolkit.units import number, percent
+from toolkit.units import number, percent, word
 
 KEY, TITLE = "verdict", "The verdict"
 SHOWN_METRICS = ("goodput_rps", "throughput_rps", "sla_attainment_percent")  # besides the limits

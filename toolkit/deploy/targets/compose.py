@@ -14,13 +14,19 @@ from toolkit.deploy.kinds.compose import (
     Reservations,
     SecretFile,
 )
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, llmctl_image
+from toolkit.deploy.order import (
+    KEY_FOLDER,
+    ExplainedValue,
+    Order,
+    Rendered,
+    explain_value,
+    llmctl_image,
+)
 from toolkit.deploy.reckon import drain_s, from_hub, gpus, grace_s, startup_s
 from toolkit.files.strict import dump_yaml
 
 READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready', timeout=3)"
 SECRET = "llmctl_api_key"
-KEY_FOLDER = "/etc/llmctl"
 HUB_TOKEN = "optional, from the shell that runs docker compose: gated models of the hub need it"
 
 

@@ -44,7 +44,6 @@ from toolkit.deploy.order import (
 from toolkit.deploy.reckon import (
     FRONT_MIB,
     LIMIT_FACTOR,
-    MIB,
     PROPAGATION_S,
     check_podable,
     drain_s,
@@ -97,6 +96,7 @@ from toolkit.deploy.targets.raycluster import (
 )
 from toolkit.errors import InputError
 from toolkit.files.strict import dump_yaml
+from toolkit.units import MIB
 
 SCRIPT = "front.sh"
 TOKEN_KEY = "auth_token"  # KubeRay's name

@@ -49,7 +49,6 @@ from toolkit.deploy.order import (
 )
 from toolkit.deploy.reckon import (
     LIMIT_FACTOR,
-    MIB,
     PROPAGATION_S,
     drain_s,
     grace_s,
@@ -70,6 +69,7 @@ from toolkit.deploy.targets.objects import (
     tolerations,
 )
 from toolkit.files.plan import Kind
+from toolkit.units import MIB
 
 EXTRA = "kuberay"  # of the package: Ray with the agents that KubeRay's probes query
 OBJECT_STORE_MIB = 256  # it holds only prompts and tokens
