@@ -12,7 +12,7 @@ from test_cli_main import HEAVY
 
 from toolkit.cli import completion
 from toolkit.cli.serve_start import IN_PROCESS, MANAGED
-from toolkit.cli.stage import StageOptions, open_stage
+from toolkit.cli.simulate import StageOptions, open_stage
 from toolkit.deploy.render import TARGETS
 from toolkit.files.io import shipped_fits
 from toolkit.files.shipped import load_recipe, shipped_names

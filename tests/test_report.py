@@ -25,10 +25,9 @@ from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.tuning import ATTAINMENT, Limit, Outcome, Trial, Tuning, recipe_limits
 from toolkit.report.material import gather
-from toolkit.report.page import report
+from toolkit.report.page import report, summary_section
 from toolkit.report.parts import Axes, ChartSeries, Judged, bars, chart
 from toolkit.report.sections import fit_section
-from toolkit.report.summary import summary_section
 from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults
 

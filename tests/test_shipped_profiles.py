@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import llmctl
 
-from toolkit.cli.stage import StageOptions, open_stage
+from toolkit.cli.simulate import StageOptions, open_stage
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, head, load_recipe, read_file, recipe_path, shipped_fit

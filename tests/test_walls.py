@@ -41,7 +41,7 @@ ONLY_IN = {
     "httpx": ("endpoints/", "backends/"), "httptools": ("endpoints/", "serve/"),
     "yaml": "files/",
     "typer": "cli/",
-    "matplotlib": "cli/figure.py",
+    "matplotlib": "cli/plots.py",
 }  # fmt: skip
 NOWHERE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 NOT_IN_SCHED = {

@@ -23,7 +23,7 @@ from schemathesis import GenerationMode
 from benchmarks.common import ROOT
 from benchmarks.common.serving import SETTINGS
 from toolkit.serve.api import document
-from toolkit.serve.settings import FrontSettings
+from toolkit.serve.assemble import FrontSettings
 
 LEAKS = re.compile(
     "|".join(

@@ -15,10 +15,10 @@ import typer
 
 from toolkit.cli import completion
 from toolkit.cli.arguments import JsonOption, command_of, parse_settings, parse_sla
-from toolkit.cli.stage import StageOptions, open_stage, refusal_notes, unfinished_notes
+from toolkit.cli.simulate import StageOptions, open_stage, refusal_notes, unfinished_notes
 
 if TYPE_CHECKING:
-    from toolkit.cli.figure import FigurePanel
+    from toolkit.cli.plots import FigurePanel
     from toolkit.cli.results import ComparedRun
     from toolkit.sim.api import PolicyRun
     from toolkit.sim.world import World
@@ -62,8 +62,8 @@ def command(given: CompareOptions) -> None:
     it. Ctrl-C prints the finished runs.
     """
     from toolkit.cli.basis import note_rest, plain
-    from toolkit.cli.figure import draw, require_matplotlib
     from toolkit.cli.output import emit, note
+    from toolkit.cli.plots import draw, require_matplotlib
     from toolkit.cli.results import Comparison
     from toolkit.files.io import check_writable
     from toolkit.sched.policies import KNOWN
@@ -252,7 +252,7 @@ def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
     """
     import numpy as np
 
-    from toolkit.cli.figure import FigurePanel
+    from toolkit.cli.plots import FigurePanel
 
     done = [run for run in runs if len(run.e2e_s)]
     if not done:

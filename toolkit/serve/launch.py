@@ -32,7 +32,7 @@ from toolkit.sched.eventlog import Event, lost_line, to_line
 from toolkit.sched.types import Request
 from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.api import make_app
-from toolkit.serve.assemble import make_scheduler, make_stats
+from toolkit.serve.assemble import FrontSettings, make_scheduler, make_stats
 from toolkit.serve.drift import CheckedWorkers, DriftCheck, OnFound
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, LatencyLimits
@@ -41,7 +41,6 @@ from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest
 from toolkit.serve.rereading import Certificate, Followed, WatchedFiles, follow
 from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
-from toolkit.serve.settings import FrontSettings
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 from toolkit.workers.pool import ProcessWorkers, WorkerSpec

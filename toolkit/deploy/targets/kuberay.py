@@ -11,7 +11,7 @@ import hashlib
 
 from pydantic import BaseModel
 
-from toolkit.deploy.kinds.kubernetes import (
+from toolkit.deploy.manifests import (
     Container,
     Deployment,
     DeploymentSpec,
@@ -22,14 +22,12 @@ from toolkit.deploy.kinds.kubernetes import (
     PodDisruptionBudget,
     PodSpec,
     PodTemplate,
+    PrometheusRule,
     Resources,
     Selector,
     Strategy,
     Volume,
     VolumeMount,
-)
-from toolkit.deploy.kinds.operators import (
-    PrometheusRule,
 )
 from toolkit.deploy.monitoring import drift_percent, rules, series
 from toolkit.deploy.order import (

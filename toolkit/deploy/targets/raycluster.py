@@ -17,24 +17,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from toolkit.cluster.workers import MachineShare, node_labels
-from toolkit.deploy.kinds.kubernetes import (
+from toolkit.deploy.manifests import (
     Affinity,
+    AuthOptions,
     Container,
     ContainerPort,
     EnvVar,
     Exec,
     Handler,
+    HeadGroup,
     Lifecycle,
     PodMetadata,
     PodSpec,
     PodTemplate,
-    Resources,
-)
-from toolkit.deploy.kinds.operators import (
-    AuthOptions,
-    HeadGroup,
     RayCluster,
     RayClusterSpec,
+    Resources,
     UpgradeStrategy,
     WorkerGroup,
 )
