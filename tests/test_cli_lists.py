@@ -67,7 +67,8 @@ def completed(*words: str, cwd: Path | None = None) -> list[str]:
     line = {"COMP_WORDS": " ".join(["llmctl", *words]), "COMP_CWORD": str(len(words))}
     environment = os.environ | line | {"_LLMCTL_COMPLETE": "complete_bash"}
     script = (
-        "import sys\nfrom toolkit.cli.main import run\ntry:\n    run()\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom toolkit.cli.main import run\ntry:\n    run()\nexcept SystemExit:\n    "
+        "pass\n"
         "print('loaded', *{name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run(

@@ -71,7 +71,9 @@ def yaml_files(files: dict[str, str]) -> dict[str, Any]:
 
 
 def check_object(data: dict[str, Any]) -> None:
-    """What `kubernetes-validate --strict` checks; a kind that it does not know must be one of ours."""
+    """What `kubernetes-validate --strict` checks; a kind that it does not know must be one of
+    ours.
+    """
     try:
         kubernetes_validate.validate(data, "1.37", strict=True)
     except kubernetes_validate.SchemaNotFoundError:

@@ -35,7 +35,8 @@ from toolkit.workers.protocol import BatchDone, RoundDone, Times, WorkerLost, Wo
 
 RECIPE = """
 name: fake
-model: {source: random, config: {model_type: fake}, dtype: float32, tokenizer: bytes, max_model_len: 512}
+model:
+  {source: random, config: {model_type: fake}, dtype: float32, tokenizer: bytes, max_model_len: 512}
 hardware: {device: cpu, name: none}
 engine: {name: fake, kv_cache_memory_mib: 2}
 workers: 2

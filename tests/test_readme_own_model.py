@@ -26,7 +26,9 @@ SHORT = {"bench": ["--warmup", "1"]}  # its 15 s of other requests would be most
 
 
 def lines_of_the_readme() -> list[list[str]]:
-    """The commands of the section's first block, in words; the recipe that they name is the test's."""
+    """The commands of the section's first block, in words; the recipe that they name is the
+    test's.
+    """
     section = README.read_text(encoding="utf-8").split("\n## Your own model\n")[1]
     block = re.search(r"\n\n((?:    .*\n)+)", section)
     assert block

@@ -42,7 +42,8 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 app = FastAPI()
-HEAD = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1700000000, "model": "test"}
+HEAD = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1700000000,
+        "model": "test"}
 CHOICE = {"index": 0, "text": "x", "finish_reason": None, "logprobs": None}
 READY = ("data: " + json.dumps({**HEAD, "choices": [CHOICE]}) + "\\n\\n").encode()
 
@@ -60,7 +61,8 @@ async def completions(body: dict):
 
 async def raw(scope, receive, send):
     body = json.loads((await receive())["body"])
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     for _ in range(body["max_tokens"]):
         await send({"type": "http.response.body", "body": READY, "more_body": True})
     await send({"type": "http.response.body", "body": b"data: [DONE]\\n\\n", "more_body": False})
