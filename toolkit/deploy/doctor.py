@@ -19,6 +19,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from toolkit import compiled
 from toolkit.backends import Check, Checks, backend_of
 from toolkit.engine_traits import traits_of
 from toolkit.engines.devices import CudaDevice, Devices
@@ -48,6 +49,7 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
         _check_devices(devices),
         _check_processor(),
         _check_kernels(),
+        _check_compiled(),
         _check_disk(work_folder),
         _check_model_cache(),
     ]
@@ -128,6 +130,14 @@ def _check_kernels() -> Check:
         remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
         return Check("numba", "missing", str(error).splitlines()[0], remedy)
     return Check("numba", "ok", f"{metadata.version('numba')}; compiled kernels can be cached")
+
+
+def _check_compiled() -> Check:
+    found = compiled.running()
+    if found.compiled:
+        return Check("scheduler", "ok", f"compiled ({len(compiled.MODULES)} modules)")
+    text = f"plain Python, with the same results but slower: {found.reason}"
+    return Check("scheduler", "note", text, found.remedy)
 
 
 def _check_disk(folder: Path) -> Check:
