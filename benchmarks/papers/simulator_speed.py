@@ -35,9 +35,9 @@ from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, Worker
+from toolkit.sched.view import LengthHistory, View
 from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
