@@ -74,7 +74,7 @@ TargetOption = Annotated[
         metavar="TARGET",
         autocompletion=completion.rendered_targets,
         help="Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; "
-        "see docs/deploying.md.",
+        "see docs/how-to/deploy.md.",
     ),
 ]
 OutOption = Annotated[

@@ -22,7 +22,7 @@ from toolkit.files.recipe import Name, Positive
 from toolkit.files.strict import Strict, load_yaml, validate
 
 MAX_KEYS = 100  # each has its own metrics
-HINT = "see docs/serving.md, 'Several keys'"
+HINT = "see docs/how-to/serve.md, 'Several keys'"
 
 
 class ApiKey(Strict):

@@ -307,7 +307,8 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     if not kept:
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
         raise InputError(
-            problem, "correct these rows; docs/traces.md, 'Rows that cannot be', has the limits"
+            problem,
+            "correct these rows; docs/reference/traces.md, 'Rows that cannot be', has the limits",
         )
     order = np.argsort(arrivals, kind="stable")
     lengths = np.array([row[1:] for row in kept], dtype=np.int64)[order]

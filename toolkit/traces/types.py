@@ -1,6 +1,6 @@
 """A trace in memory (arrival times and lengths of requests), and the traces that ship.
 
-docs/traces.md has the commands that made the shipped traces.
+docs/reference/traces.md has the commands that made the shipped traces.
 """
 
 from __future__ import annotations
