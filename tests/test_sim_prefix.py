@@ -132,7 +132,9 @@ def test_prompts_that_share_nothing_are_served_as_without_blocks() -> None:
     rows = [(k / 40, *draw.integers(1, 40, 2).tolist()) for k in range(60)]
     policy = VllmPolicy(max_num_seqs=8, max_num_batched_tokens=32)
     alone = trace_of(rows)
-    own = trace_of(rows, ids=[range(100 * k, 100 * k + -(-n // 4)) for k, (_, n, _) in enumerate(rows)])
+    own = trace_of(
+        rows, ids=[range(100 * k, 100 * k + -(-n // 4)) for k, (_, n, _) in enumerate(rows)]
+    )
     for ahead in (False, True):
         there = world(PagedEngine(LAW, 25, 4, ahead))
         first, second = simulate(alone, policy, there), simulate(own, policy, there)
@@ -146,9 +148,7 @@ def common_blocks(leaves, one: int, other: int, size: int) -> int:
     """How many blocks of `size` tokens two requests share."""
     pool = SharedPool(100, size)
     paths = [pool._walk(PagedRequest(k, 1, 1, content=leaves[k])) for k in (one, other)]
-    return sum(
-        a.stop - a.first for a, b in zip(*paths, strict=False) if a is b
-    )
+    return sum(a.stop - a.first for a, b in zip(*paths, strict=False) if a is b)
 
 
 @pytest.mark.parametrize(("size", "shared"), [(1, 10), (4, 2), (5, 2), (16, 0)])
@@ -178,7 +178,9 @@ def test_a_turn_begins_with_the_prompt_and_the_answer_before_it() -> None:
 
 def test_a_turn_follows_its_session_where_that_is_longer_than_its_blocks() -> None:
     """The blocks of a turn name only the full ones of the turn before."""
-    blocks = SharedBlocks(4, np.array([0, 1, 2, 0, 1, 3, 4, 5, 6, 0, 1, 3, 4]), np.array([0, 3, 9, 13]))
+    blocks = SharedBlocks(
+        4, np.array([0, 1, 2, 0, 1, 3, 4, 5, 6, 0, 1, 3, 4]), np.array([0, 3, 9, 13])
+    )
     leaves, _ = contents([10, 24, 16], [6, 5, 5], blocks, [-1, 0, -1])
     assert common_blocks(leaves, 0, 1, 1) == 16
     assert common_blocks(leaves, 1, 2, 1) == 16
@@ -186,7 +188,12 @@ def test_a_turn_follows_its_session_where_that_is_longer_than_its_blocks() -> No
 
 def test_a_shared_prompt_is_computed_once_but_for_its_last_block() -> None:
     """16 tokens in 4 blocks: the second finds 3 of them, since its last token must be computed."""
-    found = run(trace_of([(0, 16, 2), (10, 16, 2), (20, 18, 2)], ids=[[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]]))
+    found = run(
+        trace_of(
+            [(0, 16, 2), (10, 16, 2), (20, 18, 2)],
+            ids=[[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]],
+        )
+    )
     assert found.counters["query_tokens"] == 50
     assert found.counters["hit_tokens"] == 12 + 16
     assert found.counters["hit_percent"] == pytest.approx(56.0)

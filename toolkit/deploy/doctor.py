@@ -203,10 +203,10 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
         return []
     if recipe is None:
         text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
-        remedy = "llmctl doctor RECIPE says what is missing; see docs/vllm.md"
+        remedy = "llmctl doctor RECIPE says what is missing; see docs/how-to/vllm.md"
         return [Check("engine", "note", text, remedy)]
     text = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
-    return [Check("engine", "note", text, f"llmctl doctor {names[0]}; see docs/vllm.md")]
+    return [Check("engine", "note", text, f"llmctl doctor {names[0]}; see docs/how-to/vllm.md")]
 
 
 def check_kv_bytes(model: ModelSpec) -> None:

@@ -86,9 +86,7 @@ class Footprint:
         With `enters` the row is prefilled, otherwise it joins with its cache.
         """
         rows = self.rows + 1
-        return (
-            self.used + self.fresh + length + enters * self._worker.emits + rows * steps <= limit
-        )
+        return self.used + self.fresh + length + enters * self._worker.emits + rows * steps <= limit
 
     def room(self, limit: int) -> int:
         """Decode steps until the rows take more than `limit`."""

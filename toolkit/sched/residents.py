@@ -303,9 +303,7 @@ class WorkerRounds:
                 residents.join(job)
                 job.slices += 1
         if batch.chunk_tokens and jobs:
-            residents.prefill_on(
-                (*residents.prefilling, *batch.jobs), emits=worker.emits > 0
-            )
+            residents.prefill_on((*residents.prefilling, *batch.jobs), emits=worker.emits > 0)
         if self._cancelled and worker.index in self._cancelled:
             batch.evict += tuple(self._cancelled.pop(worker.index))
         if self._released and worker.index in self._released:

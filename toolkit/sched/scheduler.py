@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
-
 from mypy_extensions import mypyc_attr
 
 from toolkit.sched.footprint import longest
@@ -37,9 +36,8 @@ from toolkit.sched.view import NOTHING, LengthHistory, View
 
 # Refusals: requests that the scheduler gives up on, with reasons that clients may see.
 
-# A job that ran alone is given up at its second failure without a token in between, which is what a
-# request that breaks its worker does. One that makes progress between accidents goes on, but not for
-# ever.
+# A job that ran alone is given up at its second failure without a token in between, which is what
+# a request that breaks its worker does. One that makes progress goes on, but not for ever.
 MAX_STRIKES_HERE = 2
 MAX_STRIKES = 5
 _FAILED = {"oom": "ran out of memory alone", "crashed": "the worker died while it ran alone"}
@@ -239,10 +237,11 @@ class Scheduler:
         for index, count in newcomers.items():
             worker = self.workers[index]
             running = worker.running
-            if running is not None and not running.interrupted and worker.inbox.jobs:
-                if planner.should_interrupt(worker, count):
-                    running.interrupted = True
-                    self.interrupts.append(index)
+            if running is None or running.interrupted or not worker.inbox.jobs:
+                continue
+            if planner.should_interrupt(worker, count):
+                running.interrupted = True
+                self.interrupts.append(index)
 
     def _start_rounds(self, planner: RoundPlanner, now_s: float) -> list[Batch]:
         """Plan and start the rounds of the due workers, by index. Afterwards no worker is due."""

@@ -153,7 +153,8 @@ class PreemptivePolicy(ABC):
             return True  # no job could enter when it began, so it does not end when ranks change
         since, standing = residents.steps, inbox.standing
         new_ranks = [
-            (standing(job, job.generated), job.ticket) for job in islice(reversed(inbox.jobs), newcomers)
+            (standing(job, job.generated), job.ticket)
+            for job in islice(reversed(inbox.jobs), newcomers)
         ]
         ranks = [
             (standing(job, job.generated + since - job.joined), job.ticket)
