@@ -1,4 +1,4 @@
-"""The parts of vLLM that our scheduler inside it uses: blocks, which running requests share, chunked
+"""The parts of vLLM that our scheduler inside it uses: blocks that running requests share, chunked
 prefill, preemption, async scheduling; no model.
 """
 

@@ -13,7 +13,7 @@ each: id, arrival_s on the log's clock, prompt_tokens, max_tokens.
 The second makes up workloads, with small caches and all flags drawn, and runs them through vLLM's
 scheduler classes, also the asynchronous one, without an engine (`vllm_passes_child.py`): the
 arrivals before each pass are given, and so is which requests end before their limit. Two thirds of
-them have prompts that share blocks, or sessions, each turn of which begins with the turn before, in
+them have prompts that share blocks, or sessions in which each turn begins with those before, in
 open and closed loop. FOLDER has a model's config.json; no weights are read.
 
 The third does the same with the requests of a trace that says what prompts share, their lengths
@@ -392,10 +392,8 @@ def _report(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> N
     queries, hits, again, again_hits = (
         sum(one.get("found", (0, 0, 0, 0))[k] for one in every) for k in range(4)
     )
-    print(f"{len(differences)} of {len(ours)} workloads differ")
-    print(
-        f"{len(every):,} passes, {preempted:,} preempted, {chunks:,} passes of chunks beside decodes"
-    )
+    print(f"{len(differences)} of {len(ours)} workloads differ; {len(every):,} passes")
+    print(f"{preempted:,} preempted, {chunks:,} passes of chunks beside decodes")
     print(
         f"found in the cache: {hits:,} of {queries:,} tokens when first admitted, {again_hits:,} "
         f"of {again:,} when admitted again"

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from toolkit.files.profile import Profile
     from toolkit.files.recipe import Recipe
     from toolkit.files.tuning import Tuning
+    from toolkit.traces.types import Trace
     from toolkit.tuning.executor import EvaluationStore, Runner
     from toolkit.tuning.search import SearchSettings
 
@@ -212,7 +213,6 @@ def command(given: TuneOptions) -> None:
     """
     from toolkit.cli.basis import note_basis, note_trace, read_fit
     from toolkit.cli.output import emit, note, progress
-    from toolkit.cli.stage import sharing_notes
     from toolkit.cli.tune_show import show
     from toolkit.files.io import check_writable, head, shipped_siblings, write_file
     from toolkit.traces.read import read_trace
@@ -239,13 +239,11 @@ def command(given: TuneOptions) -> None:
         _refuse_several_servers(spec, count)
         spec = spec.model_copy(update={"workers": count})
     note_trace(workload.trace)
-    for line in sharing_notes(workload.trace, [space.policy for space in settings.spaces]):
-        note(line)
     check_writable(given.out)
     files = fleet.inputs if fleet else {"recipe": given.recipe, "fit": given.fit}
     made_from = head(files | {"trace": traffic})
     total = evaluations(settings, spec.tune.draws, siblings)
-    _note_search(settings, total)
+    _note_search(settings, total, workload.trace)
     store = _store(
         given, spec.name, _fingerprint(made_from, spec, siblings, with_profile=profile is not None)
     )
@@ -331,9 +329,10 @@ def _profile_of(fit: Fit, path: Path) -> Profile | None:
         return None
 
 
-def _note_search(settings: SearchSettings, total: int) -> None:
+def _note_search(settings: SearchSettings, total: int, trace: Trace) -> None:
     """Print what is searched and how many simulations it takes; `TuneProgress` adds the seconds."""
     from toolkit.cli.output import note
+    from toolkit.cli.simulate import sharing_notes
 
     count, served = len(settings.spaces), len(settings.served)
     policies = (
@@ -346,6 +345,8 @@ def _note_search(settings: SearchSettings, total: int) -> None:
     if settings.trials < count:
         left = ", ".join(space.policy for space in settings.spaces[settings.trials :])
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
+    for line in sharing_notes(trace, [space.policy for space in settings.spaces]):
+        note(line)
 
 
 def _fingerprint(
@@ -362,17 +363,18 @@ def _fingerprint(
 def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
     """The runner of simulations until the block ends, and how many it runs at once."""
     from toolkit.errors import InputError, nearest
-    from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool, cores
+    from toolkit.files.io import usable_cpus
+    from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool
 
     if given.executor == "local":
-        jobs = given.jobs or cores()
+        jobs = given.jobs or usable_cpus()
         with ProcessPool(jobs) as pool:
             yield (pool if jobs > 1 else InProcessRunner()), jobs
     elif given.executor == "ray":
         from toolkit.cli.output import note
         from toolkit.cluster.connect import joined, processors
 
-        with joined(given.ray, given.jobs or cores()) as cluster:
+        with joined(given.ray, given.jobs or usable_cpus()) as cluster:
             jobs = given.jobs or processors()
             machines = f"{jobs} processors of {cluster.nodes} machines"
             note(f"on the Ray cluster at {cluster.address}: {machines}")

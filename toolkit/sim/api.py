@@ -29,7 +29,7 @@ from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.sessions import ClosedLoop
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
-from toolkit.sim.world import CountingRoundWorker, CountingSimWorker, CountingSlabWorker, World
+from toolkit.sim.world import World
 from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import mean_rate, scale_rate
 
@@ -113,13 +113,27 @@ def _run(
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
-    scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)
+    known, first = world.scheduled(), requests
+    if closed is None:
+        scheduler = Scheduler(policy, known, seed=world.seed, finished=world.finished)
+    else:
+        scheduler = ClosedLoop(
+            policy,
+            known,
+            requests,
+            closed,
+            ledger,
+            world.front,
+            seed=world.seed,
+            finished=world.finished,
+        )
+        previous = closed.previous.tolist()
+        first = [request for k, request in enumerate(requests) if previous[k] < 0]
     workers = [*virtual_workers(policy, world, ledger, requests)]
     books = [ledger.of_kind() for _ in world.others]
     for kind, book in zip(world.others, books, strict=True):
         workers += virtual_workers(policy, kind, book, requests, first=len(workers))
-    turns = ClosedLoop(requests, closed, ledger, world.front) if closed is not None else None
-    refused = run(scheduler, () if turns else requests, workers, turns=turns, drain=world.drain)
+    refused = run(scheduler, first, workers, drain=world.drain)
     for kind, book in zip(world.others, books, strict=True):
         ledger.add(book, world.memory.usable_tokens / kind.memory.usable_tokens)
     return refused
@@ -136,16 +150,15 @@ def virtual_workers(
     """
     number = {request.request_id: k for k, request in enumerate(requests)}
     latency, valid = world.latency, world.valid
-    if valid is not None and valid.holds(requests, ledger.output_tokens):
-        valid = None  # nothing to count
+    if valid is None or valid.holds(requests, ledger.output_tokens):
+        outside = None  # nothing to count
+    else:
+        outside = valid.left_by
     if policy.continuous:
-        rounds: Callable[..., RoundWorker] = (
-            RoundWorker if valid is None else partial(CountingRoundWorker, valid)
-        )
+        rounds: Callable[..., RoundWorker] = RoundWorker
         if world.joining is not None:
-            padded = SlabWorker if valid is None else partial(CountingSlabWorker, valid)
             rounds = partial(
-                padded, joining=world.joining, capacity_tokens=world.memory.usable_tokens
+                SlabWorker, joining=world.joining, capacity_tokens=world.memory.usable_tokens
             )
         return [
             rounds(
@@ -156,13 +169,13 @@ def virtual_workers(
                 world.round_runs_out,
                 swap=world.swap,
                 future=world.future_memory,
+                outside=outside,
             )
             for k in range(world.workers)
         ]
-    batches = SimWorker if valid is None else partial(CountingSimWorker, valid)
     intake = Intake([request.arrival_s for request in requests], world.arrival_cost_s)
     return [
-        batches(
+        SimWorker(
             latency,
             ledger,
             number,
@@ -170,6 +183,7 @@ def virtual_workers(
             streams=world.streams,
             flush_s=world.flush_s,
             intake=intake,
+            outside=outside,
         )
         for _ in range(world.workers)
     ]

@@ -9,7 +9,7 @@ tokens up to its end are the same, so it belongs to the node of its last token.
 The rules of vLLM with prefix caching:
 
 - A block is registered when a pass that fills it is planned, so that a request that is admitted
-  later into the same pass finds it. Equal blocks may exist twice; the one registered first is found.
+  later into the same pass finds it. Equal blocks may exist twice; the first registered is found.
 - A request that is admitted finds its leading blocks up to the first that is missing, and never its
   last token.
 - A block that no running request holds is free, but stays registered until it is given out.
@@ -137,7 +137,7 @@ class BlockPool:
         preempted_queries, preempted_hits: the same for requests that are admitted again.
         lost: of `queries`, tokens that were not found, but once were there: their blocks were
             given out.
-        writers: rows with outputs that other requests may look for while they are generated.
+        writers: running rows with outputs that other requests may look for.
     """
 
     __slots__ = (

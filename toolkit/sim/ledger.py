@@ -102,7 +102,7 @@ def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> lis
 RunsOut = Callable[[int, int, int, int], bool]
 
 
-@dataclass(slots=True)
+@dataclass
 class Ledger:
     """What has happened to each request (parallel lists, by request number) and to the workers."""
 
@@ -284,14 +284,15 @@ class Gaps:
     gap.
     """
 
-    __slots__ = ("_gaps", "_mark", "_marks", "_waits", "last_s")
+    __slots__ = ("_gaps", "_marks", "_wait_marks", "_wait_s", "last_mark", "last_s")
 
     def __init__(self) -> None:
-        self._mark = 0
+        self.last_mark = 0
         self._marks: list[int] = []  # of the stack, ascending
         self._gaps: list[float] = []  # of the stack, descending
-        # (mark, time since when the requests up to it wait for their next token)
-        self._waits: list[tuple[int, float]] = []
+        # The requests up to a mark wait for their next token since a time: two parallel lists.
+        self._wait_marks: list[int] = []
+        self._wait_s: list[float] = []
         self.last_s = -1.0  # the last decode step's end
 
     def mark(self, *, alone: bool) -> int:
@@ -301,62 +302,43 @@ class Gaps:
         if alone:
             self._marks.clear()
             self._gaps.clear()
-            self._waits.clear()
-        self._mark += 1
-        return self._mark
+            self._wait_marks.clear()
+            self._wait_s.clear()
+        self.last_mark += 1
+        return self.last_mark
 
     @property
     def waiting_since(self) -> float:
         """Since when all rows wait for their next token; -1: not all since the same time."""
-        return self._waits[0][1] if len(self._waits) == 1 else -1.0
+        return self._wait_s[0] if len(self._wait_s) == 1 else -1.0
 
     def since(self, mark: int) -> float:
         """Since when requests with this mark wait for their next token."""
-        return next(since_s for upto, since_s in self._waits if mark <= upto)
+        return self._wait_s[bisect_left(self._wait_marks, mark)]
 
     def joined(self, at_s: float, mark: int = 0) -> None:
         """The requests that joined last, or with this mark, got a token at `at_s`."""
-        self._waits.append((mark or self._mark, at_s))
+        self._wait_marks.append(mark or self.last_mark)
+        self._wait_s.append(at_s)
 
     def end_waits(self, at_s: float) -> None:
         """All rows got a token at `at_s`."""
-        for mark, since_s in self._waits:
-            self._push(mark, at_s - since_s)
+        for k, since_s in enumerate(self._wait_s):
+            self._push(self._wait_marks[k], at_s - since_s)
 
     def push(self, gap_s: float) -> None:
         """All rows had a gap of `gap_s`."""
-        self._push(self._mark, gap_s)
+        self._push(self.last_mark, gap_s)
 
     def wait_from(self, at_s: float) -> None:
         """All rows had a token at `at_s` and wait for the next."""
-        self._waits = [(self._mark, at_s)]
+        if len(self._wait_s) == 1:
+            self._wait_marks[0] = self.last_mark
+            self._wait_s[0] = at_s
+        else:
+            self._wait_marks = [self.last_mark]
+            self._wait_s = [at_s]
         self.last_s = at_s
-
-    def stepped(self, first_s: float | None, last_gap_s: float | None, end_s: float) -> None:
-        """All rows decoded and had their last token at `end_s`: `end_waits`, `push` and
-        `wait_from` in one.
-
-        Args:
-            first_s: when the first step ended; None: the gap that it ended is ignored.
-            last_gap_s: seconds of the last step; None: it was the first.
-        """
-        gaps, marks = self._gaps, self._marks
-        if first_s is not None:
-            for mark, since_s in self._waits:
-                gap_s = first_s - since_s
-                while gaps and gaps[-1] <= gap_s:
-                    gaps.pop()
-                    marks.pop()
-                gaps.append(gap_s)
-                marks.append(mark)
-        if last_gap_s is not None:
-            while gaps and gaps[-1] <= last_gap_s:
-                gaps.pop()
-                marks.pop()
-            gaps.append(last_gap_s)
-            marks.append(self._mark)
-        self._waits = [(self._mark, end_s)]
-        self.last_s = end_s
 
     def largest(self, mark: int) -> float:
         """The largest gap of requests with this mark; 0 if there is none."""

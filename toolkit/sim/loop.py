@@ -23,41 +23,6 @@ class SimulationStalledError(LlmctlError):
     """Requests wait, but no event will ever come."""
 
 
-class Turns(Protocol):
-    """Requests of sessions in a closed loop, each of which arrives after another has ended."""
-
-    @property
-    def next_s(self) -> float:
-        """When the next one arrives; infinity: none is known to come."""
-        ...
-
-    @property
-    def total(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def left(self) -> int:
-        """How many have not arrived."""
-        ...
-
-    def arrive(self) -> Request:
-        """The next one, with the time of its arrival."""
-        ...
-
-    def started(self, batch: Batch) -> None:
-        """A worker starts a batch."""
-        ...
-
-    def completed(self, result: BatchResult | RoundResult, now_s: float) -> None:
-        """A batch has ended."""
-        ...
-
-    def refused(self, request: Request, now_s: float) -> None:
-        """A request is not served."""
-        ...
-
-
 class VirtualWorker(Protocol):
     """A worker on virtual time: `run` predicts when a batch ends, `finish` returns its result."""
 
@@ -75,11 +40,10 @@ def run(
     requests: Sequence[Request],
     workers: Sequence[VirtualWorker],
     *,
-    turns: Turns | None = None,
     drain: bool = True,
 ) -> list[Refusal]:
     """Drive `scheduler` through `requests` (sorted by arrival) until all have ended; returns the
-    refusals. `turns` are further requests.
+    refusals.
 
     Without `drain` it stops when the last request has been admitted. Raises
     `SimulationStalledError` with the state if the scheduler leaves requests waiting for ever.
@@ -97,8 +61,6 @@ def run(
         now_s = ends[0][0] if ends else math.inf
         if next_arrival_s < now_s:
             now_s = next_arrival_s
-        if turns is not None and turns.next_s < now_s:
-            now_s = turns.next_s
         wake_s = scheduler.wake_at_s
         if wake_s < now_s:
             now_s = wake_s
@@ -112,26 +74,15 @@ def run(
             index = end[2]
             if ends_now[index] is end:
                 ends_now[index] = None
-                result = workers[index].finish()
-                scheduler.complete(result, now_s)
-                if turns is not None:
-                    turns.completed(result, now_s)
+                scheduler.complete(workers[index].finish(), now_s)
         while next_arrival_s <= now_s:
             refusal = scheduler.submit(requests[arrived], now_s)
             if refusal:
                 refused.append(refusal)
             arrived += 1
             next_arrival_s = requests[arrived].arrival_s if arrived < count else math.inf
-        while turns is not None and turns.next_s <= now_s:
-            request = turns.arrive()
-            refusal = scheduler.submit(request, now_s)
-            if refusal:
-                refused.append(refusal)
-                turns.refused(request, now_s)
         for batch in scheduler.tick(now_s):
             index = batch.worker
-            if turns is not None:
-                turns.started(batch)
             ends_now[index] = end = (workers[index].run(batch, now_s), batch.batch_id, index)
             heappush(ends, end)
             idle_wakes = 0
@@ -140,18 +91,13 @@ def run(
             if planned is not None and planned[0] != done_s:
                 ends_now[index] = end = (done_s, -1, index)
                 heappush(ends, end)
-        if (
-            not drain
-            and arrived == count
-            and not scheduler.waiting_jobs
-            and (turns is None or not turns.left)
-        ):
+        if not drain and arrived == count and not scheduler.waiting_jobs:
             return refused + scheduler.take_refusals()
         if idle_wakes > MAX_IDLE_WAKES:
             break
     refused += scheduler.take_refusals()
     if scheduler.jobs:
-        raise _stalled(scheduler, count + (turns.total if turns is not None else 0), now_s)
+        raise _stalled(scheduler, count, now_s)
     return refused
 
 

@@ -4,7 +4,7 @@ toolkit.backends.vllm.scheduler.LlmctlScheduler`.
 `toolkit.sched.scheduler.Scheduler`, which `llmctl simulate` and `llmctl serve` run too, decides
 which waiting requests are admitted, in which order, and which running ones are preempted.
 Everything else is vLLM's own and unchanged: blocks, chunked prefill, token budgets, prefix caching,
-sampling, streaming. docs/vllm.md says what was tested and what was not.
+sampling, streaming. docs/how-to/vllm.md says what was tested and what was not.
 
 `refuse_untried` comes first, then the scheduler: vLLM's interface, then the private steps behind
 it.
@@ -234,8 +234,9 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
             return 0
         size: int = self.hash_block_size
         blocks = request.block_hashes[: (request.num_prompt_tokens - 1) // size]
+        block_size: int = self.block_size
         shared: int = self._counted.enter(request.request_id, blocks) * size
-        return shared - shared % self.block_size
+        return shared - shared % block_size
 
     def _apply(self, orders: StepOrders) -> None:
         """Preempt, pause, resume and admit requests as the policy ordered."""
