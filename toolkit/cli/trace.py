@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli import completion
-from toolkit.cli.arguments import JsonOption
-from toolkit.cli.output import emit, note, number, seconds, table
+from toolkit.cli.arguments import JsonOption, resolve_recipe
+from toolkit.cli.output import emit, note, number, seconds, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from toolkit.traces.reuse import Reuse
     from toolkit.traces.types import Trace
     from toolkit.traces.windows import Description
 
@@ -132,17 +133,46 @@ SeedOption = Annotated[
 
 
 @app.command()
-def inspect(trace: TraceArgument, as_json: JsonOption = False) -> None:
-    """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths."""
+def inspect(
+    trace: TraceArgument,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            callback=resolve_recipe,
+            help="A recipe, file or name: show the sizes of caches in GiB of its model too.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths, and
+    what a prefix cache could reuse.
+    """
     from dataclasses import asdict
 
     from toolkit.traces.read import read_trace
+    from toolkit.traces.reuse import describe_reuse
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import describe
 
+    per_token = _kv_bytes(recipe) if recipe else None
     loaded, report = read_trace(trace_path(trace, folders=True))
-    found = describe(loaded)
-    emit(as_json, {"report": asdict(report), **asdict(found)}, lambda: _show(loaded, found))
+    found, reuse = describe(loaded), describe_reuse(loaded, per_token)
+    whole = {"report": asdict(report), **asdict(found), "reuse": reuse and asdict(reuse)}
+    emit(as_json, whole, lambda: _show(loaded, found, reuse))
+
+
+def _kv_bytes(recipe: Path) -> int:
+    """The bytes of a token in the KV cache of a recipe's model."""
+    from toolkit.errors import InputError
+    from toolkit.files.io import load_recipe
+
+    found = load_recipe(recipe).model.kv_bytes_per_token
+    if found is None:
+        raise InputError(
+            f"{recipe.name}: model.kv_bytes_per_token is not given, so caches have no size in GiB",
+            "give it, or leave out --recipe",
+        )
+    return found
 
 
 @app.command()
@@ -317,7 +347,7 @@ def _wrote(trace: Trace, out: Path, as_json: bool) -> None:
             note(f"  {line}")
 
 
-def _show(trace: Trace, found: Description) -> None:
+def _show(trace: Trace, found: Description, reuse: Reuse | None) -> None:
     print(trace.source)
     for line in trace.notes:
         print(f"  {line}")
@@ -336,6 +366,33 @@ def _show(trace: Trace, found: Description) -> None:
         ],
     )
     table(["<length", ">prompts", "<", ">outputs", "<"], _bars(found))
+    if reuse:
+        _show_reuse(reuse)
+
+
+def _show_reuse(reuse: Reuse) -> None:
+    """The hit rate by the size of a cache, as a plot and as a table of every fourth size."""
+    from toolkit.cli.plots import chart
+
+    print(
+        f"reuse: {reuse.reusable_percent:.1f} % of the prompt tokens repeat the beginning of an earlier one\n"
+        f"  {reuse.reusable_tokens:,} of {reuse.prompt_tokens:,} tokens, in blocks of"
+        f" {reuse.block_tokens}\n  hit rate of an LRU cache by its size, answers not counted:"
+    )
+    if not reuse.reusable_tokens:
+        return
+    sizes = [one.cache_tokens for one in reuse.caches]
+    hits = [one.hit_percent for one in reuse.caches]
+    lines = chart({"% of the prompt tokens": (sizes, hits)}, x_name="cache, tokens", log_x=True)
+    print("\n".join(lines))
+    rows: list[list[object]] = []
+    for one in reuse.caches[::-1][::4][::-1]:
+        row: list[object] = [f"{one.cache_tokens:,}"]
+        if one.cache_bytes is not None:
+            row.append(size(one.cache_bytes))
+        rows.append([*row, f"{one.hit_percent:.1f} %"])
+    in_bytes = [">cache"] if reuse.caches[0].cache_bytes is not None else []
+    table([">cache, tokens", *in_bytes, ">hits"], rows)
 
 
 def _bars(found: Description) -> list[list[object]]:
