@@ -300,16 +300,47 @@ def generate(
             help="This many requests, all at 0 s, instead of --rate and --duration.",
         ),
     ] = None,
+    system_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Begin every prompt with the same so many tokens.")
+    ] = None,
+    templates: Annotated[
+        int | None,
+        typer.Option(min=1, help="Begin prompts with one of so many templates, chosen by Zipf."),
+    ] = None,
+    template_tokens: Annotated[
+        str | None, typer.Option(help="Lengths of the templates, as --prompt; default: fixed:512.")
+    ] = None,
+    zipf: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="The k-th template has a weight of 1 / k^ZIPF; default: 1."),
+    ] = None,
+    turns: Annotated[
+        str | None,
+        typer.Option(
+            help="Make sessions with so many turns, as --prompt, such as uniform:1:6. --rate is"
+            " then of sessions, and --prompt of what is new in a turn."
+        ),
+    ] = None,
+    think: Annotated[
+        str | None,
+        typer.Option(help="Seconds before a later turn, as --prompt, such as lognormal:5:1."),
+    ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Note what prompts share in blocks of this size; default: 16."),
+    ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
     from toolkit.traces.generate import (
         Arrivals,
+        SharedContent,
         backlog,
         default_max_length,
         limited,
         parse_lengths,
+        parse_times,
     )
     from toolkit.traces.generate import generate as synthesize
     from toolkit.traces.write import write_trace
@@ -317,26 +348,47 @@ def generate(
     prompts, outputs = (
         parse_lengths(text, longest or default_max_length(text)) for text in (prompt, output)
     )
+    if templates is None:
+        needs = {"--template-tokens": template_tokens, "--zipf": zipf}
+        _refuse(needs, "there are no templates", "add --templates")
+    if turns is None:
+        _refuse({"--think": think}, "requests have one turn", "add --turns")
+    content = None
+    if system_tokens or templates or turns:
+        content = SharedContent(
+            system_tokens or 0,
+            templates or 0,
+            parse_lengths(template_tokens or "fixed:512"),
+            1.0 if zipf is None else zipf,
+            parse_lengths(turns) if turns else None,
+            parse_times(think) if think else None,
+            block_tokens or 16,
+        )
+    else:
+        shares = "add --system-tokens, --templates or --turns"
+        _refuse({"--block-tokens": block_tokens}, "prompts share nothing", shares)
     if all_at_once is not None:
         given = {"--rate": rate, "--duration": duration, "--cv": cv}
         _refuse(given, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out")
-        made = backlog(all_at_once, prompts, outputs, seed)
+        made = backlog(all_at_once, prompts, outputs, seed, content)
     else:
         arrivals = Arrivals(20.0 if rate is None else rate, 1.0 if cv is None else cv)
-        made = synthesize(arrivals, 600.0 if duration is None else duration, prompts, outputs, seed)
+        seconds_long = 600.0 if duration is None else duration
+        made = synthesize(arrivals, seconds_long, prompts, outputs, seed, content)
     if max_tokens:
         made = limited(made, max_tokens)
     write_trace(made, out)
     _wrote(made, out, as_json)
 
 
-def _refuse(given: Mapping[str, float | None], why: str, hint: str) -> None:
+def _refuse(given: Mapping[str, float | str | None], why: str, hint: str) -> None:
     """`InputError` for the first option that was given without effect."""
     from toolkit.errors import InputError
 
     for option, value in given.items():
         if value is not None:
-            raise InputError(f"{option} {value:g} changes nothing: {why}", hint)
+            shown = value if isinstance(value, str) else f"{value:g}"
+            raise InputError(f"{option} {shown} changes nothing: {why}", hint)
 
 
 def _wrote(trace: Trace, out: Path, as_json: bool) -> None:
