@@ -92,9 +92,12 @@ def test_a_turn_continues_the_last_row_of_its_session(tmp_path):
 @pytest.mark.parametrize(
     ("place", "change", "said"),
     [
-        (2, {"input_length": 14}, "1 shorter than the turn before and its answer (row 3: 14 tokens, row 1: 10 + 5)"),
-        (3, {"timestamp": 5.5}, "1 that arrive before the turn before (row 4: at 0.0055 s, row 3 at 0.006 s)"),
-        (3, {"think_ms": -1}, "1 with an impossible time to think (row 4: think_ms is -1, must be at least 0 ms)"),
+        (2, {"input_length": 14}, "1 shorter than the turn before and its answer "
+            "(row 3: 14 tokens, row 1: 10 + 5)"),
+        (3, {"timestamp": 5.5}, "1 that arrive before the turn before "
+            "(row 4: at 0.0055 s, row 3 at 0.006 s)"),
+        (3, {"think_ms": -1}, "1 with an impossible time to think "
+            "(row 4: think_ms is -1, must be at least 0 ms)"),
         (2, {"status": "timeout"}, "1 after a dropped turn (row 4)"),
     ],
 )  # fmt: skip
@@ -141,7 +144,13 @@ def test_what_was_read_is_written_and_read_again(tmp_path):
 
 
 def aiperf(session, new, output, ids, **more):
-    return {"session_id": session, "input_length": new, "output_length": output, "hash_ids": ids, **more}  # fmt: skip
+    return {
+        "session_id": session,
+        "input_length": new,
+        "output_length": output,
+        "hash_ids": ids,
+        **more,
+    }
 
 
 def test_aiperfs_turns_get_the_prompts_that_they_add_to(tmp_path):

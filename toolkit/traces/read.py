@@ -251,7 +251,8 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     if not kept:
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
         raise InputError(
-            problem, "correct these rows; docs/traces.md, 'Rows that cannot be', has the limits"
+            problem,
+            "correct these rows; docs/reference/traces.md, 'Rows that cannot be', has the limits",
         )
     return _ordered(kept, sharing, report)
 

@@ -35,7 +35,7 @@ def block_lengths(trace: Trace) -> Ints:
 
 
 def reusable_tokens(trace: Trace) -> Ints:
-    """The tokens at the beginning of each prompt that an earlier prompt of the trace begins with."""
+    """The first tokens of each prompt with which an earlier prompt of the trace begins."""
     if trace.shared is None:
         return np.zeros(len(trace), dtype=np.int64)
     shared = trace.shared
@@ -48,8 +48,8 @@ def reusable_tokens(trace: Trace) -> Ints:
 
 
 def cold_tokens(trace: Trace, first: int, last: int) -> int:
-    """The prompt tokens of the rows `first` to `last` (excluded) that only earlier rows hold: what a
-    cache that is empty at `first` must compute, and a warm one need not.
+    """The prompt tokens of the rows `first` to `last` (excluded) that only earlier rows hold: what
+    a cache that is empty at `first` must compute, and a warm one need not.
     """
     if trace.shared is None:
         return 0

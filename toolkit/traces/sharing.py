@@ -1,8 +1,8 @@
 """What prompts share, as files say it: collected row by row, checked, and scaled with the lengths.
 
 A row with impossible blocks or an impossible session is read without them, counted, and named;
-nothing is guessed. `Sharing` does that for the readers. `scale_blocks` and `keep_sessions` follow lengths that
-were divided or clipped.
+nothing is guessed. `Sharing` does that for the readers. `scale_blocks` and `keep_sessions` follow
+lengths that were divided or clipped.
 """
 
 from __future__ import annotations
@@ -219,7 +219,8 @@ class Sharing:
             return f"{here}: at {times[0]:.6g} s, {there} at {times[1]:.6g} s"
         if reason == SHORT:
             lengths = trace.prompt_tokens[before], trace.output_tokens[before]
-            return f"{here}: {trace.prompt_tokens[row]:,} tokens, {there}: {lengths[0]:,} + {lengths[1]:,}"
+            own = f"{here}: {trace.prompt_tokens[row]:,} tokens"
+            return f"{own}, {there}: {lengths[0]:,} + {lengths[1]:,}"
         return f"{here}, {there}"
 
 

@@ -1,7 +1,7 @@
 """A trace in memory (arrival times and lengths of requests, what their prompts share), and the
 traces that ship.
 
-docs/traces.md has the commands that made the shipped traces.
+docs/reference/traces.md has the commands that made the shipped traces.
 """
 
 from __future__ import annotations

@@ -254,8 +254,8 @@ def fit_windows(
 
     The trace must be long enough, and each window must hold a request. Without a wish, windows are
     as long as fits with gaps. Raises `InputError` for a wish that is not positive and for a trace
-    with requests that all arrive at once; `EmptyWindowError` where even the longest windows would hold
-    no request.
+    with requests that all arrive at once; `EmptyWindowError` where even the longest windows would
+    hold no request.
     """
     duration_s = float(trace.arrival_s[-1])
     if duration_s == 0:

@@ -13,6 +13,7 @@ requests are served:
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -108,6 +109,11 @@ def _turns(sessions: Sessions | None, count: int) -> tuple[Iterable[int | None],
 def write_lines(lines: Iterable[TraceLine], path: Path) -> None:
     """Write `lines` to `path` atomically. Raises `InputError` where it cannot be written."""
     write_text(path, "".join(_encode(line).decode() + "\n" for line in lines))
+
+
+def ms_or_none(seconds: float) -> float | None:
+    """Milliseconds as traces have them; None for NaN, a time that never came."""
+    return None if math.isnan(seconds) else to_ms(seconds)
 
 
 class TraceLog:
