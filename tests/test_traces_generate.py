@@ -203,7 +203,7 @@ def shared_tokens(trace, one, other) -> int:
     """The whole blocks that two prompts begin with alike, in tokens."""
     pairs = zip(trace.shared.of(one).tolist(), trace.shared.of(other).tolist(), strict=False)
     same = [a == b for a, b in pairs]
-    return (same + [False]).index(False) * trace.shared.block_tokens
+    return [*same, False].index(False) * trace.shared.block_tokens
 
 
 def test_prompts_begin_with_the_system_prompt_and_a_template_by_zipf():

@@ -317,7 +317,7 @@ def _with_content(
         template = rng.choice(content.templates, count, p=weights / weights.sum())
         ahead += content.template.draw(rng, content.templates)[template]
     added = np.where(first, 0, np.roll(answers, 1)) + own
-    prompts = ahead[session] + _sums_by(begins, turns, added).astype(np.int64)
+    prompts = ahead[session] + _sums_by(begins, turns, added.astype(np.float64)).astype(np.int64)
     if prompts.max() > MAX_LENGTH:
         raise InputError(
             f"a prompt would have {prompts.max():,} tokens", "give fewer turns, or shorter parts"
@@ -338,12 +338,10 @@ def _with_content(
     return whole.take(np.argsort(arrival_s, kind="stable"))
 
 
-def _sums_by(
-    begins: NDArray[np.int64], turns: NDArray[np.int64], values: Floats | NDArray[np.int64]
-) -> Floats | NDArray[np.int64]:
+def _sums_by(begins: NDArray[np.int64], turns: NDArray[np.int64], values: Floats) -> Floats:
     """The sum of `values` from the first turn of its session to each turn."""
     sums = np.cumsum(values)
-    return np.asarray(sums - np.repeat((sums - values)[begins], turns))
+    return sums - np.repeat((sums - values)[begins], turns)
 
 
 def _content_blocks(
