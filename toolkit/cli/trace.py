@@ -427,7 +427,8 @@ def _show_reuse(reuse: Reuse) -> None:
     from toolkit.cli.plots import chart
 
     print(
-        f"reuse: {reuse.reusable_percent:.1f} % of the prompt tokens repeat the beginning of an earlier one\n"
+        f"reuse: {reuse.reusable_percent:.1f} % of the prompt tokens repeat the beginning of an"
+        " earlier one\n"
         f"  {reuse.reusable_tokens:,} of {reuse.prompt_tokens:,} tokens, in blocks of"
         f" {reuse.block_tokens}\n  hit rate of an LRU cache by its size, answers not counted:"
     )
