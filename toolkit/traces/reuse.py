@@ -94,7 +94,7 @@ class CacheHits:
 
 
 @dataclass(slots=True, frozen=True)
-class Reuse:
+class PromptReuse:
     """What the prompts of a trace share, in numbers."""
 
     block_tokens: int
@@ -105,7 +105,7 @@ class Reuse:
     caches: list[CacheHits]  # from one block to the smallest cache that reuses all
 
 
-def describe_reuse(trace: Trace, bytes_per_token: int | None = None) -> Reuse | None:
+def describe_reuse(trace: Trace, bytes_per_token: int | None = None) -> PromptReuse | None:
     """What the prompts of `trace` share; None where it does not say."""
     curve = reuse_curve(trace)
     if curve is None:
@@ -113,7 +113,7 @@ def describe_reuse(trace: Trace, bytes_per_token: int | None = None) -> Reuse | 
     prompt_tokens, reusable = curve.prompt_tokens, int(reusable_tokens(trace).sum())
     largest = max(int(curve.capacity_blocks[-1]), 1)
     sizes = np.unique(np.geomspace(1, largest, CURVE_POINTS).round().astype(np.int64))
-    return Reuse(
+    return PromptReuse(
         curve.block_tokens,
         prompt_tokens,
         int(block_lengths(trace).sum()) - reusable,
