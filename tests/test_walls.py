@@ -15,7 +15,7 @@ FLOORS = {
     "errors": 0, "units": 0, "engine_traits": 0, "guard": 0,
     "sched": 1, "files": 1,
     "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2, "endpoints": 2,
-    "sim": 3, "profiling": 3, "serve": 3,
+    "routing": 2, "sim": 3, "profiling": 3, "serve": 3,
     "backends": 4,
     "tuning": 5, "deploy": 5, "bench": 5, "report": 5,
     "cli": 6,
