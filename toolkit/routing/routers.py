@@ -1,7 +1,8 @@
 """The routers: each gives a request the index of a replica.
 
-`RouterView` is what a router may look at; a router is a frozen set of parameters and a pure function
-of the view. Those of other projects have these projects' formulas and defaults. `by-law` is ours.
+`RouterView` is what a router may look at. A router is a frozen set of parameters and a pure
+function of the view. Routers of other projects have these projects' formulas and defaults; `by-law`
+is ours.
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ class RouterView:
 
 
 class Router(Protocol):
-    """A way to choose a replica. `index_blocks` bounds the blocks that are remembered for each
+    """A way to choose a replica. `reads_reports`: whether it reads what replicas report of
+    themselves. `index_blocks` bounds the blocks that are remembered for each
     replica (0: those that its cache holds; -1: no bound), `index_ttl_s` the seconds (0: no bound).
     """
 
     name: ClassVar[str]
+    reads_reports: ClassVar[bool]
     index_blocks: ClassVar[int]
     index_ttl_s: ClassVar[float]
 
@@ -80,6 +83,7 @@ class _Checked:
     """Parameters that are checked when they are given."""
 
     name: ClassVar[str] = ""
+    reads_reports: ClassVar[bool] = False
     index_blocks: ClassVar[int] = 0
     index_ttl_s: ClassVar[float] = 0.0
 
@@ -197,6 +201,7 @@ class LlmdRouter(_Checked):
     """
 
     name: ClassVar[str] = "llm-d"
+    reads_reports: ClassVar[bool] = True
     index_blocks: ClassVar[int] = 31_250
 
     prefix: float = knob(3.0, high=100, search=(0.0, 5.0), doc="weight of the matched share")
@@ -269,7 +274,7 @@ class SglangRouter(_Checked):
 
 @dataclass(frozen=True)
 class LoadAwareRouter(_Checked):
-    """The largest matched share less the load above the mean (vLLM production-stack, `loadaware`)."""
+    """The largest matched share less the load above the mean (production-stack, `loadaware`)."""
 
     name: ClassVar[str] = "load-aware"
     index_blocks: ClassVar[int] = -1
@@ -294,6 +299,7 @@ class VllmRouter(_Checked):
     """
 
     name: ClassVar[str] = "vllm-dp"
+    reads_reports: ClassVar[bool] = True
 
     waiting: float = knob(6.0, high=100, search=(0.0, 12.0), doc="weight of waiting requests")
 

@@ -26,6 +26,7 @@ from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
 from toolkit.sim.paged_engine import Reuse, serve
+from toolkit.sim.replicas import serve_routed
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
 from toolkit.sim.world import World
@@ -79,10 +80,15 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         engine = world.engine()
         own_front = None if world.front == NO_DELAY else world.front
         reuse = Reuse(trace.shared, trace.sessions, world.closed_loop)
-        refusals, capacity_tokens = (
-            serve(requests, policy, engine, ledger, reuse, front=own_front, drain=world.drain),
-            engine.capacity_tokens,
-        )
+        capacity_tokens = engine.capacity_tokens
+        if world.routing is None:
+            refusals = serve(
+                requests, policy, engine, ledger, reuse, front=own_front, drain=world.drain
+            )
+        else:
+            refusals = serve_routed(
+                requests, policy, engine, ledger, reuse, world.routing, front=own_front
+            )
         rows = ledger.row_steps / max(ledger.decoding_steps, 1)
         front = engine.front(rows) if world.front == NO_DELAY else world.front
     else:

@@ -405,9 +405,9 @@ def serve(
     dealt: list[list[int]] = [[] for _ in range(ledger.workers)]
     places = reuse.dealt(len(requests), ledger.workers)
     for number, request in enumerate(requests):
-        refusal = _refuse(request, outputs[number], flags, engine)
-        if refusal is not None:
-            refusals[number] = refusal
+        refused = refusal(request, outputs[number], flags, engine)
+        if refused is not None:
+            refusals[number] = refused
         dealt[places[number]].append(number)
     ledger.shares = bool(reuse)
     for index, numbers in enumerate(dealt):
@@ -442,7 +442,7 @@ def serve(
     return list(refusals.values())
 
 
-def _refuse(
+def refusal(
     request: Request, output: int, flags: VllmPolicy, engine: PagedEngine
 ) -> Refusal | None:
     """The refusal of a request that, alone and at its full length, does not fit into the cache or

@@ -29,6 +29,7 @@ from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
+from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
 
@@ -136,6 +137,7 @@ class World:
         arrival_cost_s: seconds that each arriving request adds to every static batch that runs
             then, where workers compute on the front's cores.
         paged: the engine with its own scheduler, for the policy `vllm`.
+        routing: of requests to replicas of that engine; None: to each in turn.
         closed_loop: a session's turn arrives when the turn before has ended and its client has
             thought about it; False: when the trace says so.
     """
@@ -164,6 +166,7 @@ class World:
     front: FrontDelay = NO_DELAY
     arrival_cost_s: float = 0.0
     paged: PagedEngine | None = None
+    routing: Routing | None = None
     closed_loop: bool = True
     others: tuple[World, ...] = ()
 
