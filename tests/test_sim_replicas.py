@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from test_sim_prefix import LAW, trace_of, world
 
+from toolkit.errors import InputError
 from toolkit.routing.routers import ROUTERS, make_router
+from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Routing
+from toolkit.sim.world import WorldSettings
 from toolkit.traces.types import SharedBlocks, Trace
 
 POLICY = VllmPolicy(max_num_seqs=6, max_num_batched_tokens=64)
@@ -108,3 +111,18 @@ def test_reports_show_the_queue_and_the_cache() -> None:
     waits = result.served.first_token_s - result.served.arrival_s
     assert result.served.ok.all()
     assert waits[3] < 0.5
+
+
+def test_a_router_before_a_policy_that_routes_itself_is_refused() -> None:
+    there = replace(world(PagedEngine(LAW, 40, 4)), routing=Routing())
+    with pytest.raises(InputError, match="policy 'past-future' gives requests to workers itself"):
+        simulate(made_up(0, 5), PastFuturePolicy(), there)
+
+
+def test_the_world_s_setting_names_a_router() -> None:
+    assert WorldSettings().routing is None
+    routing = WorldSettings(replica_router="llm-d").routing
+    assert routing is not None
+    assert routing.router.name == "llm-d"
+    with pytest.raises(InputError, match="replica_router is 'llmd'; it is one of in-turn, round"):
+        WorldSettings(replica_router="llmd")

@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.metrics import Floats, Served, latencies, sla_ratios, summarize
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
@@ -93,6 +94,12 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         front = engine.front(rows) if world.front == NO_DELAY else world.front
     else:
         assert not isinstance(policy, BuiltIn)
+        if world.routing is not None:
+            raise InputError(
+                f"replica_router is '{world.routing.router.name}', and policy '{policy.name}' "
+                "gives requests to workers itself",
+                f"leave it out, or simulate the policy '{VllmPolicy.name}'",
+            )
         world = world.under(policy)
         refusals, capacity_tokens = (
             _run(requests, policy, world, ledger),

@@ -89,7 +89,7 @@ class ReplicaRun(PagedRun):
 
     Attributes:
         next_s: when `work` is to be called next; infinity while it has nothing to do.
-        first_tokens, ends: requests (time, number) whose first token or end the caller has not
+        first_tokens, ends: (time, number, ...) of first tokens and ends that the caller has not
             taken yet.
     """
 

@@ -22,6 +22,7 @@ from toolkit.estimators.memory import MemoryEdge, ZetaMemory, uniform_draw
 from toolkit.files.fit import Fit, Range
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import ServeSpec
+from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -342,6 +343,11 @@ class WorldSettings:
     closed_loop: bool = knob(
         True, doc="false: turns of sessions arrive at the trace's times, not after the turn before"
     )
+    replica_router: str = choice(
+        "in-turn",
+        ("in-turn", *ROUTERS),
+        doc="which replica of an engine with its own scheduler gets a request",
+    )
     memory: str = choice(
         "engine", ("engine", *MEMORIES), doc="how rows take memory: " + ", ".join(MEMORIES)
     )
@@ -349,6 +355,12 @@ class WorldSettings:
     def __post_init__(self) -> None:
         for f in fields(self):
             check("world", f.name, type(f.default), getattr(self, f.name), f.metadata["knob"])
+
+    @property
+    def routing(self) -> Routing | None:
+        """See `World.routing`."""
+        name = self.replica_router
+        return None if name == "in-turn" else Routing(make_router(name, {}))
 
     def joining(self, engines: Joining | None) -> Joining | None:
         """See `World.joining`; `engines` is the engine's own."""
@@ -434,6 +446,7 @@ def make_world(
         drain=settings.drain,
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
+        routing=settings.routing,
         joining=settings.joining(world.joining),
     )
 
@@ -453,6 +466,7 @@ def _unit_step_world(
         drain=settings.drain,
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
+        routing=settings.routing,
         joining=settings.joining(None),
     )
 
