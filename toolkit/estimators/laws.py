@@ -11,7 +11,6 @@ In this order: the engine's own law (`SegmentedLaw`), a law with what serving ad
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np

@@ -16,6 +16,7 @@ from toolkit.sched.planner import RoundPlanner
 from toolkit.sched.types import Job
 from toolkit.sched.view import Decision, LengthHistory, View
 
+
 class LatencyLaw(Protocol):
     """How long a worker takes (SCLS paper, Eq. 1-4), in seconds.
 

@@ -6,6 +6,7 @@ batches that it returns.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -48,6 +49,18 @@ def run(
     Without `drain` it stops when the last request has been admitted. Raises
     `SimulationStalledError` with the state if the scheduler leaves requests waiting for ever.
     """
+    collects = gc.isenabled()
+    gc.disable()  # no request makes a reference cycle: collecting would be a fifth of the time
+    try:
+        return _run(scheduler, list(requests), list(workers), drain)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _run(
+    scheduler: Scheduler, requests: list[Request], workers: list[VirtualWorker], drain: bool
+) -> list[Refusal]:
     # A heap of (end, batch id, worker). An interrupted round has the id -1, so that it comes before
     # all others that end at the same time. An entry is stale if its worker's end is another.
     ends: list[tuple[float, int, int]] = []

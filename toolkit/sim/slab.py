@@ -82,7 +82,9 @@ class SlabWorker(RoundWorker):
 
     def _stop_after(self, steps: int) -> None:
         self._ran = steps
-        decoded_s = self._times.decode_s(len(self._resident), self._length(), steps) if steps else 0.0
+        decoded_s = (
+            self._times.decode_s(len(self._resident), self._length(), steps) if steps else 0.0
+        )
         self._stepped_s = self._prefilled_s + decoded_s
         self._done_s = max(self._stepped_s, self._moved_s)
 
@@ -180,8 +182,6 @@ class SlabWorker(RoundWorker):
         if not self._resident:
             return 0
         longest = (
-            self._longest_key
-            if self._padded
-            else max([row.key for row in self._resident.values()])
+            self._longest_key if self._padded else max([row.key for row in self._resident.values()])
         )
         return longest + self._steps + self._emits

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
@@ -32,6 +31,7 @@ from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
+
 
 @dataclass(slots=True, frozen=True)
 class Validity:

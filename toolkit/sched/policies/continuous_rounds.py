@@ -222,9 +222,9 @@ class ContinuousRounds(RoundPlanner):
 
     def _is_admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
         bounds = self._bounds[worker.index]
-        if bounds.promised != NO_LIMIT:
-            if footprint.promised_with(job.limit_tokens) > bounds.promised:
-                return False
+        promised = bounds.promised
+        if promised != NO_LIMIT and footprint.promised_with(job.limit_tokens) > promised:
+            return False
         if bounds.taken != NO_LIMIT:
             length = job.prompt_tokens if bounds.prompts_only else job.length
             if footprint.taken_with(length) > bounds.taken:

@@ -7,7 +7,6 @@ proactive, as `toolkit.sched.policies.preemptive` describes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,8 +17,8 @@ from toolkit.sched.types import Job, Moves, Worker
 
 # (standing, negative waiting time or 0, ticket): less is served first; tickets make ranks distinct.
 Rank = tuple[float, float, int]
-STARVES = -math.inf  # the standing of a starving job
-RUNS = -1.0  # `RankedJob.waits_s` of a running job
+STARVES: Final = float("-inf")  # the standing of a starving job
+RUNS: Final = -1.0  # `RankedJob.waits_s` of a running job
 
 
 # Where a job's cache is.
@@ -218,11 +217,7 @@ class Placement:
             [row.job for row in self.kept if row.job in residents and row.job.ticket not in running]
         )
         resume = tuple(
-            [
-                row.job
-                for row in self.run
-                if row.location != NOWHERE and row.job not in residents
-            ]
+            [row.job for row in self.run if row.location != NOWHERE and row.job not in residents]
         )
         swap_out = tuple([row.job for row in self.swap_out])
         swap_in = tuple([row.job for row in self.swap_in])

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -94,8 +93,9 @@ class PreemptivePolicy(RoundPolicy):
         first.
         """
 
-    def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        return ROUTERS[self.router](view, self.max_batch_size) if view.alive() else None
+    @property
+    def most_rows(self) -> int:
+        return self.max_batch_size
 
     def make_planner(self, view: View) -> RoundPlanner:
         return PreemptiveRounds(view, **self.rounds())

@@ -99,7 +99,7 @@ class PreemptiveRounds(RoundPlanner):
         assert running is not None
         cache_room = free_cache_tokens(worker)
         last = list(islice(reversed(inbox.jobs), newcomers))
-        if not any([job.length < cache_room for job in last]):
+        if all(job.length >= cache_room for job in last):
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
