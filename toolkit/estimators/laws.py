@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.estimators.times import COEFFICIENTS, LinearTimes, by_size
 from toolkit.files.fit import PartFit, RoundsFit, Segment, SwapFit
@@ -63,6 +64,9 @@ class SegmentedLaw:
     leaving: tuple[float, float] = (0.0, 0.0)
     times: LinearTimes = field(init=False, repr=False, compare=False)
     _tables: _Tables = field(init=False, repr=False, compare=False, default_factory=_Tables)
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def __post_init__(self) -> None:
         for name, segments in (("prefill", self.prefill), ("decode", self.decode)):
@@ -165,6 +169,9 @@ class WithOverhead:
     batch_s: float
     stretch: float
     _tables: _Tables = field(init=False, repr=False, compare=False, default_factory=_Tables)
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def __post_init__(self) -> None:
         if not (self.batch_s >= 0 and self.stretch > 0):
@@ -272,6 +279,9 @@ class LinearSwap:
     out_tokens_per_s: float
     in_tokens_per_s: float
     overlaps: bool = True
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf:

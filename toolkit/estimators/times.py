@@ -1,7 +1,7 @@
 """A latency law in the form in which the simulator asks it, several times a round.
 
-`LinearTimes` has the arithmetic of `toolkit.estimators.laws.SegmentedLaw`, `LawTimes` asks any other
-law.
+`LinearTimes` has the arithmetic of `toolkit.estimators.laws.SegmentedLaw`, `LawTimes` asks any
+other law.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST_SIZES = 64  # batch sizes with coefficients that are computed together
 
 
 class LawTimes:
-    """Seconds of a prefill, of decode steps and of a row that leaves, by `law`; see `LatencyLaw`."""
+    """Seconds of a prefill, of decode steps and of a row that leaves, by `law`."""
 
     def __init__(self, law: LatencyLaw | None) -> None:
         self._law = law

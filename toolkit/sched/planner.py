@@ -38,5 +38,5 @@ class RoundPlanner:
         raise NotImplementedError
 
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
-        """Whether the worker's round should stop early, after `newcomers` jobs were routed to it."""
+        """Whether the worker's round should stop early for `newcomers` jobs that arrived there."""
         raise NotImplementedError

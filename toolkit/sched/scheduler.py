@@ -36,11 +36,12 @@ from toolkit.sched.view import NOTHING, LengthHistory, View
 
 # Refusals: requests that the scheduler gives up on, with reasons that clients may see.
 
-MAX_STRIKES = 2  # failures of a job that ran alone until it is given up
-_FAILED = {
-    "oom": "ran out of memory alone, twice",
-    "crashed": "the worker died while it ran alone, twice",
-}
+# A job that ran alone is given up at its second failure without a token in between, which is what
+# a request that breaks its worker does. One that makes progress goes on, but not for ever.
+MAX_STRIKES_HERE = 2
+MAX_STRIKES = 5
+_FAILED = {"oom": "ran out of memory alone", "crashed": "the worker died while it ran alone"}
+_TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
 
 
 def too_long(request: Request, longest: int) -> Refusal | None:
@@ -66,13 +67,16 @@ class Refusals:
         return refused
 
     def strike(self, job: Job, failure: str) -> bool:
-        """Count a failure of a job that ran alone. Returns whether it is given up, at the second
-        one.
+        """Count a failure of a job that ran alone. Returns whether it is given up: at the second
+        one without a token in between, or at the fifth in all.
         """
         job.strikes += 1
-        if job.strikes < MAX_STRIKES:
+        job.strikes_here = job.strikes_here + 1 if job.generated == job.struck_at else 1
+        job.struck_at = job.generated
+        if job.strikes_here < MAX_STRIKES_HERE and job.strikes < MAX_STRIKES:
             return False
-        self._refused.append(Refusal(job.request_id, _FAILED[failure]))
+        reason = f"{_FAILED[failure]}, {_TIMES[job.strikes]}"
+        self._refused.append(Refusal(job.request_id, reason))
         return True
 
     def refuse_stranded(self, job: Job) -> None:
@@ -233,12 +237,9 @@ class Scheduler:
         for index, count in newcomers.items():
             worker = self.workers[index]
             running = worker.running
-            if (
-                running is not None
-                and not running.interrupted
-                and worker.inbox.jobs
-                and planner.should_interrupt(worker, count)
-            ):
+            if running is None or running.interrupted or not worker.inbox.jobs:
+                continue
+            if planner.should_interrupt(worker, count):
                 running.interrupted = True
                 self.interrupts.append(index)
 

@@ -57,7 +57,9 @@ class Job:
             new ticket.
         length: prompt + generated tokens, which is the input of the next slice.
         slices: batches and rounds that it entered.
-        strikes: how often it failed as the only job of a batch.
+        strikes: how often it failed as the only job of a batch, in all.
+        strikes_here: how many of these since it last generated a token.
+        struck_at: tokens that it had generated at the last of them; -1 if there was none.
         waiting_since_s: when it last stopped running: submitted, returned to the pool, paused,
             swapped out or evicted.
         home: index of the worker that has it in its inbox; -1 while it is in the pool.
@@ -88,6 +90,8 @@ class Job:
         "slices",
         "slot",
         "strikes",
+        "strikes_here",
+        "struck_at",
         "ticket",
         "waiting_since_s",
     )
@@ -110,7 +114,8 @@ class Job:
         self.length = length
         self.generated = generated
         self.slices = 0
-        self.strikes = 0
+        self.strikes = self.strikes_here = 0
+        self.struck_at = -1
         self.waiting_since_s = waiting_since_s
         self.home = -1
         self.cancelled = False

@@ -25,7 +25,7 @@ from toolkit.sched.types import Refusal, Request
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
-from toolkit.sim.paged_engine import serve
+from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
 from toolkit.sim.world import World
@@ -77,8 +77,10 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         ledger.token_gaps = TokenGaps()
     if isinstance(policy, VllmPolicy):
         engine = world.engine()
+        own_front = None if world.front == NO_DELAY else world.front
+        reuse = Reuse(trace.shared, trace.sessions, world.closed_loop)
         refusals, capacity_tokens = (
-            serve(requests, policy, engine, ledger, drain=world.drain),
+            serve(requests, policy, engine, ledger, reuse, front=own_front, drain=world.drain),
             engine.capacity_tokens,
         )
         rows = ledger.row_steps / max(ledger.decoding_steps, 1)

@@ -6,7 +6,8 @@ a heap of end steps; the largest gap between a request's tokens comes from a sta
 no later gap exceeded (`toolkit.sim.ledger.Gaps`); memory is summed as a series.
 `toolkit.sim.continuous` decides when rows enter, step and leave.
 
-`SwapStore` holds the caches of rows that do not decode, `Decoding` the rows that do, each a `DecodingRow`.
+`SwapStore` holds the caches of rows that do not decode, `Decoding` the rows that do, each a
+`DecodingRow`.
 """
 
 from __future__ import annotations

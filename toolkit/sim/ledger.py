@@ -136,6 +136,15 @@ class Ledger:
     swapped_tokens: int = 0  # both ways
     swap_wait_s: float = 0.0  # in which workers waited for transfers and computed nothing
     peak_host_tokens: int = 0  # the most tokens in one worker's host memory
+    # of paged engines: tokens that admitted requests looked for in the cache and found there, and
+    # those that had been there but were evicted; the same for requests that were preempted before
+    shares: bool = False  # whether requests share prompts; otherwise these counters say nothing
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    lost_tokens: int = 0
+    preempted_query_tokens: int = 0
+    preempted_hit_tokens: int = 0
+    computed_prompt_tokens: int = 0  # in passes, also those computed anew
     busy_s: list[float] = field(init=False)
     completed_s: list[float] = field(init=False)
 
@@ -237,6 +246,14 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         found["swap_wait_s"] = ledger.swap_wait_s
         found["peak_host_tokens"] = float(ledger.peak_host_tokens)
         found["rerouted_percent"] = 100.0 * ledger.reroutes / requests
+    if ledger.shares:
+        found["query_tokens"] = float(ledger.query_tokens)
+        found["hit_tokens"] = float(ledger.hit_tokens)
+        found["hit_percent"] = 100.0 * ledger.hit_tokens / max(ledger.query_tokens, 1)
+        found["lost_hit_tokens"] = float(ledger.lost_tokens)
+        found["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
+        found["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
+        found["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
         found["future_required_memory_percent"] = 100.0 * future / usable_tokens

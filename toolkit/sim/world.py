@@ -136,6 +136,8 @@ class World:
         arrival_cost_s: seconds that each arriving request adds to every static batch that runs
             then, where workers compute on the front's cores.
         paged: the engine with its own scheduler, for the policy `vllm`.
+        closed_loop: a session's turn arrives when the turn before has ended and its client has
+            thought about it; False: when the trace says so.
     """
 
     latency: LatencyLaw
@@ -162,6 +164,7 @@ class World:
     front: FrontDelay = NO_DELAY
     arrival_cost_s: float = 0.0
     paged: PagedEngine | None = None
+    closed_loop: bool = True
     others: tuple[World, ...] = ()
 
     @property
@@ -333,6 +336,9 @@ class WorldSettings:
     limits_hold: bool = knob(
         True, doc="false: outputs may pass the limits that policies see; the default in unit-step"
     )
+    closed_loop: bool = knob(
+        True, doc="false: turns of sessions arrive at the trace's times, not after the turn before"
+    )
     memory: str = choice(
         "engine", ("engine", *MEMORIES), doc="how rows take memory: " + ", ".join(MEMORIES)
     )
@@ -424,6 +430,7 @@ def make_world(
         token_gaps=True,
         drain=settings.drain,
         limits_hold=settings.limits_hold,
+        closed_loop=settings.closed_loop,
         joining=settings.joining(world.joining),
     )
 
@@ -442,6 +449,7 @@ def _unit_step_world(
         token_gaps=True,
         drain=settings.drain,
         limits_hold=settings.limits_hold,
+        closed_loop=settings.closed_loop,
         joining=settings.joining(None),
     )
 

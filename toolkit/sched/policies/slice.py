@@ -52,7 +52,7 @@ from toolkit.sched.view import Decision, View
 # one kind the shortest or the longest jobs, the one with the least total wait is taken: the sum
 # over all jobs of the seconds until their batch is done. Minimising the makespan instead, so that
 # all workers end at the same time, would make all jobs wait for the slow workers
-# (docs/decisions.md).
+# (docs/decisions/).
 #
 # A job that only larger workers hold goes to them whatever the cut. A kind that would end later
 # than the others with even one job gets none: so a slow card stays idle while a fast one will soon
