@@ -9,14 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.placement import STARVES, Rank, RankedJob
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Job, Worker
-from toolkit.sched.view import View
 
 NEVER = 1 << 40  # returned if a job never leaves its queue, in tokens
 LONGEST_QUANTUM_TOKENS = 1 << 24  # tokens; a quantum that lasts longer counts as never used up
@@ -144,17 +142,14 @@ def _queues_of(
 
 
 class FeedbackRounds(PreemptiveRounds):
-    """The planner of `MlfqPolicy`.
+    """The planner of `MlfqPolicy`; call `use` before it plans."""
 
-    Args:
-        view: the scheduler's.
-        queues: of each worker.
-        parameters: see `PreemptiveRounds`.
-    """
+    _queues: list[FeedbackQueues]
 
-    def __init__(self, view: View, queues: Sequence[FeedbackQueues], **parameters: Any) -> None:
-        super().__init__(view, **parameters)
-        self._queues = list(queues)
+    def use(self, queues: list[FeedbackQueues]) -> FeedbackRounds:
+        """Rank by these queues of each worker. Returns itself."""
+        self._queues = queues
+        return self
 
     def standing(self, worker: Worker, job: Job, generated: int) -> float:
         return self._queues[worker.index].standing(job, generated)

@@ -63,7 +63,7 @@ class MlfqPolicy(PreemptivePolicy):
 
     def make_planner(self, view: View) -> RoundPlanner:
         queues = [self._queues(worker.latency) for worker in view.workers]
-        return FeedbackRounds(view, queues, **self.rounds())
+        return FeedbackRounds(view, **self.rounds()).use(queues)
 
     def _queues(self, law: LatencyLaw) -> FeedbackQueues:
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)
