@@ -140,10 +140,8 @@ def virtual_workers(
     """
     number = {request.request_id: k for k, request in enumerate(requests)}
     latency, valid = world.latency, world.valid
-    if valid is None or valid.holds(requests, ledger.output_tokens):
-        outside = None  # nothing to count
-    else:
-        outside = valid.left_by
+    counts = valid is not None and not valid.holds(requests, ledger.output_tokens)
+    outside = valid.left_by if valid is not None and counts else None
     if policy.continuous:
         rounds: Callable[..., RoundWorker] = RoundWorker
         if world.joining is not None:
