@@ -385,10 +385,12 @@ def _store(given: TuneOptions, name: str, fingerprint: str) -> EvaluationStore:
     """The store of evaluations: a database, or a file beside the result."""
     import os
 
-    from toolkit.tuning.executor import JournalFile, Studies
+    from toolkit.tuning.executor import JournalFile
 
     if not given.storage:
         return JournalFile(Path(f"{given.out}.partial"), fingerprint)
+    from toolkit.tuning.studies import Studies
+
     os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
     return Studies(given.storage, name, fingerprint)
 
