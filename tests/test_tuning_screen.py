@@ -66,7 +66,7 @@ def test_without_a_target_that_can_tell_early_nothing_is_screened(sla: dict[str,
     assert make_screen(setup(20.0, sla)) is None
 
 
-@pytest.mark.parametrize("policy", ["sequence", "slice", "mlfq"])
+@pytest.mark.parametrize("policy", ["sequence", "slice"])
 def test_what_is_hopeless_on_the_part_breaks_the_limits_on_the_whole(policy: str) -> None:
     where = setup(400.0)
     found = screen_of(where).hopeless(Task(screen_of(where).setup, policy).run())

@@ -323,8 +323,8 @@ def search(
 
 
 def _screened(found: Found, settings: SearchSettings) -> set[str]:
-    """The policies whose candidates are screened: those without a trial that keeps every limit,
-    once the policies that the engine can run have one. The others would win in any case.
+    """The policies with screened candidates: those without a trial that keeps every limit, once the
+    policies that the engine can run have one. The others would win in any case.
     """
     best = found.best(settings.served)
     if best is None or not found.fits(best):
