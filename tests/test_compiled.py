@@ -66,7 +66,8 @@ def test_a_library_of_another_source_is_not_taken_and_a_warning_says_so_once(
     edit(libraries)
     assert found() is found(MODULES[-1]) is None  # all or nothing
     assert capsys.readouterr().err == (
-        f"warning: {NAME} has changed since the code was compiled: plain Python runs; make compile\n"
+        f"warning: {NAME} has changed since the code was compiled: plain Python runs; "
+        "make compile\n"
     )
     assert os.environ[compiled.VARIABLE] == "0"  # processes that this one starts are silent
     assert compiled.running().reason == f"{NAME} has changed since the code was compiled"

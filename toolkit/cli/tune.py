@@ -359,17 +359,18 @@ def _fingerprint(
 def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
     """The runner of simulations until the block ends, and how many it runs at once."""
     from toolkit.errors import InputError, nearest
-    from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool, cores
+    from toolkit.files.io import usable_cpus
+    from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool
 
     if given.executor == "local":
-        jobs = given.jobs or cores()
+        jobs = given.jobs or usable_cpus()
         with ProcessPool(jobs) as pool:
             yield (pool if jobs > 1 else InProcessRunner()), jobs
     elif given.executor == "ray":
         from toolkit.cli.output import note
         from toolkit.cluster.connect import joined, processors
 
-        with joined(given.ray, given.jobs or cores()) as cluster:
+        with joined(given.ray, given.jobs or usable_cpus()) as cluster:
             jobs = given.jobs or processors()
             machines = f"{jobs} processors of {cluster.nodes} machines"
             note(f"on the Ray cluster at {cluster.address}: {machines}")

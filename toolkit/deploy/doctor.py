@@ -24,14 +24,13 @@ from toolkit.backends import Check, Checks, backend_of
 from toolkit.engine_traits import traits_of
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
-from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
+from toolkit.files.io import usable_cpus
+from toolkit.files.recipe import DTYPE_BYTES, HardwareSpec, ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
+from toolkit.units import GIB, MIB
 
-GIB = 1 << 30
-MIB = 1 << 20
 DISTRIBUTION = "llmctl"
 LOW_DISK_BYTES = 2 * GIB
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAME_MEMORY = 0.98  # drivers keep slightly different shares of the memory for themselves
 
 
@@ -54,11 +53,6 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
         _check_disk(work_folder),
         _check_model_cache(),
     ]
-
-
-def usable_cpus() -> int:
-    """The number of CPUs that this process may use; containers and `taskset` can limit it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def model_cache() -> Path:
@@ -209,10 +203,10 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
         return []
     if recipe is None:
         text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
-        remedy = "llmctl doctor RECIPE says what is missing; see docs/vllm.md"
+        remedy = "llmctl doctor RECIPE says what is missing; see docs/how-to/vllm.md"
         return [Check("engine", "note", text, remedy)]
     text = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
-    return [Check("engine", "note", text, f"llmctl doctor {names[0]}; see docs/vllm.md")]
+    return [Check("engine", "note", text, f"llmctl doctor {names[0]}; see docs/how-to/vllm.md")]
 
 
 def check_kv_bytes(model: ModelSpec) -> None:
