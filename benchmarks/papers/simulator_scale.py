@@ -209,6 +209,9 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     for axis, name in zip(axes, ("workers", "load", "requests"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel=name)
         axis.grid(alpha=0.3)
+        at = sorted({x for line in axis.get_lines() for x in line.get_xdata()})
+        axis.set_xticks(at, [f"{x:,g}" if x < 1e5 else f"{x:.0e}" for x in at], minor=False)
+        axis.set_xticks([], minor=True)
     axes[0].set_ylabel("requests/s, one core")
     axes[2].legend(fontsize="small")
     figure.tight_layout()
