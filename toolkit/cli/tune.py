@@ -249,6 +249,8 @@ def command(given: TuneOptions) -> None:
     search = tune_to_size if given.workers == AUTO else tune
     with _runner(given) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
+        if remembering.remembered:
+            note(f"{remembering.remembered:,} of them are kept from an earlier run")
         watch = TuneProgress(advance, total, remembering.remembered, jobs)
         inputs = Inputs(spec, fit, workload, profile, tuple(others), tuple(siblings))
         result = search(inputs, remembering, made_from, watch)
