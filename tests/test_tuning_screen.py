@@ -66,6 +66,11 @@ def test_without_a_target_that_can_tell_early_nothing_is_screened(sla: dict[str,
     assert make_screen(setup(20.0, sla)) is None
 
 
+def test_windows_of_few_requests_are_not_screened() -> None:
+    few = EvaluationSetup(setup(20.0).world, [window(400, 20.0), window(5, 0.1, 2)], SLA)
+    assert make_screen(few) is None
+
+
 @pytest.mark.parametrize("policy", ["sequence", "slice"])
 def test_what_is_hopeless_on_the_part_breaks_the_limits_on_the_whole(policy: str) -> None:
     where = setup(400.0)

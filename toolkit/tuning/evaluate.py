@@ -57,6 +57,7 @@ ATTAINMENT_LOWER = "sla_attainment_lower_percent"
 # Of each window, by time: what a screened candidate is simulated on first.
 SCREEN_SHARE = 0.25
 SCREEN_MARGIN = 2.0
+SCREEN_REQUESTS = 10  # of each part, at least
 TINY_S = 1e-9  # a window ends before its end
 CAPACITY_SAMPLE = 1000  # requests of the backlog that measures the untuned policy's capacity
 
@@ -278,11 +279,15 @@ class Screen:
 
 
 def make_screen(setup: EvaluationSetup) -> Screen | None:
-    """The screen of a setup; None where no target can tell early."""
-    windows = [
-        cut(window, 0.0, SCREEN_SHARE * float(window.arrival_s[-1]) + TINY_S)
-        for window in setup.windows
+    """The screen of a setup; None where no target can tell early, or a part has few requests."""
+    ends = [SCREEN_SHARE * float(window.arrival_s[-1]) + TINY_S for window in setup.windows]
+    counts = [
+        int(np.searchsorted(window.arrival_s, end))
+        for window, end in zip(setup.windows, ends, strict=True)
     ]
+    if min(counts) < SCREEN_REQUESTS:
+        return None
+    windows = [cut(window, 0.0, end) for window, end in zip(setup.windows, ends, strict=True)]
     more = SCREEN_MARGIN * sum(map(len, setup.windows)) / sum(map(len, windows))
     targets = {}
     for key, limit in setup.sla.items():
