@@ -397,7 +397,7 @@ def _front(tuning: Tuning) -> Figure:
     known = [
         trial
         for trial in tuning.trials
-        if latency in trial.outcome.metrics and "goodput_rps" in trial.outcome.metrics
+        if {latency, "goodput_rps"} <= trial.outcome.metrics.keys() and not trial.screened_out
     ]
     front = [trial for trial in known if trial.number in tuning.front]
     front.sort(key=lambda trial: trial.outcome.metrics[latency])
