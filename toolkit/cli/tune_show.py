@@ -27,6 +27,7 @@ METRICS = (
     "batch_size_mean",
     "oom_percent",
     "evicted_percent",
+    "hit_percent",
 )
 
 

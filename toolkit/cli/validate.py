@@ -12,6 +12,7 @@ from toolkit.cli.arguments import (
     ApiKeyOption,
     ForeignOption,
     JsonOption,
+    LoopOption,
     MaxErrorOption,
     ModelOption,
     command_of,
@@ -86,6 +87,7 @@ class ValidateOptions:
             "(JSONL)."
         ),
     ] = None
+    loop: LoopOption = None
     force: ForeignOption = False
     as_json: JsonOption = False
 
@@ -120,7 +122,8 @@ def command(given: ValidateOptions) -> None:
         given.api_key,
     )
     tuned = _tuning(given.tuning, path) if given.tuning else None
-    settings = RequestSettings(tuned.request_rate_rps if tuned else given.rate, seed=given.seed)
+    rate = tuned.request_rate_rps if tuned else given.rate
+    settings = RequestSettings(rate, seed=given.seed, loop=given.loop)
     subject = look_at(
         target, read_trace(path)[0], planned, settings, warn_of_foreign if given.force else None
     )
@@ -197,6 +200,9 @@ def show(result: Validation) -> None:
         f"before the windows, batches took {slow} times as long as fitted;"
         " the predictions include that"
     )
+    for number, window in enumerate(result.windows, start=1):
+        if window.cache:
+            note(f"window {number}: {window.cache.text()}")
     failed, refused = (
         sum(getattr(window, name) for window in result.windows) for name in ("failed", "refused")
     )

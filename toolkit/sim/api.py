@@ -28,10 +28,11 @@ from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
 from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.replicas import serve_routed
+from toolkit.sim.sessions import ClosedLoop
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
 from toolkit.sim.world import World
-from toolkit.traces.types import Trace
+from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import mean_rate, scale_rate
 
 
@@ -101,8 +102,9 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
                 f"leave it out, or simulate the policy '{VllmPolicy.name}'",
             )
         world = world.under(policy)
+        closed = trace.sessions if world.closed_loop else None
         refusals, capacity_tokens = (
-            _run(requests, policy, world, ledger),
+            _run(requests, policy, world, ledger, closed),
             world.memory.usable_tokens,
         )
         front = world.front
@@ -112,18 +114,39 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
 
 def _run(
-    requests: Sequence[Request], policy: Policy, world: World, ledger: Ledger
+    requests: Sequence[Request],
+    policy: Policy,
+    world: World,
+    ledger: Ledger,
+    closed: Sessions | None,
 ) -> list[Refusal]:
-    """Serve under a policy of this project's scheduler; return the refused requests."""
+    """Serve under a policy of this project's scheduler, sessions in a closed loop where they are
+    given; return the refused requests.
+    """
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
-    scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)
+    known, first = world.scheduled(), requests
+    if closed is None:
+        scheduler = Scheduler(policy, known, seed=world.seed, finished=world.finished)
+    else:
+        scheduler = ClosedLoop(
+            policy,
+            known,
+            requests,
+            closed,
+            ledger,
+            world.front,
+            seed=world.seed,
+            finished=world.finished,
+        )
+        previous = closed.previous.tolist()
+        first = [request for k, request in enumerate(requests) if previous[k] < 0]
     workers = [*virtual_workers(policy, world, ledger, requests)]
     books = [ledger.of_kind() for _ in world.others]
     for kind, book in zip(world.others, books, strict=True):
         workers += virtual_workers(policy, kind, book, requests, first=len(workers))
-    refused = run(scheduler, requests, workers, drain=world.drain)
+    refused = run(scheduler, first, workers, drain=world.drain)
     for kind, book in zip(world.others, books, strict=True):
         ledger.add(book, world.memory.usable_tokens / kind.memory.usable_tokens)
     return refused

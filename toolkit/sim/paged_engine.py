@@ -31,6 +31,7 @@ from toolkit.sched.types import Refusal, Request
 from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.paged import PagedPass, PagedScheduler
+from toolkit.sim.sessions import following
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
 
@@ -115,11 +116,6 @@ class Reuse:
     def __bool__(self) -> bool:
         return self.shared is not None or self.sessions is not None
 
-    @property
-    def previous(self) -> list[int]:
-        """The turn before each request, by number; -1 for a first turn."""
-        return [] if self.sessions is None else self.sessions.previous.tolist()
-
     def dealt(self, requests: int, engines: int) -> list[int]:
         """The engine of each request: in turn, and in a closed loop session by session."""
         if self.sessions is None or not self.closed:
@@ -146,13 +142,12 @@ class Reuse:
         """In a closed loop, the turns of the requests `numbers` that follow each of them, with
         their think times in seconds.
         """
-        found: dict[int, list[tuple[int, float]]] = {}
-        if self.sessions is not None and self.closed:
-            previous, think_s = self.previous, self.sessions.think_s.tolist()
-            for number in numbers:
-                if previous[number] >= 0:
-                    found.setdefault(previous[number], []).append((number, think_s[number]))
-        return found
+        if self.sessions is None or not self.closed:
+            return {}
+        return following(self.sessions, numbers)
+
+
+NO_REUSE = Reuse()
 
 
 class PagedRun:
@@ -390,7 +385,7 @@ def serve(
     flags: VllmPolicy,
     engine: PagedEngine,
     ledger: Ledger,
-    reuse: Reuse,
+    reuse: Reuse = NO_REUSE,
     *,
     front: FrontDelay | None = None,
     drain: bool = True,

@@ -119,13 +119,14 @@ def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
 
 def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
     """Requests per second that the recipe's policy serves of a backlog with the trace's lengths."""
-    sample = np.linspace(0, len(fitted) - 1, min(len(fitted), CAPACITY_SAMPLE)).astype(int)
-    backlog = Trace(
-        np.zeros(len(sample)),
-        fitted.prompt_tokens[sample],
-        fitted.output_tokens[sample],
-        fitted.max_tokens[sample],
-    )
+    count = min(len(fitted), CAPACITY_SAMPLE)
+    rows = np.linspace(0, len(fitted) - 1, count).astype(int)
+    if fitted.shared is not None or fitted.sessions is not None:
+        # what prompts share, they share with their neighbours
+        rows = np.arange(count) + (len(fitted) - count) // 2
+    sample = fitted.take(rows)
+    backlog = replace(sample, arrival_s=np.zeros(count), priority=None)
+    world = replace(world, closed_loop=False)
     policy = make_any(recipe.policy.name, recipe.policy.parameters)
     return simulate(backlog, policy, world).metrics({})["throughput_rps"]
 
