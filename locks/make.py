@@ -27,7 +27,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 CONSTRAINTS = ROOT / "constraints.txt"
-BUILD = ["hatchling", "editables", "setuptools"]  # setuptools: for packages that have no wheel
+# setuptools also for packages that have no wheel; with mypy it compiles (hatch_build.py)
+BUILD = ["hatchling", "editables", "setuptools", "mypy"]
 TOOLS = ["uv"]
 UNLOCKED = {"vllm"}  # it pins a transformers of its own, and is installed beside vLLM: docs/vllm.md
 NO_WHEEL = "deepspeed"

@@ -32,7 +32,7 @@ from toolkit.files.io import processor
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GPU_RECIPE = "llama-3.1-8b-h200"
 OTHER_GPU_RECIPE = "llama-3.1-8b-a100-80gb"
 TIMEOUT_S = 300
@@ -51,6 +51,11 @@ SHORTER = {
 FEW_TRIALS = " --trials 8 --draws 2"  # for other searches that do not say how many
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
 T = TypeVar("T")
+
+
+def named(page: Path) -> str:
+    """The page's path in the repository."""
+    return page.relative_to(ROOT).as_posix()
 
 
 def code_lines(page: Path) -> Iterator[str]:
@@ -347,23 +352,27 @@ SCRIPTS = {
         before={"llmctl serve plan.json": planned_for_this_machine},
         instead={f"llmctl profile {GPU_RECIPE}": analytic_profile},
     ),
-    "bench.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
-    "cluster.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
-    "demo.md": Script(elsewhere={"llmctl": "what `make demo` printed, which takes five minutes"}),
-    "deploying.md": Script(
+    "docs/how-to/measure.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
+    "docs/how-to/ray.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
+    "docs/results/demo.md": Script(
+        elsewhere={"llmctl": "what `make demo` printed, which takes five minutes"}
+    ),
+    "docs/how-to/deploy.md": Script(
         before={"llmctl serve FOLDER": rendered_to_run_here, "llmctl stop": serving}
     ),
-    "fleets.md": Script(
+    "docs/how-to/fleets.md": Script(
         elsewhere={
             "llmctl serve plan.json --ray": CLUSTER,
             "llmctl serve plan.json": "needs three GPUs",
         },
     ),
-    "profiling.md": Script(prepare=quick_recipe),
-    "results.md": Script(elsewhere={"llmctl": "how results were made; each takes minutes"}),
-    "serving.md": Script(before={"llmctl serve plan.json --ssl-certfile": certificate}),
-    "traces.md": Script(before={"llmctl trace record": serving}),
-    "vllm.md": Script(prepare=stand_in_for_vllm),
+    "docs/explanation/profiling.md": Script(prepare=quick_recipe),
+    "docs/results/index.md": Script(
+        elsewhere={"llmctl": "how results were made; each takes minutes"}
+    ),
+    "docs/how-to/serve.md": Script(before={"llmctl serve plan.json --ssl-certfile": certificate}),
+    "docs/reference/traces.md": Script(before={"llmctl trace record": serving}),
+    "docs/how-to/vllm.md": Script(prepare=stand_in_for_vllm),
 }
 
 
@@ -376,11 +385,9 @@ def folder(installed: Installed, tuned: Path, tmp_path: Path) -> Iterator[Folder
     one.stop()
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if commands(page)], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=named)
 def test_every_command_of_a_page_runs_as_it_is_written(page: Path, folder: Folder) -> None:
-    script = SCRIPTS.get(page.name, Script())
+    script = SCRIPTS.get(named(page), Script())
     for name, text in named_files(page).items():
         (folder.path / name).write_text(text)
     script.prepare(folder)

@@ -1,4 +1,4 @@
-"""Which HTTP servers keep the promises of docs/reliability.md, and their CPU time per event.
+"""Which HTTP servers keep the promises of the server, and their CPU time per event.
 
     python -m benchmarks.serving.http_servers [--with PYTHON] [--repeats 20]
 

@@ -138,7 +138,7 @@ def _first_s(requests: Served, chosen: Chosen) -> float:
     return float((requests.first_token_s - requests.arrival_s)[chosen].mean())
 
 
-COUNTED = {  # field of `Scheduling`: the growth of this series (docs/serving.md)
+COUNTED = {  # field of `Scheduling`: the growth of this series (docs/how-to/serve.md)
     "batches": "llmctl_batches_total",
     "steps": "llmctl_engine_steps_total",
     "engine_s": "llmctl_engine_seconds_total",

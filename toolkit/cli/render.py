@@ -76,7 +76,7 @@ class RenderOptions:
             metavar="TARGET",
             autocompletion=completion.rendered_targets,
             help="Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or "
-            "sglang; see docs/deploying.md.",
+            "sglang; see docs/how-to/deploy.md.",
         ),
     ] = None
     out: Annotated[

@@ -1,7 +1,8 @@
 """What `simulate --json` and `compare --json` print, version 1.
 
 Keys may be added within a version; removing or renaming a key, or changing its meaning, makes the
-next version. docs/simulating.md lists the keys, and a test compares that page with these models.
+next version. docs/reference/simulation.md lists the keys, and a test compares that page with
+these models.
 """
 
 from __future__ import annotations

@@ -242,7 +242,9 @@ class SimulateOptions(StageOptions):
 
     policy: Annotated[
         str,
-        typer.Option(autocompletion=completion.policy, help="The policy; see docs/policies.md."),
+        typer.Option(
+            autocompletion=completion.policy, help="The policy; see docs/explanation/policies.md."
+        ),
     ] = "slice"
     rate: Annotated[
         float | None, typer.Option(help="Scale arrivals to this many requests per second.")
@@ -256,7 +258,7 @@ def command(given: SimulateOptions) -> None:
 
     --json has the metrics with their units in their names: throughput_rps, ttft_p99_s,
     batch_size_mean, ...; its `trace` describes the requests. With --fit unit-step a second is a
-    decode step, as in Past-Future's Table 1; see docs/simulating.md.
+    decode step, as in Past-Future's Table 1; see docs/reference/simulation.md.
     """
     from toolkit.cli.basis import note_rest, plain
     from toolkit.cli.output import emit, note, table

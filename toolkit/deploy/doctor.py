@@ -19,6 +19,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from toolkit import compiled
 from toolkit.backends import Check, Checks, backend_of
 from toolkit.engine_traits import traits_of
 from toolkit.engines.devices import CudaDevice, Devices
@@ -48,6 +49,7 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
         _check_devices(devices),
         _check_processor(),
         _check_kernels(),
+        _check_compiled(),
         _check_disk(work_folder),
         _check_model_cache(),
     ]
@@ -130,6 +132,14 @@ def _check_kernels() -> Check:
     return Check("numba", "ok", f"{metadata.version('numba')}; compiled kernels can be cached")
 
 
+def _check_compiled() -> Check:
+    found = compiled.running()
+    if found.compiled:
+        return Check("scheduler", "ok", f"compiled ({len(compiled.MODULES)} modules)")
+    text = f"plain Python, with the same results but slower: {found.reason}"
+    return Check("scheduler", "note", text, found.remedy)
+
+
 def _check_disk(folder: Path) -> Check:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
@@ -193,10 +203,10 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
         return []
     if recipe is None:
         text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
-        remedy = "llmctl doctor RECIPE says what is missing; see docs/vllm.md"
+        remedy = "llmctl doctor RECIPE says what is missing; see docs/how-to/vllm.md"
         return [Check("engine", "note", text, remedy)]
     text = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
-    return [Check("engine", "note", text, f"llmctl doctor {names[0]}; see docs/vllm.md")]
+    return [Check("engine", "note", text, f"llmctl doctor {names[0]}; see docs/how-to/vllm.md")]
 
 
 def check_kv_bytes(model: ModelSpec) -> None:

@@ -42,7 +42,8 @@ MIN_STARTUP_S = 1800  # of the first load
 LOAD_S, SLOW_BYTES_PER_S = 600, 50_000_000  # loading without the download, and a slow link
 SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloads
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Host memory of `serve` itself, and of a worker process before it loads a model: docs/deploying.md
+# Host memory of `serve` itself, and of a worker process before it loads a model:
+# docs/how-to/deploy.md
 FRONT_MIB = 768
 WORKER_MIB = 1024
 # A pod's memory limit over its request: libraries and loading were not measured exactly.

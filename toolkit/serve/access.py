@@ -43,7 +43,7 @@ from toolkit.files.strict import Strict, load_yaml, validate
 from toolkit.serve.errors import ApiError, error_response
 
 MAX_KEYS = 100  # each has its own metrics
-HINT = "see docs/serving.md, 'Several keys'"
+HINT = "see docs/how-to/serve.md, 'Several keys'"
 
 
 class ApiKey(Strict):

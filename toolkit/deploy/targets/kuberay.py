@@ -1,7 +1,7 @@
 """Target `kuberay`: a front as a Deployment, which joins a RayCluster with pods for the workers.
 
 The front is a Deployment of one pod that joins the cluster without offering it resources, and
-serves. docs/decisions.md says why it is not a container of the head's pod, and why there is no
+serves. docs/decisions/ says why it is not a container of the head's pod, and why there is no
 RayJob or RayService.
 """
 

@@ -149,7 +149,7 @@ def render(order: Order) -> Rendered:
     install = "Needs vLLM with --max-num-queued-tokens (0.32 has it)."
     if ours:
         install = f"Needs vLLM {TRIED} and llmctl in one environment (pip install --no-deps): "
-        install += "docs/vllm.md."
+        install += "docs/how-to/vllm.md."
     remarks = [line for line in (foreign(order, "vLLM"), install) if line]
     script = fill(
         "engine.sh",
@@ -272,7 +272,7 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
             ExplainedValue(
                 "--no-async-scheduling",
                 "",
-                "policy 'mlfq' pauses requests between passes: docs/vllm.md",
+                "policy 'mlfq' pauses requests between passes: docs/how-to/vllm.md",
             )
         )
     return lines
