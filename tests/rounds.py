@@ -29,6 +29,13 @@ def rebatch_engine(
     )
 
 
+def kept_bytes(engine: RebatchEngine) -> int:
+    """Bytes of the slabs that steps of fixed shapes keep when no row is left."""
+    cache = engine._batch.cache
+    keeps = getattr(cache, "_whole_rows", False) and not engine._batch
+    return cache.slab_tokens * cache.bytes_per_token if keeps else 0
+
+
 class FailingAllocations(TorchDispatchMode):
     """In this context, allocations are counted: charges to a ledger, and every tensor that is made.
 

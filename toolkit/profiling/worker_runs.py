@@ -290,7 +290,6 @@ class _SequenceFeed:
         self.workers.run_round(worker, self._batches, plan)
 
 
-MIB = 1 << 20
 # Share of the machine's memory for the swapped caches of all workers, if the recipe sets no bound.
 HOST_SHARE = 0.5
 
@@ -355,9 +354,9 @@ class RoundsStage:
 
     def _host_bytes(self) -> int:
         """Bytes of one worker: the recipe's bound, else its part of half the machine's memory."""
-        bound = self._recipe.engine.swap_memory_mib
+        bound = self._recipe.engine.swap_bytes(self._recipe.hardware.device)
         if bound is not None:
-            return int(bound * MIB)
+            return bound
         total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(HOST_SHARE * total_bytes) // self._recipe.workers
 
