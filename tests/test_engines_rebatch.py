@@ -17,6 +17,7 @@ from rounds import (
     kept_bytes,
     random_rows,
     rebatch_engine,
+    step_logits,
 )
 
 from toolkit.engines.protocol import Row, SamplingParams
@@ -300,6 +301,25 @@ def test_rounds_run_in_half_precision(dtype: str) -> None:
     for _ in range(10):
         driver.at_random(rng)
     assert [len(tokens) for tokens in driver.finish()] == [12, 12, 12]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"kv_layout": "rows"}, {"cuda_graphs": True}], ids=["slab", "rows", "fixed"]
+)
+def test_logits_in_bfloat16_are_those_of_float32_but_for_rounding(
+    changes: dict[str, object],
+) -> None:
+    half = rebatch_engine("qwen3", dtype="bfloat16", **changes)
+    whole = rebatch_engine("qwen3")
+    whole._model.load_state_dict(half._model.state_dict())
+    lengths = [5, 60, 33, 12]
+    expected = step_logits(whole, lengths)
+    found = step_logits(half, lengths)
+    assert expected.std() > 0.1
+    assert (found - expected).norm() / expected.norm() < 0.02
+    # A mask that hides one column too few or too many is found: its logits are those of others.
+    other = step_logits(whole, [length + 1 for length in lengths])
+    assert (other - expected).norm() / expected.norm() > 0.1
 
 
 @pytest.mark.parametrize(

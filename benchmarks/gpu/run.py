@@ -46,6 +46,7 @@ from typing import NamedTuple
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
 from benchmarks.gpu.preflight import MISSING, check
+from toolkit import guard
 
 GRACE_S = 10.0  # for a stage's processes to end after a signal
 SMALLER_GPU_GIB = 100.0  # a smaller GPU gets the recipes for 80 GB
@@ -286,14 +287,16 @@ def go(run: Run, budget: Budget, done: Callable[[], None] = lambda: None) -> lis
 def _run(command: Sequence[str], limit_s: float, variables: Mapping[str, str] | None = None) -> str:
     """Why the stage failed, or ''. When this returns, no process of the stage is left."""
     mark = secrets.token_hex(8)
-    environment = _environment() | (variables or {}) | {MARK: mark}
+    environment = _environment() | dict(variables or {}) | {MARK: mark}
     child = subprocess.Popen(command, env=environment, start_new_session=True)
+    guard.watch(child.pid)  # ends it if this process is killed
     try:
         code = child.wait(limit_s)
     except subprocess.TimeoutExpired:
         return f"not done within {limit_s:.0f} s; the same command resumes it"
     finally:
         _end(child, mark)
+        guard.forget(child.pid)
     return f"exit code {code}" if code else ""
 
 
@@ -365,7 +368,7 @@ def pack(folder: Path, results: Path, out: Path, part_bytes: int = PART_BYTES) -
         return [out / ARCHIVE]
     if size > PARTS_MAX * part_bytes:
         raise SystemExit(f"error: the results are {size >> 20} MiB, more than {PARTS_MAX} parts")
-    parts = []
+    parts: list[Path] = []
     with unfinished.open("rb") as stream:
         while block := stream.read(part_bytes):
             parts.append(out / f"{ARCHIVE}.{len(parts)}")

@@ -27,7 +27,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -97,7 +97,7 @@ class FixedSteps:
         self._generation = -1  # of the slabs that the graphs read
         self._runs: dict[StepShape, int] = {}
         self._graphs: OrderedDict[StepShape, _Captured] = OrderedDict()
-        self._pool: tuple[int, int] | None = None  # the graphs share their memory
+        self._pool: Any = None  # the graphs share their memory
         self._membership = -1  # of the rows that the inputs describe
         self._tokens = self._begins = self._column = torch.empty(0)
 

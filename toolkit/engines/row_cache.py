@@ -267,6 +267,7 @@ def attend(
     versions of transformers repeat them in every step, several times the traffic of the step.
     """
     if isinstance(key, torch.Tensor):
+        assert isinstance(value, torch.Tensor)
         rows, heads, queries, dim = query.shape
         kv_heads = key.shape[1]
         if queries == 1 and kv_heads < heads and _is_shared(attention_mask):

@@ -169,7 +169,7 @@ def _environment_changes(then: Environment, now: Environment) -> list[str]:
     changed = [
         f"{name} ({was}, now {version})" for name, was, version in versions if was != version
     ]
-    same = {"packages": now.packages}
+    same: dict[str, object] = {"packages": now.packages}
     if now.device != "cpu" and _without_kernel(then.platform) == _without_kernel(now.platform):
         # Rented GPUs of one kind come with the kernel of whichever host or sandbox is free.
         same["platform"] = now.platform
