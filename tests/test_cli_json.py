@@ -11,7 +11,9 @@ from pydantic import BaseModel
 
 from toolkit.cli.results import ComparedRun, Comparison, Simulation
 
-PAGE = (Path(__file__).parent.parent / "docs" / "simulating.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "simulation.md").read_text(
+    encoding="utf-8"
+)
 STATISTICS = ("mean", "p50", "p95", "p99")
 
 

@@ -13,8 +13,8 @@ from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults, knobs
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-POLICY_PAGE = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+POLICY_PAGE = (ROOT / "docs" / "explanation" / "policies.md").read_text(encoding="utf-8")
 SECTIONS = {
     name: section
     for section in re.split(r"^## ", POLICY_PAGE, flags=re.MULTILINE)
@@ -46,7 +46,7 @@ def named(page: Path, known: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
         )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_option_that_a_page_shows_exists(page: Path) -> None:
     known = options()
     shown = list(named(page, known))

@@ -32,7 +32,7 @@ from toolkit.files.io import processor
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GPU_RECIPE = "llama-3.1-8b-h200"
 OTHER_GPU_RECIPE = "llama-3.1-8b-a100-80gb"
 TIMEOUT_S = 300
@@ -44,11 +44,18 @@ SHORTER = {
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --warmup 1 --max-error 1000",
     "--check 8 --strict": "--check 2",
     # so many that one of the only policy that the engine runs is within the limits
-    "llmctl tune fleet.yaml --trace chat-small": "llmctl tune fleet.yaml --trace chat-small --trials 40 --draws 0",
+    "llmctl tune fleet.yaml --trace chat-small": (
+        "llmctl tune fleet.yaml --trace chat-small --trials 40 --draws 0"
+    ),
 }
 FEW_TRIALS = " --trials 8 --draws 2"  # for other searches that do not say how many
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
 T = TypeVar("T")
+
+
+def named(page: Path) -> str:
+    """The page's path in the repository."""
+    return page.relative_to(ROOT).as_posix()
 
 
 def code_lines(page: Path) -> Iterator[str]:
@@ -78,7 +85,9 @@ def named_files(page: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Installed:
-    """The wheel's files, where Python finds them, and free ports in place of those that pages name."""
+    """The wheel's files, where Python finds them, and free ports in place of those that pages
+    name.
+    """
 
     site: Path
     ports: Mapping[str, str]
@@ -171,7 +180,9 @@ def free_port() -> str:
 
 
 def install(folder: Path) -> Path:
-    """The wheel, built and unpacked in `folder`, by the first process of a parallel run that asks."""
+    """The wheel, built and unpacked in `folder`, by the first process of a parallel run that
+    asks.
+    """
     with FileLock(folder / "wheel.lock"):
         site = folder / "site"
         if not site.exists():
@@ -324,11 +335,13 @@ def tuned_on_azure(folder: Folder) -> None:
 
 QUICK = """\
 name: quick
-model: {source: random, config: {model_type: fake}, dtype: float32, max_model_len: 512, tokenizer: bytes}
+model:
+  {source: random, config: {model_type: fake}, dtype: float32, max_model_len: 512, tokenizer: bytes}
 hardware: {device: cpu, name: any}
 engine: {name: fake, kv_cache_memory_mib: 2}
 profile:
-  {batch_sizes: [1, 2, 4, 8], input_lengths: [16, 64, 128], cached_lengths: [16, 64, 128], memory_lengths: [16, 64]}
+  {batch_sizes: [1, 2, 4, 8], input_lengths: [16, 64, 128], cached_lengths: [16, 64, 128],
+   memory_lengths: [16, 64]}
 sla: {ttft_p99_s: 5}
 """
 
@@ -339,23 +352,27 @@ SCRIPTS = {
         before={"llmctl serve plan.json": planned_for_this_machine},
         instead={f"llmctl profile {GPU_RECIPE}": analytic_profile},
     ),
-    "bench.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
-    "cluster.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
-    "demo.md": Script(elsewhere={"llmctl": "what `make demo` printed, which takes five minutes"}),
-    "deploying.md": Script(
+    "docs/how-to/measure.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
+    "docs/how-to/ray.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
+    "docs/results/demo.md": Script(
+        elsewhere={"llmctl": "what `make demo` printed, which takes five minutes"}
+    ),
+    "docs/how-to/deploy.md": Script(
         before={"llmctl serve FOLDER": rendered_to_run_here, "llmctl stop": serving}
     ),
-    "fleets.md": Script(
+    "docs/how-to/fleets.md": Script(
         elsewhere={
             "llmctl serve plan.json --ray": CLUSTER,
             "llmctl serve plan.json": "needs three GPUs",
         },
     ),
-    "profiling.md": Script(prepare=quick_recipe),
-    "results.md": Script(elsewhere={"llmctl": "how results were made; each takes minutes"}),
-    "serving.md": Script(before={"llmctl serve plan.json --ssl-certfile": certificate}),
-    "traces.md": Script(before={"llmctl trace record": serving}),
-    "vllm.md": Script(prepare=stand_in_for_vllm),
+    "docs/explanation/profiling.md": Script(prepare=quick_recipe),
+    "docs/results/index.md": Script(
+        elsewhere={"llmctl": "how results were made; each takes minutes"}
+    ),
+    "docs/how-to/serve.md": Script(before={"llmctl serve plan.json --ssl-certfile": certificate}),
+    "docs/reference/traces.md": Script(before={"llmctl trace record": serving}),
+    "docs/how-to/vllm.md": Script(prepare=stand_in_for_vllm),
 }
 
 
@@ -368,11 +385,9 @@ def folder(installed: Installed, tuned: Path, tmp_path: Path) -> Iterator[Folder
     one.stop()
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if commands(page)], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=named)
 def test_every_command_of_a_page_runs_as_it_is_written(page: Path, folder: Folder) -> None:
-    script = SCRIPTS.get(page.name, Script())
+    script = SCRIPTS.get(named(page), Script())
     for name, text in named_files(page).items():
         (folder.path / name).write_text(text)
     script.prepare(folder)
@@ -410,7 +425,9 @@ def benchmarks(page: Path) -> set[str]:
 def test_every_benchmark_that_a_page_names_takes_the_options_shown(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Benchmarks take minutes, so each is started and stopped as soon as it has read its options."""
+    """Benchmarks take minutes, so each is started and stopped as soon as it has read its
+    options.
+    """
     parse = argparse.ArgumentParser.parse_args
 
     def stop(parser: argparse.ArgumentParser, words: list[str] | None = None) -> None:

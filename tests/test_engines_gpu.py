@@ -148,7 +148,9 @@ def test_the_ledger_has_a_budget_and_cudnn_s_attention_is_left_out() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_transfers_in_parallel_with_computation_move_every_value(overlap: bool) -> None:
-    """Steps that reuse the device's memory follow at once each swap out, and a step each swap in."""
+    """Steps that reuse the device's memory follow at once each swap out, and a step each swap
+    in.
+    """
     cpu = rebatch_engine()
     driver = RoundDriver(on_gpu(cpu), ROWS)
     while driver.having(WAITS):

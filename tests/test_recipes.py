@@ -181,7 +181,7 @@ def keys_of(model: type[BaseModel]) -> set[str]:
 
 
 def test_the_docs_have_every_key_and_no_other() -> None:
-    text = (DOCS / "recipes.md").read_text()
+    text = (DOCS / "reference" / "recipe.md").read_text()
     sections = {"model", "hardware", "engine", "profile", "sla", "policy", "tune", "serve"}
     documented = set(re.findall(r"^\| `(\w+)` \|", text, re.M)) | set(
         re.findall(r"^### (\w+)$", text, re.M)
@@ -191,6 +191,8 @@ def test_the_docs_have_every_key_and_no_other() -> None:
 
 
 def test_the_recipe_in_the_docs_is_valid(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "recipes.md").read_text(), re.S)
+    (example,) = re.findall(
+        r"```yaml\n(.*?)```", (DOCS / "reference" / "recipe.md").read_text(), re.S
+    )
     (tmp_path / "recipe.yaml").write_text(example)
     assert open_recipe(tmp_path / "recipe.yaml").name == "my-model-h200"

@@ -1,4 +1,4 @@
-"""`llmctl trace`, and the shipped traces, which the commands in docs/traces.md make."""
+"""`llmctl trace`, and the shipped traces, which the commands in docs/reference/traces.md make."""
 
 import json
 import shlex
@@ -12,7 +12,9 @@ from toolkit.errors import InputError
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import FOLDER, trace_path
 
-DOCS = (Path(__file__).parent.parent / "docs" / "traces.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parent.parent / "docs" / "reference" / "traces.md").read_text(
+    encoding="utf-8"
+)
 COMMANDS = [line.strip() for line in DOCS.splitlines() if "trace generate --rate" in line]
 
 

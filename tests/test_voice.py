@@ -31,11 +31,19 @@ OF_PEOPLE = re.compile(
 SENTENCE_END = re.compile(r"[.!?;]['\")]*\s+|\n\s*\n")
 OPENING = re.compile(r"^[a-zA-Z]{0,2}[\"']+")  # of a string literal
 ALLOWED = {
-    ("docs/glossary.md", '"who" is for people'),
+    ("docs/reference/glossary.md", '"who" is for people'),
 }
 MAX_ALLOWED = 30
 PYTHON = ("toolkit/**/*.py", "benchmarks/**/*.py", "tests/**/*.py")
-TEXT = ("docs/*.md", "README.md", "templates/**/*.*", "recipes/*.*")
+TEXT = (
+    "docs/**/*.md",
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    ".github/**/*.*",
+    "templates/**/*.*",
+    "recipes/*.*",
+)
 
 
 class Hit(NamedTuple):

@@ -1,7 +1,7 @@
 """The errors that a user can cause or meet: one small tree, each class with its exit code.
 
 Any other exception is a bug and stays loud. The command line prints the message and the hint of a
-`LlmctlError`, one line each, and exits with its code. docs/errors.md documents the codes.
+`LlmctlError`, one line each, and exits with its code. docs/reference/errors.md documents the codes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sections of docs/results.md that a benchmark writes, between two markers."""
+"""Sections of docs/results/index.md that a benchmark writes, between two markers."""
 
 from __future__ import annotations
 

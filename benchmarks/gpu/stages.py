@@ -26,6 +26,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.files.strict import Envelope, Strict
 from toolkit.profiling.run import ProfileEstimate as Planned
+from toolkit.units import MIB
 
 # KV cache of a worker, in longest requests: SLS, which reckons with the longest, gets batches of
 # about as many rows, and an overload fills it in seconds
@@ -37,7 +38,6 @@ QUICK_SIZES = [1, 4, 16, 64]
 QUICK_SEQUENCES = 5  # of rounds: as many as a fit needs
 SWAP_ROWS = (1, 8)
 SWAP_REPEATS = 5
-MIB = 1 << 20
 
 
 class SwapPoint(Strict):

@@ -1,6 +1,6 @@
 """Both tables of the BATON paper in the simulator, beside the paper's figures.
 
-    python -m benchmarks.papers.baton_tables [--seeds 10] [--markdown docs/results.md]
+    python -m benchmarks.papers.baton_tables [--seeds 10] [--markdown docs/results/index.md]
 
 Takes seconds. Needs nothing but the package.
 

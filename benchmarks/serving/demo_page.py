@@ -4,8 +4,8 @@
 
 Takes seconds. Needs the log of `make demo`, which takes about five minutes.
 
-Writes docs/demo.svg and docs/demo.md. Dots in the transcript mark what is left out; nothing else is
-edited.
+Writes docs/pictures/demo.svg and docs/results/demo.md. Dots in the transcript mark what is left
+out; nothing else is edited.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def main() -> None:
     parser.add_argument("--about", default="On two shared virtual cores (AMD EPYC), no GPU.")
     given = parser.parse_args()
     lines = read(given.log)
-    (DOCS / "demo.svg").write_text(picture(lines), encoding="utf-8")
-    (DOCS / "demo.md").write_text(
+    (DOCS / "pictures" / "demo.svg").write_text(picture(lines), encoding="utf-8")
+    (DOCS / "results" / "demo.md").write_text(
         HEAD.format(about=given.about, text=transcript(lines)), encoding="utf-8"
     )
 

@@ -10,7 +10,7 @@ and outputs) and `azure`. The tiny Llama is profiled and fitted once, and tuned 
 repeat serves the tuned plan and replays some 10 s of the trace at 2.5 times the rate that it is
 predicted to serve. The same warm-up gives two predictions: with batches that take a constant factor
 of the fitted time, and with the cost that each arriving request adds to the slices that run then
-(docs/bench.md). Errors are the prediction's, 100 (predicted / measured - 1).
+(docs/how-to/measure.md). Errors are the prediction's, 100 (predicted / measured - 1).
 """
 
 from __future__ import annotations

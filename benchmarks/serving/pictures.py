@@ -5,7 +5,7 @@
 Takes about two minutes. Needs Chromium at /usr/bin/chromium, playwright, and the folder of `make
 demo`.
 
-Writes docs/report-light.webp and report-dark.webp (the top of the page, 1200 by 834), and
+Writes docs/pictures/report-light.webp and report-dark.webp (the top of the page, 1200 by 834), and
 status-light.webp and status-dark.webp (the whole page, 1280 wide). The server gets 10 requests a
 second for 100 s; one of its workers is killed half a minute before the pictures.
 """
@@ -28,7 +28,7 @@ from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
 from toolkit.cli.demo import Stages
 
-DOCS = ROOT / "docs"
+PICTURES = ROOT / "docs" / "pictures"
 REPORT = {"width": 1200, "height": 834}
 STATUS = {"width": 1280, "height": 800}
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -105,7 +105,7 @@ def take(browser: Any, url: str, name: str, size: dict[str, int], *, whole: bool
         shot = context.new_cdp_session(page).send(
             "Page.captureScreenshot", {"format": "webp", "quality": QUALITY}
         )
-        (DOCS / f"{name}-{scheme}.webp").write_bytes(base64.b64decode(shot["data"]))
+        (PICTURES / f"{name}-{scheme}.webp").write_bytes(base64.b64decode(shot["data"]))
         context.close()
 
 

@@ -8,7 +8,7 @@ Each piece runs alone in this process; the figure is the fastest of many runs, s
 machine does not show. Deciding is the median of 1,500 batches of a scheduler that always has
 requests waiting, `tick` and `complete` together. Not included: system calls that wake the other
 process, the event loop, and text. A live server reports its whole cost in /metrics
-(docs/serving.md), and `llmctl bench` prints it.
+(docs/how-to/serve.md), and `llmctl bench` prints it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.laws import WithOverhead
 from toolkit.files.bench import Front, Scheduling, Warmup
 from toolkit.files.plan import Plan
-from toolkit.files.profile import Identity, OnForeign, refuse_foreign
+from toolkit.files.profile import SAFE_VOCABULARY, Identity, OnForeign, refuse_foreign
 from toolkit.metrics import Served
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import SimResult, simulate
@@ -138,7 +138,7 @@ def _first_s(requests: Served, chosen: Chosen) -> float:
     return float((requests.first_token_s - requests.arrival_s)[chosen].mean())
 
 
-COUNTED = {  # field of `Scheduling`: the growth of this series (docs/serving.md)
+COUNTED = {  # field of `Scheduling`: the growth of this series (docs/how-to/serve.md)
     "batches": "llmctl_batches_total",
     "steps": "llmctl_engine_steps_total",
     "engine_s": "llmctl_engine_seconds_total",
@@ -216,7 +216,6 @@ def _served(plan: Plan, target: Target) -> Identity:
 
 
 DEFAULT_LIMIT = 256  # output tokens, as in recipes
-SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
 
 
 class LengthLimits(NamedTuple):

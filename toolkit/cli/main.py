@@ -172,7 +172,7 @@ def root(
 
 
 def run(args: Sequence[str] | None = None) -> None:
-    """Run `llmctl`; never returns. Exit codes: docs/errors.md."""
+    """Run `llmctl`; never returns. Exit codes: docs/reference/errors.md."""
     words = list(sys.argv[1:] if args is None else args) or ["--help"]
     show_any_text()
     try:

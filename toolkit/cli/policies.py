@@ -27,8 +27,8 @@ def command(as_json: JsonOption = False) -> None:
     """List the policies: what each does, which paper or system describes it, and which engines run
     it.
 
-    A policy that needs the future runs in simulations only. docs/policies.md has the details and
-    the parameters.
+    A policy that needs the future runs in simulations only. docs/explanation/policies.md has the
+    details and the parameters.
     """
     from toolkit.sched.catalogue import ABOUT
     from toolkit.sched.policies import KNOWN

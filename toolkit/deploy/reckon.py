@@ -32,8 +32,8 @@ from toolkit.sim.world import World, fleet, world_from_fit
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace, trace_path
 from toolkit.traces.windows import prepare
+from toolkit.units import GIB, MIB
 
-GIB, MIB = 1 << 30, 1 << 20
 MIN_DRAIN_S = 30
 PROPAGATION_S = 5  # until a cluster's proxies know that /ready answers 503
 # After the drain: last bytes (5 s), workers that end their step or are killed (10 s), and a margin.
@@ -42,7 +42,8 @@ MIN_STARTUP_S = 1800  # of the first load
 LOAD_S, SLOW_BYTES_PER_S = 600, 50_000_000  # loading without the download, and a slow link
 SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloads
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Host memory of `serve` itself, and of a worker process before it loads a model: docs/deploying.md
+# Host memory of `serve` itself, and of a worker process before it loads a model:
+# docs/how-to/deploy.md
 FRONT_MIB = 768
 WORKER_MIB = 1024
 # A pod's memory limit over its request: libraries and loading were not measured exactly.

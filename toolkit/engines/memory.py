@@ -19,8 +19,8 @@ import torch
 from toolkit.engines.protocol import OutOfMemory
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import EngineSpec
+from toolkit.units import MIB
 
-MIB = 1 << 20
 # What the ledger does not count on a GPU: a decode step's activations and logits, the libraries'
 # workspaces, captured graphs. It is left out of the budget, at most one part in so many.
 UNCOUNTED_BYTES = 1 << 30

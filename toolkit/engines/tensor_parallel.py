@@ -4,7 +4,7 @@ The model's own `tp_plan` says which linear layers to cut. transformers names fo
 layers to cut by their outputs ("colwise": attention heads, the MLP's inner width) and by their
 inputs ("rowwise"), so that a layer needs two sums over all processes. A cut layer stays a plain
 linear layer with a collective after it: through DTensor, torch's own `parallelize_module` took 5
-times as long for a decode step (docs/decisions.md). Embeddings and norms stay whole, and logits are
+times as long for a decode step (docs/decisions/). Embeddings and norms stay whole, and logits are
 gathered.
 
 Rank 0 serves, and the other ranks repeat what it does. Rank 0 forwards each call, and after each

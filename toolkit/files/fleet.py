@@ -9,7 +9,6 @@ another. This module reads the file, then merges and checks the loaded kinds.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,9 @@ from toolkit.errors import InputError
 from toolkit.files.io import fit_path
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Labels, Workers
-from toolkit.files.shipped import recipe_path
+from toolkit.files.shipped import AnyPath, recipe_path
 from toolkit.files.strict import Strict, load_yaml, validate
 
-AnyPath = str | os.PathLike[str]
 SAME_FACTS = ("model_type", "parameters", "config_sha256", "vocab_size", "max_model_len")
 
 
@@ -84,7 +82,7 @@ def fleet_sources(path: AnyPath) -> list[KindSource]:
     Raises `InputError` for a file that is not a fleet, and for a recipe that does not exist.
     """
     file = Path(path)
-    content = validate(FleetFile, json.dumps(load_yaml(file)), file, "see docs/fleets.md")
+    content = validate(FleetFile, json.dumps(load_yaml(file)), file, "see docs/how-to/fleets.md")
 
     def resolved(name: str) -> AnyPath:
         """The file of that name in the fleet's folder, else the name as given."""

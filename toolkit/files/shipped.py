@@ -135,12 +135,12 @@ def load_recipe(path: AnyPath) -> Recipe:
         shown = "empty" if data is None else "a list" if isinstance(data, list) else "one value"
         raise InputError(
             f"{file.name}: {shown}, not a mapping",
-            "a recipe starts with `name:`; see docs/recipes.md",
+            "a recipe starts with `name:`; see docs/reference/recipe.md",
         )
     if "fleet" in data:
         raise InputError(
             f"{file.name}: a fleet, not a recipe",
-            "give one of the recipes that it names; see docs/fleets.md",
+            "give one of the recipes that it names; see docs/how-to/fleets.md",
         )
     # Validate as JSON: pydantic's strict mode then takes lists for tuples, but not "5" for 5.
-    return validate(Recipe, json.dumps(data), file, "see docs/recipes.md for every key")
+    return validate(Recipe, json.dumps(data), file, "see docs/reference/recipe.md for every key")

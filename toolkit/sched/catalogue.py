@@ -1,7 +1,7 @@
 """What each policy does in a few words, and its source.
 
 This module imports no policy, so that listing names is cheap. A test compares the names with the
-registry, `toolkit.sched.policies.KNOWN`. docs/policies.md has the papers' titles.
+registry, `toolkit.sched.policies.KNOWN`. docs/explanation/policies.md has the papers' titles.
 """
 
 from __future__ import annotations

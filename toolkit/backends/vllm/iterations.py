@@ -1,8 +1,8 @@
 """vLLM's own scheduler, which logs each pass: `--scheduler-cls
 toolkit.backends.vllm.iterations.logged_scheduler`.
 
-The logging changes no decision. LLMCTL_VLLM_ITERATIONS names the log file; docs/vllm.md describes
-its content. `PassLoggingMixin` collects the passes, for this log and for other readers.
+The logging changes no decision. LLMCTL_VLLM_ITERATIONS names the log file; docs/how-to/vllm.md
+describes its content. `PassLoggingMixin` collects the passes, for this log and for other readers.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ toolkit.backends.vllm.scheduler.LlmctlScheduler`.
 `toolkit.sched.scheduler.Scheduler`, which `llmctl simulate` and `llmctl serve` run too, decides
 which waiting requests are admitted, in which order, and which running ones are preempted.
 Everything else is vLLM's own and unchanged: blocks, chunked prefill, token budgets, prefix caching,
-sampling, streaming. docs/vllm.md says what was tested and what was not.
+sampling, streaming. docs/how-to/vllm.md says what was tested and what was not.
 
 `refuse_untried` comes first, then the scheduler: vLLM's interface, then the private steps behind
 it.

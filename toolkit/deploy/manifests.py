@@ -1,0 +1,553 @@
+"""Strict models of the objects that Kubernetes, kustomize and three operators read.
+
+First what all kinds share, then the pod (one container without privileges, three probes, a plan
+from a ConfigMap, a key from a Secret), then Kubernetes' other objects and kustomize's two, which
+`kubectl apply -k` reads; last the kinds of operators.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+
+class StrictObject(BaseModel):
+    """A model that refuses unknown keys. Its keys are camelCase in the file."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        alias_generator=to_camel,
+        populate_by_name=True,
+    )
+
+
+# A label of RFC 1035, as the names of Services must be.
+DnsName = Annotated[str, Field(pattern=r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Count = Annotated[int, Field(ge=0)]
+Image = Annotated[str, Field(pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,254}$")]
+
+
+class Metadata(StrictObject):
+    """The metadata of an object."""
+
+    name: DnsName
+    namespace: DnsName | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class PodMetadata(StrictObject):
+    """The metadata of a pod template."""
+
+    labels: dict[str, str]
+    annotations: dict[str, str] | None = None
+
+
+class Selector(StrictObject):
+    """metav1.LabelSelector with labels only."""
+
+    match_labels: dict[str, str]
+
+
+class SecretKey(StrictObject):
+    """A reference to a key of a Secret."""
+
+    name: DnsName
+    key: str
+    optional: bool | None = None
+
+
+class TypedSecretKey(StrictObject):
+    """SafeAuthorization of Prometheus' operator: a bearer token in a Secret."""
+
+    type: Literal["Bearer"] = "Bearer"
+    credentials: SecretKey
+
+
+class ValueFrom(StrictObject):
+    secret_key_ref: SecretKey
+
+
+class EnvVar(StrictObject):
+    """`value` or `value_from`."""
+
+    name: str
+    value: str | None = None
+    value_from: ValueFrom | None = None
+
+
+class ContainerPort(StrictObject):
+    name: str
+    container_port: Port
+    protocol: Literal["TCP"] = "TCP"
+
+
+class HttpGet(StrictObject):
+    path: str
+    port: str
+
+
+class Probe(StrictObject):
+    http_get: HttpGet
+    period_seconds: Count
+    timeout_seconds: Count
+    failure_threshold: Count
+    termination_grace_period_seconds: Count | None = None
+
+
+class Exec(StrictObject):
+    command: list[str]
+
+
+class Handler(StrictObject):
+    exec: Exec
+
+
+class Lifecycle(StrictObject):
+    """The hook that runs, within the grace period, before a container gets SIGTERM."""
+
+    pre_stop: Handler
+
+
+class Resources(StrictObject):
+    requests: dict[str, str]
+    limits: dict[str, str]
+
+
+class Capabilities(StrictObject):
+    drop: list[Literal["ALL"]] = Field(default=["ALL"])
+
+
+class ContainerSecurity(StrictObject):
+    allow_privilege_escalation: Literal[False] = False
+    read_only_root_filesystem: Literal[True] = True
+    capabilities: Capabilities = Capabilities()
+
+
+class SeccompProfile(StrictObject):
+    type: Literal["RuntimeDefault"] = "RuntimeDefault"
+
+
+class PodSecurity(StrictObject):
+    """`fs_group` lets the pod's user write to volumes."""
+
+    run_as_non_root: Literal[True] = True
+    run_as_user: Count = 10001
+    run_as_group: Count = 10001
+    fs_group: Count = 10001
+    seccomp_profile: SeccompProfile = SeccompProfile()
+
+
+class VolumeMount(StrictObject):
+    name: DnsName
+    mount_path: str
+    read_only: bool | None = None
+
+
+class ConfigMapVolume(StrictObject):
+    name: DnsName
+
+
+class EmptyDir(StrictObject):
+    medium: Literal["Memory"] | None = None
+    size_limit: str
+
+
+class Claim(StrictObject):
+    claim_name: str
+
+
+class Volume(StrictObject):
+    """One of its sources."""
+
+    name: DnsName
+    config_map: ConfigMapVolume | None = None
+    empty_dir: EmptyDir | None = None
+    persistent_volume_claim: Claim | None = None
+
+
+class Toleration(StrictObject):
+    key: str
+    operator: Literal["Exists"] = "Exists"
+    effect: Literal["NoSchedule"] = "NoSchedule"
+
+
+class NodeRequirement(StrictObject):
+    key: str
+    operator: Literal["In"] = "In"
+    values: list[str]
+
+
+class NodeTerm(StrictObject):
+    match_expressions: list[NodeRequirement]
+
+
+class PreferredNode(StrictObject):
+    weight: Count
+    preference: NodeTerm
+
+
+class NodeSelector(StrictObject):
+    node_selector_terms: list[NodeTerm]
+
+    @classmethod
+    def of(cls, requirement: NodeRequirement) -> NodeSelector:
+        """Of one requirement."""
+        return cls(node_selector_terms=[NodeTerm(match_expressions=[requirement])])
+
+
+class NodeAffinity(StrictObject):
+    """`required` or `preferred`."""
+
+    required: NodeSelector | None = Field(
+        default=None, alias="requiredDuringSchedulingIgnoredDuringExecution"
+    )
+    preferred: list[PreferredNode] | None = Field(
+        default=None, alias="preferredDuringSchedulingIgnoredDuringExecution"
+    )
+
+
+class Affinity(StrictObject):
+    node_affinity: NodeAffinity
+
+
+class Container(StrictObject):
+    name: DnsName
+    image: Image
+    image_pull_policy: Literal["IfNotPresent"] = "IfNotPresent"
+    command: list[str] | None = None
+    args: list[str] | None = None
+    ports: list[ContainerPort] | None = None
+    env: list[EnvVar]
+    resources: Resources
+    startup_probe: Probe | None = None
+    readiness_probe: Probe | None = None
+    liveness_probe: Probe | None = None
+    lifecycle: Lifecycle | None = None
+    security_context: ContainerSecurity = ContainerSecurity()
+    volume_mounts: list[VolumeMount]
+
+
+class PodSpec(StrictObject):
+    automount_service_account_token: Literal[False] = False
+    enable_service_links: Literal[False] = False
+    termination_grace_period_seconds: Count
+    security_context: PodSecurity = PodSecurity()
+    affinity: Affinity | None = None
+    node_selector: dict[str, str] | None = None
+    tolerations: list[Toleration] | None = None
+    containers: list[Container]
+    volumes: list[Volume]
+
+
+class PodTemplate(StrictObject):
+    metadata: PodMetadata
+    spec: PodSpec
+
+
+class RollingUpdate(StrictObject):
+    max_surge: Count
+    max_unavailable: Count
+
+
+class Strategy(StrictObject):
+    """`rolling_update` where the type is that."""
+
+    type: Literal["RollingUpdate", "Recreate"] = "RollingUpdate"
+    rolling_update: RollingUpdate | None = None
+
+
+class DeploymentSpec(StrictObject):
+    replicas: Count
+    revision_history_limit: Count = 5
+    progress_deadline_seconds: Count
+    strategy: Strategy
+    selector: Selector
+    template: PodTemplate
+
+
+class Deployment(StrictObject):
+    api_version: Literal["apps/v1"] = "apps/v1"
+    kind: Literal["Deployment"] = "Deployment"
+    metadata: Metadata
+    spec: DeploymentSpec
+
+
+class ServicePort(StrictObject):
+    name: str
+    port: Port
+    target_port: str
+    protocol: Literal["TCP"] = "TCP"
+
+
+class ServiceSpec(StrictObject):
+    type: Literal["ClusterIP"] = "ClusterIP"
+    selector: dict[str, str]
+    ports: list[ServicePort]
+
+
+class Service(StrictObject):
+    api_version: Literal["v1"] = "v1"
+    kind: Literal["Service"] = "Service"
+    metadata: Metadata
+    spec: ServiceSpec
+
+
+class DisruptionSpec(StrictObject):
+    """`max_unavailable`; or `min_available`, for pods of other controllers than Kubernetes'."""
+
+    max_unavailable: Count | None = None
+    min_available: Count | None = None
+    selector: Selector
+    unhealthy_pod_eviction_policy: Literal["AlwaysAllow"] = "AlwaysAllow"
+
+
+class PodDisruptionBudget(StrictObject):
+    api_version: Literal["policy/v1"] = "policy/v1"
+    kind: Literal["PodDisruptionBudget"] = "PodDisruptionBudget"
+    metadata: Metadata
+    spec: DisruptionSpec
+
+
+class AnyPods(StrictObject):
+    """metav1.LabelSelector that may be empty, which selects everything."""
+
+    match_labels: dict[str, str] | None = None
+
+
+class Peer(StrictObject):
+    """Pods in selected namespaces; without `namespace_selector`, in the policy's namespace."""
+
+    namespace_selector: AnyPods | None = None
+    pod_selector: AnyPods | None = None
+
+
+class PolicyPort(StrictObject):
+    protocol: Literal["TCP", "UDP"] = "TCP"
+    port: str | Port
+
+
+class Ingress(StrictObject):
+    """Allowed incoming traffic; without `ports`: on all."""
+
+    sender: list[Peer] = Field(alias="from")
+    ports: list[PolicyPort] | None = None
+
+
+class Egress(StrictObject):
+    """Allowed outgoing traffic; without `to`: anywhere; without `ports`: on all."""
+
+    to: list[Peer] | None = None
+    ports: list[PolicyPort] | None = None
+
+
+class NetworkPolicySpec(StrictObject):
+    pod_selector: Selector
+    policy_types: list[Literal["Ingress", "Egress"]] = Field(default=["Ingress", "Egress"])
+    ingress: list[Ingress]
+    egress: list[Egress]
+
+
+class NetworkPolicy(StrictObject):
+    api_version: Literal["networking.k8s.io/v1"] = "networking.k8s.io/v1"
+    kind: Literal["NetworkPolicy"] = "NetworkPolicy"
+    metadata: Metadata
+    spec: NetworkPolicySpec
+
+
+class ClaimResources(StrictObject):
+    requests: dict[str, str]
+
+
+class ClaimSpec(StrictObject):
+    """A claim for the cluster's default storage class."""
+
+    access_modes: list[Literal["ReadWriteOnce", "ReadWriteMany"]]
+    resources: ClaimResources
+
+
+class PersistentVolumeClaim(StrictObject):
+    api_version: Literal["v1"] = "v1"
+    kind: Literal["PersistentVolumeClaim"] = "PersistentVolumeClaim"
+    metadata: Metadata
+    spec: ClaimSpec
+
+
+class GeneratorOptions(StrictObject):
+    labels: dict[str, str]
+    disable_name_suffix_hash: bool
+
+
+class ConfigMapGenerator(StrictObject):
+    """A ConfigMap from files. Unless `options` forbid it, its name gets a hash of the content, so
+    that new content rolls the pods.
+    """
+
+    name: DnsName
+    files: list[str]
+    options: GeneratorOptions | None = None
+
+
+class PatchTarget(StrictObject):
+    kind: str
+    name: DnsName
+
+
+class Patch(StrictObject):
+    target: PatchTarget
+    patch: str
+
+
+class Kustomization(StrictObject):
+    api_version: Literal["kustomize.config.k8s.io/v1beta1"] = "kustomize.config.k8s.io/v1beta1"
+    kind: Literal["Kustomization"] = "Kustomization"
+    namespace: DnsName | None = None
+    resources: list[str]
+    config_map_generator: list[ConfigMapGenerator] | None = None
+    patches: list[Patch] | None = None
+
+
+# Kinds of operators: Prometheus' monitors and rules, KEDA's autoscaling, KubeRay's RayCluster.
+#
+# Kubernetes ships no schema of these. The models follow the operators' own documentation:
+# prometheus-operator's API reference, monitoring.coreos.com/v1; KEDA 2.x, `ScaledObject` and the
+# prometheus scaler; ray.io/v1 of KubeRay 1.7 (helm-chart/kuberay-operator/crds/
+# ray.io_rayclusters.yaml). Tests check the rendered objects against these schemas. KubeRay 1.6 is
+# the first version with `authOptions.secretName` and `upgradeStrategy`.
+
+
+class MetricsEndpoint(StrictObject):
+    port: str
+    path: str
+    interval: str
+    authorization: TypedSecretKey
+
+
+class PodMonitorSpec(StrictObject):
+    selector: Selector
+    pod_metrics_endpoints: list[MetricsEndpoint]
+
+
+class PodMonitor(StrictObject):
+    api_version: Literal["monitoring.coreos.com/v1"] = "monitoring.coreos.com/v1"
+    kind: Literal["PodMonitor"] = "PodMonitor"
+    metadata: Metadata
+    spec: PodMonitorSpec
+
+
+class AlertRule(StrictObject):
+    """An alert; `for_` is `for` in the file."""
+
+    alert: str
+    expr: str
+    for_: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+
+    # `for` is a keyword of Python.
+    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
+
+
+class RuleGroup(StrictObject):
+    name: str
+    rules: list[AlertRule]
+
+
+class RulesFile(StrictObject):
+    """A rules file of Prometheus, and the spec of a PrometheusRule."""
+
+    groups: list[RuleGroup]
+
+
+class PrometheusRule(StrictObject):
+    api_version: Literal["monitoring.coreos.com/v1"] = "monitoring.coreos.com/v1"
+    kind: Literal["PrometheusRule"] = "PrometheusRule"
+    metadata: Metadata
+    spec: RulesFile
+
+
+class ScaleTarget(StrictObject):
+    name: DnsName
+
+
+class PrometheusQuery(StrictObject):
+    """The metadata of the prometheus scaler; KEDA takes all values as text."""
+
+    server_address: str
+    query: str
+    threshold: str
+
+
+class Trigger(StrictObject):
+    type: Literal["prometheus"] = "prometheus"
+    metric_type: Literal["AverageValue"] = "AverageValue"
+    metadata: PrometheusQuery
+
+
+class ScaledObjectSpec(StrictObject):
+    scale_target_ref: ScaleTarget
+    polling_interval: Count
+    cooldown_period: Count
+    min_replica_count: Count
+    max_replica_count: Count
+    triggers: list[Trigger]
+
+
+class ScaledObject(StrictObject):
+    api_version: Literal["keda.sh/v1alpha1"] = "keda.sh/v1alpha1"
+    kind: Literal["ScaledObject"] = "ScaledObject"
+    metadata: Metadata
+    spec: ScaledObjectSpec
+
+
+StartParams = dict[str, str]  # options of `ray start` without their dashes
+
+
+class AuthOptions(StrictObject):
+    """Every connection to Ray needs the token in the Secret's key `auth_token`."""
+
+    mode: Literal["token"] = "token"
+    secret_name: DnsName
+
+
+class UpgradeStrategy(StrictObject):
+    """Recreates all pods for a changed template. By default, only newly made pods get it."""
+
+    type: Literal["Recreate"] = "Recreate"
+
+
+class HeadGroup(StrictObject):
+    ray_start_params: StartParams
+    template: PodTemplate
+
+
+class WorkerGroup(StrictObject):
+    group_name: DnsName
+    replicas: Count
+    min_replicas: Count
+    max_replicas: Count
+    # labels of Ray's nodes; KubeRay refuses them among the parameters
+    labels: dict[str, str] | None = None
+    ray_start_params: StartParams
+    template: PodTemplate
+
+
+class RayClusterSpec(StrictObject):
+    ray_version: str
+    auth_options: AuthOptions
+    upgrade_strategy: UpgradeStrategy = UpgradeStrategy()
+    head_group_spec: HeadGroup
+    worker_group_specs: list[WorkerGroup]
+
+
+class RayCluster(StrictObject):
+    api_version: Literal["ray.io/v1"] = "ray.io/v1"
+    kind: Literal["RayCluster"] = "RayCluster"
+    metadata: Metadata
+    spec: RayClusterSpec
