@@ -12,7 +12,7 @@ import torch
 from rounds import DONE, WAITS, RoundDriver, free_row, random_rows, rebatch_engine
 
 from toolkit.engines import fixed_step
-from toolkit.engines.fixed_step import FixedSteps, StepShape, shape_for
+from toolkit.engines.fixed_step import FixedShape, FixedSteps, shape_for
 from toolkit.engines.protocol import Round, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.errors import InputError
@@ -33,7 +33,7 @@ def steps_of(engine: RebatchEngine) -> FixedSteps:
 class Replay:
     """A stand-in for a graph: the same step on the same tensors, into the same output."""
 
-    def __init__(self, steps: FixedSteps, shape: StepShape) -> None:
+    def __init__(self, steps: FixedSteps, shape: FixedShape) -> None:
         self.steps, self.shape = steps, shape
         self.pointers = self.now()
         self.logits = steps._run(shape)
@@ -57,7 +57,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
     """The stand-ins that engines have captured."""
     found: list[Replay] = []
 
-    def capture(steps: FixedSteps, shape: StepShape) -> fixed_step._Captured:
+    def capture(steps: FixedSteps, shape: FixedShape) -> fixed_step._Captured:
         found.append(Replay(steps, shape))
         return fixed_step._Captured(found[-1], found[-1].logits)  # type: ignore[arg-type]
 
@@ -93,7 +93,7 @@ def test_a_shape_is_captured_when_it_has_run_twice_and_serves_many_steps(
     driver.run(2, enter=(0, 1))
     assert not graphs
     driver.run(20)
-    assert [graph.shape for graph in graphs] == [StepShape(2, 0, 64)]
+    assert [graph.shape for graph in graphs] == [FixedShape(2, 0, 64)]
     assert graphs[0].replays == 20
 
 
@@ -127,7 +127,7 @@ def test_slabs_stay_when_the_last_row_leaves_and_make_room_when_it_is_needed(
 def test_where_a_capture_fails_steps_run_eagerly_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def capture(steps: FixedSteps, shape: StepShape) -> fixed_step._Captured:
+    def capture(steps: FixedSteps, shape: FixedShape) -> fixed_step._Captured:
         raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
 
     monkeypatch.setattr(FixedSteps, "_capture", capture)
@@ -174,15 +174,15 @@ def test_timed_steps_are_captured_before_they_are_timed(graphs: list[Replay]) ->
 @pytest.mark.parametrize(
     ("rows", "window", "expected"),
     [
-        (1, (10, 40), StepShape(1, 0, 64)),
-        (5, (70, 140), StepShape(6, 64, 192)),
-        (5, (0, 63), StepShape(6, 0, 64)),
-        (5, (0, 64), StepShape(6, 0, 128)),
-        (9, (0, 1500), StepShape(10, 0, 1536)),  # as many rows as the slab has
+        (1, (10, 40), FixedShape(1, 0, 64)),
+        (5, (70, 140), FixedShape(6, 64, 192)),
+        (5, (0, 63), FixedShape(6, 0, 64)),
+        (5, (0, 64), FixedShape(6, 0, 128)),
+        (9, (0, 1500), FixedShape(10, 0, 1536)),  # as many rows as the slab has
     ],
 )
 def test_shapes_cover_the_window_and_little_more(
-    rows: int, window: tuple[int, int], expected: StepShape
+    rows: int, window: tuple[int, int], expected: FixedShape
 ) -> None:
     class Slabs:
         row_capacity, columns = 10, 2048

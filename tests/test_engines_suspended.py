@@ -1,5 +1,5 @@
-"""Host memory for swapped caches: an arena that is filled and emptied in any order, and rows that go
-through it.
+"""Host memory for swapped caches: an arena that is filled and emptied in any order, and rows that
+go through it.
 """
 
 import random

@@ -212,7 +212,7 @@ def _install(run: DryRun, wheels: Path, tree: Path) -> None:
     if size > LIMIT_BYTES:
         run.problems.append(f"the tree and the wheels are {size} bytes")
     shutil.rmtree(run.site, ignore_errors=True)
-    install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile")
+    install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     install += ("--disable-pip-version-check", "--target", str(run.site))
     words = [*run.prefix, str(run.python), *install, *map(str, files)]
     subprocess.run(words, check=True, env=run.environment(bare=True))

@@ -31,7 +31,7 @@ GIB = 1 << 30
 PACKAGES = (
     *("torch", "transformers", "safetensors", "huggingface-hub", "packaging", "pyyaml"),
     *("numpy", "scipy", "numba", "pydantic", "pydantic-core", "annotated-types"),
-    *("typing-inspection", "typing-extensions", "msgspec"),
+    *("typing-inspection", "typing-extensions", "msgspec", "mypy-extensions"),
 )
 STAGES_IMPORT = (
     *("benchmarks.gpu.stages", "benchmarks.gpu.probe", "toolkit.estimators.fitting"),

@@ -96,7 +96,7 @@ def _recipe(path: Path, device: str) -> Recipe:
 
 
 def probe(recipe: Recipe, on_cpu: bool, end_s: float) -> dict[str, Any]:
-    """All measurements; points that are not begun before `end_s`, a monotonic time, are left out."""
+    """All measurements. Points not begun before `end_s` (monotonic) are left out."""
     device = torch.device("cpu" if on_cpu else "cuda")
     copied = copy_bandwidth(device, COPY_BYTES_ON_CPU if on_cpu else COPY_BYTES)
     pinned = pinned_bandwidth(device, PINNED_BYTES_ON_CPU if on_cpu else PINNED_BYTES)

@@ -64,7 +64,7 @@ class Stage:
     """One step.
 
     Attributes:
-        needs: the stages whose outputs it reads.
+        needs: the stages that write what it reads.
         about_s: an estimate with --quick on a GPU of 4 TB/s. It is not started with less time.
         quick_limit_s, limit_s: it is ended after this, with and without --quick.
     """

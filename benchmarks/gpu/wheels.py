@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.wheels [--to .whl] [--python-version 3.12] [NAME ...]
 
-Takes a few seconds. Needs a package registry, pip, and locks/run.txt, whose versions it takes. The
+Takes a few seconds. Needs a package registry and pip. Versions are those of locks/run.txt. The
 names are by default those of `benchmarks.gpu.run` that an image with torch and transformers often
 lacks. On the machine, without network:
 

@@ -8,16 +8,17 @@ same for many steps, and a graph of it is one launch.
     key of a shape   rows R, columns first..last of the slab's first R rows
     inputs           on the device: tokens [R], the column where each row begins [R, 1], and the
                      column that the step writes [1]
-    the step         mask and positions from the inputs; the model over R x 1 tokens, whose layers
+    the step         mask and positions from the inputs; the model over R x 1 tokens; its layers
                      write the column that the input names and read all columns of the shape
 
 The shape covers the window and a little more. What it has more is masked: columns before a row
 begins, columns after the one that is written, and rows above N, which write into columns that no
 row has. So masked columns must hold finite numbers (`RebatchCache` with `whole_rows`).
 
-Shapes are rounded, so that few are needed: rows by a third at most, columns by an eighth. A shape is
-run eagerly the first `EAGER_RUNS` times, which also initialises the libraries, and then captured. If
-a capture fails, that is logged once, and all steps are launched kernel by kernel from then on.
+Shapes are rounded, so that few are needed: rows up to the next of `ROWS`, columns by an eighth. A
+shape is run eagerly the first `EAGER_RUNS` times, which also initialises the libraries, and then
+captured. If a capture fails, that is logged once, and all steps are launched kernel by kernel from
+then on.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RebatchCache], tor
 _logger = logging.getLogger(__name__)
 
 
-class StepShape(NamedTuple):
+class FixedShape(NamedTuple):
     """`rows` rows, and the columns from `first` up to, and without, `last`."""
 
     rows: int
@@ -55,14 +56,14 @@ class StepShape(NamedTuple):
     last: int
 
 
-def shape_for(cache: RebatchCache, rows: int, ahead: int = 0) -> StepShape:
+def shape_for(cache: RebatchCache, rows: int, ahead: int = 0) -> FixedShape:
     """The smallest shape for a step of the first `rows` rows, `ahead` steps after the next one."""
     start, end = cache.window
     end += ahead
     step = COLUMN_STEP
     while step * COLUMN_PARTS < end + 1 - start:
         step *= 2
-    return StepShape(
+    return FixedShape(
         min(ROWS[bisect_left(ROWS, rows)] if rows <= ROWS[-1] else rows, cache.row_capacity),
         start // step * step,
         min(-(-(end + 1) // step) * step, cache.columns),
@@ -95,8 +96,8 @@ class FixedSteps:
         self._dtype = dtype
         self._captures = capture
         self._generation = -1  # of the slabs that the graphs read
-        self._runs: dict[StepShape, int] = {}
-        self._graphs: OrderedDict[StepShape, _Captured] = OrderedDict()
+        self._runs: dict[FixedShape, int] = {}
+        self._graphs: OrderedDict[FixedShape, _Captured] = OrderedDict()
         self._pool: Any = None  # the graphs share their memory
         self._membership = -1  # of the rows that the inputs describe
         self._tokens = self._begins = self._column = torch.empty(0)
@@ -162,7 +163,7 @@ class FixedSteps:
         self._tokens[:rows].copy_(last)
         self._column.fill_(end)
 
-    def _run(self, shape: StepShape) -> torch.Tensor:
+    def _run(self, shape: FixedShape) -> torch.Tensor:
         """Logits [R, V] of a step of this shape over the inputs. Nothing in it waits for the
         device.
         """
@@ -175,7 +176,7 @@ class FixedSteps:
         with self._cache.fixed(rows, first, last, self._column):
             return self._forward(self._tokens[:rows, None], mask, positions, self._cache)
 
-    def _graph(self, shape: StepShape) -> _Captured | None:
+    def _graph(self, shape: FixedShape) -> _Captured | None:
         """The graph of this shape, captured if it is due; None: run the step eagerly."""
         if self._generation != self._cache.generation:
             self.clear()
@@ -197,7 +198,7 @@ class FixedSteps:
             self._graphs.popitem(last=False)
         return found
 
-    def _capture(self, shape: StepShape) -> _Captured:
+    def _capture(self, shape: FixedShape) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process, which send signs of life, do not use the device.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

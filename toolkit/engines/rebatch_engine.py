@@ -389,8 +389,8 @@ class RebatchEngine(TransformersEngine):
             )
         if engine.cuda_graphs:
             raise InputError(
-                "engine.cuda_graphs is true, but engine.kv_layout is rows, whose steps have no "
-                "fixed shape",
+                "engine.cuda_graphs is true, but engine.kv_layout is rows, and steps over single "
+                "rows have no fixed shape",
                 "set engine.kv_layout to slab, or leave cuda_graphs out",
             )
         use_row_attention(self._model)
@@ -402,7 +402,7 @@ class RebatchEngine(TransformersEngine):
         if self._masks_as is None:
             why = "the model makes its own masks"
         elif self._shapes_in:
-            why = "engine.joining is shape, whose steps have newcomers of any length"
+            why = "engine.joining is shape, and newcomers of any length join its steps"
         if wanted and why:
             raise InputError(
                 f"engine.cuda_graphs is true, but {why}", "leave engine.cuda_graphs out"

@@ -11,7 +11,7 @@ attention row by row is cheap on a CPU, but on a GPU each row and layer is a ker
 
 `attend` is registered with transformers' `AttentionInterface`, its extension point for attention
 functions, so the model itself is unchanged. A pass over one padded batch goes to transformers' own
-SDPA function, but for decode steps of models whose query heads share keys.
+SDPA function, except for decode steps of models with query heads that share keys.
 """
 
 from __future__ import annotations
