@@ -134,6 +134,9 @@ class DryRun:
     def check_archive(self, out: Path) -> None:
         """All outputs are in one file that may come back."""
         path = out / ARCHIVE
+        if not path.is_file():
+            self.problems.append(f"{path.name} was not written")
+            return
         with tarfile.open(path) as archive:
             names = {Path(name).name for name in archive.getnames()}
         lacks = [stage.output for stage in STAGES if stage.output not in names]
@@ -150,7 +153,7 @@ def main() -> int:
     python = options.python.absolute()  # resolved it would be the base interpreter
     run = DryRun(python, work, work / "site", [], _without_network())
     print(f"network: {'none' if run.prefix else 'this machine cannot hide it'}")
-    first = run.machine("machine-1")
+    first, second, third = (run.machine(f"machine-{number}") for number in (1, 2, 3))
     _install(run, options.wheels, first)
     on_cpu = ("--device", "cpu", "--recipe", RECIPE)
     line = run.run(
@@ -169,11 +172,9 @@ def main() -> int:
     for out in outs:
         shutil.rmtree(out, ignore_errors=True)
     run.kill_in_the_middle(first, outs[0], options.kill_after_s)
-    second = run.machine("machine-2")
     resume = ("--resume", str(outs[0] / ARCHIVE), "--out", str(outs[1]))
     run.run(second, *QUICK, *on_cpu, *resume, limit_s=COMMAND_LIMIT_S)
     run.check_archive(outs[1])
-    third = run.machine("machine-3")
     run.run(third, *QUICK, *on_cpu, "--out", str(outs[2]), limit_s=COMMAND_LIMIT_S)
     run.check_archive(outs[2])
     for problem in run.problems:
