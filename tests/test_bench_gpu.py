@@ -187,7 +187,11 @@ def test_the_preflight_names_all_that_is_missing_in_one_line(monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        ({"missing": [], "notes": [], "facts": ["H200"]}, None, ([], {})),
+        (
+            {"missing": [], "notes": [], "facts": ["H200"]},
+            None,
+            ([], {preflight.EXPANDABLE: "expandable_segments:True"}),
+        ),
         (
             "no such mapping",
             {"missing": [], "notes": [], "facts": ["H200"]},

@@ -36,7 +36,6 @@ class Replay:
     def __init__(self, steps: FixedSteps, shape: FixedShape) -> None:
         self.steps, self.shape = steps, shape
         self.pointers = self.now()
-        self.logits = steps._run(shape)
         self.replays = 0
 
     def now(self) -> list[int]:
@@ -44,11 +43,13 @@ class Replay:
         steps = self.steps
         layers = steps._cache.layers
         slabs = [slab for layer in layers for slab in (layer.key_slab, layer.value_slab)]
-        return [each.data_ptr() for each in (*slabs, steps._tokens, steps._begins, steps._column)]
+        inputs = steps._tokens, steps._begins, steps._column, steps._logits
+        assert all(len(each) for each in inputs)
+        return [each.data_ptr() for each in (*slabs, *inputs)]
 
     def replay(self) -> None:
         assert self.now() == self.pointers
-        self.logits.copy_(self.steps._run(self.shape))
+        self.steps._logits[: self.shape.rows].copy_(self.steps._run(self.shape))
         self.replays += 1
 
 
@@ -57,9 +58,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
     """The stand-ins that engines have captured."""
     found: list[Replay] = []
 
-    def capture(steps: FixedSteps, shape: FixedShape) -> fixed_step._Captured:
+    def capture(steps: FixedSteps, shape: FixedShape) -> Replay:
         found.append(Replay(steps, shape))
-        return fixed_step._Captured(found[-1], found[-1].logits)  # type: ignore[arg-type]
+        return found[-1]
 
     monkeypatch.setattr(FixedSteps, "_capture", capture)
     return found
@@ -127,7 +128,7 @@ def test_slabs_stay_when_the_last_row_leaves_and_make_room_when_it_is_needed(
 def test_where_a_capture_fails_steps_run_eagerly_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def capture(steps: FixedSteps, shape: FixedShape) -> fixed_step._Captured:
+    def capture(steps: FixedSteps, shape: FixedShape) -> Replay:
         raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
 
     monkeypatch.setattr(FixedSteps, "_capture", capture)

@@ -144,6 +144,8 @@ def _ask_child(found: Found, device: str, recipes: Sequence[Path], *, quick: boo
             found.notes.append(f"without expandable segments ({answer})")
             found.variables |= plain
             answer = second
+    elif not isinstance(answer, str):
+        found.variables |= wanted
     if isinstance(answer, str):
         found.missing.append(answer)
         return

@@ -27,7 +27,6 @@ import logging
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -70,14 +69,6 @@ def shape_for(cache: RebatchCache, rows: int, ahead: int = 0) -> FixedShape:
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Captured:
-    """A graph, and the tensor that it writes logits to."""
-
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-
-
 class FixedSteps:
     """Makes the decode steps of a cache in fixed shapes.
 
@@ -97,10 +88,12 @@ class FixedSteps:
         self._captures = capture
         self._generation = -1  # of the slabs that the graphs read
         self._runs: dict[FixedShape, int] = {}
-        self._graphs: OrderedDict[FixedShape, _Captured] = OrderedDict()
+        self._graphs: OrderedDict[FixedShape, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool: Any = None  # the graphs share their memory
         self._membership = -1  # of the rows that the inputs describe
         self._tokens = self._begins = self._column = torch.empty(0)
+        # Where all graphs write their logits, [rows, V]: outputs of their own would stay allocated.
+        self._logits = torch.empty(0)
 
     @property
     def captured(self) -> int:
@@ -122,9 +115,9 @@ class FixedSteps:
         self._set_inputs(last)
         graph = self._graph(shape) if self._captures else None
         if graph is None:
-            return self._run(shape)[:rows]
-        graph.graph.replay()
-        return graph.logits[:rows]
+            return self._run_eagerly(shape)[:rows]
+        graph.replay()
+        return self._logits[:rows]
 
     def warm_up(self, last: torch.Tensor, steps: int) -> None:
         """Capture now what the next `steps` steps need, if anything is captured, so that they take
@@ -135,13 +128,14 @@ class FixedSteps:
         self._set_inputs(last)
         for shape in {shape_for(self._cache, len(last), ahead) for ahead in range(steps)}:
             while self._captures and self._graph(shape) is None:
-                self._run(shape)  # writes the column that the next step writes anew
+                self._run_eagerly(shape)  # writes the column that the next step writes anew
 
     def clear(self) -> None:
         """Drop all graphs and their memory."""
         self._graphs.clear()
         self._runs.clear()
         self._pool = None
+        self._logits = torch.empty(0)
 
     def _set_inputs(self, last: torch.Tensor) -> None:
         cache, rows = self._cache, len(last)
@@ -163,6 +157,13 @@ class FixedSteps:
         self._tokens[:rows].copy_(last)
         self._column.fill_(end)
 
+    def _run_eagerly(self, shape: FixedShape) -> torch.Tensor:
+        """As `_run`; it also makes the tensor for the logits of graphs."""
+        logits = self._run(shape)
+        if self._captures and not len(self._logits):
+            self._logits = logits.new_empty(len(self._tokens), logits.shape[1])
+        return logits
+
     def _run(self, shape: FixedShape) -> torch.Tensor:
         """Logits [R, V] of a step of this shape over the inputs. Nothing in it waits for the
         device.
@@ -176,7 +177,7 @@ class FixedSteps:
         with self._cache.fixed(rows, first, last, self._column):
             return self._forward(self._tokens[:rows, None], mask, positions, self._cache)
 
-    def _graph(self, shape: FixedShape) -> _Captured | None:
+    def _graph(self, shape: FixedShape) -> torch.cuda.CUDAGraph | None:
         """The graph of this shape, captured if it is due; None: run the step eagerly."""
         if self._generation != self._cache.generation:
             self.clear()
@@ -198,13 +199,14 @@ class FixedSteps:
             self._graphs.popitem(last=False)
         return found
 
-    def _capture(self, shape: FixedShape) -> _Captured:
+    def _capture(self, shape: FixedShape) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process, which send signs of life, do not use the device.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._run(shape)
-        self._pool = self._pool or graph.pool()
-        return _Captured(graph, logits)
+            self._logits[: shape.rows].copy_(self._run(shape))
+        if self._pool is None:
+            self._pool = graph.pool()
+        return graph
 
     def _give_up(self, error: RuntimeError) -> None:
         self._captures = False

@@ -407,7 +407,10 @@ class RebatchEngine(TransformersEngine):
             raise InputError(
                 f"engine.cuda_graphs is true, but {why}", "leave engine.cuda_graphs out"
             )
-        return not why and (self._device.type == "cuda" if wanted is None else wanted)
+        if wanted is None:
+            # In a process that shares a model, a capture would have to fail in all or in none.
+            wanted = self._device.type == "cuda" and self.ledger.alone
+        return wanted and not why
 
     def _usage(self) -> tuple[int, int]:
         """Tokens of KV cache on the device, and the same with padding."""
