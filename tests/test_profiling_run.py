@@ -348,7 +348,8 @@ def test_what_an_engine_s_process_has_started_ends_with_it(monkeypatch, tmp_path
     """As the ranks of a model that several processes share do."""
     noted = tmp_path / "pid"
     engine = (
-        "import pathlib, subprocess; started = subprocess.Popen(['sleep', '600']); "
+        "import pathlib, subprocess; "
+        "started = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL); "
         f"pathlib.Path({str(noted)!r}).write_text(str(started.pid))"
     )
     monkeypatch.setattr("toolkit.profiling.process.COMMAND", (sys.executable, "-c", engine))
