@@ -18,7 +18,8 @@ from toolkit.sched.types import Worker
 from toolkit.serve.forecast import UNLIMITED, LatencyLimits
 from toolkit.serve.stats import Stats
 
-if TYPE_CHECKING:  # a GPU machine that only measures has no HTTP server
+if TYPE_CHECKING:
+    # Benchmarks without HTTP run where starlette is not installed (benchmarks/gpu).
     from toolkit.serve.access import ApiKey
 
 MAX_BODY_BYTES = 8 << 20
