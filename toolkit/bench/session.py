@@ -112,7 +112,8 @@ class Subject:
         sessions, dialect = self.trace.sessions, self.load.dialect
         if sessions is not None:
             later = int((sessions.previous >= 0).sum())
-            found.append(f"closed loop: {later:,} turns follow the end of the turn before")
+            of = f"{later:,} of {len(self.trace):,} requests"
+            found.append(f"closed loop: {of} are sent when the turn before has ended")
             if dialect.token_ids and not dialect.answer_ids:
                 found.append(NO_ANSWER_IDS)
         if self.trace.shared is not None and not dialect.token_ids:

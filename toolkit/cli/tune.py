@@ -250,6 +250,8 @@ def command(given: TuneOptions) -> None:
     search = tune_to_size if given.workers == AUTO else tune
     with _runner(given) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
+        if remembering.remembered:
+            note(f"{remembering.remembered:,} of them are kept from an earlier run")
         watch = TuneProgress(advance, total, remembering.remembered, jobs)
         inputs = Inputs(spec, fit, workload, profile, tuple(others), tuple(siblings))
         result = search(inputs, remembering, made_from, watch)
@@ -390,10 +392,12 @@ def _store(given: TuneOptions, name: str, fingerprint: str) -> EvaluationStore:
     """The store of evaluations: a database, or a file beside the result."""
     import os
 
-    from toolkit.tuning.executor import JournalFile, Studies
+    from toolkit.tuning.executor import JournalFile
 
     if not given.storage:
         return JournalFile(Path(f"{given.out}.partial"), fingerprint)
+    from toolkit.tuning.studies import Studies
+
     os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
     return Studies(given.storage, name, fingerprint)
 

@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.metrics import Floats, Served, latencies, sla_ratios, summarize
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
@@ -26,6 +27,7 @@ from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
 from toolkit.sim.paged_engine import Reuse, serve
+from toolkit.sim.replicas import serve_routed
 from toolkit.sim.sessions import ClosedLoop
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
@@ -80,14 +82,25 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         engine = world.engine()
         own_front = None if world.front == NO_DELAY else world.front
         reuse = Reuse(trace.shared, trace.sessions, world.closed_loop)
-        refusals, capacity_tokens = (
-            serve(requests, policy, engine, ledger, reuse, front=own_front, drain=world.drain),
-            engine.capacity_tokens,
-        )
+        capacity_tokens = engine.capacity_tokens
+        if world.routing is None:
+            refusals = serve(
+                requests, policy, engine, ledger, reuse, front=own_front, drain=world.drain
+            )
+        else:
+            refusals = serve_routed(
+                requests, policy, engine, ledger, reuse, world.routing, front=own_front
+            )
         rows = ledger.row_steps / max(ledger.decoding_steps, 1)
         front = engine.front(rows) if world.front == NO_DELAY else world.front
     else:
         assert not isinstance(policy, BuiltIn)
+        if world.routing is not None:
+            raise InputError(
+                f"replica_router is '{world.routing.router.name}', and policy '{policy.name}' "
+                "gives requests to workers itself",
+                f"leave it out, or simulate the policy '{VllmPolicy.name}'",
+            )
         world = world.under(policy)
         closed = trace.sessions if world.closed_loop else None
         refusals, capacity_tokens = (
@@ -150,10 +163,8 @@ def virtual_workers(
     """
     number = {request.request_id: k for k, request in enumerate(requests)}
     latency, valid = world.latency, world.valid
-    if valid is None or valid.holds(requests, ledger.output_tokens):
-        outside = None  # nothing to count
-    else:
-        outside = valid.left_by
+    counts = valid is not None and not valid.holds(requests, ledger.output_tokens)
+    outside = valid.left_by if valid is not None and counts else None
     if policy.continuous:
         rounds: Callable[..., RoundWorker] = RoundWorker
         if world.joining is not None:
