@@ -63,7 +63,7 @@ class Residents:
         self._longest = UNKNOWN  # the largest length - joined
         self._longest_promise = UNKNOWN
         self._slots: list[Job] = []
-        # The table's cells row by row, of which `_matrix` is a view; None: not needed yet.
+        # The table's cells row by row; `_matrix` is a view of them. None: nothing asked for it yet.
         # A cell of an `array` is written much faster than one of numpy's.
         self._cells: array[int] | None = None
         self._columns = 0

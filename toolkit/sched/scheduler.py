@@ -438,6 +438,13 @@ class Scheduler:
         if self._view.mixed:
             self._pool.worker_ready()
 
+    def resize(self, index: int, capacity_tokens: int) -> None:
+        """A worker's memory has room for so many tokens from now on, where an engine that also
+        schedules holds tokens that no job counts. Jobs are refused by the capacity at the start.
+        """
+        self.workers[index].capacity_tokens = capacity_tokens
+        self._view.changed(index)
+
     def take_refusals(self) -> list[Refusal]:
         """The accepted requests that were given up since the last call."""
         return self._refusals.take()
