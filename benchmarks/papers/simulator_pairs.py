@@ -90,7 +90,6 @@ def seconds_of(tree: Path, compiled: str, case: list[str]) -> tuple[float, str]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(HERE))
     from benchmarks.common.command import make_parser
     from toolkit.compiled import unusable
 
