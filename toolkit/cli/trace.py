@@ -66,9 +66,17 @@ def record(
         ),
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Accept other machines.")] = False,
+    block_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Note what prompts share in blocks of so many tokens, as keyed hashes; 0: do not.",
+        ),
+    ] = 16,
     as_json: JsonOption = False,
 ) -> None:
-    """Record a trace in front of a running server: lengths and times, never text or keys.
+    """Record a trace in front of a running server: lengths and times, and what prompts share, never
+    text or keys.
 
     Clients send their requests to --listen instead of the server. Streams are passed on as they
     arrive. Tokens are counted by the server's own usage report: the recorder requests it where a
@@ -79,7 +87,16 @@ def record(
 
     host, port = _address(listen)
     order = Recording(
-        upstream, host, port, out, max_mib << 20, timeout, shutdown_timeout, insecure, upstream_ca
+        upstream,
+        host,
+        port,
+        out,
+        max_mib << 20,
+        timeout,
+        shutdown_timeout,
+        insecure,
+        block_tokens,
+        upstream_ca,
     )
     ended = record(order, lambda url: _announce(as_json, url, upstream, out))
     note(_summary(ended, out))
