@@ -107,6 +107,7 @@ def command(given: ValidateOptions) -> None:
     from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, read_file, write_file, write_text
     from toolkit.files.plan import Plan
+    from toolkit.files.tuning import Tuning
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import fit_windows
@@ -121,7 +122,7 @@ def command(given: ValidateOptions) -> None:
         given.model or planned.recipe.engine.served_model,
         given.api_key,
     )
-    tuned = _tuning(given.tuning, path) if given.tuning else None
+    tuned = read_file(Tuning, given.tuning, {"trace": path}) if given.tuning else None
     rate = tuned.request_rate_rps if tuned else given.rate
     settings = RequestSettings(rate, seed=given.seed, loop=given.loop)
     subject = look_at(
@@ -149,14 +150,6 @@ def command(given: ValidateOptions) -> None:
         raise typer.Exit(130)
     if given.max_error is not None:
         hold(((each.metric, each.error_percent) for each in result.metrics), given.max_error)
-
-
-def _tuning(file: Path, trace: Path) -> Tuning:
-    """The tuning that names the windows. `InputError` where it was made with another trace."""
-    from toolkit.files.io import read_file
-    from toolkit.files.tuning import Tuning
-
-    return read_file(Tuning, file, {"trace": trace})
 
 
 def _held_out(tuned: Tuning, whole: Trace) -> list[TraceWindow]:
