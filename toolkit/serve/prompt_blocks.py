@@ -37,7 +37,7 @@ class BlockedPrompt(NamedTuple):
 class _Prompt(msgspec.Struct):
     prompt: list[int | str] | str | None = None
     messages: list[Raw] | None = None
-    tools: Raw | None = None
+    tools: Raw = Raw(b"null")
 
 
 def prompt_content(body: bytes) -> list[int] | bytes | None:
@@ -48,7 +48,7 @@ def prompt_content(body: bytes) -> list[int] | bytes | None:
         return None
     match found.prompt:
         case None:
-            parts = [found.tools] if found.tools else []
+            parts = [] if bytes(found.tools) == b"null" else [found.tools]
             content = b"\n".join(map(bytes, [*parts, *(found.messages or ())]))
         case str(text):
             content = text.encode(errors="surrogatepass")
