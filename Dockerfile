@@ -10,7 +10,7 @@ FROM python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa1849
 
 ARG EXTRAS=""
 WORKDIR /opt/llmctl
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY locks locks
 COPY toolkit toolkit
 COPY recipes recipes

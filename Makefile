@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo demo-ray quick test coverage check setup lock clean help
+.PHONY: demo demo-ray quick quick-compiled test coverage check setup compile lock clean help
 LOCKS  := $(wildcard locks/*.txt) locks/install.sh
 
 help:  ## this list
@@ -21,8 +21,12 @@ $(STAMP): pyproject.toml $(LOCKS)
 	test "$$python" || { echo "make: found no Python 3.11, 3.12 or 3.13 with venv (tried $(PYTHONS)); install one, or name it: make PYTHON=..." >&2; exit 2; }; \
 	command -v "$$python" >/dev/null || { echo "make: $$python is not installed; leave PYTHON= out for the first that fits" >&2; exit 2; }; \
 	echo "setting up $(VENV) with $$("$$python" --version)"; "$$python" -m venv $(VENV); }
-	sh locks/install.sh $(BIN)/python -e dev
+	LLMCTL_COMPILED=0 sh locks/install.sh $(BIN)/python -e dev
+	@$(BIN)/python hatch_build.py
 	@touch $(STAMP)
+
+compile: $(STAMP)  ## compile the scheduler and the simulator, where a C compiler is; again after a change of them
+	@$(BIN)/python hatch_build.py
 
 demo: $(STAMP)  ## profile, fit, tune, serve and check a tiny model on this CPU (TRACE=file for a trace of yours)
 	$(BIN)/llmctl demo --out demo-out $(if $(TRACE),--trace $(TRACE))
@@ -36,6 +40,9 @@ PYTEST := -m pytest -n $(JOBS)
 
 quick: $(STAMP)  ## the tests that start no process and take less than half a second, for every change
 	$(BIN)/python $(PYTEST) -m "not slow"
+
+quick-compiled: compile  ## the same with compiled code; the other targets test plain Python
+	LLMCTL_COMPILED=1 $(BIN)/python $(PYTEST) -m "not slow"
 
 test: $(STAMP)  ## the tests: offline, no GPU
 	$(BIN)/python $(PYTEST)

@@ -1,7 +1,8 @@
 """Makes the locks again, which `locks/install.sh` installs from: `make lock`.
 
-Run it after a change of the dependencies in pyproject.toml, or of a version in constraints.txt. It needs the package
-registry and uv (`make lock` installs the one of tools.txt beside .venv). It writes
+Run it after a change of the dependencies in pyproject.toml, or of a version in constraints.txt. It
+needs the package registry and uv (`make lock` installs the one of tools.txt beside .venv). It
+writes
 
     build.txt     what builds the wheel of this project, and of packages that have none
     run.txt       what `llmctl` needs, but for torch
@@ -11,8 +12,8 @@ registry and uv (`make lock` installs the one of tools.txt beside .venv). It wri
     cuda.txt      what torch needs beside it where it is built for CUDA, as the registry's is
     tools.txt     uv
 
-for Linux and macOS, and for every Python of pyproject.toml. constraints.txt has the version of every package; a package
-that is new there is added to it, in the version that uv chose.
+for Linux and macOS, and for every Python of pyproject.toml. constraints.txt has the version of
+every package; a package that is new there is added to it, in the version that uv chose.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 CONSTRAINTS = ROOT / "constraints.txt"
-BUILD = ["hatchling", "editables", "setuptools"]  # setuptools: for packages that have no wheel
+# setuptools also for packages that have no wheel; with mypy it compiles (hatch_build.py)
+BUILD = ["hatchling", "editables", "setuptools", "mypy"]
 TOOLS = ["uv"]
 UNLOCKED = {"vllm"}  # it pins a transformers of its own, and is installed beside vLLM: docs/vllm.md
 NO_WHEEL = "deepspeed"
 CUDA = re.compile(r"(nvidia|cuda)-|triton$")
-# Of PyTorch's own index, which uv does not ask: its wheels for CPUs on Linux, of Python 3.11, 3.12 and 3.13, each for
-# x86_64 and aarch64. The index's own list has these hashes.
+# Of PyTorch's own index, which uv does not ask: its wheels for CPUs on Linux, of Python 3.11, 3.12
+# and 3.13, each for x86_64 and aarch64. The index's own list has these hashes.
 CPU_TORCH = {
     "2.13.0": [
         "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
@@ -54,7 +56,9 @@ BLOCK = re.compile(
 
 
 def compiled(uv: str, *arguments: str, requirements: list[str] | None = None) -> dict[str, str]:
-    """Name to lines, of everything that is needed: the requirement, its hashes, and what asks for it."""
+    """Name to lines, of everything that is needed: the requirement, its hashes, and what asks for
+    it.
+    """
     command = [
         uv,
         "pip",

@@ -35,10 +35,13 @@ CONTRAST = """() => {
     }
   };
   const found = [];
-  for (const node of document.querySelectorAll("h1,h2,h3,p,li,b,td,th,dt,dd,a,span,button,summary,figcaption")) {
+  for (const node of document.querySelectorAll(
+    "h1,h2,h3,p,li,b,td,th,dt,dd,a,span,button,summary,figcaption")) {
     if (!node.textContent.trim() || !node.checkVisibility()) continue;
-    const [a, b] = [light(channels(getComputedStyle(node).color)), light(ground(node))].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) found.push(`${node.tagName} ${node.textContent} ${(a + 0.05) / (b + 0.05)}`);
+    const both = [light(channels(getComputedStyle(node).color)), light(ground(node))];
+    const [a, b] = both.sort((x, y) => y - x);
+    const contrast = (a + 0.05) / (b + 0.05);
+    if (contrast < 4.5) found.push(`${node.tagName} ${node.textContent} ${contrast}`);
   }
   return found;
 }"""

@@ -1,8 +1,14 @@
-"""What all tests share."""
+"""What all tests share.
+
+Tests run plain Python, unless LLMCTL_COMPILED says otherwise (`make quick-compiled`): they patch
+methods, and coverage counts lines, which compiled code does not allow.
+"""
 
 import os
 import signal
 import tempfile
+
+os.environ.setdefault("LLMCTL_COMPILED", "0")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -162,7 +162,8 @@ class Front:
 
     def write(self, writer: asyncio.StreamWriter, text: str, status: int = 200) -> None:
         writer.write(
-            f"HTTP/1.1 {status} x\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode()
+            f"HTTP/1.1 {status} x\r\ncontent-length: {len(text)}\r\nconnection: "
+            f"close\r\n\r\n{text}".encode()
         )
 
     async def complete(

@@ -118,7 +118,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """As many as there are processors; one more where tests wait for servers and other processes."""
+    """As many as there are processors; one more where tests wait for servers and other
+    processes.
+    """
     return min((os.cpu_count() or 1) + (config.option.markexpr != QUICK), 8)
 
 

@@ -10,15 +10,25 @@ from toolkit.files.fit import Fit, StepRange, StepsFit
 from toolkit.files.io import head, write_file
 from toolkit.files.profile import Profile
 
-__all__ = ["ENVIRONMENT", "ERROR", "fit", "latency", "paged_fit", "recipe", "write_fit"]
+__all__ = [
+    "ENVIRONMENT",
+    "ERROR",
+    "computes_nothing",
+    "fit",
+    "latency",
+    "paged_fit",
+    "recipe",
+    "write_fit",
+]
 
 
 def paged_fit(capacity_tokens: int = 4096) -> Fit:
     """A fit of vLLM, with the law of its passes: blocks of 16 tokens."""
     plain = fit(capacity_tokens, workers=1)
     steps = StepsFit(
-        base_s=4e-3, row_s=2e-5, prefill_s=5e-5, cached_s=4e-7, attended_s=1e-7, token_s=[2e-4, 7e-5], knots=[0, 8],
-        host_s=1e-4, host_row_s=3e-7, error=ERROR, candidates=[], front_s=4e-3, front_row_s=1e-5, block_tokens=16,
+        base_s=4e-3, row_s=2e-5, prefill_s=5e-5, cached_s=4e-7, attended_s=1e-7,
+        token_s=[2e-4, 7e-5], knots=[0, 8], host_s=1e-4, host_row_s=3e-7, error=ERROR,
+        candidates=[], front_s=4e-3, front_row_s=1e-5, block_tokens=16,
         blocks=capacity_tokens // 16, async_scheduling=False,
         valid=StepRange(rows_max=64, tokens_max=2048, cached_max=4096.0),
     )  # fmt: skip
@@ -41,3 +51,32 @@ def write_fit(recipe: Path) -> None:
     write_file(
         fitted.model_copy(update=dict(head({"profile": profile}))), recipe.with_name("fit.json")
     )
+
+
+def computes_nothing(name: str, *, config: str = "", tune: str, port: int = 8000) -> str:
+    """A recipe of a model that computes nothing, on two workers, with more keys of its fake engine
+    (`config`) and of its `tune`.
+    """
+    return f"""
+name: {name}
+model:
+  source: random
+  config: {{model_type: fake, {config}}}
+  dtype: float32
+  tokenizer: bytes
+  max_model_len: 512
+hardware: {{device: cpu, name: none}}
+engine: {{name: fake, kv_cache_memory_mib: 8}}
+workers: 2
+profile:
+  batch_sizes: [1, 2, 4, 8]
+  input_lengths: [16, 64, 128]
+  cached_lengths: [16, 64, 128]
+  memory_lengths: [64, 128]
+  slice_tokens: [16]
+  repeats: 2
+  slices: 8
+sla: {{ttft_p99_s: 5.0, e2e_p95_s: 10.0}}
+tune: {{trials: 8, request_rate_rps: 20, {tune}}}
+serve: {{max_new_tokens: 64, port: {port}}}
+"""

@@ -21,7 +21,9 @@ Answer = Callable[[dict], bytes | None]
 
 
 def head(status: int = 200, kind: str = "text/event-stream", extra: str = "") -> bytes:
-    return f"HTTP/1.1 {status} Whatever\r\nconnection: close\r\ncontent-type: {kind}\r\n{extra}\r\n".encode()
+    return (
+        f"HTTP/1.1 {status} Whatever\r\nconnection: close\r\ncontent-type: {kind}\r\n{extra}\r\n"
+    ).encode()
 
 
 def chunked(*pieces: bytes) -> bytes:
@@ -67,7 +69,9 @@ def metrics(batch_s: tuple[float, float], more: str) -> bytes:
 
 
 def serve_request(body: dict) -> bytes:
-    """What a server does: as many tokens as the engine was told, one event each, and their count."""
+    """What a server does: as many tokens as the engine was told, one event each, and their
+    count.
+    """
     count = body.get("llmctl_end_after", body["max_tokens"])
     if not body["stream"]:
         return whole(

@@ -128,8 +128,8 @@ def make_rounds(
     noise: float = 0.0,
     seed: int = 0,
 ) -> RoundsProfile:
-    """Rounds with parts that take the given times, and that take batch_s + stretch * the sum of these and
-    `law`.
+    """Rounds with parts that take the given times, and that take batch_s + stretch * the sum of
+    these and `law`.
     """
     rng = np.random.default_rng(seed)
 

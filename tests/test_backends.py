@@ -28,9 +28,15 @@ TRAITS = """\
 from toolkit.engine_traits import EngineTraits
 
 TOY = EngineTraits(
-    "toy", "counts", backend="toolkit.backends.local:LocalBackend", load="toy.engine:load", loads_model=False
+    "toy",
+    "counts",
+    backend="toolkit.backends.local:LocalBackend",
+    load="toy.engine:load",
+    loads_model=False,
 )
-TOY_SERVER = EngineTraits("toyserver", "answers", backend="toy.server:ToyServer", server=True, loads_model=False)
+TOY_SERVER = EngineTraits(
+    "toyserver", "answers", backend="toy.server:ToyServer", server=True, loads_model=False
+)
 """
 ENGINE = """\
 from toolkit.engines import fake

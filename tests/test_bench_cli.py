@@ -251,7 +251,9 @@ def test_refused_requests_are_counted_and_the_prediction_says_that_it_serves_the
             return whole(
                 {
                     "error": {
-                        "message": f"too many requests wait: the first token would come in {late_s} s"
+                        "message": (
+                            f"too many requests wait: the first token would come in {late_s} s"
+                        )
                     }
                 },
                 503,

@@ -98,8 +98,10 @@ def test_it_needs_no_more_than_a_bare_gpu_machine_has():
     code = (
         "import sys\n"
         f"for name in {NOT_ON_BARE_MACHINES!r}: sys.modules[name] = None\n"
-        "import benchmarks.gpu.run, benchmarks.gpu.live, benchmarks.gpu.stages, benchmarks.gpu.table\n"
-        "import toolkit.estimators.fitting, toolkit.profiling.run, toolkit.profiling.child, toolkit.workers.child\n"
+        "import benchmarks.gpu.run, benchmarks.gpu.live, benchmarks.gpu.stages, "
+        "benchmarks.gpu.table\n"
+        "import toolkit.estimators.fitting, toolkit.profiling.run, toolkit.profiling.child, "
+        "toolkit.workers.child\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=gpu._environment(), cwd=gpu.ROOT)
 

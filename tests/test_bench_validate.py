@@ -1,4 +1,6 @@
-"""Predictions compared with a server: errors, the file, exit codes, and the commands that show it."""
+"""Predictions compared with a server: errors, the file, exit codes, and the commands that show
+it.
+"""
 
 import json
 from pathlib import Path
@@ -149,9 +151,8 @@ def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
             validate(plan, server.url, "--warmup", "0", "--trace", str(tmp_path / "t.jsonl")) == 0
         )
     lines = capsys.readouterr().err.splitlines()
-    assert (
-        lines[0]
-        == "trace: prompts unchanged: all within 384 tokens; outputs unchanged: all within 128 tokens"
+    assert lines[0] == (
+        "trace: prompts unchanged: all within 384 tokens; outputs unchanged: all within 128 tokens"
     )
     note = "windows of 0.58 s instead of 1 s: t.jsonl lasts 1.45 s at 20 requests/s, for 2 windows"
     assert f"trace: {note}" in lines

@@ -265,7 +265,9 @@ def test_the_fronts_delay_is_in_every_predicted_latency():
 
 
 def test_the_prediction_knows_the_output_lengths_that_the_server_has_seen():
-    """Past-Future counts requests as long as they may become, until it has seen how long they are."""
+    """Past-Future counts requests as long as they may become, until it has seen how long they
+    are.
+    """
     recipe = samples.recipe(policy={"name": "past-future"}, engine={"name": "fake"})
     plan = make_plan(recipe, samples.fit(capacity_tokens=1024), None, {})
     backlog = Trace(np.zeros(40), np.full(40, 20), np.full(40, 9), np.zeros(40, dtype=np.int64))

@@ -9,8 +9,7 @@ import pytest
 import samples
 from commands import llmctl
 
-from toolkit.cli.figure import FigurePanel, draw
-from toolkit.cli.plots import COLUMNS, ROWS, bars, chart
+from toolkit.cli.plots import COLUMNS, ROWS, FigurePanel, bars, chart, draw
 from toolkit.files.io import write_file
 from toolkit.sched.policies import ORACLES, POLICIES
 from toolkit.sched.policies.servable import footnote

@@ -5,35 +5,18 @@ from pathlib import Path
 
 import pytest
 from commands import llmctl
+from samples import computes_nothing
 
 from toolkit.cli import demo
 from toolkit.cli.demo import Achieved, Held
 from toolkit.errors import LimitsBrokenError
 from toolkit.traces.write import TraceLine, write_lines
 
-RECIPE = """
-name: small
-model:
-  source: random
-  config: {model_type: fake, decode_row_s: 0.002}
-  dtype: float32
-  tokenizer: bytes
-  max_model_len: 512
-hardware: {device: cpu, name: none}
-engine: {name: fake, kv_cache_memory_mib: 8}
-workers: 2
-profile:
-  batch_sizes: [1, 2, 4, 8]
-  input_lengths: [16, 64, 128]
-  cached_lengths: [16, 64, 128]
-  memory_lengths: [64, 128]
-  slice_tokens: [16]
-  repeats: 2
-  slices: 8
-sla: {ttft_p99_s: 5.0, e2e_p95_s: 10.0}
-tune: {trials: 8, request_rate_rps: 20, windows: 1, held_out_windows: 1, window_s: 2, draws: 0}
-serve: {max_new_tokens: 64}
-"""
+RECIPE = computes_nothing(
+    "small",
+    config="decode_row_s: 0.002",
+    tune="windows: 1, held_out_windows: 1, window_s: 2, draws: 0",
+)
 
 
 @pytest.mark.slow

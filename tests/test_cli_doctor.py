@@ -19,7 +19,8 @@ ONE_A100 = Devices(torch="2.13.0", cuda="12.8", driver="570.133.20", gpus=(A100,
 
 RECIPE = """\
 name: test
-model: {source: random, max_model_len: 512, config: {model_type: llama}, kv_bytes_per_token: 1024, weight_bytes: 4096}
+model: {source: random, max_model_len: 512, config: {model_type: llama},
+  kv_bytes_per_token: 1024, weight_bytes: 4096}
 hardware: {device: cpu, name: any}
 engine: {threads: 1, kv_cache_memory_mib: 1}
 profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}

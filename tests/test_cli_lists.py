@@ -12,7 +12,7 @@ from test_cli_main import HEAVY
 
 from toolkit.cli import completion
 from toolkit.cli.serve_start import IN_PROCESS, MANAGED
-from toolkit.cli.stage import open_stage
+from toolkit.cli.simulate import StageOptions, open_stage
 from toolkit.deploy.render import TARGETS
 from toolkit.files.io import shipped_fits
 from toolkit.files.shipped import load_recipe, shipped_names
@@ -67,7 +67,8 @@ def completed(*words: str, cwd: Path | None = None) -> list[str]:
     line = {"COMP_WORDS": " ".join(["llmctl", *words]), "COMP_CWORD": str(len(words))}
     environment = os.environ | line | {"_LLMCTL_COMPLETE": "complete_bash"}
     script = (
-        "import sys\nfrom toolkit.cli.main import run\ntry:\n    run()\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom toolkit.cli.main import run\ntry:\n    run()\nexcept SystemExit:\n    "
+        "pass\n"
         "print('loaded', *{name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run(
@@ -119,5 +120,5 @@ def test_completion_offers_exactly_the_existing_names(
 
 
 def test_completion_offers_the_clock_of_steps_to_simulations() -> None:
-    assert open_stage("bursty-small", completion.UNIT_STEP, None, fit_lengths=True).fit is None
+    assert open_stage(StageOptions(trace="bursty-small", fit=completion.UNIT_STEP)).fit is None
     assert completion.UNIT_STEP == UNIT_STEP

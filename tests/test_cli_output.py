@@ -20,7 +20,8 @@ class Point:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (7, "7"), (12345, "12,345"), (1234.5, "1,234"), (2.0, "2"), (3.14159, "3.14"), (0.0027149, "0.00271"),
+    [(0, "0"), (7, "7"), (12345, "12,345"), (1234.5, "1,234"), (2.0, "2"), (3.14159, "3.14"),
+    (0.0027149, "0.00271"),
      (-0.5, "-0.5"), (0.0, "0")],
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
@@ -29,7 +30,8 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0 s"), (8.12e-4, "812 us"), (0.0362, "36.2 ms"), (4.25, "4.25 s"), (119, "119 s"), (720, "12 min"),
+    [(0.0, "0 s"), (8.12e-4, "812 us"), (0.0362, "36.2 ms"), (4.25, "4.25 s"), (119, "119 s"),
+    (720, "12 min"),
      (9000, "2.5 h")],
 )  # fmt: skip
 def test_durations_have_the_unit_that_suits_them(value: float, text: str) -> None:

@@ -201,9 +201,9 @@ def test_a_changed_latency_target_makes_the_tuning_stale(
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 1"))
     assert render() == 2
     lines = capsys.readouterr().err.splitlines()
-    assert (
-        lines[0]
-        == "error: tuning.json is stale: 'sla' of recipe.yaml changed since it was made from recipe.yaml"
+    assert lines[0] == (
+        "error: tuning.json is stale: 'sla' of recipe.yaml changed since it was made from "
+        "recipe.yaml"
     )
     assert lines[1] == "hint: make it again: llmctl tune RECIPE --fit FIT --trace TRACE"
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from toolkit.cli.serve_start import forget_variable
 forget_variable("LLMCTL_API_KEY")
 forget_variable("NOT_THERE")
-print("LLMCTL_API_KEY" in os.environ, b"canary-7" in Path("/proc/self/environ").read_bytes(), os.environ["OTHER"])
+shown = b"canary-7" in Path("/proc/self/environ").read_bytes()
+print("LLMCTL_API_KEY" in os.environ, shown, os.environ["OTHER"])
 """
 
 

@@ -17,7 +17,9 @@ COMPARE = ["compare", "--policies", "slice,sequence", "--trace", "trace.jsonl"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a recipe, its fit, and a trace with outputs that are too long for it."""
+    """The working directory, with a recipe, its fit, and a trace with outputs that are too long for
+    it.
+    """
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))

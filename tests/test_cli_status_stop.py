@@ -67,7 +67,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
 def gone(pid: int = 1) -> Running:
     """A server with a process number that another process has now."""
     return Running(
-        name="old-8000", target="local", url="http://127.0.0.1:9", model="m", workers=1, policy="slice", pid=pid,
+        name="old-8000", target="local", url="http://127.0.0.1:9", model="m", workers=1,
+        policy="slice", pid=pid,
         started_s=1.0,
     )  # fmt: skip
 
@@ -308,7 +309,8 @@ def test_a_unit_that_does_not_start_is_an_error_with_its_own_message(
     for name, script in (
         (
             "systemctl",
-            f'echo "$@" >> {rendered}/asked\n[ $1 != start ] || {{ echo Job failed. >&2; exit 1; }}',
+            f'echo "$@" >> {rendered}/asked\n[ $1 != start ] || {{ echo Job failed. >&2; exit 1; '
+            f"}}",
         ),
         ("journalctl", f"printf '{log.format(unit=unit)}\\n'"),
     ):

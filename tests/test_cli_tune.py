@@ -101,8 +101,8 @@ def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(
     assert result.alternatives.best_of_all == "past-future"
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "best of all policies: past-future, which needs engine vllm or rebatch; by this engine's laws it"
-        in said
+        "best of all policies: past-future, which needs engine vllm or rebatch; by this engine's "
+        "laws it" in said
     )
     assert llmctl("render", "recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json") == 0
     assert read_file(Plan, "plan.json").policy.name == "slice"
@@ -241,7 +241,8 @@ def test_json_is_the_file(files: Path, capsys: pytest.CaptureFixture[str]) -> No
         ),
         (
             ("--policies", "past-future-oracle"),
-            "policy 'past-future-oracle' knows the true output lengths, so it exists in simulations only",
+            "policy 'past-future-oracle' knows the true output lengths, so it exists in "
+            "simulations only",
             "choose another policy to serve with; see docs/explanation/policies.md",
         ),
         (("--workers", "0"), "--workers 0: it is a whole number from 1, or 'auto'", ""),
@@ -263,11 +264,13 @@ def test_an_impossible_search_is_refused_before_anything_runs(
         (("--window", "3"), None),
         (
             ("--window", "9"),
-            "windows of 4.5 s instead of 9 s: trace.jsonl lasts 22.48 s at 40 requests/s, for 4 windows",
+            "windows of 4.5 s instead of 9 s: trace.jsonl lasts 22.48 s at 40 requests/s, for 4 "
+            "windows",
         ),
         (
             ("--rate", "200"),
-            "windows of 0.899 s instead of 2 s: trace.jsonl lasts 4.495 s at 200 requests/s, for 4 windows",
+            "windows of 0.899 s instead of 2 s: trace.jsonl lasts 4.495 s at 200 requests/s, for "
+            "4 windows",
         ),
     ],
 )
@@ -297,8 +300,8 @@ def test_few_requests_are_counted_and_longer_windows_proposed(
     count = sum(window.requests for window in read_file(Tuning, "tuning.json").held_out_windows)
     assert 30 < count < 50
     assert (
-        f"warning: this rests on only {count} requests in 2 held-out windows; a 99th percentile needs 100"
-        in said
+        f"warning: this rests on only {count} requests in 2 held-out windows; a 99th percentile "
+        f"needs 100" in said
     )
     assert "or more: --window 2 would hold enough" in said
     assert tune("--draws", "0", "--trials", "1", "--window", "2") in WRITTEN
@@ -312,8 +315,8 @@ def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(
     assert tune("--rate", "0.5", "--window", "400") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "nothing to gain: at 0.5 requests/s the defaults also serve every request within all targets"
-        in said
+        "nothing to gain: at 0.5 requests/s the defaults also serve every request within all "
+        "targets" in said
     )
     assert "the difference is less than 0.1 %: no gain in goodput" in said
     assert "beats the defaults" not in said

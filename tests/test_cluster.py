@@ -198,8 +198,9 @@ def test_accelerator_types_are_ray_s_own_names(cluster, name: str) -> None:
 
 def test_the_error_of_a_kind_without_nodes_names_the_kinds_that_exist(cluster, kinds) -> None:
     message = (
-        r"no room for 1 worker of 1 CPU each on machines with llmctl.io/kind=huge: none of its 4 has that; they have"
-        r" llmctl.io/kind=large \(1\), llmctl.io/kind=small \(1\), none \(2\) \(waited 0.5 s\)"
+        r"no room for 1 worker of 1 CPU each on machines with llmctl.io/kind=huge: none of its "
+        r"4 has that; they have llmctl.io/kind=large \(1\), llmctl.io/kind=small \(1\), "
+        r"none \(2\) \(waited 0.5 s\)"
     )
     with pytest.raises(EngineError, match=message):
         asyncio.run(Watched(kinds=["large", "huge"], room_timeout_s=0.5).start(lambda _: None))
@@ -268,7 +269,9 @@ def answers(actor: WorkerActor, number: int, frame: ToWorker) -> list[FromWorker
 
 
 def test_an_actor_handles_frames_in_the_order_in_which_they_were_sent() -> None:
-    """Ray may start a call before an earlier one: a `Stop` that arrives first still takes effect last."""
+    """Ray may start a call before an earlier one: a `Stop` that arrives first still takes effect
+    last.
+    """
     actor = WorkerActor()
     start = Start.of(fake(), tiny.engine_spec("fake"), tiny.CPU, 0.05)
     actor.send(3, pack(Stop()))

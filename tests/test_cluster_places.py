@@ -1,5 +1,5 @@
-"""Which machines of a Ray cluster a plan's workers need, and the error if there is no room. No cluster
-is started.
+"""Which machines of a Ray cluster a plan's workers need, and the error if there is no room. No
+cluster is started.
 """
 
 import pytest
@@ -104,12 +104,14 @@ MACHINES = [
     [
         (
             [place(1, **H200), place(1, **{"ray.io/accelerator-type": "A100"})],
-            "1 worker of 1 CPU and 1 GPU each on machines with ray.io/accelerator-type=H200: none of its 3 has that; "
+            "1 worker of 1 CPU and 1 GPU each on machines with ray.io/accelerator-type=H200: none "
+            "of its 3 has that; "
             "they have none (1), ray.io/accelerator-type=A100 (2)",
         ),
         (
             [place(5, **{"ray.io/accelerator-type": "A100"})] * 3,
-            "3 workers of 5 CPU and 5 GPU each on machines with ray.io/accelerator-type=A100: 64 CPU and 16 GPU in all "
+            "3 workers of 5 CPU and 5 GPU each on machines with ray.io/accelerator-type=A100: 64 "
+            "CPU and 16 GPU in all "
             "on 2 of them, of which some may be in use",
         ),
         (
@@ -118,8 +120,10 @@ MACHINES = [
         ),
         (
             [place(), place(1, **{"ray.io/accelerator-type": "A100"})],
-            "1 worker of 1 CPU each: 68 CPU in all on 3 machines, of which some may be in use; and none for "
-            "1 worker of 1 CPU and 1 GPU each on machines with ray.io/accelerator-type=A100: 64 CPU and 16 GPU in all "
+            "1 worker of 1 CPU each: 68 CPU in all on 3 machines, of which some may be in use; "
+            "and none for "
+            "1 worker of 1 CPU and 1 GPU each on machines with ray.io/accelerator-type=A100: 64 "
+            "CPU and 16 GPU in all "
             "on 2 of them, of which some may be in use",
         ),
     ],

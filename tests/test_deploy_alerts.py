@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.serving import HandWorkers, make_driver
-from toolkit.deploy.kinds.operators import AlertRule
+from toolkit.deploy.manifests import AlertRule
 from toolkit.deploy.monitoring import rules, series
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.render import render_target

@@ -25,8 +25,12 @@ NAMES = ("llmctl", "vllm")
 NOT_SHOWN = {
     "llmctl_slice_sums_total": "sums of products, from which `bench` reads what an arrival costs",
     "llmctl_engine_info": "what runs, in labels: no number",
-    "llmctl_batch_time_ratio": "a histogram of what the panels of actual over predicted time show as two sums",
-    "llmctl_kv_cache_tokens": "the share of the cache is shown; its limit is the same on every machine",
+    "llmctl_batch_time_ratio": (
+        "a histogram of what the panels of actual over predicted time show as two sums"
+    ),
+    "llmctl_kv_cache_tokens": (
+        "the share of the cache is shown; its limit is the same on every machine"
+    ),
 }
 METRIC = re.compile(r"\b(?:llmctl_|vllm:)[a-z0-9_]+")
 LABELS = re.compile(r"by \((\w+)\)|\{(\w+)=|, (\w+)\)$")

@@ -8,9 +8,9 @@ import orders
 import pytest
 
 import toolkit
-from toolkit.deploy.kinds.compose import ComposeService
-from toolkit.deploy.kinds.kubernetes import PodSecurity
+from toolkit.deploy.manifests import PodSecurity
 from toolkit.deploy.order import llmctl_image
+from toolkit.deploy.targets.compose import ComposeService
 from toolkit.deploy.targets.raycluster import EXTRA
 from toolkit.engine_traits import ENGINES
 

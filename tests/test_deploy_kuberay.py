@@ -18,14 +18,17 @@ import yaml
 import toolkit
 from toolkit.cluster.linger import actors, main, peers, wait
 from toolkit.cluster.workers import MachineShare, node_labels
-from toolkit.deploy.kinds.operators import RayCluster
+from toolkit.deploy.manifests import RayCluster
 from toolkit.deploy.render import render_target
 from toolkit.deploy.targets.raycluster import RAY
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan, PlannedWorkload
 
 CRD = os.environ.get("KUBERAY_CRD", "")
-NEEDS_CRD = "set KUBERAY_CRD to helm-chart/kuberay-operator/crds/ray.io_rayclusters.yaml of KubeRay 1.6 or newer"
+NEEDS_CRD = (
+    "set KUBERAY_CRD to helm-chart/kuberay-operator/crds/ray.io_rayclusters.yaml of KubeRay 1.6 "
+    "or newer"
+)
 Objects = dict[str, Any]
 
 
@@ -218,8 +221,8 @@ def test_the_front_of_a_fleet_finds_its_workers_by_kind(fleet: Plan) -> None:
     assert "--workers" not in render_target("kuberay", orders.order(fleet))["core/front.sh"]
     files = render_target("ray", orders.order(fleet))
     assert (
-        "| actors of small | 2, each with 1 CPU and 1 GPU | fleet; on nodes of Ray with ray.io/accelerator"
-        in (files["EXPLAIN.md"])
+        "| actors of small | 2, each with 1 CPU and 1 GPU | fleet; on nodes of Ray with "
+        "ray.io/accelerator" in (files["EXPLAIN.md"])
     )
 
 

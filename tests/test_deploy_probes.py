@@ -27,7 +27,9 @@ class Probe:
     most: int = field(default=0)
 
     def ask(self, url: str) -> bool:
-        """Whether the kubelet would still call it good: fewer failures in a row than its threshold."""
+        """Whether the kubelet would still call it good: fewer failures in a row than its
+        threshold.
+        """
         answer = httpx.get(url + self.data["httpGet"]["path"], timeout=self.data["timeoutSeconds"])
         self.failures = 0 if 200 <= answer.status_code < 400 else self.failures + 1
         self.most = max(self.most, self.failures)

@@ -19,8 +19,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from toolkit.cli.basis import plan_of_recipe
-from toolkit.deploy.kinds.kubernetes import Deployment, Kustomization
-from toolkit.deploy.kinds.operators import PodMonitor, PrometheusRule, RulesFile, ScaledObject
+from toolkit.deploy.manifests import (
+    Deployment,
+    Kustomization,
+    PodMonitor,
+    PrometheusRule,
+    RulesFile,
+    ScaledObject,
+)
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import default_trace, waiting_threshold
 from toolkit.deploy.render import TARGETS, render_target
@@ -65,7 +71,9 @@ def yaml_files(files: dict[str, str]) -> dict[str, Any]:
 
 
 def check_object(data: dict[str, Any]) -> None:
-    """What `kubernetes-validate --strict` checks; a kind that it does not know must be one of ours."""
+    """What `kubernetes-validate --strict` checks; a kind that it does not know must be one of
+    ours.
+    """
     try:
         kubernetes_validate.validate(data, "1.37", strict=True)
     except kubernetes_validate.SchemaNotFoundError:

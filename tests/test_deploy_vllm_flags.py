@@ -20,7 +20,8 @@ import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parsed = vars(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]))
-print(json.dumps({key: value for key, value in parsed.items() if isinstance(value, (int, float, str))}))
+plain = (int, float, str)
+print(json.dumps({key: value for key, value in parsed.items() if isinstance(value, plain)}))
 """
 
 

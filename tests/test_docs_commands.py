@@ -44,7 +44,9 @@ SHORTER = {
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --warmup 1 --max-error 1000",
     "--check 8 --strict": "--check 2",
     # so many that one of the only policy that the engine runs is within the limits
-    "llmctl tune fleet.yaml --trace chat-small": "llmctl tune fleet.yaml --trace chat-small --trials 40 --draws 0",
+    "llmctl tune fleet.yaml --trace chat-small": (
+        "llmctl tune fleet.yaml --trace chat-small --trials 40 --draws 0"
+    ),
 }
 FEW_TRIALS = " --trials 8 --draws 2"  # for other searches that do not say how many
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
@@ -83,7 +85,9 @@ def named_files(page: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Installed:
-    """The wheel's files, where Python finds them, and free ports in place of those that pages name."""
+    """The wheel's files, where Python finds them, and free ports in place of those that pages
+    name.
+    """
 
     site: Path
     ports: Mapping[str, str]
@@ -176,7 +180,9 @@ def free_port() -> str:
 
 
 def install(folder: Path) -> Path:
-    """The wheel, built and unpacked in `folder`, by the first process of a parallel run that asks."""
+    """The wheel, built and unpacked in `folder`, by the first process of a parallel run that
+    asks.
+    """
     with FileLock(folder / "wheel.lock"):
         site = folder / "site"
         if not site.exists():
@@ -329,11 +335,13 @@ def tuned_on_azure(folder: Folder) -> None:
 
 QUICK = """\
 name: quick
-model: {source: random, config: {model_type: fake}, dtype: float32, max_model_len: 512, tokenizer: bytes}
+model:
+  {source: random, config: {model_type: fake}, dtype: float32, max_model_len: 512, tokenizer: bytes}
 hardware: {device: cpu, name: any}
 engine: {name: fake, kv_cache_memory_mib: 2}
 profile:
-  {batch_sizes: [1, 2, 4, 8], input_lengths: [16, 64, 128], cached_lengths: [16, 64, 128], memory_lengths: [16, 64]}
+  {batch_sizes: [1, 2, 4, 8], input_lengths: [16, 64, 128], cached_lengths: [16, 64, 128],
+   memory_lengths: [16, 64]}
 sla: {ttft_p99_s: 5}
 """
 
@@ -417,7 +425,9 @@ def benchmarks(page: Path) -> set[str]:
 def test_every_benchmark_that_a_page_names_takes_the_options_shown(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Benchmarks take minutes, so each is started and stopped as soon as it has read its options."""
+    """Benchmarks take minutes, so each is started and stopped as soon as it has read its
+    options.
+    """
     parse = argparse.ArgumentParser.parse_args
 
     def stop(parser: argparse.ArgumentParser, words: list[str] | None = None) -> None:

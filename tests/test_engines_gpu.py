@@ -87,7 +87,9 @@ def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_transfers_in_parallel_with_computation_move_every_value(overlap: bool) -> None:
-    """Steps that reuse the device's memory follow at once each swap out, and a step each swap in."""
+    """Steps that reuse the device's memory follow at once each swap out, and a step each swap
+    in.
+    """
     cpu = rebatch_engine()
     driver = RoundDriver(on_gpu(cpu), ROWS)
     while driver.having(WAITS):

@@ -152,9 +152,8 @@ def test_models_with_unsupported_caches_are_refused_by_name(
 def test_quantized_caches_are_refused_by_name(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"cache_implementation": "quantized"}')
     error = refusal(source=str(folder), config={})
-    assert (
-        error.message
-        == "model_type 'llama' is stored with cache_implementation 'quantized', which is not supported"
+    assert error.message == (
+        "model_type 'llama' is stored with cache_implementation 'quantized', which is not supported"
     )
 
 

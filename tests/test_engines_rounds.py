@@ -43,7 +43,8 @@ class Both:
 
     def finish(self) -> RoundResult:
         batch, result = self.batch, self.simulated.finish()
-        # Time decides when a round is interrupted, so the engine gets the simulated number of steps.
+        # Time decides when a round is interrupted, so the engine gets the simulated number of
+        # steps.
         steps = result.steps if self.interrupted else batch.steps
         moves = batch.moves or Moves()
         plan = {"evict": batch.evict, "pause": moves.pause, "resume": moves.resume}

@@ -1,11 +1,11 @@
 """Memory that runs out at any allocation of a round: rows that had room keep their caches, and no
 row's tokens change.
 
-An allocation is a charge to a ledger or a tensor that torch makes, also in the model's passes. Either
-one allocation fails, so that a second try succeeds, or all later ones in the round fail too, so that
-rows are dropped. After each round `RoundDriver` compares the engine's rows with the plan and with the rows
-that the round reports as dropped. Failed passes are repeated, whole and then in parts.
-`test_engines_machine.py` has any rounds in any order.
+An allocation is a charge to a ledger or a tensor that torch makes, also in the model's passes.
+Either one allocation fails, so that a second try succeeds, or all later ones in the round fail too,
+so that rows are dropped. After each round `RoundDriver` compares the engine's rows with the plan
+and with the rows that the round reports as dropped. Failed passes are repeated, whole and then in
+parts. `test_engines_machine.py` has any rounds in any order.
 """
 
 import functools

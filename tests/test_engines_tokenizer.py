@@ -48,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {
         "bos_token": {"content": "<s>"},
         "eos_token": "</s>",
-        "chat_template": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+        "chat_template": (
+            "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        ),
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
@@ -171,7 +173,8 @@ def test_a_random_model_has_only_the_byte_tokenizer() -> None:
         "{{ '%1000000000d' % 1 }}",
         "{{ 9 ** 9999999 }}",
         "{% for i in range(100000000) %}x{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxxxxxxxxxxxx{% endfor "
+        "%}{% endfor %}",
         "{{ raise_exception('roles must alternate') }}",
         "{{ messages[7].content }}",
         "{{ 1 / 0 }}",

@@ -116,11 +116,13 @@ def test_fit_refuses_a_profile_with_too_few_slices(folder, capsys):
 
 RECIPE = """
 name: fake
-model: {source: random, config: {model_type: fake}, dtype: float32, tokenizer: bytes, max_model_len: 512}
+model:
+  {source: random, config: {model_type: fake}, dtype: float32, tokenizer: bytes, max_model_len: 512}
 hardware: {device: cpu, name: none}
 engine: {name: fake, kv_cache_memory_mib: 2}
 profile:
-  {batch_sizes: [1, 64], input_lengths: [16, 64], cached_lengths: [16], memory_lengths: [64], repeats: 1, slices: 2,
+  {batch_sizes: [1, 64], input_lengths: [16, 64], cached_lengths: [16], memory_lengths: [64],
+   repeats: 1, slices: 2,
    sequences: 2}
 """
 

@@ -8,7 +8,8 @@ from toolkit.errors import InputError
 from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended, features
 
 LAW = StepLaw(
-    base_s=4.0, row_s=0.5, prefill_s=2.0, cached_s=0.25, attended_s=0.125, token_s=(1.0, 0.5), knots=(0, 16),
+    base_s=4.0, row_s=0.5, prefill_s=2.0, cached_s=0.25, attended_s=0.125, token_s=(1.0, 0.5),
+    knots=(0, 16),
     host_s=3.0, host_row_s=0.25,
 )  # fmt: skip
 

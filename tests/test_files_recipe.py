@@ -42,13 +42,28 @@ def test_a_recipe_is_loaded_with_its_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("batch_sizes:", "batch_size:", "profile.batch_size: unknown key; did you mean 'batch_sizes'?"),
+        ("batch_sizes:", "batch_size:", (
+            "profile.batch_size: unknown key; did you mean "
+            "'batch_sizes'?"
+        )),
         ("sla:", "slo:", "slo: unknown key; did you mean 'sla'?"),
-        ("sla:", "max_model_len: 3\nsla:", "max_model_len: unknown key; did you mean 'model.max_model_len'?"),
+        ("sla:", "max_model_len: 3\nsla:", (
+            "max_model_len: unknown key; did you mean "
+            "'model.max_model_len'?"
+        )),
         ("sla:", "engine: {zzz: 1}\nsla:", "engine.zzz: unknown key; valid: "),
-        ("ttft_p99_s: 2", "ttft_p99_ms: 2000", "sla.ttft_p99_ms: 2000: targets are in seconds; write 'ttft_p99_s: 2'"),
-        ("ttft_p99_s", "ttft_p99", "sla.ttft_p99: 2: the unit is missing; write 'ttft_p99_s', in seconds"),
-        ("ttft_p99_s", "tfft_p99_s", "sla.tfft_p99_s: 2: unknown target; did you mean 'ttft_p99_s'?"),
+        ("ttft_p99_s: 2", "ttft_p99_ms: 2000", (
+            "sla.ttft_p99_ms: 2000: targets are in seconds; write 'ttft_p99_s: "
+            "2'"
+        )),
+        ("ttft_p99_s", "ttft_p99", (
+            "sla.ttft_p99: 2: the unit is missing; write 'ttft_p99_s', in "
+            "seconds"
+        )),
+        ("ttft_p99_s", "tfft_p99_s", (
+            "sla.tfft_p99_s: 2: unknown target; did you mean "
+            "'ttft_p99_s'?"
+        )),
         ("ttft_p99_s: 2", "ttft_p99_s: -2", "sla.ttft_p99_s: -2: should be greater than 0"),
         ("ttft_p99_s: 2", "ttft_p99_s: .nan", "sla.ttft_p99_s: nan: should be a finite number"),
         ("[1, 2]", "[1, '2']", "profile.batch_sizes[1]: '2': should be a valid integer"),
@@ -57,8 +72,14 @@ def test_a_recipe_is_loaded_with_its_defaults(tmp_path: Path) -> None:
         ("device: cpu", "device: tpu", "hardware.device: 'tpu': should be 'cpu' or 'cuda'"),
         (", name: any", "", "hardware.name: missing"),
         ("name: small", "name: Small One", "name: 'Small One': String should match pattern"),
-        ("source: org/model", "source: random", "model: model.source is 'random', so model.config needs 'model_type'"),
-        ("input_lengths: [8]", "input_lengths: [65]", "profile.input_lengths: 65 is too long; model.max_model_len is"),
+        ("source: org/model", "source: random", (
+            "model: model.source is 'random', so model.config needs "
+            "'model_type'"
+        )),
+        ("input_lengths: [8]", "input_lengths: [65]", (
+            "profile.input_lengths: 65 is too long; model.max_model_len "
+            "is"
+        )),
         ("name: small", "name: small\nschema_version: 2", "schema_version: 2: should be 1"),
     ],
 )  # fmt: skip

@@ -16,7 +16,8 @@ from toolkit.files.plan import Plan
 from toolkit.serve.assemble import make_scheduler
 from toolkit.sim.world import world_of
 
-MODEL = {"source": "random", "config": {"model_type": "fake"}, "dtype": "float32", "max_model_len": 512,
+MODEL = {"source": "random", "config": {"model_type": "fake"}, "dtype": "float32",
+"max_model_len": 512,
          "tokenizer": "bytes"}  # fmt: skip
 
 
@@ -163,7 +164,10 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
     )
 
 
-@pytest.mark.parametrize("words", ["tune fleet.yaml --workers auto", "simulate --fleet fleet.yaml --workers 2",
+@pytest.mark.parametrize("words", ["tune fleet.yaml --workers auto", (
+    "simulate --fleet fleet.yaml --workers "
+    "2"
+),
                                    "serve fleet.yaml --workers 2"])  # fmt: skip
 def test_the_number_of_workers_comes_from_the_fleet(unequal, monkeypatch, capsys, words):
     monkeypatch.chdir(unequal.parent)

@@ -126,7 +126,8 @@ class Counting(Watch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["slice", "slice, in turn", "sequence", "conservative", "baton", "fcfs",
+@pytest.mark.parametrize("case", ["slice", "slice, in turn", "sequence", "conservative", "baton",
+"fcfs",
                                   "aggressive, least-loaded", "conservative, max-min",
                                   "past-future, future-memory"])  # fmt: skip
 def test_the_faster_one_gets_more(case):

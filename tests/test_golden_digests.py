@@ -1,6 +1,7 @@
 """The scheduler decides, and the simulator times, exactly as when these digests were taken.
 
-    PYTHONPATH=. python tests/test_golden_digests.py          # takes them anew: where a decision was meant to change
+    PYTHONPATH=. python tests/test_golden_digests.py          # takes them anew: where a decision
+    was meant to change
 
 A larger matrix is in `benchmarks/papers/golden_digests.py`.
 """

@@ -20,7 +20,10 @@ def start(code):
         os.read(child.stdout.fileno(), 1)
     return child
 
-PARENT = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', %r]).pid, flush=True); "
+PARENT = (
+    "import subprocess, sys; "
+    "print(subprocess.Popen([sys.executable, '-c', %r]).pid, flush=True); "
+)
 PAUSE = "import signal; signal.pause()"
 """
 NEWBORN = """
@@ -38,7 +41,9 @@ pids = [child.pid, int(child.stdout.readline())]
 os.kill(child.pid, signal.SIGSTOP)
 """
 LEFT_BEHIND = """
-child = subprocess.Popen([sys.executable, "-c", PARENT % PAUSE], stdout=subprocess.PIPE, process_group=0)
+child = subprocess.Popen(
+    [sys.executable, "-c", PARENT % PAUSE], stdout=subprocess.PIPE, process_group=0
+)
 guard.watch(child.pid, grace_s=3600.0)
 pids = [int(child.stdout.readline())]
 child.wait()  # its own child has an hour no more

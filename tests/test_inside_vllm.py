@@ -361,7 +361,8 @@ def test_a_log_that_cannot_be_written_is_refused(make, tmp_path):
 def test_it_imports_no_heavy_library_that_vllm_does_not_import():
     code = (
         f"import sys, fake_vllm; fake_vllm.install(); import {NAME};"
-        "print(sorted({'torch', 'transformers', 'optuna', 'typer', 'fastapi', 'httpx'} & sys.modules.keys()))"
+        "print(sorted({'torch', 'transformers', 'optuna', 'typer', 'fastapi', 'httpx'} & "
+        "sys.modules.keys()))"
     )
     here = os.path.dirname(__file__)
     paths = os.pathsep.join([here, os.path.dirname(here)])

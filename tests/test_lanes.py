@@ -1,4 +1,6 @@
-"""The suite's lanes: what lacks the mark is found, and a parallel run gives a worker whole files."""
+"""The suite's lanes: what lacks the mark is found, and a parallel run gives a worker whole
+files.
+"""
 
 import os
 import re

@@ -371,7 +371,8 @@ def test_the_demo_continues_where_no_settings_keep_the_limits(
     assert llmctl("demo", "--out", tmp_path / "out") == 0
     told = {words[0]: ALLOW_BROKEN in words for words in reversed(ran)}  # the first of each
     assert told == {
-        "profile": False, "fit": False, "tune": False, "render": True, "serve": True, "bench": False, "report": False,
+        "profile": False, "fit": False, "tune": False, "render": True, "serve": True,
+        "bench": False, "report": False,
     }  # fmt: skip
     assert (
         "No setting keeps every limit on this machine; the demo continues"

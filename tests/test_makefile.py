@@ -97,8 +97,8 @@ def test_where_none_fits_it_says_what_was_tried(programs: Path) -> None:
     out, err = make(programs)
     assert "-m venv" not in out
     assert (
-        "found no Python 3.11, 3.12 or 3.13 with venv (tried python3 python3.13 python3.12 python3.11)"
-        in err
+        "found no Python 3.11, 3.12 or 3.13 with venv (tried python3 python3.13 python3.12 "
+        "python3.11)" in err
     )
 
 

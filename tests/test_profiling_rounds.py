@@ -12,7 +12,7 @@ from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.bench import LocalTimedEngine
 from toolkit.profiling.grid import GridPoint, part_points
 from toolkit.profiling.measure import admission_lengths, probe_admission
-from toolkit.profiling.worker_runs import ROUNDS, Ranges, RowsOfSequence, run_sequences
+from toolkit.profiling.worker_runs import ROUNDS, Ranges, RowsOfSequence, SequenceFeed
 
 SPEC = ProfileSpec(
     batch_sizes=[1, 4, 16],
@@ -83,7 +83,7 @@ def run_all(workers: InMemory):
         assert number not in recorded
         recorded[number] = result
 
-    asyncio.run(run_sequences(workers, range(6), RANGES, record))
+    asyncio.run(SequenceFeed(workers, range(6), RANGES, record).run())
     assert workers.stopped
     return recorded
 

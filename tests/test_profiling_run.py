@@ -29,13 +29,14 @@ from toolkit.profiling.process import (
     engine_process,
 )
 from toolkit.profiling.run import journal_path, profile
-from toolkit.profiling.worker_runs import run_slices
+from toolkit.profiling.worker_runs import SliceFeed
 from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import BatchDone, RoundDone, Times, WorkerLost, WorkerReady
 
 RECIPE = """
 name: fake
-model: {source: random, config: {model_type: fake}, dtype: float32, tokenizer: bytes, max_model_len: 512}
+model:
+  {source: random, config: {model_type: fake}, dtype: float32, tokenizer: bytes, max_model_len: 512}
 hardware: {device: cpu, name: none}
 engine: {name: fake, kv_cache_memory_mib: 2}
 workers: 2
@@ -374,7 +375,7 @@ def run_shapes(workers):
         assert number not in recorded
         recorded[number] = result
 
-    asyncio.run(run_slices(workers, SHAPES, 95, record))
+    asyncio.run(SliceFeed(workers, SHAPES, 95, record).run())
     assert workers.stopped
     return recorded
 
@@ -411,7 +412,7 @@ def test_a_crashed_worker_gets_slices_again_after_its_restart():
 
 
 def test_no_slices_need_no_workers():
-    asyncio.run(run_slices(None, {}, 95, None))
+    asyncio.run(SliceFeed(None, {}, 95, None).run())
 
 
 @pytest.mark.slow

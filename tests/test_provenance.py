@@ -57,7 +57,9 @@ def some(policy: str) -> st.SearchStrategy[dict[str, Value]]:
 
 
 def within(policy: str, parameters: Mapping[str, Value]) -> dict[str, Value]:
-    """The nearest parameters that the policy takes: of vLLM's own scheduler two bound each other."""
+    """The nearest parameters that the policy takes: of vLLM's own scheduler two bound each
+    other.
+    """
     return VllmPolicy.within(parameters) if policy == VllmPolicy.name else dict(parameters)
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from samples import computes_nothing
 
 from toolkit.traces.write import TraceLine, write_lines
 
@@ -24,30 +25,10 @@ TRACE = "traffic.jsonl"
 SHORT = {"bench": ["--warmup", "1"]}  # its 15 s of other requests would be most of this test's time
 
 
-def written(port: int) -> str:
-    """The recipe: a model that computes nothing, on two workers."""
-    return f"""
-name: own
-model: {{source: random, config: {{model_type: fake}}, dtype: float32, tokenizer: bytes, max_model_len: 512}}
-hardware: {{device: cpu, name: none}}
-engine: {{name: fake, kv_cache_memory_mib: 8}}
-workers: 2
-profile:
-  batch_sizes: [1, 2, 4, 8]
-  input_lengths: [16, 64, 128]
-  cached_lengths: [16, 64, 128]
-  memory_lengths: [64, 128]
-  slice_tokens: [16]
-  repeats: 2
-  slices: 8
-sla: {{ttft_p99_s: 5.0, e2e_p95_s: 10.0}}
-tune: {{trials: 8, request_rate_rps: 20, windows: 2, held_out_windows: 2, draws: 2}}
-serve: {{max_new_tokens: 64, port: {port}}}
-"""
-
-
 def lines_of_the_readme() -> list[list[str]]:
-    """The commands of the section's first block, in words; the recipe that they name is the test's."""
+    """The commands of the section's first block, in words; the recipe that they name is the
+    test's.
+    """
     section = README.read_text(encoding="utf-8").split("\n## Your own model\n")[1]
     block = re.search(r"\n\n((?:    .*\n)+)", section)
     assert block
@@ -83,7 +64,9 @@ def server(words: list[str], folder: Path) -> Iterator[None]:
 def folder(tmp_path: Path) -> Path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        (tmp_path / RECIPE).write_text(written(free.getsockname()[1]), encoding="utf-8")
+        port = free.getsockname()[1]
+    recipe = computes_nothing("own", tune="windows: 2, held_out_windows: 2, draws: 2", port=port)
+    (tmp_path / RECIPE).write_text(recipe, encoding="utf-8")
     write_lines([TraceLine(50 * k, 20 + k % 90, 3 + k % 40) for k in range(80)], tmp_path / TRACE)
     return tmp_path
 

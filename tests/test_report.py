@@ -25,10 +25,9 @@ from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.tuning import ATTAINMENT, Limit, Outcome, Trial, Tuning, recipe_limits
 from toolkit.report.material import gather
-from toolkit.report.page import report
+from toolkit.report.page import report, summary_section
 from toolkit.report.parts import Axes, ChartSeries, Judged, bars, chart
 from toolkit.report.sections import fit_section
-from toolkit.report.summary import summary_section
 from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults
 
@@ -157,8 +156,8 @@ def test_the_page_starts_with_the_verdict_in_words(folder: Path):
     html = verdict_of(folder)
     text = text_of(html)
     assert (
-        '<p class="badge kept"><b>✓</b> Every target is kept, as predicted; not measured at this rate yet.'
-        in html
+        '<p class="badge kept"><b>✓</b> Every target is kept, as predicted; not measured at this '
+        "rate yet." in html
     )
     assert "llmctl serve plan.json" in text
     assert "Policy slice" in text
@@ -219,8 +218,8 @@ def test_measured_values_are_shown_beside_predicted_ones_and_judged(folder: Path
     assert "TTFT p99 at most 2 s 1.5 s ✓ kept 1.6 s ✓ kept" in text
     assert "goodput none 3.2 requests/s 2.9 requests/s" in text
     assert (
-        "bench.json: 1 requests at 3.01 requests/s, the rate it was tuned for; the prediction's errors"
-        in text
+        "bench.json: 1 requests at 3.01 requests/s, the rate it was tuned for; the prediction's "
+        "errors" in text
     )
     make_bench(folder, "bench.json", 3.0, ttft_p99_s=2.6, e2e_p95_s=7.0)
     text = text_of(verdict_of(folder))
@@ -354,8 +353,8 @@ def test_points_and_bars_have_their_values_as_titles(folder: Path):
         r"prefill: N \d+, length \d+: predicted [\d.]+ m?s, measured [\d.]+ m?s", titles
     )
     assert (
-        "trial 0, slice: goodput_rps 3.2 requests/s, e2e_p95_s 6 s, keeps all limits; slice_tokens 128"
-        in titles
+        "trial 0, slice: goodput_rps 3.2 requests/s, e2e_p95_s 6 s, keeps all limits; "
+        "slice_tokens 128" in titles
     )
     assert "TTFT p99, predicted: 1.5 s, at most 2 s" in titles
     assert "throughput_rps: +50" in titles or "throughput_rps: 50 %" in titles

@@ -174,7 +174,9 @@ def test_no_server_runs_the_oracle():
 
 @pytest.mark.slow
 def test_the_order_of_the_paper_holds_on_heavy_tails_without_starvation():
-    """One of the seeds that the benchmark averages: with one in eight, naive is ahead of skip-join."""
+    """One of the seeds that the benchmark averages: with one in eight, naive is ahead of
+    skip-join.
+    """
     rows = {method: bench.measured(method, 4.5, 150.0, 2) for method in bench.METHODS}
     assert bench.broken(rows) == []
     assert (

@@ -40,7 +40,9 @@ def test_as_many_jobs_enter_as_keep_a_step_within_mtpot():
 
 
 def test_a_prefill_may_stall_running_jobs_for_at_most_mtpot():
-    """A step of n rows takes n * 10 ms: with two of 100 tokens 200 + 30 ms, with three 300 + 40 ms."""
+    """A step of n rows takes n * 10 ms: with two of 100 tokens 200 + 30 ms, with three 300 + 40
+    ms.
+    """
     scheduler = make(mtpot_s=0.3)
     submit(scheduler, "runs")
     assert entered(scheduler, 0.0) == ["runs"]
@@ -66,7 +68,9 @@ def test_a_prefill_on_an_empty_worker_stalls_no_job():
 
 
 def test_newcomers_do_not_delay_each_others_first_tokens_beyond_ttft():
-    """Two are prefilled in 0.8 s and step in 20 ms; three would have their first tokens at 1.23 s."""
+    """Two are prefilled in 0.8 s and step in 20 ms; three would have their first tokens at 1.23
+    s.
+    """
     scheduler = make(ttft_s=1.0, mtpot_s=100.0)
     for name in "abc":
         submit(scheduler, name, prompt=400)

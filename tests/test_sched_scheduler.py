@@ -88,6 +88,30 @@ def test_a_job_that_fails_alone_twice_is_given_up_with_the_reason():
     assert scheduler.jobs == 0
 
 
+def test_a_job_that_makes_progress_between_failures_is_given_up_only_at_the_fifth():
+    scheduler = make()
+    scheduler.submit(request("a"), 0.0)
+    for failures in range(1, 6):
+        (batch,) = scheduler.tick(0.0)
+        scheduler.complete(done(batch, 1, finished=False, failure="crashed"), 1.0)
+        assert scheduler.jobs == (failures < 5)
+    assert [r.reason for r in scheduler.take_refusals()] == [
+        "the worker died while it ran alone, five times"
+    ]
+
+
+def test_two_failures_without_a_token_in_between_count_however_many_came_before():
+    scheduler = make()
+    scheduler.submit(request("a"), 0.0)
+    for generated in (3, 3, 0):
+        (batch,) = scheduler.tick(0.0)
+        assert scheduler.take_refusals() == []
+        scheduler.complete(done(batch, generated, finished=False, failure="crashed"), 1.0)
+    assert [r.reason for r in scheduler.take_refusals()] == [
+        "the worker died while it ran alone, three times"
+    ]
+
+
 def test_a_crash_moves_batch_and_queue_to_another_worker_with_tokens_kept():
     scheduler = make(workers=2)
     for name in "ab":

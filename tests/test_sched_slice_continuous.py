@@ -47,7 +47,9 @@ def test_reserve_is_kept_free():
 
 
 def test_rows_that_end_before_a_newcomers_slice_leave_their_room_to_it():
-    """a holds 50 and has 10 steps left, b enters with 60: the peak is 60 + 70 = 130, not 60 + 80."""
+    """a holds 50 and has 10 steps left, b enters with 60: the peak is 60 + 70 = 130, not 60 +
+    80.
+    """
     scheduler = make(capacity=130)
     submit(scheduler, "a", prompt=40, limit=60)
     (first,) = scheduler.tick(0.0)
@@ -85,7 +87,9 @@ def test_requests_go_where_the_least_is_promised_the_longest_first():
 
 
 def crowded(workers: int, margin: float = 0.1) -> Scheduler:
-    """On worker 0 the slices of a and b are over, and c waits; worker 1, if any, came back later."""
+    """On worker 0 the slices of a and b are over, and c waits; worker 1, if any, came back
+    later.
+    """
     scheduler = make(workers, capacity=200, margin=margin)
     if workers == 2:
         scheduler.worker_lost(1, 0.0)

@@ -56,7 +56,8 @@ def test_static_policies_are_served(policy: str) -> None:
     [
         (
             "past-future",
-            "policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches",
+            "policy 'past-future' needs an engine that re-batches; 'transformers' runs static "
+            "batches",
         ),
         ("past-future-oracle", "policy 'past-future-oracle' knows the true output lengths"),
     ],

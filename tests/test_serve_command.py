@@ -103,8 +103,8 @@ def test_a_fit_of_another_engine_is_refused_with_both_sides(
     write_file(foreign, tmp_path / "plan.json")
     told = fails(capsys, str(tmp_path / "plan.json"))
     assert (
-        f"another device NVIDIA A100 (here none), another engine fake 0.1 (here fake {toolkit.__version__})"
-        in told
+        f"another device NVIDIA A100 (here none), another engine fake 0.1 (here fake "
+        f"{toolkit.__version__})" in told
     )
     assert "--force" in told
 

@@ -203,7 +203,10 @@ def error(received: bytes) -> dict:
 
 
 def test_pipelined_upgrade_requests_are_answered_in_http_1_1():
-    upgrade = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n\r\nabc"
+    upgrade = (
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "
+        b"h2c\r\nContent-Length: 3\r\n\r\nabc"
+    )
 
     async def test(wire: Wire) -> None:
         peer = await wire.open(

@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.serving import HandWorkers, Server, client, fake_plan, turns
 from toolkit.errors import InputError
-from toolkit.files.keys import MAX_KEYS, ApiKey, read_keys
-from toolkit.serve.access import Bucket
+from toolkit.serve.access import MAX_KEYS, ApiKey, Bucket, read_keys
 from toolkit.serve.driver import Driver
 
 ANA, BEN = "sk-ana-canary", "sk-ben-canary"

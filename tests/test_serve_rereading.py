@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.serving import Server, client, fake_plan
 from toolkit.errors import InputError
-from toolkit.files.keys import ApiKey, read_keys
 from toolkit.serve import rereading
+from toolkit.serve.access import ApiKey, read_keys
 from toolkit.serve.rereading import Followed, WatchedFiles, follow
 
 ANA, BEN, NEW = "sk-ana-canary", "sk-ben-canary", "sk-new-canary"

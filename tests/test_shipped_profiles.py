@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import llmctl
 
-from toolkit.cli.stage import open_stage
+from toolkit.cli.simulate import StageOptions, open_stage
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, head, load_recipe, read_file, recipe_path, shipped_fit
@@ -79,7 +79,7 @@ def test_simulate_and_compare_have_the_requests_that_tune_has(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load_recipe(recipe_path(name))
-    stage = open_stage("bursty-small", name, None, fit_lengths=True)
+    stage = open_stage(StageOptions(trace="bursty-small", fit=name))
     tuned = prepare(read_trace(trace_path("bursty-small"))[0], recipe)
     assert list(stage.trace.rows()) == list(tuned.rows())
     assert stage.trace.scaling == tuned.scaling

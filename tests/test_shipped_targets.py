@@ -1,5 +1,5 @@
-"""The recommended settings of each shipped recipe keep its targets, on its own trace and load, by its
-shipped fit.
+"""The recommended settings of each shipped recipe keep its targets, on its own trace and load, by
+its shipped fit.
 """
 
 import pytest

@@ -17,7 +17,8 @@ from toolkit.estimators.steps import StepLaw
 from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
-from toolkit.sim.paged import PagedRequest, PagedScheduler
+from toolkit.sim.blocks import PagedRequest
+from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine, PassRange
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace

@@ -164,9 +164,12 @@ def test_every_policy_has_every_metric(policy: str) -> None:
         {"ttft_p99_s": 1.0}
     )
     wanted = {
-        "throughput_rps", "goodput_rps", "sla_attainment_percent", "decoding_steps", "consumed_memory_percent",
-        "future_required_memory_percent", "evicted_percent", "pad_tokens_per_request", "invalid_tokens_per_request",
-        "batch_size_mean", "slices_per_request", "completion_time_std_s", "utilisation_worker_1_percent", "refused",
+        "throughput_rps", "goodput_rps", "sla_attainment_percent", "decoding_steps",
+        "consumed_memory_percent",
+        "future_required_memory_percent", "evicted_percent", "pad_tokens_per_request",
+        "invalid_tokens_per_request",
+        "batch_size_mean", "slices_per_request", "completion_time_std_s",
+        "utilisation_worker_1_percent", "refused",
         "extrapolated_batches_percent", "oom_percent", "peak_memory_percent",
     }  # fmt: skip
     wanted |= {

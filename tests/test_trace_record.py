@@ -115,7 +115,10 @@ def test_a_stream_is_counted_by_usage_that_the_client_does_not_see(tmp_path: Pat
 
 
 def test_a_client_that_asks_for_usage_gets_it_and_its_body_is_not_touched(tmp_path: Path):
-    asked = b'{ "stream":true, "prompt":"x","stream_options": {"include_usage":true, "other": 1},"prompt2":1}'
+    asked = (
+        b'{ "stream":true, "prompt":"x","stream_options": {"include_usage":true, "other": '
+        b'1},"prompt2":1}'
+    )
 
     async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         got = await client.post("/v1/chat/completions", content=asked)
@@ -467,7 +470,10 @@ def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, options, sa
     assert SECRET not in error
 
 
-UPGRADE = b"Connection: Upgrade, close\r\nUpgrade: h2c\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+UPGRADE = (
+    b"Connection: Upgrade, close\r\nUpgrade: h2c\r\nContent-Type: "
+    b"application/json\r\nContent-Length: %d\r\n"
+)
 RAW = {
     "a header without an end": (
         b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * (1 << 18),

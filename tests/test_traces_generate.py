@@ -97,11 +97,13 @@ def test_a_distribution_prints_as_it_is_spelled(text):
         ("lognormal:a:b", "give lognormal:MEDIAN:SIGMA"),
         (
             "lognormal:nan:1",
-            "lognormal:MEDIAN:SIGMA, lengths from 1 to 2147483647 tokens, SIGMA above 0 and up to 10",
+            "lognormal:MEDIAN:SIGMA, lengths from 1 to 2147483647 tokens, SIGMA above 0 and up to "
+            "10",
         ),
         (
             "lognormal:4:0",
-            "lognormal:MEDIAN:SIGMA, lengths from 1 to 2147483647 tokens, SIGMA above 0 and up to 10",
+            "lognormal:MEDIAN:SIGMA, lengths from 1 to 2147483647 tokens, SIGMA above 0 and up to "
+            "10",
         ),
         (
             "pareto:4:inf",

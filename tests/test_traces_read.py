@@ -23,7 +23,8 @@ BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Ty
 45,ChatGPT,1087,0,1087,Conversation log
 118,GPT-4,417,276,693,API log
 """
-BURSTGPT_SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+BURSTGPT_SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,\
+Response tokens,Total tokens,Log Type
 5,9,1.5,ChatGPT,472,18,490,Conversation log
 """
 VIDUR = """arrived_at,num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
@@ -34,13 +35,16 @@ VIDUR_LENGTHS = """num_prefill_tokens,num_decode_tokens
 374,44
 """
 MOONCAKE = """{"timestamp": 1000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}
-{"timestamp": 1500.5, "input_length": 7322, "output_length": 490, "hash_ids": [0, 14], "max_tokens": 512}
+{"timestamp": 1500.5, "input_length": 7322, "output_length": 490, "hash_ids": [0, 14], \
+"max_tokens": 512}
 """
-SERVER_LOG = """{"timestamp":0,"input_length":10,"output_length":4,"e2e_ms":9.5,"ttft_ms":2.0,"status":"ok"}
+SERVER_LOG = """\
+{"timestamp":0,"input_length":10,"output_length":4,"e2e_ms":9.5,"ttft_ms":2.0,"status":"ok"}
 {"timestamp":7,"input_length":10,"output_length":0,"e2e_ms":1.0,"status":"error"}
 """
 SHAREGPT_O1 = """[
-    {"completion_tokens": 1822, "prompt_tokens": 40, "total_tokens": 1862, "reasoning_tokens": 1024},
+    {"completion_tokens": 1822, "prompt_tokens": 40, "total_tokens": 1862,
+     "reasoning_tokens": 1024},
     {"completion_tokens": 976, "prompt_tokens": 24, "total_tokens": 1000, "reasoning_tokens": 768}
 ]"""
 
@@ -114,7 +118,8 @@ def test_an_impossible_csv_row_is_counted_with_its_reason(tmp_path, row, reason)
     [
         (
             "1e300,5,5",
-            "1 with a time beyond the year 9999 (row 2: arrived_at is '1e300', must be at most 2.534e+11 s)",
+            "1 with a time beyond the year 9999 (row 2: arrived_at is '1e300', must be at most "
+            "2.534e+11 s)",
         ),
         ("-3,5,5", "1 with a negative time (row 2: arrived_at is '-3', must be at least 0 s)"),
         (
@@ -126,11 +131,13 @@ def test_an_impossible_csv_row_is_counted_with_its_reason(tmp_path, row, reason)
         (",5,5", "1 unparsable (row 2: arrived_at is '', must be a finite number of s)"),
         (
             "0,five,5",
-            "1 unparsable (row 2: num_prefill_tokens is 'five', must be a whole number from 1 to 2,147,483,647)",
+            "1 unparsable (row 2: num_prefill_tokens is 'five', must be a whole number from 1 to "
+            "2,147,483,647)",
         ),
         (
             "0,5",
-            "1 unparsable (row 2: no num_decode_tokens, must be a whole number from 1 to 2,147,483,647)",
+            "1 unparsable (row 2: no num_decode_tokens, must be a whole number from 1 to "
+            "2,147,483,647)",
         ),
         (
             "0,5," + "x" * 99,
@@ -168,7 +175,8 @@ def test_nanoseconds_are_not_taken_for_milliseconds(tmp_path):
 
 
 ODD = st.one_of(
-    st.none(), st.booleans(), st.integers(-9, 9), st.integers(), st.floats(), st.text("0159.e-nainf ٣", max_size=6),
+    st.none(), st.booleans(), st.integers(-9, 9), st.integers(), st.floats(),
+    st.text("0159.e-nainf ٣", max_size=6),
     st.just([1]),
     st.sampled_from([1e300, -1e300, 10**400, 2**31, 1.5, "NaN", "1e999"]),
 )  # fmt: skip

@@ -62,8 +62,10 @@ def test_lengths_are_divided_so_that_the_99th_percentile_fits_and_the_rest_is_cl
     assert scaled.prompt_tokens[:3].tolist() == [1, 2, 3]
     assert scaled.prompt_tokens[-2:].tolist() == [97, 100]
     assert scaled.notes[0] == (
-        "prompts divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of 100, 1.0 %)"
-        "; outputs divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of 100, 1.0 %)"
+        "prompts divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of 100, "
+        "1.0 %)"
+        "; outputs divided by 10.3 (99th percentile 1030 -> 100), clipped to 100 tokens (1 of "
+        "100, 1.0 %)"
     )
 
 

@@ -108,7 +108,8 @@ def test_windows_are_as_long_as_wished_where_the_trace_allows_it(wish):
         ()
         if kept or wish is None
         else (
-            f"windows of 20 s instead of {wish:,g} s: t.csv lasts 100 s at 2 requests/s, for 4 windows",
+            f"windows of 20 s instead of {wish:,g} s: t.csv lasts 100 s at 2 requests/s, for 4 "
+            f"windows",
         )
     )
 

@@ -18,7 +18,8 @@ from toolkit.traces.windows import prepare, scale_lengths
 RECIPE = """\
 name: test
 model:
-  {source: org/model, max_model_len: 512, kv_bytes_per_token: 4096, dtype: float32, config: {CONFIG}}
+  {source: org/model, max_model_len: 512, kv_bytes_per_token: 4096, dtype: float32,
+  config: {CONFIG}}
 hardware: {device: cpu, name: any}
 engine: {name: transformers}
 workers: 2
@@ -32,7 +33,8 @@ serve: {max_new_tokens: 128}
 
 def lengths(divisor: float, longest: int = 100, limit: int = 384) -> ScaledLengths:
     return ScaledLengths(
-        limit_tokens=limit, percentile_99_tokens=divisor * limit, longest_tokens=longest, mean_tokens=50.0,
+        limit_tokens=limit, percentile_99_tokens=divisor * limit, longest_tokens=longest,
+        mean_tokens=50.0,
         divisor=divisor, clipped=0, scaled_mean_tokens=50.0 / divisor,
     )  # fmt: skip
 
@@ -74,7 +76,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (scaling(4.0, context=512), "the model takes at most 512 tokens, which limits the prompts"),
         (
             scaling(4.0, longest=7000, context=8192),
-            "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 in the recipe",
+            "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 "
+            "in the recipe",
         ),
         (
             scaling(4.0, longest=9000, context=896),
@@ -126,7 +129,10 @@ def test_the_verdict_the_plan_and_the_page_have_the_warning(
     assert err.splitlines()[0].startswith("warning: trace: prompts divided by 8.5")
     verdict = re.sub(r"\s+", " ", out[out.index("warning: ") :])
     assert verdict.startswith("warning: not the trace's own requests: prompts are divided by 8.5")
-    cuts = "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 in the recipe"
+    cuts = (
+        "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 in "
+        "the recipe"
+    )
     assert f"warning: {cuts} limits the prompts" in verdict
     tuning = read_file(Tuning, "tuning.json")
     assert tuning.scaling is not None

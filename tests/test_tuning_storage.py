@@ -204,7 +204,10 @@ def test_a_lost_database_is_one_line(tmp_path: Path) -> None:
         collect(Remembering(InProcessRunner(), studies), [Task(bench, "slice")])
 
 
-GOOD = b'["k", {"policy": "slice", "parameters": {}, "metrics": {"goodput_rps": 1.0}}, {"ttft_p99_s": 0.5}]\n'
+GOOD = (
+    b'["k", {"policy": "slice", "parameters": {}, "metrics": {"goodput_rps": 1.0}}, '
+    b'{"ttft_p99_s": 0.5}]\n'
+)
 DAMAGED = [
     b"\x00" * 64,
     b"\xff\xfe no UTF-8",

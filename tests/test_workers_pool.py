@@ -367,8 +367,8 @@ def test_the_pool_gives_up_when_no_worker_can_be_loaded_again() -> None:
         (failed,) = await events.until(WorkersFailed)
         assert isinstance(failed, WorkersFailed)
         assert (
-            "none could be loaded again in 5 tries; worker 0: exit code 1: RuntimeError: no such device"
-            in str(failed.error)
+            "none could be loaded again in 5 tries; worker 0: exit code 1: RuntimeError: no such "
+            "device" in str(failed.error)
         )
         assert len(pool.bodies) == 1 + MAX_FAILED_LOADS
         await pool.stop()
@@ -423,7 +423,9 @@ def test_a_load_that_hangs_is_ended_and_tried_again() -> None:
 
 
 class Silence:
-    """Lets time pass for a pool's supervisor: `after(5, 0)` is five seconds of silence of worker 0."""
+    """Lets time pass for a pool's supervisor: `after(5, 0)` is five seconds of silence of
+    worker 0.
+    """
 
     def __init__(self, pool: ManualPool) -> None:
         self.pool = pool

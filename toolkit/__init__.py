@@ -2,4 +2,8 @@
 that.
 """
 
+from toolkit.compiled import install
+
 __version__ = "0.1.0"
+
+install()

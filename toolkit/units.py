@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+MIB, GIB = 1 << 20, 1 << 30  # bytes
+
 
 def number(value: float) -> str:
     """Three significant digits, or all of a whole number, with separators: 12,345 3.14 0.00271."""
@@ -10,6 +12,13 @@ def number(value: float) -> str:
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def word(value: bool | int | float | str) -> str:
+    """The value of a parameter as text; of numbers three digits."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else number(value)
 
 
 def seconds(value: float) -> str:

@@ -23,7 +23,7 @@ from schemathesis import GenerationMode
 from benchmarks.common import ROOT
 from benchmarks.common.serving import SETTINGS
 from toolkit.serve.api import document
-from toolkit.serve.settings import FrontSettings
+from toolkit.serve.assemble import FrontSettings
 
 LEAKS = re.compile(
     "|".join(
@@ -218,47 +218,101 @@ RAW: dict[str, tuple[bytes, set[int]]] = {
     "unknown method": (request(SENT[0], GOOD, CLOSE, method=b"BREW"), {400}),
     "CONNECT": (b"CONNECT example.com:443 HTTP/1.1\r\nHost: localhost\r\n\r\n", {400, 404, 405}),
     "an absolute URL": (request("http://x/v1/models", b"", CLOSE, method=b"GET"), {200, 400, 404}),
-    "a path with bytes above ASCII": (request("/v1/\xff\xfe", b"", CLOSE, method=b"GET"), {400, 404}),
-    "a path with half of a surrogate": (request("/v1/%ED%A0%80", b"", CLOSE, method=b"GET"), {400, 404}),
+    "a path with bytes above ASCII": (
+        request("/v1/\xff\xfe", b"", CLOSE, method=b"GET"),
+        {400, 404},
+    ),
+    "a path with half of a surrogate": (
+        request("/v1/%ED%A0%80", b"", CLOSE, method=b"GET"),
+        {400, 404},
+    ),
     "a path with a zero byte": (request("/v1/models/%00", b"", CLOSE, method=b"GET"), {404}),
     "dots in the path": (request("/../../etc/passwd", b"", CLOSE, method=b"GET"), {404}),
     "a line break in the path": (request("/v1/%0d%0aX: y", b"", CLOSE, method=b"GET"), {400, 404}),
     "a long path": (request("/" + "a" * 70_000, b"", CLOSE, method=b"GET"), {400, 431}),
-    "many headers": (request(SENT[0], GOOD, CLOSE, *[b"x-%d: %s" % (n, b"y" * 90) for n in range(1000)]), {431}),
+    "many headers": (
+        request(SENT[0], GOOD, CLOSE, *[b"x-%d: %s" % (n, b"y" * 90) for n in range(1000)]),
+        {431},
+    ),
     "a long header": (request(SENT[0], GOOD, CLOSE, b"x: " + b"y" * 100_000), {431}),
     "a header without an end": (b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000, {0, 431}),
     "a header with a line break": (request(SENT[0], GOOD, CLOSE, b"x: a\r\n b"), {200, 400}),
     "a header with a zero byte": (request(SENT[0], GOOD, CLOSE, b"x: a\x00b"), {400}),
-    "a request id that would inject": (request(SENT[0], GOOD, CLOSE, b"x-request-id: a\x0b<script>"), {200, 400}),
-    "two lengths": (request(SENT[0], GOOD, CLOSE, b"Content-Length: 5", b"Content-Length: 36"), {400}),
-    "a length and chunks": (request(SENT[0], b"0\r\n\r\n", CLOSE, b"Content-Length: 5", CHUNKED), {400}),
+    "a request id that would inject": (
+        request(SENT[0], GOOD, CLOSE, b"x-request-id: a\x0b<script>"),
+        {200, 400},
+    ),
+    "two lengths": (
+        request(SENT[0], GOOD, CLOSE, b"Content-Length: 5", b"Content-Length: 36"),
+        {400},
+    ),
+    "a length and chunks": (
+        request(SENT[0], b"0\r\n\r\n", CLOSE, b"Content-Length: 5", CHUNKED),
+        {400},
+    ),
     "a negative length": (request(SENT[0], GOOD, CLOSE, b"Content-Length: -1"), {400}),
-    "a length beyond 64 bits": (request(SENT[0], GOOD, CLOSE, b"Content-Length: 99999999999999999999999"), {400}),
-    "a length beyond the limit": (request(SENT[0], GOOD, CLOSE, b"Content-Length: 999999999"), {413}),
+    "a length beyond 64 bits": (
+        request(SENT[0], GOOD, CLOSE, b"Content-Length: 99999999999999999999999"),
+        {400},
+    ),
+    "a length beyond the limit": (
+        request(SENT[0], GOOD, CLOSE, b"Content-Length: 999999999"),
+        {413},
+    ),
     "a length in words": (request(SENT[0], GOOD, CLOSE, b"Content-Length: many"), {400}),
     "a length that is too short": (request(SENT[0], GOOD, b"Content-Length: 5"), {400}),
     "a length that is too long": (request(SENT[0], GOOD, CLOSE, b"Content-Length: 500"), {0, 400}),
-    "chunks": (request(SENT[0], b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD), CLOSE, CHUNKED), {200}),
-    "chunks without an end": (request(SENT[0], b"%x\r\n%s\r\n" % (len(GOOD), GOOD), CLOSE, CHUNKED), {0, 400}),
-    "a chunk of a negative size": (request(SENT[0], b"-5\r\nhello\r\n0\r\n\r\n", CLOSE, CHUNKED), {400}),
-    "a chunk of a huge size": (request(SENT[0], b"ffffffffffffffffff\r\nhello", CLOSE, CHUNKED), {400}),
+    "chunks": (
+        request(SENT[0], b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD), CLOSE, CHUNKED),
+        {200},
+    ),
+    "chunks without an end": (
+        request(SENT[0], b"%x\r\n%s\r\n" % (len(GOOD), GOOD), CLOSE, CHUNKED),
+        {0, 400},
+    ),
+    "a chunk of a negative size": (
+        request(SENT[0], b"-5\r\nhello\r\n0\r\n\r\n", CLOSE, CHUNKED),
+        {400},
+    ),
+    "a chunk of a huge size": (
+        request(SENT[0], b"ffffffffffffffffff\r\nhello", CLOSE, CHUNKED),
+        {400},
+    ),
     "trailers": (
         request(SENT[0], b"%x\r\n%s\r\n0\r\nx: y\r\n\r\n" % (len(GOOD), GOOD), CLOSE, CHUNKED),
         {200, 400},
     ),
-    "gzip": (request(SENT[0], b"\x1f\x8b\x08\x00" + b"\x00" * 30, CLOSE, b"Content-Encoding: gzip"), {400, 415}),
+    "gzip": (
+        request(SENT[0], b"\x1f\x8b\x08\x00" + b"\x00" * 30, CLOSE, b"Content-Encoding: gzip"),
+        {400, 415},
+    ),
     "an upgrade": (request(SENT[0], GOOD, b"Connection: Upgrade, close", b"Upgrade: h2c"), {200}),
-    "a websocket": (request("/", b"", b"Connection: Upgrade, close", b"Upgrade: websocket", method=b"GET"), {200}),
+    "a websocket": (
+        request("/", b"", b"Connection: Upgrade, close", b"Upgrade: websocket", method=b"GET"),
+        {200},
+    ),
     "expects 100": (request(SENT[0], GOOD, CLOSE, b"Expect: 100-continue"), {100, 200}),
-    "pipelined": (request("/v1/models", b"", method=b"GET") * 3 + request(SENT[0], GOOD, CLOSE), {200}),
-    "rubbish after a request": (request("/v1/models", b"", method=b"GET") + b"\x00\x01\x02" * 9, {200, 400}),
+    "pipelined": (
+        request("/v1/models", b"", method=b"GET") * 3 + request(SENT[0], GOOD, CLOSE),
+        {200},
+    ),
+    "rubbish after a request": (
+        request("/v1/models", b"", method=b"GET") + b"\x00\x01\x02" * 9,
+        {200, 400},
+    ),
     "HEAD": (request("/health", b"", CLOSE, method=b"HEAD"), {200}),
-    "a type in capitals": (request(SENT[0], GOOD, CLOSE, b"Content-Type: Application/JSON; charset=utf-8"), {200}),
+    "a type in capitals": (
+        request(SENT[0], GOOD, CLOSE, b"Content-Type: Application/JSON; charset=utf-8"),
+        {200},
+    ),
     "no type": (request(SENT[0], GOOD, CLOSE, b"Content-Type: "), {415}),
-    "a form": (request(SENT[0], b"prompt=a", CLOSE, b"Content-Type: application/x-www-form-urlencoded"), {415}),
+    "a form": (
+        request(SENT[0], b"prompt=a", CLOSE, b"Content-Type: application/x-www-form-urlencoded"),
+        {415},
+    ),
     "empty": (b"", {0}),
     "half a request": (request(SENT[0], GOOD)[:40], {0, 400}),
-}  # fmt: skip
+}
 
 
 SEPARATORS = [b"\r\n", b"\r\n\r\n", b"\x00", b": ", b"\xff", b"HTTP/1.1"]
@@ -333,6 +387,6 @@ def raw_complaint(sent: bytes, received: bytes) -> str:
 
 
 def beyond_schemas(response: httpx.Response) -> bool:
-    """Whether a request that fits the schema was refused for its number of tokens, or for the load."""
+    """Whether a request that fits the schema was refused for its tokens, or for the load."""
     error = response.json()["error"]
     return error["code"] in BEYOND_SCHEMAS or error["param"] in ("min_tokens", "n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -22,3 +23,10 @@ async def send(port: int, request: bytes) -> tuple[asyncio.StreamReader, asyncio
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
     return reader, writer
+
+
+def free_port() -> int:
+    """A port of this machine on which nothing listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

@@ -33,9 +33,9 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Worker
 from toolkit.serve.access import Keyring
 from toolkit.serve.api import make_app
+from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, LatencyLimits
-from toolkit.serve.settings import FrontSettings
 from toolkit.serve.stats import Stats
 from toolkit.workers.protocol import (
     BatchDone,

@@ -2,8 +2,9 @@
 
     python -m benchmarks.engines.vllm_passes --log LOG.jsonl --requests REQUESTS.jsonl
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER [--cases 400]
+    python -m benchmarks.engines.vllm_passes --vllm-python PYTHON --model FOLDER --trace TRACE [...]
 
-Takes seconds with --log. Needs that log, or an environment with vLLM 0.32 for made-up workloads.
+Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM 0.32.
 
 The first compares it with a log of a real vLLM (`--scheduler-cls
 toolkit.backends.vllm.iterations.logged_scheduler`) and the requests that it served, one JSON object
@@ -11,16 +12,21 @@ each: id, arrival_s on the log's clock, prompt_tokens, max_tokens.
 
 The second makes up workloads, with small caches and all flags drawn, and runs them through vLLM's
 scheduler classes, also the asynchronous one, without an engine (`vllm_passes_child.py`): the
-arrivals before each pass are given, and so is which requests end before their limit. FOLDER has a
-model's config.json; no weights are read.
+arrivals before each pass are given, and so is which requests end before their limit. Two thirds of
+them have prompts that share blocks, or sessions whose turns begin with the turns before, in open
+and closed loop. FOLDER has a model's config.json; no weights are read.
+
+The third does the same with the requests of a trace with shared blocks, their lengths divided by
+--divide, with passes of --pass-s seconds.
 
 A pass differs if its rows, their order, their computed and new tokens, the preempted requests, the
-free blocks or the number of waiting requests differ. A log is followed to its first difference,
-since later ones may follow from it.
+free blocks, the number of waiting requests or the tokens that were looked up and found in the cache
+differ. A log is followed to its first difference, since later ones may follow from it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -30,10 +36,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.common.command import make_parser
+from benchmarks.engines.vllm_passes_child import Arrivals
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.paged import PagedRequest, PagedScheduler
+from toolkit.sim.blocks import PagedRequest, contents
+from toolkit.sim.paged import PagedScheduler
+from toolkit.traces.read import read_trace
+from toolkit.traces.types import SharedBlocks, trace_path
 
 Case = Mapping[str, Any]  # a workload and flags, as JSON
 
@@ -78,75 +90,207 @@ def logged(passes: Sequence[LoggedPass], requests: Sequence[Mapping[str, Any]]) 
 
 def make_case(seed: int) -> dict[str, Any]:
     """A made-up workload and flags; a request is [pass before which it arrives, prompt, output,
-    limit].
+    limit]. In a closed loop, a turn arrives so many passes after the turn before has ended.
     """
     draw = random.Random(seed)
     block_tokens, blocks = draw.choice([4, 8, 16]), draw.choice([12, 20, 40, 100])
     longest = min(blocks * block_tokens, 1024)
     seqs = draw.choice([2, 4, 8, 16])
+    kind = draw.choice(["alone", "blocks", "blocks", "sessions", "closed", "both"])
+    made = _Prompts(draw, block_tokens, longest, kind)
     at, requests = 0, []
     for _ in range(draw.randint(3, 40)):
         at += draw.choice([0, 0, 0, 1, 2, 5, 30])
-        prompt = draw.randint(1, min(longest // 2, draw.choice([5, 20, 100])))
+        prompt = made.add()
         limit = draw.randint(1, min(longest - prompt, draw.choice([3, 20, 60])))
-        requests.append(
-            [at, prompt, limit if draw.random() < 0.5 else draw.randint(1, limit), limit]
-        )
+        output = limit if draw.random() < 0.5 else draw.randint(1, limit)
+        made.lengths.append((prompt, output))
+        later = kind == "closed" and made.previous[-1] >= 0
+        requests.append([draw.choice([0, 0, 1, 7]) if later else at, prompt, output, limit])
+    chunked = draw.random() < 0.8
+    tokens = max(seqs, draw.choice([8, 16, 32, 64, 256]))
     return {
         "block_tokens": block_tokens,
         "blocks": blocks,
         "max_model_len": longest,
         "max_num_seqs": seqs,
-        "max_num_batched_tokens": max(seqs, draw.choice([8, 16, 32, 64, 256])),
-        "prefix_caching": draw.random() < 0.5,
+        "max_num_batched_tokens": tokens if chunked else max(tokens, longest),
+        "chunked_prefill": chunked,
+        "prefix_caching": draw.random() < (0.5 if kind == "alone" else 0.9),
+        "reserve_full_isl": draw.random() < 0.8,
         "watermark": draw.choice([0.0, 0.0, 0.1]),
         "ahead": draw.random() < 0.5,
+        "closed": kind == "closed",
+        "shared_tokens": made.size,
+        "ids": made.ids,
+        "previous": made.previous,
         "requests": requests,
+    }
+
+
+class _Prompts:
+    """Made-up prompts that share blocks of `size` tokens and continue earlier requests."""
+
+    def __init__(self, draw: random.Random, block_tokens: int, longest: int, kind: str) -> None:
+        self._draw, self._block_tokens, self._longest, self._kind = (
+            draw,
+            block_tokens,
+            longest,
+            kind,
+        )
+        self.size = draw.choice([2, 3, block_tokens, 2 * block_tokens])
+        self.ids: list[list[int]] = []
+        self.previous: list[int] = []
+        self.lengths: list[tuple[int, int]] = []
+        self._next = 0
+
+    def add(self) -> int:
+        """Make one more prompt; its length. `lengths` has the earlier requests'."""
+        draw, before = self._draw, -1
+        most = self._longest // 2
+        prompt = draw.randint(1, min(most, draw.choice([5, 20, 100, 400])))
+        if draw.random() < 0.3:
+            prompt = min(-(-prompt // self._block_tokens) * self._block_tokens, most)
+        common: list[int] = []
+        if self.lengths and self._kind in ("sessions", "closed", "both") and draw.random() < 0.6:
+            before = draw.randrange(len(self.lengths))
+            tokens = sum(self.lengths[before])
+            if tokens + prompt > self._longest - 4:
+                before = -1
+            else:
+                prompt += tokens
+                common = self.ids[before][: self.lengths[before][0] // self.size]
+        if before < 0 and self.lengths and self._kind in ("blocks", "both"):
+            other = draw.randrange(len(self.lengths))
+            if draw.random() < 0.2:
+                prompt = self.lengths[other][0]
+            if draw.random() < 0.8:
+                common = self.ids[other][: draw.randint(0, len(self.ids[other]))]
+        count = -(-prompt // self.size) if self._kind in ("blocks", "both") else 0
+        common = common[:count]
+        new = range(self._next, self._next + count - len(common))
+        self._next += len(new)
+        self.ids.append([*common, *new])
+        self.previous.append(before)
+        return prompt
+
+
+def case_of_trace(
+    file: str, divide: int, pass_s: float, first: int, most: int, flags: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Requests `first` to `first + most` - 1 of a trace with shared blocks as a workload, with
+    lengths divided by `divide`; a pass takes `pass_s`.
+    """
+    trace = read_trace(trace_path(file))[0].take(slice(first, first + most))
+    shared = trace.shared
+    if shared is None or shared.block_tokens % divide:
+        raise SystemExit(f"{file}: no shared blocks, or blocks that {divide} does not divide")
+    requests = [
+        [int(arrival_s / pass_s), -(-prompt // divide), *[max(-(-output // divide), 1)] * 2]
+        for arrival_s, prompt, output, _, _ in trace.rows()
+    ]
+    return {
+        "max_model_len": max(prompt + limit for _, prompt, _, limit in requests),
+        "chunked_prefill": True,
+        "reserve_full_isl": True,
+        "watermark": 0.0,
+        "closed": False,
+        "shared_tokens": shared.block_tokens // divide,
+        "ids": [shared.of(row).tolist() for row in range(len(trace))],
+        "previous": [-1] * len(trace),
+        "requests": requests,
+        **flags,
     }
 
 
 def passes_of_case(case: Case) -> list[Any]:
     """The passes of our model for a made-up workload."""
     names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
-    flags = VllmPolicy(**{name: case[name] for name in names})
-    scheduler = PagedScheduler(flags, case["blocks"], case["block_tokens"], ahead=case["ahead"])
-    due = [at for at, *_ in case["requests"]]
-    arrived = 0
+    flags = VllmPolicy(
+        **{name: case[name] for name in names}, chunked_prefill=case.get("chunked_prefill", True)
+    )
+    shares = "ids" in case
+    scheduler = PagedScheduler(
+        flags,
+        case["blocks"],
+        case["block_tokens"],
+        ahead=case["ahead"],
+        shares=shares,
+        reserves=case.get("reserve_full_isl", True),
+    )
+    arrivals = Arrivals(case)
+    rows = _rows_of(case) if shares else _alone(case)
     found: list[Any] = []
     under_way: list[Any] = []
+
+    def settle(ended: list[Any]) -> None:
+        scheduler.settle(ended)
+        for row in ended:
+            arrivals.ended(row.number, len(found))
+
     while True:
-        while arrived < len(due) and due[arrived] <= len(found):
-            _, prompt, output, limit = case["requests"][arrived]
-            scheduler.add(PagedRequest(arrived, prompt, output, stops=output < limit))
-            arrived += 1
-        step = _step(scheduler)
+        for number in arrivals.due(len(found)):
+            scheduler.add(rows[number])
+        step = _step(scheduler, counts=shares)
         if step["rows"]:
             found.append(step)
             ended = scheduler.commit()
-            scheduler.settle(under_way if case["ahead"] else ended)
+            settle(under_way if case["ahead"] else ended)
             under_way = ended if case["ahead"] else []
             continue
         if step["preempted"]:
             found.append(step)
         if under_way:
-            scheduler.settle(under_way)
+            settle(under_way)
             under_way = []
-        elif arrived < len(due):
-            due[arrived] = len(found)
-        else:
+        elif not arrivals.skip(len(found)):
             return found
 
 
-def _step(scheduler: PagedScheduler) -> dict[str, Any]:
+def _alone(case: Case) -> list[PagedRequest]:
+    return [
+        PagedRequest(number, prompt, output, stops=output < limit)
+        for number, (_, prompt, output, limit) in enumerate(case["requests"])
+    ]
+
+
+def _rows_of(case: Case) -> list[PagedRequest]:
+    """The requests of a workload that says what they share."""
+    requests = case["requests"]
+    counts = [len(ids) for ids in case["ids"]]
+    shared = SharedBlocks(
+        case["shared_tokens"],
+        np.array([one for ids in case["ids"] for one in ids], dtype=np.int64),
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+    )
+    prompts, outputs = [one[1] for one in requests], [one[2] for one in requests]
+    leaves, continued = contents(prompts, outputs, shared, case["previous"])
+    return [
+        PagedRequest(
+            number,
+            prompt,
+            output,
+            stops=output < limit,
+            content=leaves[number],
+            watched=continued[number] and not case["closed"],
+        )
+        for number, (_, prompt, output, limit) in enumerate(requests)
+    ]
+
+
+def _step(scheduler: PagedScheduler, *, counts: bool = False) -> dict[str, Any]:
+    pool = scheduler.pool
+    before = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
     plan = scheduler.schedule()
     # vLLM does not know yet that these rows have ended
     over = sum(not row.left for row in plan.preempted)
+    after = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
     return {
         "rows": [list(row) for row in scheduler.rows()],
         "preempted": [row.number for row in plan.preempted],
         "free": scheduler.pool.free,
         "waiting": len(scheduler.waiting) + over,
-    }
+    } | ({"found": [now - then for now, then in zip(after, before, strict=True)]} if counts else {})
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
@@ -177,6 +321,14 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--save", type=Path, help="write the workloads and vLLM's passes here")
+    parser.add_argument("--trace")
+    parser.add_argument("--divide", type=int, default=16)
+    parser.add_argument("--pass-s", type=float, default=0.03)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--most", type=int, default=1_000_000)
+    parser.add_argument("--blocks", type=int, default=4000)
+    parser.add_argument("--block-tokens", type=int, default=32)
     given = parser.parse_args()
     if not ((given.log and given.requests) or (given.vllm_python and given.model)):
         parser.error("give --log and --requests, or --vllm-python and --model")
@@ -189,11 +341,41 @@ def main() -> None:
         theirs = [logged(passes, requests)]
         ours = [passes_of_log(header_of(header), requests, [one.start_s for one in passes])]
     else:
-        cases = [make_case(given.seed + k) for k in range(given.cases)]
+        cases = _cases(given)
         theirs, ours = (
             theirs_of_cases(cases, given.vllm_python, given.model),
             [passes_of_case(case) for case in cases],
         )
+        if given.save:
+            given.save.write_text(json.dumps(list(zip(cases, theirs, strict=True))), "utf-8")
+    _report(ours, theirs)
+
+
+def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """The workloads that the options ask for; a trace's with both schedulers."""
+    if not given.trace:
+        return [make_case(given.seed + k) for k in range(given.cases)]
+    flags = {
+        "block_tokens": given.block_tokens,
+        "blocks": given.blocks,
+        "max_num_seqs": 128,
+        "max_num_batched_tokens": 2048,
+        "prefix_caching": True,
+    }
+    return [
+        case_of_trace(
+            given.trace,
+            given.divide,
+            given.pass_s,
+            given.first,
+            given.most,
+            flags | {"ahead": ahead},
+        )
+        for ahead in (False, True)
+    ]
+
+
+def _report(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> None:
     differences = {
         k: found
         for k in range(len(ours))
@@ -204,15 +386,20 @@ def main() -> None:
             f"workload {k}, pass {at}:\n  ours   {ours[k][at : at + 1]}\n  vLLM's"
             f" {theirs[k][at : at + 1]}"
         )
-    preempted = sum(len(one["preempted"]) for passes in theirs for one in passes)
-    chunks = sum(
-        len({row[2] > 1 for row in one["rows"]}) > 1 for passes in theirs for one in passes
+    every = [one for passes in theirs for one in passes]
+    preempted = sum(len(one["preempted"]) for one in every)
+    chunks = sum(len({row[2] > 1 for row in one["rows"]}) > 1 for one in every)
+    queries, hits, again, again_hits = (
+        sum(one.get("found", (0, 0, 0, 0))[k] for one in every) for k in range(4)
     )
-    counted = (
-        f"{sum(map(len, theirs)):,} passes, {preempted:,} preempted, {chunks:,}"
-        " passes of chunks beside decodes"
+    print(
+        f"{len(differences)} of {len(ours)} workloads differ; {len(every):,} passes, "
+        f"{preempted:,} preempted, {chunks:,} passes of chunks beside decodes"
     )
-    print(f"{len(differences)} of {len(ours)} workloads differ; {counted}")
+    print(
+        f"found in the cache: {hits:,} of {queries:,} tokens when first admitted, {again_hits:,} "
+        f"of {again:,} when admitted again"
+    )
 
 
 if __name__ == "__main__":

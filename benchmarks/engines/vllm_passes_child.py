@@ -10,14 +10,91 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
+from collections.abc import Mapping
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import read_words
 from benchmarks.engines.vllm_alone import ENVIRONMENT
 
-os.environ |= ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}
-END = 7  # the token that ends a request before its limit
+# Nothing is computed, so a prompt may be longer than the model allows.
+os.environ |= ENVIRONMENT | {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+}
+OUTPUTS = 1_000_000_000  # from here on tokens are outputs; each request has 10,000 of its own
+OWN = 100_000_000  # from here on tokens belong to one prompt; each has 10,000 of its own
+
+
+class Arrivals:
+    """Before which pass each request of a workload arrives. In a closed loop, a turn arrives so
+    many passes after the turn before has ended.
+    """
+
+    def __init__(self, case: Mapping[str, Any]) -> None:
+        self._follows: dict[int, list[int]] = {}
+        self._coming: list[tuple[int, int]] = []
+        self._after = [at for at, *_ in case["requests"]]
+        for number, at in enumerate(self._after):
+            before = case["previous"][number] if case.get("closed") else -1
+            if before >= 0:
+                self._follows.setdefault(before, []).append(number)
+            else:
+                heappush(self._coming, (at, number))
+
+    def due(self, passes: int) -> list[int]:
+        """The requests that arrive before the next pass, after so many."""
+        found = []
+        while self._coming and self._coming[0][0] <= passes:
+            found.append(heappop(self._coming)[1])
+        return found
+
+    def ended(self, number: int, passes: int) -> None:
+        """A request has ended."""
+        for later in self._follows.pop(number, ()):
+            heappush(self._coming, (passes + self._after[later], later))
+
+    def skip(self, passes: int) -> bool:
+        """Nothing runs: the next request arrives now. False if none is left."""
+        if not self._coming:
+            return False
+        at, number = heappop(self._coming)
+        heappush(self._coming, (min(at, passes), number))
+        return True
+
+
+def tokens_of(case: Mapping[str, Any]) -> list[list[int]]:
+    """The prompts of a workload as tokens: its sessions and shared blocks, and all else unique."""
+    size = case.get("shared_tokens", 1)
+    blocks: dict[int, list[int]] = {}  # by id; the longest so far of a partial one
+    prompts: list[list[int]] = []
+    for number, (_, prompt, *_) in enumerate(case["requests"]):
+        before = case["previous"][number] if "previous" in case else -1
+        tokens: list[int] = []
+        if before >= 0:
+            tokens = [*prompts[before], *outputs_of(case, before)][:prompt]
+        for at, one in enumerate(case["ids"][number] if "ids" in case else ()):
+            start, stop = at * size, min((at + 1) * size, prompt)
+            known = blocks.get(one, [])
+            for k in range(max(len(tokens), start), stop):
+                there = known[k - start] if k - start < len(known) else one * size + k - start
+                tokens.append(there)
+            if stop - start > len(known):
+                blocks[one] = tokens[start:stop]
+        tokens += range(OWN + number * 10_000 + len(tokens), OWN + number * 10_000 + prompt)
+        prompts.append(tokens)
+    return prompts
+
+
+def outputs_of(case: Mapping[str, Any], number: int) -> list[int]:
+    """The tokens that a request generates, none of which any other has."""
+    return [token_of(number, which) for which in range(1, case["requests"][number][2] + 1)]
+
+
+def token_of(number: int, which: int) -> int:
+    """The token number `which`, from 1, of a request's output."""
+    return OUTPUTS + number * 10_000 + which
 
 
 class Driven:
@@ -44,6 +121,8 @@ class Driven:
             block_size=case["block_tokens"],
             enable_prefix_caching=case["prefix_caching"],
             enforce_eager=True,
+            enable_chunked_prefill=case.get("chunked_prefill", True),
+            scheduler_reserve_full_isl=case.get("reserve_full_isl", True),
             **{flag: case[flag] for flag in flags},
         ).create_engine_config()
         blocks = config.cache_config.num_gpu_blocks = case["blocks"] + 1
@@ -59,12 +138,12 @@ class Driven:
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=case["block_tokens"],
-            log_stats=False,
+            log_stats=True,
         )
         self.hasher = get_request_block_hasher(case["block_tokens"], sha256)
-        self.case = case
+        self.case, self.prompts = case, tokens_of(case)
         self.passes: list[Any] = []
-        self.requests: list[Any] = []
+        self.requests: dict[str, Any] = {}
         self.under_way: deque[tuple[Any, dict[str, int]]] = deque()
         self.preempted: list[int] = []
         preempt = self.scheduler._preempt_request
@@ -77,41 +156,42 @@ class Driven:
 
     def run(self) -> list[dict[str, Any]]:
         """The passes of the workload."""
-        due = [at for at, *_ in self.case["requests"]]
-        while len(self.requests) < len(due) or self.scheduler.requests or self.under_way:
-            while len(self.requests) < len(due) and due[len(self.requests)] <= len(self.passes):
-                self._add()
+        arrivals = Arrivals(self.case)
+        while True:
+            for number in arrivals.due(len(self.passes)):
+                self._add(number)
+            before = set(self.scheduler.requests)
             if self._schedule():
                 if not self.case["ahead"] or len(self.under_way) == 2:
                     self._update()
             elif self.under_way:
                 self._update()
-            elif len(self.requests) < len(due):
-                due[len(self.requests)] = len(self.passes)
-        return self.passes
+            elif not arrivals.skip(len(self.passes)):
+                assert not self.scheduler.requests
+                return self.passes
+            for name in sorted(before - set(self.scheduler.requests), key=int):
+                arrivals.ended(int(name), len(self.passes))
 
-    def _add(self) -> None:
+    def _add(self, number: int) -> None:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        number = len(self.requests)
-        _, prompt, _, limit = self.case["requests"][number]
+        *_, output, limit = self.case["requests"][number]
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=limit, stop_token_ids=[END], detokenize=False
+            temperature=0.0,
+            max_tokens=limit,
+            stop_token_ids=[token_of(number, output)],
+            detokenize=False,
         )
-        tokens = [
-            10_000 + number,
-            *(1000 + (number * 7919 + k * 13) % 5000 for k in range(1, prompt)),
-        ]
         request = Request(
             str(number),
-            tokens,
+            self.prompts[number],
             sampling,
             None,
             arrival_time=float(number),
             block_hasher=self.hasher,
         )
-        self.requests.append(request)
+        self.requests[str(number)] = request
         self.scheduler.add_request(request)
 
     def _schedule(self) -> bool:
@@ -119,10 +199,11 @@ class Driven:
         scheduler = self.scheduler
         self.preempted = []
         output = scheduler.schedule()
+        stats = scheduler.kv_cache_manager.make_prefix_cache_stats()
         rows: list[list[int]] = []
         gives: dict[str, int] = {}  # the number of the token that a row gets in this pass, from 1
         for name, new in output.num_scheduled_tokens.items():
-            request = self.requests[int(name)]
+            request = self.requests[name]
             rows.append([int(name), request.num_computed_tokens - new, new])
             if request.num_computed_tokens >= request.num_tokens:
                 gives[name] = request.num_computed_tokens - request.num_prompt_tokens + 1
@@ -134,6 +215,16 @@ class Driven:
                     "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
                     "waiting": len(scheduler.waiting),
                 }
+                | (
+                    {
+                        "found": [
+                            *(stats.queries, stats.hits),
+                            *(stats.preempted_queries, stats.preempted_hits),
+                        ]
+                    }
+                    if "ids" in self.case
+                    else {}
+                )
             )
         if rows:
             self.under_way.append((output, gives))
@@ -155,10 +246,7 @@ class Driven:
         self.scheduler.update_from_output(output, result)
 
     def _token(self, name: str, which: int | None) -> list[int]:
-        _, _, length, limit = self.case["requests"][int(name)]
-        if which is None:
-            return []
-        return [END if which == length < limit else 100 + which % 50]
+        return [] if which is None else [token_of(int(name), which)]
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.files.strict import Envelope, Strict
 from toolkit.profiling.run import ProfileEstimate as Planned
+from toolkit.units import MIB
 
 # KV cache of a worker, in longest requests: small enough for an overload to fill it in seconds
 CONTEXTS = 8
@@ -33,7 +34,6 @@ SHARES = (128, 16, 4)  # the longest length over the lengths of a quick grid
 QUICK_SIZES = [1, 4, 16, 64]
 SWAP_ROWS = (1, 8)
 SWAP_REPEATS = 5
-MIB = 1 << 20
 
 
 class SwapPoint(Strict):

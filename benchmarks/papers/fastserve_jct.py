@@ -33,7 +33,8 @@ from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
-from toolkit.sched.protocols import Decision, Oracle, Policy, Ranks, View
+from toolkit.sched.protocols import Oracle, Policy, Ranks
+from toolkit.sched.view import Decision, View
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
 from toolkit.traces.generate import Arrivals, Lengths, generate

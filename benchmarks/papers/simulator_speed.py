@@ -35,13 +35,13 @@ from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, Request, Worker
+from toolkit.sched.view import LengthHistory, View
 from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
-from toolkit.sim.paged_engine import PagedEngine, serve
+from toolkit.sim.paged_engine import PagedEngine, Reuse, serve
 from toolkit.sim.world import World
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
@@ -178,7 +178,7 @@ def print_vllm(trace: Trace, workers: int, repeats: int) -> None:
     for _ in range(repeats):
         ledger = Ledger([request.arrival_s for request in requests], outputs, workers)
         start_s = process_time()
-        serve(requests, VllmPolicy(), engine, ledger)
+        serve(requests, VllmPolicy(), engine, ledger, Reuse())
         rates.append(len(trace) / (process_time() - start_s))
     passes = ledger.rounds / len(trace)
     print(

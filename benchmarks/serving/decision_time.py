@@ -25,24 +25,34 @@ from benchmarks.papers.simulator_scale import SERVED_RPS, made_up
 from benchmarks.papers.simulator_speed import LAW, MAX_NEW_TOKENS, MEMORY
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Request
 from toolkit.serve.forecast import UNLIMITED, Forecast
 from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
+from toolkit.sim.loop import VirtualWorker
 from toolkit.sim.world import World
+from toolkit.traces.types import Trace
+
+
+def simulated(
+    policy: str, workers: int, trace: Trace
+) -> tuple[Scheduler, Sequence[VirtualWorker], Sequence[Request]]:
+    """A scheduler of `policy`, its virtual workers, and the trace's requests."""
+    name, _, router = policy.partition(":")
+    requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
+    world = World(LAW, MEMORY, workers, MAX_NEW_TOKENS)
+    chosen = make_policy(name, {"router": router} if router else {})
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, workers)
+    virtual = virtual_workers(chosen, world, ledger, requests)
+    return Scheduler(chosen, world.scheduled()), virtual, requests
 
 
 def times_us(
     policy: str, workers: int, waiting: int, decisions: int
 ) -> tuple[list[float], list[float]]:
     """Of each tick or completion, and of each arrival."""
-    name, _, router = policy.partition(":")
     trace = made_up(waiting + decisions + workers * 64, SERVED_RPS * workers)
-    requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
-    world = World(LAW, MEMORY, workers, MAX_NEW_TOKENS)
-    chosen = make_policy(name, {"router": router} if router else {})
-    ledger = Ledger(trace.arrival_s.tolist(), outputs, workers)
-    scheduler = Scheduler(chosen, world.scheduled())
-    virtual = virtual_workers(chosen, world, ledger, requests)
+    scheduler, virtual, requests = simulated(policy, workers, trace)
     forecast = Forecast(scheduler, UNLIMITED)
     deciding, arriving = [], []
     ends: list[tuple[float, int, int]] = []

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ import httpx
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.raw_client import request, send
+from benchmarks.common.raw_client import free_port, request, send
 from benchmarks.common.serving import fake_plan
 
 BARE = """
@@ -43,7 +42,8 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 app = FastAPI()
-HEAD = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1700000000, "model": "test"}
+HEAD = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1700000000,
+        "model": "test"}
 CHOICE = {"index": 0, "text": "x", "finish_reason": None, "logprobs": None}
 READY = ("data: " + json.dumps({**HEAD, "choices": [CHOICE]}) + "\\n\\n").encode()
 
@@ -61,7 +61,8 @@ async def completions(body: dict):
 
 async def raw(scope, receive, send):
     body = json.loads((await receive())["body"])
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     for _ in range(body["max_tokens"]):
         await send({"type": "http.response.body", "body": READY, "more_body": True})
     await send({"type": "http.response.body", "body": b"data: [DONE]\\n\\n", "more_body": False})
@@ -139,12 +140,6 @@ def measure(server: Served, clients: int, tokens: int) -> Run:
     before_s = server.cpu_s()
     took_s, events = asyncio.run(crowd(server.port, clients, tokens))
     return Run(clients * tokens / took_s, events, server.cpu_s() - before_s)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def write_plan(folder: Path, flush_s: float) -> str:

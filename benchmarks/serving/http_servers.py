@@ -30,21 +30,23 @@ import psutil
 
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
+from benchmarks.common.raw_client import free_port
 
 APP = """
 import asyncio, json
 ended = []
 seen = []
 async def answer(send, body, status=200):
-    await send({"type": "http.response.start", "status": status,
-                "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]})
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 async def app(scope, receive, send):
     if scope["type"] != "http":
         return
     path = scope["path"]
     if path == "/events":
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         for _ in range(64):
             await send({"type": "http.response.body", "body": b"data:"
                 " 0123456789\\n\\n", "more_body": True})
@@ -85,8 +87,9 @@ from app import app
 from toolkit.serve.http import HttpServer, WireLimits
 async def main():
     with socket.create_server(("127.0.0.1", {port}), backlog=512) as listener:
-        await HttpServer(app, WireLimits(head_timeout_s=2, body_timeout_s=2, idle_timeout_s=2, write_timeout_s=2,
-                                         linger_timeout_s=2)).start(listener)
+        limits = WireLimits(head_timeout_s=2, body_timeout_s=2, idle_timeout_s=2,
+                            write_timeout_s=2, linger_timeout_s=2)
+        await HttpServer(app, limits).start(listener)
         await asyncio.Event().wait()
 uvloop.run(main())
 """
@@ -330,12 +333,6 @@ async def events(port: int, clients: int) -> int:
 def cpu_s(process: subprocess.Popen[bytes]) -> float:
     one = psutil.Process(process.pid)
     return sum(sum(part.cpu_times()[:2]) for part in [one, *one.children(recursive=True)])
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def wait_for(port: int) -> bool:

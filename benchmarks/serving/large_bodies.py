@@ -85,7 +85,10 @@ def whole(path: str, body: bytes) -> bytes:
 
 
 def in_chunks_of_a_byte() -> bytes:
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+        b"application/json\r\nConnection: close\r\n"
+    )
     body = b'{"prompt":"%s"}' % (b"a" * (LARGEST - 100))
     chunks = b"".join([b"1\r\n%c\r\n" % byte for byte in body])
     return head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"

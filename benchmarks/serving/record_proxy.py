@@ -28,8 +28,7 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.raw_client import request, send
-from benchmarks.serving.front_stream import free_port
+from benchmarks.common.raw_client import free_port, request, send
 
 STAND_IN = """
 import json
@@ -38,19 +37,28 @@ EVENT = b'data: {"id":"c-1","object":"text_completion","choices":[{"index":0,"te
 WHOLE = '{"id":"c-1","object":"text_completion","choices":[{"index":0,"text":"%s"}],"usage":%s}'
 
 
+LAST = b'data: {"id":"c-1","object":"text_completion","choices":[],"usage":%s}\\n\\n'
+
+
+async def start(send, kind):
+    headers = [(b"content-type", kind)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
 async def app(scope, receive, send):
     body = json.loads((await receive())["body"])
     tokens = body["max_tokens"]
-    usage = json.dumps({"prompt_tokens": 7, "completion_tokens": tokens, "total_tokens": 7 + tokens})
+    counts = {"prompt_tokens": 7, "completion_tokens": tokens, "total_tokens": 7 + tokens}
+    usage = json.dumps(counts)
     if not body.get("stream"):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await start(send, b"application/json")
         await send({"type": "http.response.body", "body": (WHOLE % ("x" * tokens, usage)).encode()})
         return
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    await start(send, b"text/event-stream")
     for _ in range(tokens):
         await send({"type": "http.response.body", "body": EVENT, "more_body": True})
     if body.get("stream_options", {}).get("include_usage"):
-        last = b'data: {"id":"c-1","object":"text_completion","choices":[],"usage":%s}\\n\\n' % usage.encode()
+        last = LAST % usage.encode()
         await send({"type": "http.response.body", "body": last, "more_body": True})
     await send({"type": "http.response.body", "body": b"data: [DONE]\\n\\n", "more_body": False})
 """

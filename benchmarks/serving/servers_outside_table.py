@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.bench.predict import ServerConditions, predict
+from toolkit.bench.session import HELD_TO
 from toolkit.files.bench import Validation
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
@@ -16,7 +17,6 @@ from toolkit.files.profile import Profile
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Trace
 
-HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")
 TITLES = {
     "throughput_rps": "throughput",
     "ttft_mean_s": "TTFT",

@@ -70,7 +70,9 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Serves(Protocol):
-    """A backend of an engine that is a server and that llmctl starts. Its requests bypass llmctl."""
+    """A backend of an engine that is a server and that llmctl starts. Its requests bypass
+    llmctl.
+    """
 
     def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
         """Serve until a signal ends the server; `on_ready` gets the URL once it answers.

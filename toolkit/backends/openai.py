@@ -25,16 +25,15 @@ from toolkit.endpoints.target import Dialect, Metric, Target, find_target, learn
 from toolkit.endpoints.wire import ClientConnection, Sample, loop_factory
 from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput
 from toolkit.errors import EngineError, InputError
-from toolkit.files.profile import EngineFacts
+from toolkit.files.profile import SAFE_VOCABULARY, EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import Unmeasurable, visit
 from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.profiling.run import ProfileBench
+from toolkit.units import MIB
 from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady, Workers
 from toolkit.workers.supervisor import SilentWorkerError
 
-MIB = 1 << 20
-SAFE_VOCABULARY = 256  # every model has these token ids
 KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
 # Tokens of a request with timed decode steps. Servers may hold the last one back for a while.
 STEPS = 48

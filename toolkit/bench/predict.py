@@ -24,7 +24,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.laws import WithOverhead
 from toolkit.files.bench import Front, Scheduling, Warmup
 from toolkit.files.plan import Plan
-from toolkit.files.profile import Identity, OnForeign, refuse_foreign
+from toolkit.files.profile import SAFE_VOCABULARY, Identity, OnForeign, refuse_foreign
 from toolkit.metrics import Served
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import SimResult, simulate
@@ -216,7 +216,6 @@ def _served(plan: Plan, target: Target) -> Identity:
 
 
 DEFAULT_LIMIT = 256  # output tokens, as in recipes
-SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
 
 
 class LengthLimits(NamedTuple):

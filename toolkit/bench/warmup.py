@@ -49,14 +49,8 @@ def others(trace: Trace, after_s: float, count: int) -> Trace:
     first = int(np.searchsorted(trace.arrival_s, after_s))
     rows = (first + np.arange(count)) % len(trace)
     gaps_s = np.diff(trace.arrival_s[rows], prepend=trace.arrival_s[rows[:1]])
-    return replace(
-        trace,
-        arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)),  # time continues where the trace starts again
-        prompt_tokens=trace.prompt_tokens[rows],
-        output_tokens=trace.output_tokens[rows],
-        max_tokens=trace.max_tokens[rows],
-        priority=trace.priorities_of(rows),
-    )
+    # Time continues where the trace starts again.
+    return replace(trace.take(rows), arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)))
 
 
 class ArrivalCost(NamedTuple):

@@ -6,6 +6,7 @@ helpers below it print the tables and the notes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,6 +19,7 @@ from toolkit.cli.arguments import (
     MaxErrorOption,
     ModelOption,
     SlaOption,
+    command_of,
     parse_sla,
 )
 
@@ -27,34 +29,36 @@ if TYPE_CHECKING:
     from toolkit.traces.types import Trace
 
 LOCAL = "http://127.0.0.1:8000"
-SAME_RATE = 0.02  # rates that differ by less, as shares, are the same
 LATE_S = 0.05  # a larger delay in the client itself is worth a warning
 
 
-def command(
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """The command line of `llmctl bench`."""
+
     url: Annotated[
         str | None,
         typer.Option(help="URL of the server; default: the plan's, or http://127.0.0.1:8000."),
-    ] = None,
-    trace: Annotated[
-        str, typer.Option(help="A trace file, or the name of a shipped trace.")
-    ] = "chat-small",
+    ] = None
+    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = (
+        "chat-small"
+    )
     plan: Annotated[
         Path | None,
         typer.Option(
             help="The server's plan: lengths are scaled to its model, metrics predicted from it."
         ),
-    ] = None,
+    ] = None
     rate: Annotated[
         float | None, typer.Option(help="Scale arrivals to this many requests per second.")
-    ] = None,
+    ] = None
     start: Annotated[
         float, typer.Option(min=0.0, help="Skip this many seconds of the (scaled) trace.")
-    ] = 0.0,
+    ] = 0.0
     duration: Annotated[
         float | None,
         typer.Option(min=0.0, help="Replay this many seconds; default: to the end of the trace."),
-    ] = None,
+    ] = None
     warmup: Annotated[
         float,
         typer.Option(
@@ -62,16 +66,14 @@ def command(
             help="Seconds of other requests before the replay, which tell the prediction how fast "
             "the machine is; 0: no warm-up. Only with --plan.",
         ),
-    ] = 15.0,
-    max_error: MaxErrorOption = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the report to this file, as JSON.")
-    ] = None,
+    ] = 15.0
+    max_error: MaxErrorOption = None
+    out: Annotated[Path | None, typer.Option(help="Write the report to this file, as JSON.")] = None
     save_requests: Annotated[
         Path | None,
         typer.Option(help="Write the times of every request to this file, as a canonical trace."),
-    ] = None,
-    sla: SlaOption = None,
+    ] = None
+    sla: SlaOption = None
     lengths: Annotated[
         Literal["hidden", "given"] | None,
         typer.Option(
@@ -79,29 +81,32 @@ def command(
             "max_tokens. Default: 'hidden' if the server allows it (llmctl serve "
             "--allow-end-after), else 'given'."
         ),
-    ] = None,
+    ] = None
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
             help="The limit of requests without one in the trace; default: the plan's, or 256.",
         ),
-    ] = None,
+    ] = None
     vocab_size: Annotated[
         int | None,
         typer.Option(
             min=1, help="Draw the prompts' tokens below this number; default: the plan's, or 256."
         ),
-    ] = None,
-    model: ModelOption = None,
-    api_key: ApiKeyOption = "",
+    ] = None
+    model: ModelOption = None
+    api_key: ApiKeyOption = ""
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Give up a request after this many seconds.")
-    ] = 600.0,
-    seed: Annotated[int, typer.Option(min=0, help="Draw the prompts from this seed.")] = 0,
-    force: ForeignOption = False,
-    as_json: JsonOption = False,
-) -> None:
+    ] = 600.0
+    seed: Annotated[int, typer.Option(min=0, help="Draw the prompts from this seed.")] = 0
+    force: ForeignOption = False
+    as_json: JsonOption = False
+
+
+@command_of(BenchOptions)
+def command(given: BenchOptions) -> None:
     """Replay a trace against a running server, and print measured values beside the plan's
     predictions.
 
@@ -120,32 +125,36 @@ def command(
     from toolkit.traces.types import trace_path
     from toolkit.traces.write import write_lines
 
-    for written in filter(None, (out, save_requests)):
+    for written in filter(None, (given.out, given.save_requests)):
         check_writable(written)
-    planned = read_file(Plan, plan) if plan else None
-    targets = parse_sla(sla) or (planned.recipe.sla if planned else {})
-    path = trace_path(trace)
+    planned = read_file(Plan, given.plan) if given.plan else None
+    targets = parse_sla(given.sla) or (planned.recipe.sla if planned else {})
+    path = trace_path(given.trace)
     loaded, _ = read_trace(path)
-    settings = RequestSettings(rate, lengths, max_new_tokens, vocab_size, timeout, seed)
-    address = url or (plan_address(planned) if planned else LOCAL)
-    served_model = model or (planned.recipe.engine.served_model if planned else None)
-    target = find_target(address, served_model, api_key)
-    subject = look_at(target, loaded, planned, settings, warn_of_foreign if force else None)
-    part = _excerpt(subject.trace, start, duration)
+    settings = RequestSettings(
+        given.rate, given.lengths, given.max_new_tokens, given.vocab_size, given.timeout, given.seed
+    )
+    address = given.url or (plan_address(planned) if planned else LOCAL)
+    served_model = given.model or (planned.recipe.engine.served_model if planned else None)
+    target = find_target(address, served_model, given.api_key)
+    subject = look_at(target, loaded, planned, settings, warn_of_foreign if given.force else None)
+    part = _excerpt(subject.trace, given.start, given.duration)
     note_trace(part)
     for line in (*subject.notes, *_rate_notes(planned, subject.trace)):
         note(line)
     measurement = Measurement(subject, part, planned, targets, note, progress)
-    if not measurement.warm_up(warmup, start + float(part.arrival_s[-1])):
+    if not measurement.warm_up(given.warmup, given.start + float(part.arrival_s[-1])):
         note("interrupted during the warm-up: nothing was measured")
         raise typer.Exit(130)
     replay = measurement.replay()
-    result = measurement.report(replay, {"trace": path} | ({"plan": plan} if plan else {}))
-    if save_requests:
-        write_lines(request_lines(replay.samples), save_requests)
-    if out:
-        write_file(result, out)
-    emit(as_json, result, lambda: _show(result))
+    result = measurement.report(
+        replay, {"trace": path} | ({"plan": given.plan} if given.plan else {})
+    )
+    if given.save_requests:
+        write_lines(request_lines(replay.samples), given.save_requests)
+    if given.out:
+        write_file(result, given.out)
+    emit(given.as_json, result, lambda: _show(result))
     _print_notes(result)
     if replay.interrupted:
         raise typer.Exit(130)
@@ -153,8 +162,8 @@ def command(
         raise LlmctlError(
             f"none of {result.requests:,} requests was served", "the reasons are above"
         )
-    if max_error is not None:
-        hold(((row.metric, row.error_percent) for row in result.compared), max_error)
+    if given.max_error is not None:
+        hold(((row.metric, row.error_percent) for row in result.compared), given.max_error)
 
 
 def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
@@ -169,6 +178,7 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
     """A line where the trace's rate differs from the rate that the plan was tuned for, which its
     promise is about.
     """
+    from toolkit.files.bench import SAME_RATE
     from toolkit.traces.windows import mean_rate
 
     if plan is None or plan.workload is None:

@@ -6,30 +6,19 @@ and the plots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli import completion
-from toolkit.cli.arguments import JsonOption, SetOption, SlaOption, parse_settings, parse_sla
-from toolkit.cli.basis import FleetOption
-from toolkit.cli.stage import (
-    FitLengthsOption,
-    FitOption,
-    MaxNewTokensOption,
-    RecipeOption,
-    SeedOption,
-    TraceOption,
-    WorkersOption,
-    open_stage,
-    refusal_notes,
-    unfinished_notes,
-)
+from toolkit.cli.arguments import JsonOption, command_of, parse_settings, parse_sla
+from toolkit.cli.simulate import StageOptions, open_stage, refusal_notes, unfinished_notes
 
 if TYPE_CHECKING:
-    from toolkit.cli.figure import FigurePanel
+    from toolkit.cli.plots import FigurePanel
     from toolkit.cli.results import ComparedRun
     from toolkit.sim.api import PolicyRun
     from toolkit.sim.world import World
@@ -39,37 +28,33 @@ COLUMNS = ("goodput_rps", "throughput_rps", "ttft_p99_s", "mtpot_p99_s", "e2e_me
 CDF_POINTS = 200
 
 
-def command(
-    trace: TraceOption = "chat-small",
-    fit: FitOption = "fit.json",
-    recipe: RecipeOption = None,
-    fleet: FleetOption = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions(StageOptions):
+    """The command line of `llmctl compare`."""
+
     policies: Annotated[
         str | None,
         typer.Option(
             autocompletion=completion.policies,
-            help="Names, separated by commas; default: all except the oracles, which"
-            " need the future.",
+            help="Names, separated by commas; default: all except the oracles, which need the "
+            "future.",
         ),
-    ] = None,
-    settings: SetOption = None,
-    sla: SlaOption = None,
-    workers: WorkersOption = None,
+    ] = None
     rate: Annotated[
         list[str] | None,
         typer.Option(help="Scale arrivals to this many requests per second; several: 5,10,20."),
-    ] = None,
+    ] = None
     columns: Annotated[
         str | None, typer.Option(help="Metrics to show, separated by commas; --json has all.")
-    ] = None,
-    max_new_tokens: MaxNewTokensOption = None,
-    fit_lengths: FitLengthsOption = True,
+    ] = None
     png: Annotated[
         Path | None, typer.Option(help="Draw the plots to this file; needs the extra 'plot'.")
-    ] = None,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    as_json: JsonOption = False
+
+
+@command_of(CompareOptions)
+def command(given: CompareOptions) -> None:
     """Simulate policies on the same requests with the same random draws, and show which one serves
     them best.
 
@@ -77,58 +62,68 @@ def command(
     it. Ctrl-C prints the finished runs.
     """
     from toolkit.cli.basis import note_rest, plain
-    from toolkit.cli.figure import draw, require_matplotlib
-    from toolkit.cli.output import emit, note, progress
+    from toolkit.cli.output import emit, note
+    from toolkit.cli.plots import draw, require_matplotlib
     from toolkit.cli.results import Comparison
     from toolkit.files.io import check_writable
     from toolkit.sched.policies import KNOWN
     from toolkit.sim.api import compare, usual_policies
     from toolkit.sim.world import assign_settings, check_capacity, policy_for
 
-    if png:
+    if given.png:
         require_matplotlib()
-        check_writable(png)
-    given = None if policies is None else list(dict.fromkeys(_words("--policies", policies)))
+        check_writable(given.png)
+    names = (
+        list(dict.fromkeys(_words("--policies", given.policies)))
+        if given.policies is not None
+        else []
+    )
     # checks --set before files are read
-    assign_settings(given or list(KNOWN), parse_settings(settings))
-    targets, rates = parse_sla(sla), _rates(rate)
-    stage = open_stage(trace, fit, max_new_tokens, fit_lengths, fleet, recipe)
-    names = usual_policies(stage.fit) if given is None else given
-    of_world, of_policy = assign_settings(names, parse_settings(settings))
+    assign_settings(names or list(KNOWN), parse_settings(given.settings))
+    targets, rates = parse_sla(given.sla), _rates(given.rate)
+    stage = open_stage(given)
+    names = names or usual_policies(stage.fit)
+    of_world, of_policy = assign_settings(names, parse_settings(given.settings))
     contenders = [policy_for(stage.fit, name, of_policy[name]) for name in names]
-    world = stage.world(of_world, workers, seed)
+    world = stage.world(of_world, given.workers, given.seed)
     check_capacity(of_world, world, stage.trace)
     note_rest(stage.trace)
-    runs: list[PolicyRun] = []
     total = len(names) * max(len(rates), 1)
-    interrupted = False
+    runs = _collect(compare(stage.trace, contenders, world, rates, targets), total)
+    interrupted = len(runs) < total
+    shown = _columns(given.columns, runs)
+    _print_notes(runs, world, targets)
+    result = Comparison(
+        sla=targets,
+        workers=world.size,
+        seed=given.seed,
+        interrupted=interrupted,
+        trace=plain(stage.trace),
+        runs=[_of_run(run, stage.engines) for run in runs],
+    )
+    emit(given.as_json, result, lambda: _show(runs, shown, stage.engines))
+    if given.png:
+        draw(_panels(runs), given.png)
+        note(f"wrote {given.png}")
+    if interrupted:
+        note(f"interrupted: {len(runs)} of {total} runs are finished and shown")
+        raise typer.Exit(130)
+
+
+def _collect(simulations: Iterator[PolicyRun], total: int) -> list[PolicyRun]:
+    """The runs, best first at each rate; after Ctrl-C those that are finished."""
+    from toolkit.cli.output import progress
+
+    runs: list[PolicyRun] = []
     try:
         with progress("comparing", total) as advance:
-            for run in compare(stage.trace, contenders, world, rates, targets):
+            for run in simulations:
                 runs.append(run)
                 advance(text=run.policy)
     except KeyboardInterrupt:
         if not runs:
             raise
-        interrupted = True
-    runs.sort(key=lambda run: (run.rate_rps, -run.metrics.get("goodput_rps", -1.0)))
-    shown = _columns(columns, runs)
-    _print_notes(runs, world, targets)
-    result = Comparison(
-        sla=targets,
-        workers=world.size,
-        seed=seed,
-        interrupted=interrupted,
-        trace=plain(stage.trace),
-        runs=[_of_run(run, stage.engines) for run in runs],
-    )
-    emit(as_json, result, lambda: _show(runs, shown, stage.engines))
-    if png:
-        draw(_panels(runs), png)
-        note(f"wrote {png}")
-    if interrupted:
-        note(f"interrupted: {len(runs)} of {total} runs are finished and shown")
-        raise typer.Exit(130)
+    return sorted(runs, key=lambda run: (run.rate_rps, -run.metrics.get("goodput_rps", -1.0)))
 
 
 def _words(option: str, text: str) -> list[str]:
@@ -257,7 +252,7 @@ def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
     """
     import numpy as np
 
-    from toolkit.cli.figure import FigurePanel
+    from toolkit.cli.plots import FigurePanel
 
     done = [run for run in runs if len(run.e2e_s)]
     if not done:

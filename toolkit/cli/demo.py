@@ -51,8 +51,6 @@ def command(
     runs; its files stay in the output folder.
     """
     from toolkit.cli.output import emit
-    from toolkit.deploy.order import ALLOW_BROKEN
-    from toolkit.errors import LimitsBrokenError
     from toolkit.files.bench import BenchReport
     from toolkit.files.io import read_file
     from toolkit.files.tuning import Tuning
@@ -68,15 +66,10 @@ def command(
     stage.title("2/6  fit how time and memory behave")
     stage.llmctl("fit", profile, "--out", fit)
     stage.title("3/6  search the scheduler's parameters on the trace")
-    words = ["tune", recipe, "--fit", fit, "--trace", trace, "--out", tuning]
-    allowed = [ALLOW_BROKEN] if stage.llmctl(*words, survives=LimitsBrokenError.exit_code) else []
-    if allowed:
-        stage.say(
-            f"No setting keeps every limit on this machine; the demo continues with {ALLOW_BROKEN}."
-        )
+    allowed = stage.tune(recipe, "--fit", fit, "--trace", trace, "--out", tuning)
+    promised = read_file(Tuning, tuning)
     stage.title("4/6  serve what was found, at the rate that it was tuned for")
     stage.llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
-    promised = read_file(Tuning, tuning)
     excerpt = overload(open_recipe(recipe), plan, trace)
     with stage.server(plan, *allowed) as url:
         stage.bench(url, plan, trace, _tuned_window(promised), bench_tuned)
@@ -90,11 +83,11 @@ def command(
     stage.llmctl("report", plan, "--out", page)
     tuned, scls, sls = (read_file(BenchReport, path) for path in (bench_tuned, bench, bench_sls))
     result = Achieved(
-        request_rate_rps=promised.request_rate_rps,
-        promise=_held(promised, tuned),
-        overload={key: {"sls": sls.measured[key], "scls": scls.measured[key]} for key in COMPARED},
-        report=str(page),
-        took_s=time.monotonic() - start,
+        promised.request_rate_rps,
+        _held(promised, tuned),
+        {key: {"sls": sls.measured[key], "scls": scls.measured[key]} for key in COMPARED},
+        str(page),
+        time.monotonic() - start,
     )
     emit(as_json, result, lambda: _show(result, out))
 
@@ -163,6 +156,18 @@ class Stages:
         if code not in (0, survives):
             raise typer.Exit(code)
         return code
+
+    def tune(self, *words: object) -> list[str]:
+        """Run `llmctl tune`. Where no setting keeps the limits: the option that allows that."""
+        from toolkit.deploy.order import ALLOW_BROKEN
+        from toolkit.errors import LimitsBrokenError
+
+        if not self.llmctl("tune", *words, survives=LimitsBrokenError.exit_code):
+            return []
+        self.say(
+            f"No setting keeps every limit on this machine; the demo continues with {ALLOW_BROKEN}."
+        )
+        return [ALLOW_BROKEN]
 
     def serve_and_bench(self, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
         with self.server(plan) as url:

@@ -1,13 +1,14 @@
 """`llmctl render`: make a plan from a recipe, its fit and its tuning, or files for a target of it.
 
 In order: the options; the plan (`_make`), which is written or compared; and with --target the files
-of the target (`render_to`), written to a folder or compared with it.
+of the target (`_render`), written to a folder or compared with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from toolkit.cli.arguments import (
     BrokenOption,
     JsonOption,
     SetOption,
+    command_of,
     parse_settings,
     resolve_fit,
 )
@@ -26,232 +28,150 @@ from toolkit.cli.output import emit, note, table
 
 if TYPE_CHECKING:
     from toolkit.deploy.folder import Change
-    from toolkit.deploy.order import Options, Order
+    from toolkit.deploy.order import Order
     from toolkit.deploy.plan import Difference
     from toolkit.files.plan import Plan, PlannedPolicy
-    from toolkit.traces.types import Trace
 
-PREDICTED = "predicted "
-HEADLINES = {
-    PREDICTED + name
-    for name in ("goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s")
-}
+# of the predicted metrics, those that are shown; the plan has all
+HEADLINES = {"goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"}
 PLAN = Path("plan.json")
-CLUSTER = "Files of a target"  # a heading of --help
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RECIPE|FLEET|PLAN.json",
-        autocompletion=completion.recipes_and_plans,
-        help="A recipe with --fit, a fleet, or a plan with --target.",
-    ),
-]
-FitOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--fit",
-        callback=resolve_fit,
-        autocompletion=completion.fits,
-        help=f"The fit of a recipe: {FIT_HELP}",
-    ),
-]
-TuningOption = Annotated[
-    Path | None,
-    typer.Option("--tuning", help="tuning.json; without it the plan has the recipe's policy."),
-]
-PolicyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--policy",
-        autocompletion=completion.policy,
-        help="Use this policy instead of the tuning's, with the parameters of --set.",
-    ),
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        metavar="TARGET",
-        autocompletion=completion.rendered_targets,
-        help="Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or sglang; "
-        "see docs/how-to/deploy.md.",
-    ),
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        help="Write to this file, or with --target to this folder; default: plan.json, or a folder "
-        "named like the target.",
-    ),
-]
-CheckOption = Annotated[
-    bool,
-    typer.Option(
-        "--check", help="Write nothing; compare with --out, and exit with 4 if it differs."
-    ),
-]
-ForceOption = Annotated[
-    bool,
-    typer.Option(
-        "--force",
-        help="Render settings that are predicted to break limits; with --target, overwrite files "
-        "that were changed.",
-    ),
-]
-TraceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--trace",
-        help="Take lengths for the autoscaling threshold from this trace; default: the"
-        " tuning's, if "
-        "it ships, or the recipe's.",
-    ),
-]
-ImageOption = Annotated[
-    str,
-    typer.Option(
-        "--image", rich_help_panel=CLUSTER, help="Container image, pinned by tag or digest."
-    ),
-]
-NamespaceOption = Annotated[
-    str, typer.Option("--namespace", rich_help_panel=CLUSTER, help="Kubernetes namespace.")
-]
-ReplicasOption = Annotated[
-    int,
-    typer.Option(
-        "--replicas",
-        min=0,
-        rich_help_panel=CLUSTER,
-        help="The number of pods; 0: as the tuning found, or 1.",
-    ),
-]
-MaxReplicasOption = Annotated[
-    int,
-    typer.Option(
-        "--max-replicas",
-        min=0,
-        rich_help_panel=CLUSTER,
-        help="The largest number of pods; 0: twice the replicas.",
-    ),
-]
-PrometheusOption = Annotated[
-    str,
-    typer.Option(
-        "--prometheus",
-        show_default=False,
-        rich_help_panel=CLUSTER,
-        help="URL of Prometheus in the cluster, for KEDA; default: the operator's service in "
-        "namespace monitoring.",
-    ),
-]
-ClaimOption = Annotated[
-    str,
-    typer.Option(
-        "--model-claim",
-        rich_help_panel=CLUSTER,
-        help="Volume claim that keeps the models; '': each pod downloads them again.",
-    ),
-]
-ProductOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gpu-product",
-        metavar="NAME",
-        rich_help_panel=CLUSTER,
-        help="Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the "
-        "fit's.",
-    ),
-]
-ProgramOption = Annotated[
-    str,
-    typer.Option(
-        "--program",
-        rich_help_panel=CLUSTER,
-        help="Path of llmctl on the machine that runs the systemd unit.",
-    ),
-]
+_cluster = partial(typer.Option, rich_help_panel="Files of a target")
 
 
-def command(
-    source: Source,
-    fit: FitOption = None,
-    tuning: TuningOption = None,
-    policy: PolicyOption = None,
-    settings: SetOption = None,
-    target: TargetOption = None,
-    out: OutOption = None,
-    check: CheckOption = False,
-    force: ForceOption = False,
-    allow_broken_limits: BrokenOption = False,
-    trace: TraceOption = None,
-    image: ImageOption = "",
-    namespace: NamespaceOption = "default",
-    replicas: ReplicasOption = 0,
-    max_replicas: MaxReplicasOption = 0,
-    prometheus: PrometheusOption = "http://prometheus-operated.monitoring.svc:9090",
-    model_claim: ClaimOption = "",
-    gpu_product: ProductOption = None,
-    program: ProgramOption = "/opt/llmctl/bin/llmctl",
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class RenderOptions:
+    """The command line of `llmctl render`."""
+
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|FLEET|PLAN.json",
+            autocompletion=completion.recipes_and_plans,
+            help="A recipe with --fit, a fleet, or a plan with --target.",
+        ),
+    ]
+    fit: Annotated[
+        Path | None,
+        typer.Option(
+            callback=resolve_fit,
+            autocompletion=completion.fits,
+            help=f"The fit of a recipe: {FIT_HELP}",
+        ),
+    ] = None
+    tuning: Annotated[
+        Path | None,
+        typer.Option(help="tuning.json; without it the plan has the recipe's policy."),
+    ] = None
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            autocompletion=completion.policy,
+            help="Use this policy instead of the tuning's, with the parameters of --set.",
+        ),
+    ] = None
+    settings: SetOption = None
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET",
+            autocompletion=completion.rendered_targets,
+            help="Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or "
+            "sglang; see docs/how-to/deploy.md.",
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write to this file, or with --target to this folder; default: plan.json, or a "
+            "folder named like the target.",
+        ),
+    ] = None
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Write nothing; compare with --out, and exit with 4 if it differs."
+        ),
+    ] = False
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Render settings that are predicted to break limits; with --target, overwrite "
+            "files that were changed.",
+        ),
+    ] = False
+    allow_broken_limits: BrokenOption = False
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            help="Take lengths for the autoscaling threshold from this trace; default: the "
+            "tuning's, if it ships, or the recipe's.",
+        ),
+    ] = None
+    image: Annotated[str, _cluster(help="Container image, pinned by tag or digest.")] = ""
+    namespace: Annotated[str, _cluster(help="Kubernetes namespace.")] = "default"
+    replicas: Annotated[
+        int, _cluster(min=0, help="The number of pods; 0: as the tuning found, or 1.")
+    ] = 0
+    max_replicas: Annotated[
+        int, _cluster(min=0, help="The largest number of pods; 0: twice the replicas.")
+    ] = 0
+    prometheus: Annotated[
+        str,
+        _cluster(
+            show_default=False,
+            help="URL of Prometheus in the cluster, for KEDA; default: the operator's service in "
+            "namespace monitoring.",
+        ),
+    ] = "http://prometheus-operated.monitoring.svc:9090"
+    model_claim: Annotated[
+        str,
+        _cluster(help="Volume claim that keeps the models; '': each pod downloads them again."),
+    ] = ""
+    gpu_product: Annotated[
+        list[str] | None,
+        _cluster(
+            metavar="NAME",
+            help="Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the "
+            "fit's.",
+        ),
+    ] = None
+    program: Annotated[
+        str, _cluster(help="Path of llmctl on the machine that runs the systemd unit.")
+    ] = "/opt/llmctl/bin/llmctl"
+    as_json: JsonOption = False
+
+
+@command_of(RenderOptions)
+def command(given: RenderOptions) -> None:
     """Write the plan that `llmctl serve` starts, and print the source of every value.
 
     With --target the plan becomes a folder of files for the place where it will run, explained in
     EXPLAIN.md, with a bench.sh that checks its predictions. The same files give the same output,
     byte for byte; --check is for CI.
     """
-    from toolkit.cli.basis import accept
-
-    made = _make(source, fit, tuning, _given(policy, settings))
-    accept(made.plan, str(tuning or source), broken=force or allow_broken_limits)
-    if target is not None:
-        from toolkit.deploy.order import Options
-
-        folder = out or Path(target)
-        options = Options(
-            image,
-            namespace,
-            replicas,
-            max_replicas,
-            prometheus,
-            model_claim,
-            program,
-            str(folder.absolute()),
-            tuple(gpu_product or ()),
-        )
-        render_to(
-            RenderRequest(
-                made.plan,
-                made.file,
-                made.near,
-                target,
-                folder,
-                options,
-                trace,
-                check,
-                force,
-                as_json,
-            )
-        )
-        return
-    if made.file is not None:
-        from toolkit.errors import InputError
-
-        raise InputError(
-            f"{source} is already a plan", "add --target for files of a place to run it"
-        )
-    if check:
-        _compare(made.plan, out or PLAN, as_json)
-        return
-    from toolkit.cli.basis import note_basis
+    from toolkit.cli.basis import accept, note_basis
     from toolkit.deploy.order import ALLOW_BROKEN
+    from toolkit.errors import InputError
     from toolkit.files.io import write_file
     from toolkit.files.tuning import broken
 
-    out = out or PLAN
+    made = _make(given.source, given.fit, given.tuning, _policy(given))
+    allowed = given.force or given.allow_broken_limits
+    accept(made.plan, str(given.tuning or given.source), broken=allowed)
+    if given.target is not None:
+        _render(made, given.target, given)
+        return
+    if made.file is not None:
+        raise InputError(
+            f"{given.source} is already a plan", "add --target for files of a place to run it"
+        )
+    out = given.out or PLAN
+    if given.check:
+        _compare(made.plan, out, given.as_json)
+        return
     write_file(made.plan, out)
-    emit(as_json, made.plan, lambda: _show(made.plan))
+    emit(given.as_json, made.plan, lambda: _show(made.plan))
     note_basis(made.plan.fit, made.near)
     allowance = f" {ALLOW_BROKEN}" if broken(made.plan.limits) else ""
     note(f"wrote {out}; start it with: llmctl serve {out}{allowance}")
@@ -268,16 +188,16 @@ class Made:
     near: Path
 
 
-def _given(policy: str | None, settings: list[str] | None) -> PlannedPolicy | None:
+def _policy(given: RenderOptions) -> PlannedPolicy | None:
     """The policy of --policy and --set."""
     from toolkit.errors import InputError
     from toolkit.files.plan import PlannedPolicy
 
-    if policy is None:
-        if settings:
+    if given.policy is None:
+        if given.settings:
             raise InputError("--set needs --policy", "add --policy NAME")
         return None
-    return PlannedPolicy(name=policy, parameters=parse_settings(settings))
+    return PlannedPolicy(name=given.policy, parameters=parse_settings(given.settings))
 
 
 def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None) -> Made:
@@ -315,12 +235,13 @@ def _make_of_fleet(
 
 
 def _show(plan: Plan) -> None:
-    shown = {
-        key: item
+    from toolkit.files.plan import PREDICTED
+
+    rows = [
+        (key, item.value, item.source)
         for key, item in plan.explained.items()
-        if not key.startswith(PREDICTED) or key in HEADLINES
-    }
-    rows = [(key, item.value, item.source) for key, item in shown.items()]
+        if not key.startswith(PREDICTED) or key.removeprefix(PREDICTED) in HEADLINES
+    ]
     table(
         ["what", "<planned", "because"],
         rows,
@@ -349,65 +270,64 @@ def _show_differences(found: list[Difference]) -> None:
         print("up to date")
 
 
-@dataclass(frozen=True, slots=True)
-class RenderRequest:
-    """What to render. `near` is a file beside which a validation.json about its fit may lie."""
-
-    plan: Plan
-    plan_file: Path | None
-    near: Path
-    target: str
-    folder: Path
-    options: Options
-    trace: str | None
-    check: bool
-    force: bool
-    as_json: bool
-
-
-def render_to(request: RenderRequest) -> None:
-    """Write the folder, or compare it. `TargetMissedError` where a comparison finds differences."""
+def _render(made: Made, target: str, given: RenderOptions) -> None:
+    """Write the target's folder, or compare it. `TargetMissedError` where a comparison finds
+    differences.
+    """
     from toolkit.cli.basis import note_analytic
     from toolkit.deploy.folder import changes, manifest_of, write
     from toolkit.deploy.reckon import default_trace, ttft_targets
     from toolkit.deploy.render import render_target
 
-    order = _order(request)
-    files = render_target(request.target, order)
-    if request.check:
-        _compare_folder(request, changes(files, request.folder))
+    folder, recipe = given.out or Path(target), made.plan.recipe
+    order = _order(made, folder, given)
+    files = render_target(target, order)
+    if given.check:
+        _compare_folder(folder, changes(files, folder), given.as_json)
         return
-    manifest = manifest_of(files, request.target, order.name, order.stamp())
-    write(files, request.folder, manifest, force=request.force)
+    manifest = manifest_of(files, target, order.name, order.stamp())
+    write(files, folder, manifest, force=given.force)
     emit(
-        request.as_json,
-        {"folder": str(request.folder), **manifest.model_dump()},
-        lambda: _show_files(request.folder, files),
+        given.as_json,
+        {"folder": str(folder), **manifest.model_dump()},
+        lambda: _show_files(folder, files),
     )
-    note_analytic(request.plan.fit)
-    if order.trace is None and ttft_targets(request.plan.recipe):
-        trace = default_trace(request.plan.recipe)
-        note(
-            f"no --trace was given: the number that may wait is computed for the lengths of {trace}"
-        )
+    note_analytic(made.plan.fit)
+    if order.trace is None and ttft_targets(recipe):
+        lengths = f"computed for the lengths of {default_trace(recipe)}"
+        note(f"no --trace was given: the number that may wait is {lengths}")
     if order.validation:
         note(order.validation.summary())
-    note(f"{request.folder / 'EXPLAIN.md'} explains each value, and how to start the server")
+    note(f"{folder / 'EXPLAIN.md'} explains each value, and how to start the server")
 
 
-def _order(request: RenderRequest) -> Order:
+def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
     from toolkit.cli.basis import find_validation
     from toolkit.deploy.folder import digest
-    from toolkit.deploy.order import Order
+    from toolkit.deploy.order import Options, Order
+    from toolkit.deploy.render import shipped_trace
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
 
-    text, fit = _plan_text(request), request.plan.inputs.get("fit")
-    validation = find_validation(request.near, fit.sha256) if fit else None
-    return Order(
-        request.plan, text, digest(text.encode()), request.options, validation, _trace(request)
+    text, fit = _plan_text(made, folder), made.plan.inputs.get("fit")
+    validation = find_validation(made.near, fit.sha256) if fit else None
+    options = Options(
+        given.image,
+        given.namespace,
+        given.replicas,
+        given.max_replicas,
+        given.prometheus,
+        given.model_claim,
+        given.program,
+        str(folder.absolute()),
+        tuple(given.gpu_product or ()),
     )
+    name = given.trace or shipped_trace(made.plan)
+    trace = read_trace(trace_path(name))[0] if name else None
+    return Order(made.plan, text, digest(text.encode()), options, validation, trace)
 
 
-def _plan_text(request: RenderRequest) -> str:
+def _plan_text(made: Made, folder: Path) -> str:
     """The plan's text. An equal plan in the folder stays as it is, since it may have been made on
     another machine.
 
@@ -418,23 +338,13 @@ def _plan_text(request: RenderRequest) -> str:
     from toolkit.files.io import file_text, read_file
     from toolkit.files.plan import Plan
 
-    if request.plan_file is not None:
-        return request.plan_file.read_text(encoding="utf-8")
-    for existing in (request.folder / "plan.json", request.folder / "core" / "plan.json"):
+    if made.file is not None:
+        return made.file.read_text(encoding="utf-8")
+    for existing in (folder / "plan.json", folder / "core" / "plan.json"):
         with contextlib.suppress(InputError):
-            if existing.is_file() and not differences(read_file(Plan, existing), request.plan):
+            if existing.is_file() and not differences(read_file(Plan, existing), made.plan):
                 return existing.read_text(encoding="utf-8")
-    return file_text(request.plan)
-
-
-def _trace(request: RenderRequest) -> Trace | None:
-    """The given trace, or the tuning's if it ships."""
-    from toolkit.deploy.render import shipped_trace
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
-
-    name = request.trace or shipped_trace(request.plan)
-    return read_trace(trace_path(name))[0] if name else None
+    return file_text(made.plan)
 
 
 def _show_files(folder: Path, files: dict[str, str]) -> None:
@@ -442,15 +352,13 @@ def _show_files(folder: Path, files: dict[str, str]) -> None:
     table(["file", ">bytes"], rows)
 
 
-def _compare_folder(request: RenderRequest, found: list[Change]) -> None:
+def _compare_folder(folder: Path, found: list[Change], as_json: bool) -> None:
     from toolkit.errors import TargetMissedError
 
-    emit(request.as_json, {"changes": found}, lambda: _show_changes(found))
+    emit(as_json, {"changes": found}, lambda: _show_changes(found))
     if found:
         names = ", ".join(each.file for each in found)
-        raise TargetMissedError(
-            f"{request.folder} is out of date: {names}", "run it without --check"
-        )
+        raise TargetMissedError(f"{folder} is out of date: {names}", "run it without --check")
 
 
 def _show_changes(found: list[Change]) -> None:

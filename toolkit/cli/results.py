@@ -11,9 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from toolkit.files.tuning import Scaling
-
-Value = bool | int | float | str
+from toolkit.files.tuning import ParameterValue, Scaling
 
 
 class Requests(BaseModel):
@@ -37,7 +35,7 @@ class Simulation(BaseModel):
 
     schema_version: Literal[1] = 1
     policy: str = Field(description="its name")
-    parameters: dict[str, Value] = Field(
+    parameters: dict[str, ParameterValue] = Field(
         description="all parameters of the policy, defaults included"
     )
     workers: int = Field(description="of all kinds")
@@ -52,7 +50,7 @@ class ComparedRun(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: str = Field(description="its name")
-    parameters: dict[str, Value] = Field(
+    parameters: dict[str, ParameterValue] = Field(
         description="all parameters of the policy, defaults included"
     )
     rate_rps: float = Field(

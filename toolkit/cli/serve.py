@@ -1,7 +1,8 @@
 """`llmctl serve`: start the server of a plan.
 
 `ServeOptions` declares the command line, in the order of `--help`. `command` finds the plan and
-starts our own server, or that of an engine that is a server itself (vLLM); the steps in between are in `serve_start`.
+starts our own server, or that of an engine that is a server itself (vLLM); the steps in between are
+in `serve_start`.
 """
 
 from __future__ import annotations
@@ -378,7 +379,9 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
 
 
 def _server_order(given: ServeOptions, plan: Plan, access: Access, ray: str) -> ServerOrder:
-    """The server of an engine that is one itself. `InputError` for options that it does not have."""
+    """The server of an engine that is one itself. `InputError` for options that it does not
+    have.
+    """
     from toolkit.backends import ServerOrder
     from toolkit.errors import InputError
     from toolkit.serve.assemble import model_name

@@ -245,7 +245,7 @@ def find_keys(given: str, file: Path | None, keys: Path | None) -> Access:
     `InputError` for both a key and a file of keys, and for a file without a key.
     """
     from toolkit.errors import InputError
-    from toolkit.files.keys import read_keys
+    from toolkit.serve.access import read_keys
     from toolkit.serve.rereading import WatchedFiles
 
     if keys is not None and (given or file is not None):

@@ -1,51 +1,259 @@
-"""`llmctl simulate`: one trace under one policy, by fitted laws or in the token-step world."""
+"""`llmctl simulate`: one trace under one policy, by fitted laws or in the token-step world.
+
+`compare` takes its options, its trace and its laws from here, too: `open_stage` reads the files,
+`Stage.world` makes the simulated world, and the functions after it make the notes on a result.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli import completion
-from toolkit.cli.arguments import JsonOption, SetOption, SlaOption, parse_settings, parse_sla
-from toolkit.cli.basis import FleetOption
-from toolkit.cli.stage import (
-    FitLengthsOption,
-    FitOption,
-    MaxNewTokensOption,
-    RecipeOption,
-    SeedOption,
-    TraceOption,
-    WorkersOption,
-    open_stage,
-    refusal_notes,
-    world_notes,
+from toolkit.cli.arguments import (
+    JsonOption,
+    SetOption,
+    SlaOption,
+    command_of,
+    limit_workers,
+    parse_settings,
+    parse_sla,
+    resolve_recipe,
 )
+from toolkit.cli.basis import FleetOption
+
+if TYPE_CHECKING:
+    from toolkit.files.fit import Fit
+    from toolkit.files.plan import Kind
+    from toolkit.files.recipe import Recipe
+    from toolkit.sched.policies.parameters import Value
+    from toolkit.sched.types import Refusal
+    from toolkit.sim.world import World
+    from toolkit.traces.types import Trace
 
 
-def command(
-    trace: TraceOption = "chat-small",
-    fit: FitOption = "fit.json",
-    recipe: RecipeOption = None,
-    fleet: FleetOption = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOptions:
+    """The options of a command that simulates a trace."""
+
+    trace: Annotated[
+        str,
+        typer.Option(
+            autocompletion=completion.traces, help="A trace file, or the name of a shipped trace."
+        ),
+    ] = "chat-small"
+    fit: Annotated[
+        str,
+        typer.Option(
+            autocompletion=completion.fits_and_clock,
+            help="fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock "
+            "of steps).",
+        ),
+    ] = "fit.json"
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            callback=resolve_recipe,
+            help="The recipe of the fit, which limits lengths; default: the one beside the fit, in "
+            "the current folder, or shipped.",
+        ),
+    ] = None
+    fleet: FleetOption = None
+    settings: SetOption = None
+    sla: SlaOption = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, callback=limit_workers, help="The number of workers; default: as profiled, or 1."
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The limit of requests without one in the trace; default: the recipe's, or 4096 "
+            "in unit-step.",
+        ),
+    ] = None
+    fit_lengths: Annotated[bool, typer.Option(help="Scale the lengths to the model's context.")] = (
+        True
+    )
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Draw the memory limits and the policies' samples from this seed."
+        ),
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A trace as it will be simulated, and its fit; None: the token-step world."""
+
+    trace: Trace
+    fit: Fit | None
+    max_new_tokens: int  # of requests without a limit in the trace; 0: the token-step world's
+    kinds: Sequence[Kind] = ()  # of a fleet; the first kind has the fit
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines of the laws; none in the token-step world."""
+        if self.kinds:
+            return [kind.fit.engine.engine for kind in self.kinds]
+        return [self.fit.engine.engine] if self.fit else []
+
+    def world(self, given: Mapping[str, Value], workers: int | None, seed: int) -> World:
+        """The simulated world, with the given settings. `InputError` for a setting that it cannot
+        have.
+        """
+        from toolkit.cli.basis import refuse_workers
+        from toolkit.sim.world import make_world
+
+        if self.kinds:
+            refuse_workers(workers)
+        count = self.kinds[0].workers if self.kinds else workers or 0
+        others, limit = self.kinds[1:], self.max_new_tokens
+        return make_world(
+            self.fit, given, workers=count, max_new_tokens=limit, seed=seed, others=others
+        )
+
+
+def open_stage(given: StageOptions) -> Stage:
+    """Read the trace, and the fit or the fleet; print how lengths were scaled, and what the fit
+    rests on.
+
+    Lengths are scaled as in `tune`, by the limits of the recipe that the fit was made from;
+    `max_new_tokens` replaces the recipe's. `InputError` for files that are missing or of another
+    kind, and where that recipe is not found; without a fit it names those that ship.
+    """
+    from toolkit.cli.basis import note_basis, note_scaling, open_fleet
+    from toolkit.errors import InputError
+    from toolkit.files.fit import Fit
+    from toolkit.files.io import fit_path, read_file, shipped_fits
+    from toolkit.sim.world import UNIT_STEP
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
+    from toolkit.traces.windows import prepare, scale_lengths
+
+    kinds: Sequence[Kind] = ()
+    spec: Recipe | None = None
+    fitted: Fit | None = None
+    note_bases: Callable[[], None] | None = None
+    if given.fleet is not None:
+        _refuse_recipe(given.recipe, "a fleet names its recipes")
+        opened = open_fleet(given.fleet)
+        kinds, note_bases = opened.kinds, opened.note_bases
+        spec, fitted = kinds[0].recipe, kinds[0].fit
+    elif given.fit == UNIT_STEP and not Path(given.fit).exists():
+        _refuse_recipe(given.recipe, f"--fit {UNIT_STEP} has none")
+    else:
+        path = fit_path(given.fit)
+        if not path.exists():
+            made = "make it with: llmctl fit PROFILE; or name one that ships with --fit"
+            raise InputError(
+                f"{path}: no such file", f"{made}: {', '.join([UNIT_STEP, *shipped_fits()])}"
+            )
+        fitted = read_file(Fit, path)
+        spec = _recipe_of(fitted, path, given.recipe, needed=given.max_new_tokens is None)
+        note_bases = partial(note_basis, fitted, path)
+    limit = given.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
+    requests, _ = read_trace(trace_path(given.trace))
+    if given.fit_lengths and spec:
+        serve = spec.serve.model_copy(update={"max_new_tokens": limit})
+        requests = prepare(requests, spec.model_copy(update={"serve": serve}))
+    elif given.fit_lengths and fitted:
+        requests = scale_lengths(requests, fitted.engine.max_model_len, limit)
+    note_scaling(requests)
+    if note_bases:
+        note_bases()
+    return Stage(requests, fitted, limit, kinds)
+
+
+def _refuse_recipe(recipe: Path | None, why: str) -> None:
+    from toolkit.errors import InputError
+
+    if recipe is not None:
+        raise InputError(f"--recipe {recipe.name} changes nothing: {why}", "leave --recipe out")
+
+
+def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Recipe | None:
+    """The recipe that `fit` was made from: the `given` one, or the one at the usual places.
+
+    `InputError` where it is `needed` and not found, `StaleError` where `given` is another.
+    """
+    from toolkit.errors import InputError
+    from toolkit.files.fit import Fit
+    from toolkit.files.io import find_recipe, load_recipe, read_file
+
+    if given is not None:
+        read_file(Fit, path, {"recipe": given})
+        return load_recipe(given)
+    found = find_recipe(fit, path)
+    if found is None and needed:
+        raise InputError(
+            f"{path}: its recipe '{fit.recipe_name}', which limits the outputs"
+            " (serve.max_new_tokens), is not found or has changed since",
+            "name the recipe with --recipe, or give the limit with --max-new-tokens",
+        )
+    return found
+
+
+def refusal_notes(refusals: Sequence[Refusal]) -> list[str]:
+    """A line that counts the requests that can never be served, with an example; none where all can
+    be.
+    """
+    if not refusals:
+        return []
+    first, count = refusals[0], len(refusals)
+    counted = "1 request" if count == 1 else f"{count:,} requests"
+    return [f"{counted} rejected; for example number {int(first.request_id) + 1}: {first.reason}"]
+
+
+def world_notes(world: World, policy: str, metrics: Mapping[str, float]) -> list[str]:
+    """What a reader must know before trusting the figures of one simulation of this policy."""
+    from toolkit.sim.world import extrapolation_warning
+
+    lines, valid = [], world.range_of(policy)
+    if valid is not None:
+        warning = extrapolation_warning(metrics["extrapolated_batches_percent"], valid)
+        lines += [f"warning: {warning}"] if warning else []
+    return [*lines, *unfinished_notes(metrics)]
+
+
+def unfinished_notes(metrics: Mapping[str, float]) -> list[str]:
+    """A line that counts the unfinished requests of a simulation without `drain`; none where there
+    are none.
+    """
+    if not metrics["unfinished"]:
+        return []
+    return [
+        f"stopped when the last request was admitted; {metrics['unfinished']:,.0f} had not ended"
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions(StageOptions):
+    """The command line of `llmctl simulate`."""
+
     policy: Annotated[
         str,
         typer.Option(
-            autocompletion=completion.policy,
-            help="The policy; see docs/explanation/policies.md.",
+            autocompletion=completion.policy, help="The policy; see docs/explanation/policies.md."
         ),
-    ] = "slice",
-    settings: SetOption = None,
-    sla: SlaOption = None,
-    workers: WorkersOption = None,
+    ] = "slice"
     rate: Annotated[
         float | None, typer.Option(help="Scale arrivals to this many requests per second.")
-    ] = None,
-    max_new_tokens: MaxNewTokensOption = None,
-    fit_lengths: FitLengthsOption = True,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    as_json: JsonOption = False
+
+
+@command_of(SimulateOptions)
+def command(given: SimulateOptions) -> None:
     """Simulate a trace under a policy by the fitted laws, and print the metrics.
 
     --json has the metrics with their units in their names: throughput_rps, ttft_p99_s,
@@ -61,32 +269,32 @@ def command(
     from toolkit.sim.world import assign_settings, check_capacity, policy_for
     from toolkit.traces.windows import scale_rate
 
-    of_world, of_policy = assign_settings([policy], parse_settings(settings))
-    targets = parse_sla(sla)
-    stage = open_stage(trace, fit, max_new_tokens, fit_lengths, fleet, recipe)
-    requests = stage.trace if rate is None else scale_rate(stage.trace, rate)
-    chosen = policy_for(stage.fit, policy, of_policy[policy])
-    world = stage.world(of_world, workers, seed)
+    of_world, of_policy = assign_settings([given.policy], parse_settings(given.settings))
+    targets = parse_sla(given.sla)
+    stage = open_stage(given)
+    requests = stage.trace if given.rate is None else scale_rate(stage.trace, given.rate)
+    chosen = policy_for(stage.fit, given.policy, of_policy[given.policy])
+    world = stage.world(of_world, given.workers, given.seed)
     check_capacity(of_world, world, requests)
     note_rest(requests)
     result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
-    for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:
+    for line in [*refusal_notes(result.refusals), *world_notes(world, given.policy, metrics)]:
         note(line)
-    name, remark = marked(policy, stage.engines), footnote([policy], stage.engines)
+    name, remark = marked(given.policy, stage.engines), footnote([given.policy], stage.engines)
     if remark:
         note(remark)
     found = Simulation(
         policy=chosen.name,
         parameters=parameters(chosen),
         workers=world.size,
-        seed=seed,
+        seed=given.seed,
         sla=targets,
         trace=plain(requests),
         **metrics,
     )
     emit(
-        as_json,
+        given.as_json,
         found,
         lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'"),
     )

@@ -122,7 +122,8 @@ TraceArgument = Annotated[
     typer.Argument(
         metavar="TRACE",
         autocompletion=completion.traces,
-        help="A trace in any known format, or the name of a shipped trace.",
+        help="A trace in any known format, a folder of agents' sessions, or the name of a shipped"
+        " trace.",
     ),
 ]
 SeedOption = Annotated[
@@ -139,7 +140,7 @@ def inspect(trace: TraceArgument, as_json: JsonOption = False) -> None:
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import describe
 
-    loaded, report = read_trace(trace_path(trace))
+    loaded, report = read_trace(trace_path(trace, folders=True))
     found = describe(loaded)
     emit(as_json, {"report": asdict(report), **asdict(found)}, lambda: _show(loaded, found))
 
@@ -178,6 +179,10 @@ def convert(
             min=0, help="With --draw-rate: draw from this seed; the same seed gives the same times."
         ),
     ] = None,
+    divide: Annotated[
+        float | None,
+        typer.Option(help="Divide all lengths by this factor; what prompts share stays shared."),
+    ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Scale lengths to this context, in tokens; needs --max-new-tokens."),
@@ -195,7 +200,7 @@ def convert(
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
-    from toolkit.traces.windows import cut, scale_lengths, scale_rate
+    from toolkit.traces.windows import cut, divide_lengths, scale_lengths, scale_rate
     from toolkit.traces.write import write_trace
 
     if (max_model_len is None) != (max_new_tokens is None):
@@ -211,11 +216,13 @@ def convert(
         _refuse(
             {"--cv": cv, "--seed": seed}, "without --draw-rate nothing is drawn", "add --draw-rate"
         )
-    loaded, _ = read_trace(trace_path(trace))
+    loaded, _ = read_trace(trace_path(trace, folders=True))
     if draw_rate is not None:
         loaded = draw_arrivals(loaded, Arrivals(draw_rate, 1.0 if cv is None else cv), seed or 0)
     if rate is not None:
         loaded = scale_rate(loaded, rate)
+    if divide is not None:
+        loaded = divide_lengths(loaded, divide)
     if max_model_len is not None and max_new_tokens is not None:
         loaded = scale_lengths(loaded, max_model_len, max_new_tokens)
     if start > 0 or duration is not None:

@@ -49,11 +49,11 @@ MAX_JOBS = 1024
 
 
 def _limit_jobs(jobs: int | None) -> int | None:
-    """The value of --jobs. `InputError` for more processes than any machine has cores."""
+    """The value of --jobs. `InputError` for more processes than any machine has usable_cpus."""
     from toolkit.errors import InputError
 
     if jobs is not None and jobs > MAX_JOBS:
-        hint = "leave it out for as many as there are cores"
+        hint = "leave it out for as many as there are usable_cpus"
         raise InputError(f"--jobs {jobs}: the limit is {MAX_JOBS:,}, since each is a process", hint)
     return jobs
 
@@ -164,7 +164,7 @@ class TuneOptions:
             "--jobs",
             min=1,
             callback=_limit_jobs,
-            help="Simulate in this many processes; default: as many as there are cores.",
+            help="Simulate in this many processes; default: as many as there are usable_cpus.",
         ),
     ] = None
     executor: Annotated[
@@ -359,17 +359,18 @@ def _fingerprint(
 def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
     """The runner of simulations until the block ends, and how many it runs at once."""
     from toolkit.errors import InputError, nearest
-    from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool, cores
+    from toolkit.files.io import usable_cpus
+    from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool
 
     if given.executor == "local":
-        jobs = given.jobs or cores()
+        jobs = given.jobs or usable_cpus()
         with ProcessPool(jobs) as pool:
             yield (pool if jobs > 1 else InProcessRunner()), jobs
     elif given.executor == "ray":
         from toolkit.cli.output import note
         from toolkit.cluster.connect import joined, processors
 
-        with joined(given.ray, given.jobs or cores()) as cluster:
+        with joined(given.ray, given.jobs or usable_cpus()) as cluster:
             jobs = given.jobs or processors()
             machines = f"{jobs} processors of {cluster.nodes} machines"
             note(f"on the Ray cluster at {cluster.address}: {machines}")

@@ -9,9 +9,10 @@ from textwrap import fill
 
 from toolkit.cli.output import WIDTH, number, table
 from toolkit.cli.plots import PlotPoint, scatter
-from toolkit.files.tuning import Outcome, ParameterValue, PolicyResult, Sizing, Tuning, share_used
+from toolkit.files.tuning import Outcome, PolicyResult, Sizing, Tuning, share_used
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies.servable import footnote, marked
+from toolkit.units import word
 
 METRICS = (
     "goodput_rps",
@@ -39,7 +40,7 @@ def show(result: Tuning) -> None:
         _show_policies(result)
     rate = f"{number(result.request_rate_rps)} requests/s on {result.workers} workers"
     rows = [
-        (name, *([_text(before.parameters[name])] if same else []), _text(value))
+        (name, *([word(before.parameters[name])] if same else []), word(value))
         for name, value in after.parameters.items()
     ]
     table(
@@ -126,7 +127,7 @@ def _show_sensitivity(result: Tuning) -> None:
             one.parameter,
             f"{one.swing_percent:.1f} %",
             f"{100 * shares[one.parameter]:.0f} %" if one.parameter in shares else "-",
-            f"{_text(one.values[0])} .. {_text(one.values[-1])}",
+            f"{word(one.values[0])} .. {word(one.values[-1])}",
         )
         for one in result.sensitivity
     ]
@@ -176,12 +177,6 @@ def _point(outcome: Outcome, latency: str, marks: dict[str, str], mark: str = ".
 
 def _same_settings(one: Outcome, other: Outcome) -> bool:
     return (one.policy, one.parameters) == (other.policy, other.parameters)
-
-
-def _text(value: ParameterValue) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return value if isinstance(value, str) else number(value)
 
 
 def _percent_change(before: float, after: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +14,7 @@ from toolkit.cli.arguments import (
     JsonOption,
     MaxErrorOption,
     ModelOption,
+    command_of,
 )
 from toolkit.cli.basis import VALIDATION, plan_address, warn_of_foreign
 
@@ -24,33 +25,36 @@ if TYPE_CHECKING:
     from toolkit.traces.windows import TraceWindow
 
 
-def command(
+@dataclass(frozen=True, slots=True)
+class ValidateOptions:
+    """The command line of `llmctl validate`."""
+
     plan: Annotated[
         Path,
         typer.Argument(metavar="PLAN.json", help="The plan of the server, from `llmctl render`."),
-    ],
+    ]
     url: Annotated[
         str | None,
         typer.Option(
             help="URL of the server; default: the recipe's engine.url, or its"
             " serve.port on this machine."
         ),
-    ] = None,
-    trace: Annotated[
-        str, typer.Option(help="A trace file, or the name of a shipped trace.")
-    ] = "chat-small",
+    ] = None
+    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = (
+        "chat-small"
+    )
     rate: Annotated[
         float | None, typer.Option(help="Scale arrivals to this many requests per second.")
-    ] = None,
+    ] = None
     windows: Annotated[
         int, typer.Option(min=1, help="Replay this many windows, spread evenly over the trace.")
-    ] = 3,
+    ] = 3
     window_s: Annotated[
         float,
         typer.Option(
             "--window", min=0.1, help="Seconds of each window, if the trace is long enough."
         ),
-    ] = 20.0,
+    ] = 20.0
     tuning: Annotated[
         Path | None,
         typer.Option(
@@ -58,33 +62,36 @@ def command(
             " of --windows "
             "and --rate."
         ),
-    ] = None,
+    ] = None
     warmup: Annotated[
         float,
         typer.Option(min=0.0, help="Seconds of other requests before each window; 0: no warm-up."),
-    ] = 15.0,
-    max_error: MaxErrorOption = None,
+    ] = 15.0
+    max_error: MaxErrorOption = None
     out: Annotated[
         Path | None,
         typer.Option(
             help="Write the result to this file; default: validation.json beside the plan."
         ),
-    ] = None,
-    model: ModelOption = None,
-    api_key: ApiKeyOption = "",
+    ] = None
+    model: ModelOption = None
+    api_key: ApiKeyOption = ""
     seed: Annotated[
         int, typer.Option(min=0, help="Draw the windows' positions and the prompts from this seed.")
-    ] = 0,
+    ] = 0
     save_requests: Annotated[
         Path | None,
         typer.Option(
             help="Write every request, also of warm-ups, as measured and as predicted to this file "
             "(JSONL)."
         ),
-    ] = None,
-    force: ForeignOption = False,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    force: ForeignOption = False
+    as_json: JsonOption = False
+
+
+@command_of(ValidateOptions)
+def command(given: ValidateOptions) -> None:
     """Compare a plan's predictions with the server that runs it.
 
     Windows of a trace are replayed, each after some other requests that show how fast the machine
@@ -102,41 +109,43 @@ def command(
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import fit_windows
 
-    written = out or plan.with_name(VALIDATION)
-    for file in filter(None, (written, save_requests)):
+    written = given.out or given.plan.with_name(VALIDATION)
+    for file in filter(None, (written, given.save_requests)):
         check_writable(file)
-    planned = read_file(Plan, plan)
-    path = trace_path(trace)
+    planned = read_file(Plan, given.plan)
+    path = trace_path(given.trace)
     target = find_target(
-        url or plan_address(planned), model or planned.recipe.engine.served_model, api_key
+        given.url or plan_address(planned),
+        given.model or planned.recipe.engine.served_model,
+        given.api_key,
     )
-    tuned = _tuning(tuning, path) if tuning else None
-    settings = RequestSettings(tuned.request_rate_rps if tuned else rate, seed=seed)
+    tuned = _tuning(given.tuning, path) if given.tuning else None
+    settings = RequestSettings(tuned.request_rate_rps if tuned else given.rate, seed=given.seed)
     subject = look_at(
-        target, read_trace(path)[0], planned, settings, warn_of_foreign if force else None
+        target, read_trace(path)[0], planned, settings, warn_of_foreign if given.force else None
     )
     if tuned:
         chosen = _held_out(tuned, subject.trace)
     else:
-        cut = fit_windows(subject.trace, window_s, windows, 0, seed)
+        cut = fit_windows(subject.trace, given.window_s, given.windows, 0, given.seed)
         subject, chosen = replace(subject, trace=cut.trace), cut.search
     note_trace(subject.trace)
     for line in subject.notes:
         note(line)
-    session = Session(subject, planned, warmup, progress)
+    session = Session(subject, planned, given.warmup, progress)
     interrupted = session.run(chosen)
     if not session.results:
         raise LlmctlError("no window was replayed to its end", "nothing was written")
-    result = session.validation(path, plan)
+    result = session.validation(path, given.plan)
     write_file(result, written)
-    if save_requests:
-        write_text(save_requests, "".join(session.lines))
-    emit(as_json, result, lambda: show(result))
+    if given.save_requests:
+        write_text(given.save_requests, "".join(session.lines))
+    emit(given.as_json, result, lambda: show(result))
     note(f"wrote {written}")
     if interrupted:
         raise typer.Exit(130)
-    if max_error is not None:
-        hold(((each.metric, each.error_percent) for each in result.metrics), max_error)
+    if given.max_error is not None:
+        hold(((each.metric, each.error_percent) for each in result.metrics), given.max_error)
 
 
 def _tuning(file: Path, trace: Path) -> Tuning:

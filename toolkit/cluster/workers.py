@@ -45,8 +45,8 @@ from toolkit.workers.frames import (
     worker_side,
 )
 from toolkit.workers.lifeline import LifeSigns
-from toolkit.workers.pool import PATIENCE, Body, OnFrame, WorkerPool, WorkerSpec
-from toolkit.workers.process import engine_variables
+from toolkit.workers.pool import PATIENCE, Body, WorkerPool, WorkerSpec
+from toolkit.workers.process import OnFrame, engine_variables
 from toolkit.workers.protocol import OnEvent
 from toolkit.workers.supervisor import Patience
 

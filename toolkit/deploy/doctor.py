@@ -19,18 +19,18 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from toolkit import compiled
 from toolkit.backends import Check, Checks, backend_of
 from toolkit.engine_traits import traits_of
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
-from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
+from toolkit.files.io import usable_cpus
+from toolkit.files.recipe import DTYPE_BYTES, HardwareSpec, ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
+from toolkit.units import GIB, MIB
 
-GIB = 1 << 30
-MIB = 1 << 20
 DISTRIBUTION = "llmctl"
 LOW_DISK_BYTES = 2 * GIB
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAME_MEMORY = 0.98  # drivers keep slightly different shares of the memory for themselves
 
 
@@ -49,14 +49,10 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
         _check_devices(devices),
         _check_processor(),
         _check_kernels(),
+        _check_compiled(),
         _check_disk(work_folder),
         _check_model_cache(),
     ]
-
-
-def usable_cpus() -> int:
-    """The number of CPUs that this process may use; containers and `taskset` can limit it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def model_cache() -> Path:
@@ -134,6 +130,14 @@ def _check_kernels() -> Check:
         remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
         return Check("numba", "missing", str(error).splitlines()[0], remedy)
     return Check("numba", "ok", f"{metadata.version('numba')}; compiled kernels can be cached")
+
+
+def _check_compiled() -> Check:
+    found = compiled.running()
+    if found.compiled:
+        return Check("scheduler", "ok", f"compiled ({len(compiled.MODULES)} modules)")
+    text = f"plain Python, with the same results but slower: {found.reason}"
+    return Check("scheduler", "note", text, found.remedy)
 
 
 def _check_disk(folder: Path) -> Check:

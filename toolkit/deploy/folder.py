@@ -1,7 +1,7 @@
 """A folder of rendered files: writing it without losing edits, and comparing it with new files.
 
-`rendered.json` in it lists the rendered files with their sha256. A file with content that is neither
-the recorded nor the new one was changed by hand: it is kept, and the error names it.
+`rendered.json` in it lists the rendered files with their sha256. A file with content that is
+neither the recorded nor the new one was changed by hand: it is kept, and the error names it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from toolkit.deploy.kinds.operators import AlertRule, RuleGroup, RulesFile
+from toolkit.deploy.manifests import AlertRule, RuleGroup, RulesFile
 from toolkit.deploy.order import Order, Sourced
 
 MIN_DRIFT_PERCENT = 15.0  # the times of a shared machine vary by about this much anyway

@@ -15,7 +15,14 @@ from pathlib import Path
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
 from toolkit.files.io import head
-from toolkit.files.plan import Explanation, Kind, Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.plan import (
+    PREDICTED,
+    Explanation,
+    Kind,
+    Plan,
+    PlannedPolicy,
+    PlannedWorkload,
+)
 from toolkit.files.recipe import ModelSpec, Recipe
 from toolkit.files.tuning import (
     Limit,
@@ -32,7 +39,6 @@ from toolkit.sched.protocols import AnyPolicy
 
 Explained = dict[str, Explanation]
 LIMITS = "limits"  # the key that says whether a plan keeps its limits
-PREDICTED = "predicted "  # how the keys of predicted metrics begin
 NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differences` ignores
 
 NO_POLICY = "default of recipes that name no policy"

@@ -32,8 +32,8 @@ from toolkit.sim.world import World, fleet, world_from_fit
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace, trace_path
 from toolkit.traces.windows import prepare
+from toolkit.units import GIB, MIB
 
-GIB, MIB = 1 << 30, 1 << 20
 MIN_DRAIN_S = 30
 PROPAGATION_S = 5  # until a cluster's proxies know that /ready answers 503
 # After the drain: last bytes (5 s), workers that end their step or are killed (10 s), and a margin.

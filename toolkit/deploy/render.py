@@ -15,14 +15,14 @@ from dataclasses import replace
 import toolkit
 from toolkit.deploy.monitoring import Names, dashboard, job, rules, series
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill
-from toolkit.deploy.plan import LIMITS, PREDICTED
+from toolkit.deploy.plan import LIMITS
 from toolkit.deploy.reckon import waiting_threshold
-from toolkit.deploy.targets import compose, kuberay, kubernetes, local, ray, sglang, systemd, vllm
+from toolkit.deploy.targets import compose, kuberay, kubernetes, script, sglang, systemd, vllm
 from toolkit.deploy.targets.objects import DASHBOARD
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.files.bench import Validation
-from toolkit.files.plan import Plan
+from toolkit.files.plan import PREDICTED, Plan
 from toolkit.files.strict import dump_yaml
 from toolkit.files.tuning import breaks, broken
 from toolkit.traces.types import FOLDER
@@ -33,12 +33,12 @@ SHOWN = ("goodput_rps", "throughput_rps", "output_tokens_per_s", "sla_attainment
 USUAL_ERROR, MIN_ERROR = 25, 10
 
 TARGETS: dict[str, Callable[[Order], Rendered]] = {
-    "local": local.render,
+    "local": script.render_local,
     "systemd": systemd.render,
     "compose": compose.render,
     "kubernetes": kubernetes.render,
     "kuberay": kuberay.render,
-    "ray": ray.render,
+    "ray": script.render_ray,
     "vllm": vllm.render,
     "sglang": sglang.render,
 }

@@ -18,8 +18,8 @@ import torch
 from toolkit.engines.protocol import OutOfMemory
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import EngineSpec
+from toolkit.units import MIB
 
-MIB = 1 << 20
 OUT_OF_MEMORY_SIGNS = (
     "DefaultCPUAllocator",
     "CUBLAS_STATUS_ALLOC_FAILED",

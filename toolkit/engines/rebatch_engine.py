@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import torch
 
-from toolkit.engines.memory import MIB, ByteLedger, as_out_of_memory
+from toolkit.engines.memory import ByteLedger, as_out_of_memory
 from toolkit.engines.protocol import LiveRow, OnStep, Part, Round, RoundOutput, Row, StepOutput
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.round_parts import RoundParts
@@ -39,6 +39,7 @@ from toolkit.engines.tensor_parallel import RankShare
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import InputError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+from toolkit.units import MIB
 
 PARTS_PER_TRY = (1, 1, 2, 4, 8)  # into how many parts each try splits a pass
 Result = TypeVar("Result")

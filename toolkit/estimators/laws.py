@@ -11,17 +11,17 @@ In this order: the engine's own law (`SegmentedLaw`), a law with what serving ad
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
+from toolkit.estimators.times import COEFFICIENTS, LinearTimes, by_size
 from toolkit.files.fit import PartFit, RoundsFit, Segment, SwapFit
 from toolkit.sched.protocols import LatencyLaw
 
-COEFFICIENTS = ("nl", "n", "l", "const", "nll")
 # A search over slice lengths needs one table per trial and never returns to an old one.
 TABLES_KEPT = 64
 
@@ -35,23 +35,6 @@ class _Tables(dict[tuple[int, int], NDArray[np.float64]]):
             self.clear()
         table.flags.writeable = False
         self[key] = table
-
-
-class _CoefficientsBySize(dict[int, tuple[float, float, float, float, float]]):
-    """For each batch size N, computed on first use: coefficients of 1, L and L^2 in T_prefill, then
-    of 1 and l in tau.
-    """
-
-    def __init__(self, prefill: Sequence[Segment], decode: Sequence[Segment]) -> None:
-        super().__init__()
-        self.prefill, self.decode = prefill, decode
-
-    def __missing__(self, batch_size: int) -> tuple[float, float, float, float, float]:
-        sizes = np.array([batch_size])
-        prefill = _by_size(self.prefill, sizes)[:, 0].tolist()
-        decode = _by_size(self.decode, sizes)[:, 0].tolist()
-        self[batch_size] = (prefill[0], prefill[1], prefill[2], decode[0], decode[1])
-        return self[batch_size]
 
 
 @dataclass(frozen=True)
@@ -70,6 +53,7 @@ class SegmentedLaw:
             paged engine's rows.
         round_s: seconds of a round in addition to its prefills and steps.
         leaving: seconds of a row that leaves, and more seconds per token that it has.
+        times: its arithmetic.
     """
 
     prefill: tuple[Segment, ...]
@@ -78,8 +62,11 @@ class SegmentedLaw:
     padded: bool = True
     round_s: float = 0.0
     leaving: tuple[float, float] = (0.0, 0.0)
-    _coefficients: _CoefficientsBySize = field(init=False, repr=False, compare=False)
+    times: LinearTimes = field(init=False, repr=False, compare=False)
     _tables: _Tables = field(init=False, repr=False, compare=False, default_factory=_Tables)
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def __post_init__(self) -> None:
         for name, segments in (("prefill", self.prefill), ("decode", self.decode)):
@@ -95,12 +82,12 @@ class SegmentedLaw:
                     raise InputError(f"{name}: coefficients {values} are not all finite")
         if any(segment.nll for segment in self.decode):
             raise InputError("decode: nll is not 0, and tau(l, N) has no square (Eq. 4)")
-        object.__setattr__(self, "_coefficients", _CoefficientsBySize(self.prefill, self.decode))
+        times = LinearTimes(self.prefill, self.decode, self.round_s, self.leaving)
+        object.__setattr__(self, "times", times)
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """T_prefill(N, L) in seconds, Eq. 3."""
-        fixed, slope, square, _, _ = self._coefficients[batch_size]
-        return fixed + input_length * (slope + input_length * square)
+        return self.times.prefill_s(batch_size, input_length)
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of a prefill pass over the columns from `start` to `end` of N rows.
@@ -108,18 +95,15 @@ class SegmentedLaw:
         T_prefill(N, end) - T_prefill(N, start) + T_prefill(N, 0): each pass pays the part that does
         not depend on L.
         """
-        fixed, slope, square, _, _ = self._coefficients[batch_size]
-        return fixed + (end - start) * (slope + (end + start) * square)
+        return self.times.pass_s(batch_size, start, end)
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Sum of tau(L + i, N) over i = 1..steps, in seconds (Eq. 2), in closed form."""
-        _, _, _, fixed, slope = self._coefficients[batch_size]
-        return steps * (fixed + slope * (input_length + (steps + 1) * 0.5))
+        return self.times.decode_s(batch_size, input_length, steps)
 
     def leave_s(self, length: float) -> float:
         """Seconds until a row of about `length` tokens has left a running batch."""
-        fixed, slope = self.leaving
-        return fixed + slope * length
+        return self.times.leave_s(length)
 
     def iterations(self, tokens: int) -> int:
         """Decode iterations after the prefill until a row has `tokens` tokens."""
@@ -140,22 +124,13 @@ class SegmentedLaw:
         if key not in self._tables:
             iterations = self.iterations(steps)
             sizes = np.arange(max_batch_size + 1)
-            prefill, decode = _by_size(self.prefill, sizes), _by_size(self.decode, sizes)
+            prefill, decode = by_size(self.prefill, sizes), by_size(self.decode, sizes)
             table = np.empty((3, max_batch_size + 1))
             table[0] = prefill[0] + iterations * (decode[0] + decode[1] * (iterations + 1) * 0.5)
             table[1] = prefill[1] + iterations * decode[1]
             table[2] = prefill[2]
             self._tables.keep(key, table)
         return self._tables[key]
-
-
-def _by_size(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Coefficients of 1, L and L^2 for each batch size: an array [3, len(sizes)]."""
-    starts = np.array([segment.batch_size_min for segment in segments])
-    chosen = np.maximum(np.searchsorted(starts, sizes, side="right") - 1, 0)
-    table = np.array([[getattr(segment, key) for key in COEFFICIENTS] for segment in segments])
-    nl, n, l, const, nll = table[chosen].T  # noqa: E741
-    return np.array([n * sizes + const, nl * sizes + l, nll * sizes])
 
 
 def scaled_segment(segment: Segment, factor: float) -> Segment:
@@ -194,6 +169,9 @@ class WithOverhead:
     batch_s: float
     stretch: float
     _tables: _Tables = field(init=False, repr=False, compare=False, default_factory=_Tables)
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def __post_init__(self) -> None:
         if not (self.batch_s >= 0 and self.stretch > 0):
@@ -301,6 +279,9 @@ class LinearSwap:
     out_tokens_per_s: float
     in_tokens_per_s: float
     overlaps: bool = True
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf:

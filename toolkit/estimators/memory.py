@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.files.fit import BatchRule
 
@@ -37,6 +38,9 @@ class ZetaMemory:
     capacity_tokens: int
     zeta: float = 1.0
     workspace: float = 0.0
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def __post_init__(self) -> None:
         if self.capacity_tokens < 1 or not self.zeta > 0:
@@ -71,6 +75,9 @@ class RuleMemory:
     """
 
     rules: tuple[BatchRule, ...]
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def __post_init__(self) -> None:
         bounds = [rule.length_above for rule in self.rules]
@@ -135,6 +142,9 @@ class ZetaEdge:
     zeta_std: float
     workspace: float = 0.0
 
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
+
     def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
         """True if the batch needs a share of the capacity above the drawn edge."""
         edge = self.zeta + self.zeta_std * _NORMAL.inv_cdf(draw)
@@ -151,6 +161,9 @@ class RuleEdge:
 
     rules: tuple[BatchRule, ...]
     relative_std: float
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def runs_out(self, batch_size: int, input_length: int, steps: int, draw: float) -> bool:
         """True if N lies above the drawn limit of its range of L + S."""

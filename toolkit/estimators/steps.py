@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.files.fit import StepsFit
 from toolkit.sched.iterations import LoggedRow
@@ -43,6 +44,9 @@ class StepShape:
     prefills: int = 0
     prefill_tokens: int = 0
     prefill_attended: float = 0.0
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     @property
     def rows(self) -> int:
@@ -78,6 +82,9 @@ class StepLaw:
     _slopes: tuple[tuple[float, int, float], ...] = field(
         init=False, repr=False, compare=False, default=()
     )
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def __post_init__(self) -> None:
         if (

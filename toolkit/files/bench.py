@@ -13,6 +13,7 @@ from pydantic import Field
 from toolkit.files.strict import Envelope, Strict
 
 SUMMARY_METRICS = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")  # of a validation, in one line
+SAME_RATE = 0.02  # request rates that differ by a smaller share are equal: people round them
 
 
 class Front(Strict):

@@ -9,7 +9,6 @@ another. This module reads the file, then merges and checks the loaded kinds.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,9 @@ from toolkit.errors import InputError
 from toolkit.files.io import fit_path
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Labels, Workers
-from toolkit.files.shipped import recipe_path
+from toolkit.files.shipped import AnyPath, recipe_path
 from toolkit.files.strict import Strict, load_yaml, validate
 
-AnyPath = str | os.PathLike[str]
 SAME_FACTS = ("model_type", "parameters", "config_sha256", "vocab_size", "max_model_len")
 
 

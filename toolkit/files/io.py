@@ -34,6 +34,7 @@ from toolkit.files.plan import Kind, Plan
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import NAME_PATTERN, Recipe
 from toolkit.files.shipped import (
+    AnyPath,
     load_recipe,
     nearest_shipped,
     recipe_path,
@@ -55,12 +56,12 @@ __all__ = [
     "processor",
     "read_file",
     "recipe_path",
+    "usable_cpus",
     "write_bytes",
     "write_file",
     "write_text",
 ]
 
-AnyPath = str | os.PathLike[str]
 WORKFLOW_ROLES = ("profile", "fit", "tuning", "plan")
 DECIDING_PACKAGES = ("numba", "numpy", "optuna", "scipy", "torch", "transformers")
 KINDS = (Recipe, Profile, Fit, Tuning, Plan)
@@ -282,6 +283,11 @@ def environment(device: str = "cpu", device_memory_bytes: int | None = None) -> 
         device=device,
         device_memory_bytes=device_memory_bytes,
     )
+
+
+def usable_cpus() -> int:
+    """The number of CPUs that this process may use; containers and `taskset` can limit it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:

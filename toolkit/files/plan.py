@@ -11,6 +11,8 @@ from toolkit.files.recipe import Labels, Recipe, Workers
 from toolkit.files.strict import Envelope, Strict
 from toolkit.files.tuning import Limit, ParameterValue
 
+PREDICTED = "predicted "  # how the keys of predicted metrics begin in a plan's explanation
+
 
 class PlannedPolicy(Strict):
     """The policy and all its parameters."""

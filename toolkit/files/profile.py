@@ -166,6 +166,9 @@ class FailedPoint(Strict):
     reason: str
 
 
+SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
+
+
 class EngineFacts(Strict):
     """What the engine resolved when it loaded: the numbers that a simulation needs."""
 

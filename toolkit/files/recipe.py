@@ -80,6 +80,9 @@ def sla_problem(key: str, limit: float) -> str:
     return f"unknown target; {nearest(key, SLA_KEYS)}"
 
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
 class VllmSpec(Strict):
     """Flags of `vllm serve` that decide the cost of a forward pass. Flags of the scheduler, which
     decide the rows in a pass, belong to policy `vllm`.

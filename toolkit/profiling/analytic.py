@@ -16,6 +16,7 @@ from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline,
 from toolkit.estimators.steps import chunk_attended
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import (
+    SAFE_VOCABULARY,
     DecodePoint,
     EngineFacts,
     MemoryPoint,
@@ -25,16 +26,13 @@ from toolkit.files.profile import (
     StepPoint,
     StepsProfile,
 )
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import DTYPE_BYTES, Recipe
 from toolkit.profiling.grid import PROMPTS, GridPoint, Kind, SliceShape, grid, slice_shapes
 from toolkit.profiling.measure import probe_shapes, safe_tokens
+from toolkit.units import GIB, MIB
 
-GIB = 1 << 30
-MIB = 1 << 20
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What a plain eager engine reaches, roughly. Not measured.
 ASSUMED = Efficiency(compute=0.5, traffic=0.7, pass_s=0.005)
-SAFE_VOCABULARY = 256
 BLOCK_TOKENS = 16  # tokens of a KV block, vLLM's default on a GPU
 PASS_TOKENS = 8192  # new tokens in the largest pass: the upper bound of tuning's search
 

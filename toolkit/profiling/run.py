@@ -59,7 +59,7 @@ from toolkit.profiling.measure import (
     warmups,
 )
 from toolkit.profiling.process import busy_neighbours, engine_process
-from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, run_slices
+from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, SliceFeed
 from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
 
@@ -368,7 +368,7 @@ class _Session:
         left = self._slices_left()
         if left:
             workers = make_workers(self._recipe)
-            asyncio.run(run_slices(workers, left, self._facts.vocab_size, record))
+            asyncio.run(SliceFeed(workers, left, self._facts.vocab_size, record).run())
 
     def run_sequences(self, make_workers: MakeWorkers) -> None:
         if self._rounds and self._work.sequences:

@@ -1,9 +1,9 @@
 """Measurements through the worker processes, all of them busy: sequences of rounds, whole slices.
 
-They show what a server pays, from dispatch to result. `run_feed` keeps workers busy with recorded
-work, and with unrecorded work until all recorded work is done. `RowsOfSequence` draws the rounds of
-one sequence, `RoundsStage` is the rounds' part of a profile, and `run_slices` runs slices. Engines
-that keep their rows make prefills and decode steps in rounds; those are in the grid.
+They show what a server pays, from dispatch to result. A `Feed` keeps workers busy with work:
+`SequenceFeed` with sequences of rounds, which `RowsOfSequence` draws, `SliceFeed` with slices.
+`RoundsStage` is the rounds' part of a profile. Engines that keep their rows make prefills and
+decode steps in rounds; those are in the grid.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import math
 import os
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams, SliceOutput
 from toolkit.files.profile import (
@@ -34,33 +35,86 @@ from toolkit.profiling.grid import SliceShape, log_uniform, part_points
 from toolkit.profiling.journal import Journal
 from toolkit.profiling.measure import admission_lengths, probe_admission, round_parts, safe_tokens
 from toolkit.sched.rounds import groups_alike
+from toolkit.units import MIB
 from toolkit.workers.protocol import BatchDone, RoundDone, WorkerEvent, WorkerReady, Workers
 
-
-class Feed(Protocol):
-    """Gives each idle worker something to run, until the recorded work is `done`."""
-
-    @property
-    def done(self) -> asyncio.Event: ...
-
-    def begin(self) -> None:
-        """All workers are ready: give each unrecorded work, to warm up."""
-        ...
-
-    def on_event(self, event: WorkerEvent) -> None: ...
+Work = TypeVar("Work")
+Point = TypeVar("Point")
 
 
-async def run_feed(workers: Workers, feed: Feed) -> None:
-    """Start the workers, run the feed to its end, and stop them.
+class Feed(ABC, Generic[Work, Point]):
+    """Keeps the workers busy until all numbered work is recorded.
 
-    Raises `EngineError` if a worker cannot load.
+    Each worker first runs unrecorded work, to warm up. It continues with unrecorded work until the
+    last recorded one is done, so that no recorded one runs while another worker is idle.
+
+    Args:
+        workers: not yet started.
+        work: what to run, by number.
+        record: is given each number and its result, or why it failed.
     """
-    try:
-        await workers.start(feed.on_event)
-        feed.begin()
-        await feed.done.wait()
-    finally:
-        await workers.stop()
+
+    def __init__(
+        self,
+        workers: Workers,
+        work: Mapping[int, Work],
+        record: Callable[[int, Point | FailedPoint], None],
+    ) -> None:
+        self.workers = workers
+        self.batches = 0  # sent so far
+        self._waiting = deque(work.items())
+        self._unrecorded = list(work.values())
+        self._left = len(work)
+        self._record = record
+        self._begun = False
+        self._done = asyncio.Event()
+
+    async def run(self) -> None:
+        """Start the workers, run all work, and stop them. Raises `EngineError` if a worker cannot
+        load. Without work the workers are not needed.
+        """
+        if not self._left:
+            return
+        try:
+            await self.workers.start(self._on_event)
+            self._begun = True
+            for worker in range(self.workers.size):
+                self._start_unrecorded(worker)
+            await self._done.wait()
+        finally:
+            await self.workers.stop()
+
+    @abstractmethod
+    def start(self, worker: int, number: int | None, work: Work) -> None:
+        """Send work to an idle worker; `number` is None if it is not recorded."""
+
+    @abstractmethod
+    def on_event(self, event: WorkerEvent, now_s: float) -> None:
+        """A worker is ready again after its process was lost, or has run a batch."""
+
+    def _on_event(self, event: WorkerEvent) -> None:
+        now_s = time.perf_counter()
+        if self._begun or not isinstance(event, WorkerReady):
+            self.on_event(event, now_s)
+
+    def next(self, worker: int) -> None:
+        """Give an idle worker something to run, unless all is recorded."""
+        if self._left and self._waiting:
+            self.start(worker, *self._waiting.popleft())
+        elif self._left:
+            self._start_unrecorded(worker)
+
+    def _start_unrecorded(self, worker: int) -> None:
+        self.start(worker, None, self._unrecorded[self.batches % len(self._unrecorded)])
+
+    def finish(self, number: int | None, result: Point | FailedPoint) -> None:
+        """Record a result, if it is of numbered work."""
+        if number is None:
+            return
+        self._record(number, result)
+        self._left -= 1
+        if not self._left:
+            self._done.set()
 
 
 ROUNDS = 12  # per sequence
@@ -191,106 +245,66 @@ class RowsOfSequence:
         return None
 
 
-async def run_sequences(
-    workers: Workers, numbers: Sequence[int], ranges: Ranges, record: SequenceRecord
-) -> None:
-    """Run the numbered sequences and `record` each, or why it failed.
-
-    Each worker first runs an unrecorded one, to warm up. It continues with unrecorded ones until
-    the last recorded one is done, so that no recorded one runs while another worker is idle.
-    """
-    if not numbers:
-        return
-    await run_feed(workers, _SequenceFeed(workers, numbers, ranges, record))
-
-
 @dataclass(slots=True)
 class _OnWorker:
     """The sequence that a worker runs; `number` is None if it is not recorded."""
 
     number: int | None
     rows: RowsOfSequence
-    batch_id: int = -1
     sent_s: float = math.nan
 
 
-@dataclass(slots=True)
-class _SequenceFeed:
-    """Gives each idle worker a round; see `Feed`."""
+class SequenceFeed(Feed[int, RoundSequence]):
+    """Runs the numbered sequences, a round at a time on each worker."""
 
-    workers: Workers
-    numbers: Sequence[int]
-    ranges: Ranges
-    record: SequenceRecord
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    _waiting: deque[int] = field(init=False)
-    _on: dict[int, _OnWorker] = field(default_factory=dict)
-    _left: int = field(init=False)
-    _batches: int = 0
-    _begun: bool = False
+    def __init__(
+        self, workers: Workers, numbers: Sequence[int], ranges: Ranges, record: SequenceRecord
+    ) -> None:
+        super().__init__(workers, {number: number for number in numbers}, record)
+        self._ranges = ranges
+        self._on: dict[int, _OnWorker] = {}
+        # by worker: the first row number to use, and the rows that it still holds
+        self._held: dict[int, tuple[int, Sequence[int]]] = {}
 
-    def __post_init__(self) -> None:
-        self._waiting = deque(self.numbers)
-        self._left = len(self.numbers)
+    def start(self, worker: int, number: int | None, work: int) -> None:
+        first_row, stale = self._held.pop(worker, (0, ()))
+        self._on[worker] = _OnWorker(number, RowsOfSequence(self._ranges, work, first_row, stale))
+        self._send(worker)
 
-    def begin(self) -> None:
-        """All workers are ready: start a first sequence on each, to warm up."""
-        self._begun = True
-        for worker in range(self.workers.size):
-            self._start(worker, None, 0, ())
-
-    def on_event(self, event: WorkerEvent) -> None:
-        now_s = time.perf_counter()
+    def on_event(self, event: WorkerEvent, now_s: float) -> None:
         if isinstance(event, RoundDone) and event.worker in self._on:
             self._round_done(event, now_s)
-        elif isinstance(event, WorkerReady) and self._begun and event.worker not in self._on:
-            self._next(event.worker, 0, ())  # the worker was lost, and its rows with it
+        elif isinstance(event, WorkerReady) and event.worker not in self._on:
+            self.next(event.worker)  # the worker was lost, and its rows with it
 
     def _round_done(self, event: RoundDone, now_s: float) -> None:
-        running = self._on[event.worker]
+        worker, running = event.worker, self._on[event.worker]
         if event.output is None or event.failure:
-            del self._on[event.worker]
-            self._end(
-                running, FailedPoint(kind="rounds", batch_size=0, length=0, reason=event.failure)
+            del self._on[worker]
+            reason = event.failure
+            self.finish(
+                running.number, FailedPoint(kind="rounds", batch_size=0, length=0, reason=reason)
             )
             if event.output is not None:  # a crashed worker is ready again later
-                self._next(event.worker, running.rows.next_row, running.rows.left_by(event.output))
+                self._held[worker] = running.rows.next_row, running.rows.left_by(event.output)
+                self.next(worker)
             return
         running.rows.finish(event.output, now_s - running.sent_s)
         if len(running.rows.points) < ROUNDS:
-            self._send(event.worker)
+            self._send(worker)
             return
-        self._end(running, RoundSequence(rounds=running.rows.points))
-        self._next(event.worker, running.rows.next_row, running.rows.rows)
-
-    def _end(self, running: _OnWorker, result: RoundSequence | FailedPoint) -> None:
-        if running.number is None:
-            return
-        self.record(running.number, result)
-        self._left -= 1
-        if not self._left:
-            self.done.set()
-
-    def _next(self, worker: int, first_row: int, stale: Sequence[int]) -> None:
-        if self._left:
-            self._start(
-                worker, self._waiting.popleft() if self._waiting else None, first_row, stale
-            )
-
-    def _start(self, worker: int, number: int | None, first_row: int, stale: Sequence[int]) -> None:
-        drawn = self.numbers[self._batches % len(self.numbers)] if number is None else number
-        self._on[worker] = _OnWorker(number, RowsOfSequence(self.ranges, drawn, first_row, stale))
-        self._send(worker)
+        self.finish(running.number, RoundSequence(rounds=running.rows.points))
+        self._held[worker] = running.rows.next_row, running.rows.rows
+        self.next(worker)
 
     def _send(self, worker: int) -> None:
         running = self._on[worker]
         plan = running.rows.plan()
-        self._batches += 1
-        running.batch_id, running.sent_s = self._batches, time.perf_counter()
-        self.workers.run_round(worker, self._batches, plan)
+        self.batches += 1
+        running.sent_s = time.perf_counter()
+        self.workers.run_round(worker, self.batches, plan)
 
 
-MIB = 1 << 20
 # Share of the machine's memory for the swapped caches of all workers, if the recipe sets no bound.
 HOST_SHARE = 0.5
 
@@ -333,7 +347,7 @@ class RoundsStage:
         ranges = Ranges(
             self._recipe.profile, self._facts, safe_tokens(self._admissions(), self._facts)
         )
-        asyncio.run(run_sequences(workers, self.sequences_left(), ranges, record))
+        asyncio.run(SequenceFeed(workers, self.sequences_left(), ranges, record).run())
 
     def result(self) -> RoundsProfile:
         """The profile's section on rounds."""
@@ -373,19 +387,6 @@ def _sequence_key(number: int) -> str:
 SliceRecord = Callable[[int, SlicePoint | FailedPoint], None]
 
 
-async def run_slices(
-    workers: Workers, shapes: Mapping[int, SliceShape], vocab_size: int, record: SliceRecord
-) -> None:
-    """Run the numbered slices and `record` the wall seconds of each, or why it failed.
-
-    Each worker first runs an unrecorded slice, to warm up. It continues with unrecorded ones until
-    the last recorded one is done, so that no recorded one runs while another worker is idle.
-    """
-    if not shapes:
-        return
-    await run_feed(workers, _SliceFeed(workers, shapes, vocab_size, record))
-
-
 @dataclass(slots=True, frozen=True)
 class _Sent:
     """A running slice; `number` is None if it is not recorded."""
@@ -395,8 +396,8 @@ class _Sent:
     sent_s: float
 
 
-class _SliceFeed:
-    """Gives each idle worker a slice; see `Feed`."""
+class SliceFeed(Feed[SliceShape, SlicePoint]):
+    """Runs the numbered slices. Their times are the wall seconds from dispatch to result."""
 
     def __init__(
         self,
@@ -405,50 +406,24 @@ class _SliceFeed:
         vocab_size: int,
         record: SliceRecord,
     ) -> None:
-        self.done = asyncio.Event()
-        self._workers = workers
-        self._waiting = deque(shapes.items())
-        self._unrecorded = list(shapes.values())
+        super().__init__(workers, shapes, record)
         self._vocab_size = vocab_size
-        self._record = record
-        self._left = len(shapes)
         self._sent: dict[int, _Sent] = {}
-        self._batches = 0
-        self._begun = False
 
-    def begin(self) -> None:
-        """All workers are ready: send a first slice to each, to warm up."""
-        self._begun = True
-        for worker in range(self._workers.size):
-            self._send(worker, None)
+    def start(self, worker: int, number: int | None, work: SliceShape) -> None:
+        rows = slice_rows(work, self._vocab_size)
+        self.batches += 1
+        self._sent[self.batches] = _Sent(number, work, time.perf_counter())
+        self.workers.run(worker, self.batches, rows, work.steps)
 
-    def on_event(self, event: WorkerEvent) -> None:
-        now_s = time.perf_counter()
+    def on_event(self, event: WorkerEvent, now_s: float) -> None:
         if isinstance(event, BatchDone):
-            self._finish(self._sent.pop(event.batch_id), event, now_s)
+            sent = self._sent.pop(event.batch_id)
+            self.finish(sent.number, _outcome(sent, event, now_s - sent.sent_s))
             if event.failure != "crashed":  # a crashed worker is ready again later
-                self._next(event.worker)
-        elif isinstance(event, WorkerReady) and self._begun:
-            self._next(event.worker)
-
-    def _next(self, worker: int) -> None:
-        if self._left:
-            self._send(worker, self._waiting.popleft() if self._waiting else None)
-
-    def _send(self, worker: int, numbered: tuple[int, SliceShape] | None) -> None:
-        number, shape = numbered or (None, self._unrecorded[self._batches % len(self._unrecorded)])
-        rows = slice_rows(shape, self._vocab_size)
-        self._batches += 1
-        self._sent[self._batches] = _Sent(number, shape, time.perf_counter())
-        self._workers.run(worker, self._batches, rows, shape.steps)
-
-    def _finish(self, sent: _Sent, event: BatchDone, now_s: float) -> None:
-        if sent.number is None:
-            return
-        self._record(sent.number, _outcome(sent, event, now_s - sent.sent_s))
-        self._left -= 1
-        if not self._left:
-            self.done.set()
+                self.next(event.worker)
+        elif isinstance(event, WorkerReady):
+            self.next(event.worker)
 
 
 def _outcome(sent: _Sent, event: BatchDone, seconds: float) -> SlicePoint | FailedPoint:

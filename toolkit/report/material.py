@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from toolkit.errors import InputError
-from toolkit.files.bench import BenchReport, Validation
+from toolkit.files.bench import SAME_RATE, BenchReport, Validation
 from toolkit.files.fit import Fit
 from toolkit.files.io import digest, load_recipe, read_file, recipe_path
 from toolkit.files.plan import Plan
@@ -31,8 +31,6 @@ EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
 ROLES = ("recipe", "profile", "fit", "tuning", "plan", "validation")
 BENCH_KEYS = {"measured", "compared", "answered", "inputs"}  # no other workflow file has them all
 MAX_BENCH_BYTES = 1 << 20  # a bench has about 12 KB; a larger file is something else
-# Rates that differ by less than this share count as equal: people round what they type.
-SAME_RATE = 0.02
 FACTS = ("Python", "system", "processor", "CPUs", "device", "packages")
 
 

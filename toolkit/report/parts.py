@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 from markupsafe import Markup
 
 from toolkit.files.fit import HeldOutError
-from toolkit.files.tuning import ParameterValue
 from toolkit.units import number, percent, seconds
 
 
@@ -113,13 +112,6 @@ def error_cells(error: HeldOutError) -> tuple[str, str, str, int]:
 def error_cell(error: float | None) -> str | None:
     """The signed error of a prediction, if there is one."""
     return None if error is None else percent(error)
-
-
-def word(value: ParameterValue) -> str:
-    """The value of a parameter as text."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return value if isinstance(value, str) else number(value)
 
 
 def metric_name(key: str) -> str:

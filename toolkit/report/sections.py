@@ -14,6 +14,7 @@ import numpy as np
 
 from toolkit.estimators.load import Laws, laws_from_fit
 from toolkit.files.fit import Fit, LatencyFit
+from toolkit.files.plan import PREDICTED
 from toolkit.files.profile import Profile
 from toolkit.files.tuning import Outcome, Trial, Tuning
 from toolkit.report.material import BenchResult, Material
@@ -31,17 +32,15 @@ from toolkit.report.parts import (
     metric_name,
     missing,
     quantity,
-    word,
 )
 from toolkit.sched.policies.servable import footnote, marked
-from toolkit.units import number, percent, seconds
+from toolkit.units import number, percent, seconds, word
 
 BENCH_KEY, BENCH_TITLE = "bench", "The benches"
 FIT_KEY, FIT_TITLE = "fit", "The fit"
 PLAN_KEY, PLAN_TITLE = "plan", "The plan"
 TUNING_KEY, TUNING_TITLE = "tuning", "The tuning"
 VALIDATION_KEY, VALIDATION_TITLE = "validation", "The validation"
-PREDICTED = "predicted "  # how the keys of predicted metrics begin in a plan's explanation
 
 Point = tuple[int, int, float]  # batch size, length, seconds
 

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.kernels import future_peak, padded_peak
-from toolkit.sched.protocols import MemoryLaw
 
 if TYPE_CHECKING:
+    from toolkit.sched.protocols import MemoryLaw
     from toolkit.sched.types import Job, Worker
 
 
@@ -36,10 +36,15 @@ class Footprint:
     jobs if each generates all that it may.
     """
 
-    __slots__ = ("_fresh", "_used", "_worker", "capacity", "promised", "rows")
+    __slots__ = ("_worker", "capacity", "fresh", "promised", "rows", "used")
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self.rows = 0
+        self.capacity = worker.capacity_tokens
+        self.promised = 0
+        self.used = 0  # tokens of rows with a cache, and of those that will be prefilled
+        self.fresh = 0  # tokens that the prefills to come will give
         self.reset()
 
     def reset(self) -> Footprint:
@@ -49,27 +54,27 @@ class Footprint:
         self.rows = rows = len(residents.jobs)
         self.capacity = worker.capacity_tokens
         self.promised = residents.committed
-        self._used = (
+        self.used = (
             residents.used if residents.prefilling else residents.base + rows * residents.steps
         )
-        self._fresh = 0  # tokens that the prefills to come will give
+        self.fresh = 0
         return self
 
     @property
     def taken(self) -> int:
         """Tokens that the rows hold now."""
-        return self._used
+        return self.used
 
     @property
     def needs(self) -> int:
         """The most tokens taken until one step is done, including the prefill of entering jobs."""
-        return self._used + self._fresh + self.rows
+        return self.used + self.fresh + self.rows
 
     def taken_with(self, length: int) -> int:
         """Tokens that the rows would hold with another of `length` tokens, before its first
         token.
         """
-        return self._used + length
+        return self.used + length
 
     def promised_with(self, tokens: int) -> int:
         """The most tokens that the rows could reach with another that ends with `tokens`."""
@@ -81,13 +86,11 @@ class Footprint:
         With `enters` the row is prefilled, otherwise it joins with its cache.
         """
         rows = self.rows + 1
-        return (
-            self._used + self._fresh + length + enters * self._worker.emits + rows * steps <= limit
-        )
+        return self.used + self.fresh + length + enters * self._worker.emits + rows * steps <= limit
 
     def room(self, limit: int) -> int:
         """Decode steps until the rows take more than `limit`."""
-        return (limit - self._used - self._fresh) // self.rows
+        return (limit - self.used - self.fresh) // self.rows
 
     def widest(self, limit: int) -> int:
         """The length after one step of the longest job that `fits`; may be below that of any
@@ -98,32 +101,32 @@ class Footprint:
     def enter(self, job: Job) -> None:
         """Add a job that will be prefilled."""
         self.rows += 1
-        self._used += job.length
-        self._fresh += self._worker.emits
+        self.used += job.length
+        self.fresh += self._worker.emits
         self.promised += job.limit_tokens
 
     def join(self, length: int) -> None:
         """Add a row of `length` tokens that has its cache. `promised` does not count it."""
         self.rows += 1
-        self._used += length
+        self.used += length
 
     def prefilled(self) -> None:
         """The prefills are done: jobs that entered are ordinary rows and have their first
         tokens.
         """
-        self._used += self._fresh
-        self._fresh = 0
+        self.used += self.fresh
+        self.fresh = 0
 
     def leave(self, job: Job) -> None:
         """Remove a resident. Call it before any job joins."""
         residents = self._worker.residents
         self.rows -= 1
-        self._used -= residents.holds(job)
+        self.used -= residents.holds(job)
         self.promised -= job.limit_tokens
 
     def emptied(self) -> Footprint:
         """This footprint without any rows."""
-        self.rows = self._used = self._fresh = self.promised = 0
+        self.rows = self.used = self.fresh = self.promised = 0
         return self
 
 
@@ -136,19 +139,26 @@ class SlabFootprint(Footprint):
 
     __slots__ = ("_entering", "_left", "_lengths", "_longest", "_newcomers", "_promises")
 
-    def reset(self) -> SlabFootprint:
-        residents = self._worker.residents
-        self.rows = len(residents.jobs)
-        self.capacity = self._worker.capacity_tokens
-        self._longest = residents.longest  # over the rows that have a cache
-        self.promised = residents.longest_promise
-        self._newcomers = len(residents.prefilling)
-        # The longest input that is or will be prefilled.
-        self._entering = _longest_input(residents.prefilling)
+    def __init__(self, worker: Worker) -> None:
+        self._longest = 0  # over the rows that have a cache
+        self._newcomers = 0
+        self._entering = 0  # the longest input that is or will be prefilled
         self._left: set[Job] = set()
         # residents' lengths, ascending; filled when the first one leaves
         self._lengths: list[int] = []
         self._promises: list[int] = []
+        super().__init__(worker)
+
+    def reset(self) -> Footprint:
+        residents = self._worker.residents
+        self.rows = len(residents.jobs)
+        self.capacity = self._worker.capacity_tokens
+        self._longest = residents.longest
+        self.promised = residents.longest_promise
+        self._newcomers = len(residents.prefilling)
+        self._entering = _longest_input(residents.prefilling) if self._newcomers else 0
+        if self._lengths or self._left:
+            self._left, self._lengths, self._promises = set(), [], []
         return self
 
     @property
@@ -216,7 +226,7 @@ class SlabFootprint(Footprint):
         self._longest = _without(self._lengths, job.length + residents.steps - job.joined)
         self.promised = _without(self._promises, job.limit_tokens)
 
-    def emptied(self) -> SlabFootprint:
+    def emptied(self) -> Footprint:
         self.rows = self.promised = self._longest = self._newcomers = self._entering = 0
         return self
 
@@ -262,18 +272,6 @@ def _without(ascending: list[int], value: int) -> int:
 def footprint_of(worker: Worker) -> Footprint:
     """A new footprint of the worker's residents."""
     return Footprint(worker) if worker.joining is None else SlabFootprint(worker)
-
-
-def shared_footprint(worker: Worker) -> Footprint:
-    """The footprint of the worker's residents in one object per worker, valid until the next call.
-
-    For decisions that are made every round and keep no footprint: creating an object costs as much
-    as the whole comparison.
-    """
-    if worker.footprint is None:
-        worker.footprint = footprint_of(worker)
-        return worker.footprint
-    return worker.footprint.reset()
 
 
 def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], *, padded: bool) -> int:

@@ -10,48 +10,49 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from toolkit.sched.types import Job
 
-_append, _popleft = deque.append, deque.popleft
 # Deferred jobs that come forward together: few enough to defer again cheaply, and enough for one
 # attempt to admit.
 RECALL_COUNT = 64
 
 
-class Inbox(deque["Job"]):
+class Inbox:
     """A queue of jobs that keeps `tokens`, the sum of their input lengths.
 
     The sum is kept so that no caller has to walk a long backlog. Taking a job costs its position,
     so policies take jobs near the front. A policy may defer jobs: they wait in `behind`, ordered by
-    urgency and ticket, and come forward when no other job waits. The deque itself holds the jobs
-    that are not deferred.
+    urgency and ticket, and come forward when no other job waits. `jobs`, the length and the
+    iteration have the jobs that are not deferred.
     """
 
-    __slots__ = ("_longest", "behind", "returned", "tokens")
+    __slots__ = ("_longest", "_longest_is_known", "behind", "jobs", "returned", "tokens")
 
     def __init__(self) -> None:
-        super().__init__()
+        self.jobs: deque[Job] = deque()
         self.tokens = 0
         self.behind: deque[Job] = deque()
         self.returned: dict[Job, None] = {}  # jobs that have generated tokens before
-        self._longest: int | None = None  # of the others; None: to be computed
+        self._longest = 0  # of the others
+        self._longest_is_known = True
 
     @property
     def longest_new(self) -> int:
         """The longest input of the jobs that have generated nothing yet; 0 if there are none."""
-        if self._longest is None:
+        if not self._longest_is_known:
             self._longest = max(
                 [job.length for job in self.all_jobs() if not job.generated], default=0
             )
+            self._longest_is_known = True
         return self._longest
 
     @property
     def waiting(self) -> int:
         """The number of jobs, deferred ones included."""
-        return len(self) + len(self.behind)
+        return len(self.jobs) + len(self.behind)
 
     def emptied(self) -> Inbox:
         """An empty inbox of the same kind."""
@@ -61,19 +62,29 @@ class Inbox(deque["Job"]):
         """The job that is first once `count` of the jobs that are not deferred were taken; one must
         be left.
         """
-        return self[count] if count < len(self) else self.behind[0]
+        return self.jobs[count] if count < len(self.jobs) else self.behind[0]
 
     def all_jobs(self) -> Iterator[Job]:
         """All jobs, deferred ones last."""
-        return chain(self, self.behind)
+        return chain(self.jobs, self.behind)
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self.jobs)
+
+    def __getitem__(self, place: int) -> Job:
+        return self.jobs[place]
 
     def __contains__(self, job: object) -> bool:
-        return super().__contains__(job) or job in self.behind
+        return job in self.jobs or job in self.behind
 
     def append(self, job: Job) -> None:
         """Add a job behind all that are as urgent."""
-        if not self or self[-1].priority <= job.priority:
-            _append(self, job)
+        jobs = self.jobs
+        if not jobs or jobs[-1].priority <= job.priority:
+            jobs.append(job)
         else:
             self._place(job, last=True)
         self._added(job)
@@ -84,23 +95,25 @@ class Inbox(deque["Job"]):
         self._added(job)
 
     def popleft(self) -> Job:
-        job = _popleft(self)
+        """Take the first job."""
+        job = self.jobs.popleft()
         self._removed(job)
         if self.behind:
             self._recall()
         return job
 
-    def remove(self, job: Any) -> None:
-        try:
-            super().remove(job)
-        except ValueError:
+    def remove(self, job: Job) -> None:
+        """Take a job; `ValueError` if it does not wait here."""
+        if job in self.jobs:
+            self.jobs.remove(job)
+        else:
             self.behind.remove(job)
         self._removed(job)
         self._recall()
 
     def defer(self, job: Job) -> None:
         """Move a job behind all others."""
-        super().remove(job)
+        self.jobs.remove(job)
         insort(self.behind, job, key=_turn)
         self._recall()
 
@@ -113,7 +126,7 @@ class Inbox(deque["Job"]):
         self.tokens += job.length
         if job.generated:
             self.returned[job] = None
-        elif self._longest is not None and job.length > self._longest:
+        elif self._longest_is_known and job.length > self._longest:
             self._longest = job.length
 
     def _removed(self, job: Job) -> None:
@@ -121,21 +134,23 @@ class Inbox(deque["Job"]):
         if job.generated:
             del self.returned[job]
         elif job.length == self._longest:
-            self._longest = None
+            self._longest_is_known = False
 
     def _place(self, job: Job, *, last: bool) -> None:
         """Insert among the jobs that are not deferred, as the last or the first of its urgency."""
-        priority = job.priority
-        if last and (not self or self[-1].priority <= priority):
-            super().append(job)
-        elif not last and (not self or priority <= self[0].priority):
-            super().appendleft(job)
+        jobs, priority = self.jobs, job.priority
+        if last and (not jobs or jobs[-1].priority <= priority):
+            jobs.append(job)
+        elif not last and (not jobs or priority <= jobs[0].priority):
+            jobs.appendleft(job)
         else:
-            self.insert((bisect_right if last else bisect_left)(self, priority, key=_priority), job)
+            side = bisect_right if last else bisect_left
+            jobs.insert(side(jobs, priority, key=_priority), job)
 
     def _recall(self) -> None:
-        while not self and self.behind:
-            self.extend([self.behind.popleft() for _ in range(min(RECALL_COUNT, len(self.behind)))])
+        while not self.jobs and self.behind:
+            first = [self.behind.popleft() for _ in range(min(RECALL_COUNT, len(self.behind)))]
+            self.jobs.extend(first)
 
 
 def _priority(job: Job) -> int:
@@ -158,7 +173,7 @@ AFTER_ALL_TICKETS = 1 << 62  # larger than any ticket
 class RankedInbox(Inbox):
     """An `Inbox` that also keeps its jobs sorted by standing, by waiting time and by length.
 
-    The deque itself is in order of arrival; priorities are a part of the standing.
+    `jobs` are in order of arrival; priorities are a part of the standing.
 
     Args:
         standing: maps a job and its generated tokens to its standing, which must not change while
@@ -189,7 +204,10 @@ class RankedInbox(Inbox):
         self._added(job)
 
     def _place(self, job: Job, *, last: bool) -> None:
-        (deque.append if last else deque.appendleft)(self, job)
+        if last:
+            self.jobs.append(job)
+        else:
+            self.jobs.appendleft(job)
 
     def starving(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
         """Jobs that have waited for at least `patience_s`, each with its waiting time, the longest

@@ -70,6 +70,15 @@ class Unplaceable:
         return found
 
 
+def take_waiting(worker: Worker, job: Job) -> None:
+    """Remove a job from the worker's inbox; the first costs least."""
+    inbox = worker.inbox
+    if inbox.jobs[0] is job:
+        inbox.popleft()
+    else:
+        inbox.remove(job)
+
+
 class WaitingPool:
     """The jobs that wait at a scheduler. It writes `Job.ticket`, `Job.home` and `Worker.inbox`.
 
@@ -99,26 +108,18 @@ class WaitingPool:
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Append jobs to the pool with new tickets. Jobs that fit no alive worker are stranded."""
-        stranded = self._stranded
         for job in jobs:
-            job.ticket = self._tickets
-            job.home = -1
-            self._tickets += 1
-            (self.jobs if job.limit_tokens <= stranded.limit else stranded.jobs).append(job)
+            self.add_one(job)
 
-    def route(self, homes: Sequence[int]) -> list[Worker]:
-        """Move each pooled job to the inbox of the worker at its place in `homes`. Returns these
-        workers.
-        """
-        workers = self._workers
-        found: list[Worker] = []
-        for job, home in zip(self.jobs, homes, strict=True):
-            job.home = home
-            worker = workers[home]
-            worker.inbox.append(job)
-            found.append(worker)
-        self.jobs.clear()
-        return found
+    def add_one(self, job: Job) -> None:
+        """As `add`, for one job."""
+        job.ticket = self._tickets
+        job.home = -1
+        self._tickets += 1
+        if job.limit_tokens <= self._stranded.limit:
+            self.jobs.append(job)
+        else:
+            self._stranded.jobs.append(job)
 
     def reorder(self, behind: Iterable[Job], first: Iterable[Job]) -> None:
         """In their inboxes, defer the jobs in `behind`, and move those in `first` before equally
@@ -134,14 +135,10 @@ class WaitingPool:
         pooled = 0
         for batch in batches:
             for job in batch.jobs:
-                if job.home >= 0:
-                    inbox = self._workers[job.home].inbox
-                    if inbox[0] is job:
-                        inbox.popleft()
-                    else:
-                        inbox.remove(job)
-                else:
+                if job.home < 0:
                     pooled += 1
+                else:
+                    take_waiting(self._workers[job.home], job)
         if not pooled:
             return
         if pooled == len(self.jobs):
@@ -152,9 +149,13 @@ class WaitingPool:
 
     def remove(self, job: Job) -> bool:
         """Remove a waiting job; False if it does not wait."""
-        waiting = self._workers[job.home].inbox if job.home >= 0 else self.jobs
-        if job in self._stranded.jobs:
-            waiting = self._stranded.jobs
+        if job.home >= 0:
+            inbox = self._workers[job.home].inbox
+            waits = job in inbox
+            if waits:
+                inbox.remove(job)
+            return waits
+        waiting = self._stranded.jobs if job in self._stranded.jobs else self.jobs
         if job not in waiting:
             return False
         waiting.remove(job)

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.sched.protocols import LatencyLaw, View
+from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.view import View
 
 # The serving time of a static batch, T_serve: the unit of loads.
 
@@ -44,14 +45,14 @@ class BatchQueues:
         self._mixed = view.mixed
         self._make_due = view.make_due
         self._loads = view.loads
-        self._batches = 0  # the next batch number
+        self.batches = 0  # the next batch number
 
     def put(self, batch: Batch, *, first: bool = False) -> None:
         """Append the batch to its worker's queue, or with `first` put it at the front."""
         worker = self._workers[batch.worker]
         if batch.batch_id < 0:
-            batch.batch_id = self._batches
-            self._batches += 1
+            batch.batch_id = self.batches
+            self.batches += 1
         worker.load_s += batch.estimated_s  # Eq. 11
         worker.assigned += 1
         if self._loads.kept:

@@ -1,24 +1,30 @@
-"""The jobs with a KV cache on a worker, and bookkeeping that costs O(1) per round.
+"""The jobs with a KV cache on a worker, what a round changes, and bookkeeping that costs O(1) per
+round.
 
 A resident is a job that decodes in the worker's rounds. Each resident gains one token per decode
 step, so its length is its length when it joined plus the steps since then. `Residents` keeps sums
 as integers, and updates a job's own counters only when the job leaves. `ParkedCaches` and the
 functions after it keep the caches of jobs that do not decode: paused on the device, or swapped to
-host memory.
+host memory. `WorkerRounds` starts and ends rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from toolkit.sched.types import Job, Moves, Worker
+    from toolkit.sched.types import Batch, Job, Moves, RoundResult, Worker
 
-LENGTH, GENERATED, LIMIT, JOINED = range(4)  # the rows of `Residents.table`
+# The rows of `Residents.table`.
+LENGTH = 0
+GENERATED = 1
+LIMIT = 2
+JOINED = 3
+UNKNOWN = -(1 << 60)  # a sum or maximum that is computed when it is asked for
 
 
 class Residents:
@@ -51,8 +57,8 @@ class Residents:
         self.prefilling: dict[Job, None] = {}
         self._emits = False  # whether prefills give a token
         self.base = 0
-        self._longest: int | None = None  # the largest length - joined; None: to be computed
-        self._longest_promise: int | None = None
+        self._longest = UNKNOWN  # the largest length - joined
+        self._longest_promise = UNKNOWN
         self._slots: list[Job] = []
         self._table: NDArray[np.int64] | None = None
 
@@ -64,14 +70,14 @@ class Residents:
         """Tokens of KV cache that the residents hold or are owed by a prefill that has not
         ended.
         """
-        return self.base + len(self.jobs) * self.steps + len(self.prefilling) * self._emits
+        return self.base + len(self.jobs) * self.steps + len(self.prefilling) * int(self._emits)
 
     @property
     def longest(self) -> int:
         """Tokens that the longest resident holds; 0 if there is none."""
         if not self.jobs:
             return 0
-        if self._longest is None:
+        if self._longest == UNKNOWN:
             self._longest = max([job.length - job.joined for job in self.jobs])
         return self._longest + self.steps
 
@@ -80,7 +86,7 @@ class Residents:
         """The largest prompt + max_new_tokens of a resident; 0 if there is none."""
         if not self.jobs:
             return 0
-        if self._longest_promise is None:
+        if self._longest_promise == UNKNOWN:
             self._longest_promise = max([job.limit_tokens for job in self.jobs])
         return self._longest_promise
 
@@ -91,10 +97,10 @@ class Residents:
         self.jobs[job] = None
         self.base += job.length - steps
         self.committed += job.limit_tokens
-        if self._longest is not None:
-            self._longest = max(self._longest, job.length - steps)
-        if self._longest_promise is not None:
-            self._longest_promise = max(self._longest_promise, job.limit_tokens)
+        if self._longest != UNKNOWN and job.length - steps > self._longest:
+            self._longest = job.length - steps
+        if self._longest_promise != UNKNOWN and job.limit_tokens > self._longest_promise:
+            self._longest_promise = job.limit_tokens
         if self._table is not None:
             self._write(job)
 
@@ -104,8 +110,8 @@ class Residents:
             job.length += 1
             job.generated += 1
             self.base += 1
-            if self._longest is not None:
-                self._longest = max(self._longest, job.length - job.joined)
+            if self._longest != UNKNOWN and job.length - job.joined > self._longest:
+                self._longest = job.length - job.joined
             if self._table is not None:
                 self._table[:LIMIT, job.slot] += 1
 
@@ -116,19 +122,20 @@ class Residents:
 
     def holds(self, job: Job) -> int:
         """Tokens of KV cache that a resident holds or is owed."""
-        return job.length + self.steps - job.joined + (self._emits and job in self.prefilling)
+        return job.length + self.steps - job.joined + int(self._emits and job in self.prefilling)
 
     def leave(self, job: Job) -> None:
         """The job ended or its cache is dropped. Updates the job's own counters."""
         del self.jobs[job]
-        self.prefilling.pop(job, None)
+        if self.prefilling:
+            self.prefilling.pop(job, None)
         decoded = self.steps - job.joined
         self.base -= job.length - job.joined
         self.committed -= job.limit_tokens
         if self._longest == job.length - job.joined:
-            self._longest = None
-        if self._longest_promise is not None and self._longest_promise == job.limit_tokens:
-            self._longest_promise = None
+            self._longest = UNKNOWN
+        if self._longest_promise == job.limit_tokens:
+            self._longest_promise = UNKNOWN
         job.length += decoded
         job.generated += decoded
         if self._table is not None:
@@ -139,7 +146,7 @@ class Residents:
         round.
         """
         if steps and self._longest == job.length - job.joined:
-            self._longest = None
+            self._longest = UNKNOWN
         job.joined += steps
         self.base -= steps
         if self._table is not None:
@@ -215,7 +222,7 @@ class ParkedCaches:
         self.tokens -= job.length
 
 
-def begin(worker: Worker, moves: Moves, now_s: float) -> None:
+def begin_moves(worker: Worker, moves: Moves, now_s: float) -> None:
     """Apply the moves at the start of a round: pause, swap, and make resumed jobs residents
     again.
     """
@@ -234,7 +241,7 @@ def begin(worker: Worker, moves: Moves, now_s: float) -> None:
         residents.join(job)
 
 
-def finish(worker: Worker, moves: Moves) -> None:
+def finish_moves(worker: Worker, moves: Moves) -> None:
     """The round has ended, so the transfers that overlapped with it are complete."""
     if moves.overlap:
         _transfer(worker, moves)
@@ -266,3 +273,171 @@ def _transfer(worker: Worker, moves: Moves) -> None:
         if job in swapped.jobs:
             swapped.take(job)
             held.put(job)
+
+
+class WorkerRounds:
+    """The rounds of all workers. Jobs that its methods return have ended: the scheduler forgets
+    them.
+
+    It decides nothing: a `Batch` says which jobs enter, are evicted or moved, and its methods
+    update the worker. If a job is gone but the engine still holds its cache, the worker's next
+    round names it, so that the engine can drop the cache.
+    """
+
+    def __init__(self) -> None:
+        # By worker: jobs that are gone, with caches that the engine still holds.
+        self._cancelled: dict[int, list[Job]] = {}
+        self._released: dict[int, list[Job]] = {}
+
+    def begin(self, worker: Worker, batch: Batch, now_s: float) -> None:
+        """Start a round. Adds to `batch` the jobs that were cancelled or released since the last
+        round.
+        """
+        for job in batch.evict:
+            self.evict(worker, job, now_s)
+        if batch.moves is not None:
+            begin_moves(worker, batch.moves, now_s)
+        residents, jobs = worker.residents, batch.jobs
+        if jobs:
+            for job in jobs:
+                residents.join(job)
+                job.slices += 1
+        if batch.chunk_tokens and jobs:
+            residents.prefill_on((*residents.prefilling, *batch.jobs), emits=worker.emits > 0)
+        if self._cancelled and worker.index in self._cancelled:
+            batch.evict += tuple(self._cancelled.pop(worker.index))
+        if self._released and worker.index in self._released:
+            batch.release = tuple(self._released.pop(worker.index))
+
+    def finish(
+        self,
+        worker: Worker,
+        batch: Batch,
+        result: RoundResult,
+        jobs: Mapping[str, Job],
+        now_s: float,
+    ) -> list[Job]:
+        """End a round, failed or not. Returns the jobs that ended in it, also those cancelled
+        meanwhile.
+        """
+        residents = worker.residents
+        if batch.jobs or residents.prefilling:
+            if result.joined is not None or residents.prefilling:
+                self._finish_prefills(worker, batch, result)
+            elif worker.emits:
+                residents.emitted(batch.jobs)
+        if result.steps:
+            residents.steps += result.steps
+            worker.stepped_s = now_s
+        if result.missed:
+            for request_id, steps in result.missed:
+                residents.miss(jobs[request_id], steps)
+        ended: list[Job] = []
+        for request_id in result.ended:
+            job = jobs[request_id]
+            residents.leave(job)
+            ended.append(job)
+        if self._cancelled and worker.index in self._cancelled:
+            ended += self._finish_cancelled(worker, result)
+        if result.failure == "crashed":
+            return ended
+        if batch.moves is not None:
+            finish_moves(worker, batch.moves)
+        if worker.row_limit < worker.slots:
+            worker.row_limit = min(2 * worker.row_limit, worker.slots)
+        for request_id in result.dropped:
+            dropped = jobs.get(request_id)  # it may have been cancelled meanwhile
+            if dropped is not None and holds(worker, dropped):
+                self.evict(worker, dropped, now_s)
+        return ended
+
+    def run_out_of_memory(
+        self, worker: Worker, result: RoundResult, jobs: Mapping[str, Job]
+    ) -> Job | None:
+        """Handle a round in which memory ran out: half of the dropped jobs may enter with the next
+        round.
+
+        If nothing was dropped, the limit on rows stays. Returns a job that was dropped although it
+        was alone on the device, else None.
+        """
+        if not result.dropped:
+            return None
+        dropped = [
+            job for request_id in result.dropped if (job := jobs.get(request_id)) is not None
+        ]
+        stay = len(worker.residents)
+        worker.row_limit = max(stay + len(dropped) // 2, 1)
+        return dropped[0] if len(dropped) == 1 and not (stay or worker.held) else None
+
+    def _finish_prefills(self, worker: Worker, batch: Batch, result: RoundResult) -> None:
+        """Jobs that joined get the prefill's token and the steps since; the others get neither."""
+        residents, emits = worker.residents, worker.emits > 0
+        waited = dict.fromkeys((*residents.prefilling, *batch.jobs))
+        after = (
+            dict.fromkeys([job.request_id for job in waited], 0)
+            if result.joined is None
+            else dict(result.joined)
+        )
+        for job in waited:
+            residents.miss(job, after.get(job.request_id, result.steps))
+        residents.prefill_on([job for job in waited if job.request_id not in after], emits=emits)
+        if emits:
+            residents.emitted([job for job in waited if job.request_id in after])
+
+    def _finish_cancelled(self, worker: Worker, result: RoundResult) -> list[Job]:
+        left = [job for job in self._cancelled[worker.index] if job.request_id not in result.ended]
+        self._cancelled[worker.index] = left
+        leaving = [job for job in left if job in worker.residents.jobs]
+        for job in leaving:
+            worker.residents.leave(job)
+        return leaving
+
+    def crash(self, worker: Worker, now_s: float) -> Job | None:
+        """Evict all jobs of a worker that died and halve its limit on rows. Returns a job that was
+        alone.
+
+        The jobs keep their order. Caches in host memory are dropped by `lose`, which is called
+        next.
+        """
+        rows = len(worker.residents)
+        jobs = [*worker.residents.jobs, *worker.held.jobs]
+        for job in reversed(jobs):
+            self.evict(worker, job, now_s)
+        worker.row_limit = max(rows // 2, 1)
+        return jobs[0] if len(jobs) == 1 else None
+
+    def lose(self, worker: Worker, now_s: float) -> None:
+        """The worker's process is gone, together with the caches in host memory."""
+        for job in reversed([*worker.residents.jobs, *worker.held.jobs, *worker.swapped.jobs]):
+            self.evict(worker, job, now_s)
+        self._released.pop(worker.index, None)
+        self._cancelled.pop(worker.index, None)
+
+    def evict(self, worker: Worker, job: Job, now_s: float) -> None:
+        """Drop the job's cache and put it first in its worker's inbox; its tokens are kept.
+
+        To keep the order, call it for the last admitted job first.
+        """
+        if job in worker.residents.jobs:
+            job.waiting_since_s = now_s
+        forget(worker, job)
+        job.evictions += 1
+        job.home = worker.index
+        worker.inbox.appendleft(job)
+
+    def release(self, worker: Worker, job: Job, now_s: float) -> None:
+        """Take a job off its worker between two rounds, to be routed again."""
+        worker.residents.leave(job)
+        job.reroutes += 1
+        job.waiting_since_s = now_s
+        self._released.setdefault(worker.index, []).append(job)
+
+    def cancel(self, worker: Worker, job: Job) -> bool:
+        """Cancel a job with a cache on `worker`. Returns whether it ended at once, or ends with
+        the round.
+        """
+        self._cancelled.setdefault(worker.index, []).append(job)
+        if job in worker.residents.jobs and worker.running is not None:
+            return False
+        forget(worker, job)
+        return True

@@ -15,32 +15,33 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
-from toolkit.sched import residents as moves
 from toolkit.sched.footprint import longest
 from toolkit.sched.inbox import RankedInbox
-from toolkit.sched.pool import RETURN_S, WaitingPool
+from toolkit.sched.planner import RoundPlanner
+from toolkit.sched.pool import RETURN_S, WaitingPool, take_waiting
 from toolkit.sched.protocols import (
-    NOTHING,
-    LengthHistory,
+    PlansRounds,
     Policy,
     Ranks,
     Reorders,
     Reschedules,
     UsesHistory,
-    View,
 )
 from toolkit.sched.queues import BatchQueues
-from toolkit.sched.rounds import WorkerRounds
+from toolkit.sched.residents import WorkerRounds, holds
 from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, Worker
+from toolkit.sched.view import NOTHING, LengthHistory, View
 
 # Refusals: requests that the scheduler gives up on, with reasons that clients may see.
 
-MAX_STRIKES = 2  # failures of a job that ran alone until it is given up
-_FAILED = {
-    "oom": "ran out of memory alone, twice",
-    "crashed": "the worker died while it ran alone, twice",
-}
+# A job that ran alone is given up at its second failure without a token in between, which is what
+# a request that breaks its worker does. One that makes progress goes on, but not for ever.
+MAX_STRIKES_HERE = 2
+MAX_STRIKES = 5
+_FAILED = {"oom": "ran out of memory alone", "crashed": "the worker died while it ran alone"}
+_TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
 
 
 def too_long(request: Request, longest: int) -> Refusal | None:
@@ -66,13 +67,16 @@ class Refusals:
         return refused
 
     def strike(self, job: Job, failure: str) -> bool:
-        """Count a failure of a job that ran alone. Returns whether it is given up, at the second
-        one.
+        """Count a failure of a job that ran alone. Returns whether it is given up: at the second
+        one without a token in between, or at the fifth in all.
         """
         job.strikes += 1
-        if job.strikes < MAX_STRIKES:
+        job.strikes_here = job.strikes_here + 1 if job.generated == job.struck_at else 1
+        job.struck_at = job.generated
+        if job.strikes_here < MAX_STRIKES_HERE and job.strikes < MAX_STRIKES:
             return False
-        self._refused.append(Refusal(job.request_id, _FAILED[failure]))
+        reason = f"{_FAILED[failure]}, {_TIMES[job.strikes]}"
+        self._refused.append(Refusal(job.request_id, reason))
         return True
 
     def refuse_stranded(self, job: Job) -> None:
@@ -90,6 +94,7 @@ DEFAULT_HISTORY = 1000
 _index = attrgetter("index")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Scheduler:
     """Requests in, batches out.
 
@@ -133,6 +138,9 @@ class Scheduler:
         )
         self._mixed = self._view.mixed
         self._queues = BatchQueues(self._view)
+        self._planner: RoundPlanner | None = (
+            policy.planner(self._view) if isinstance(policy, PlansRounds) else None
+        )
         if isinstance(policy, Ranks):
             for worker in self.workers:
                 worker.inbox = RankedInbox(policy.standings(worker.latency))
@@ -174,11 +182,11 @@ class Scheduler:
             return too_long(request, self._longest)
         if request.request_id in self._jobs:
             raise ValueError(f"request {request.request_id!r} was already submitted")
-        job = Job(request, 0, request.prompt_tokens, waiting_since_s=now_s)
+        job = Job(request, 0, request.prompt_tokens, 0, now_s)
         self._jobs[request.request_id] = job
         if request.priority:
             self._view.prioritised = True
-        self._pool.add((job,))
+        self._pool.add_one(job)
         return None
 
     def tick(self, now_s: float) -> list[Batch]:
@@ -196,6 +204,11 @@ class Scheduler:
             due.sort(key=_index)
         if self._reorders is not None:
             pool.reorder(*self._reorders.reorder(view, now_s))
+        planner = self._planner
+        if planner is not None:
+            if view.arrived:
+                self._interrupt_for_arrivals(planner)
+            return self._start_rounds(planner, now_s) if due else []
         decision = self.policy.plan(view, now_s)
         if view.arrived:
             view.arrived.clear()
@@ -214,12 +227,51 @@ class Scheduler:
                     view.changed(batch.worker)
         return self._start_due(now_s) if due else []
 
+    def _interrupt_for_arrivals(self, planner: RoundPlanner) -> None:
+        """Interrupt the rounds that should stop for what arrived at their workers."""
+        arrived = self._view.arrived
+        newcomers: dict[int, int] = {}
+        for index in arrived:
+            newcomers[index] = newcomers.get(index, 0) + 1
+        arrived.clear()
+        for index, count in newcomers.items():
+            worker = self.workers[index]
+            running = worker.running
+            if running is None or running.interrupted or not worker.inbox.jobs:
+                continue
+            if planner.should_interrupt(worker, count):
+                running.interrupted = True
+                self.interrupts.append(index)
+
+    def _start_rounds(self, planner: RoundPlanner, now_s: float) -> list[Batch]:
+        """Plan and start the rounds of the due workers, by index. Afterwards no worker is due."""
+        view, queues, begin = self._view, self._queues, self._rounds.begin
+        due, figures = view.due, view.figures
+        started: list[Batch] = []
+        for worker in due:
+            worker.is_due = False
+            if planner.has_work(worker):
+                batch = planner.plan_round(worker, now_s)
+                batch.batch_id = queues.batches
+                queues.batches += 1
+                worker.assigned += 1
+                for job in batch.jobs:
+                    take_waiting(worker, job)
+                begin(worker, batch, now_s)
+                batch.started_s = now_s
+                worker.running = batch
+                if figures:
+                    view.changed(worker.index)
+                started.append(batch)
+        due.clear()
+        return started
+
     def _start_due(self, now_s: float) -> list[Batch]:
         """Start the first queued batch of each due worker, by index. Afterwards no worker is
         due.
         """
-        view, begin = self._view, self._rounds.begin
-        due, idle, figures = view.due, view.idle, view.figures
+        view, idle = self._view, self._view.idle
+        due, figures = view.due, view.figures
         if len(due) > 1:
             due.sort(key=_index)
         started: list[Batch] = []
@@ -228,7 +280,7 @@ class Scheduler:
             if worker.queue:
                 batch = worker.queue.popleft()
                 if batch.keep_cache:
-                    begin(worker, batch, now_s)
+                    self._rounds.begin(worker, batch, now_s)
                 batch.started_s = now_s
                 worker.running = batch
                 if figures:
@@ -263,7 +315,8 @@ class Scheduler:
         if view.figures:
             view.changed(worker.index)
         if worker.alive:
-            insort(view.idle, worker.index)
+            if self._planner is None:
+                insort(view.idle, worker.index)
             worker.is_due = True
             view.due.append(worker)
         if isinstance(result, RoundResult):
@@ -351,7 +404,7 @@ class Scheduler:
         if job.home >= 0:
             self._view.changed(job.home)
         for worker in self.workers:
-            if moves.holds(worker, job):
+            if holds(worker, job):
                 self._view.changed(worker.index)
                 if self._rounds.cancel(worker, job):
                     self._end(job)
@@ -408,13 +461,17 @@ class Scheduler:
     def _route(self, now_s: float) -> None:
         homes = self.policy.route(self._view, now_s)
         if homes is not None:
-            view = self._view
-            for worker in self._pool.route(homes):
+            view, pool = self._view, self._pool.jobs
+            for job, home in zip(pool, homes, strict=True):
+                job.home = home
+                worker = self.workers[home]
+                worker.inbox.append(job)
+                view.arrived.append(home)
                 if worker.running is None:
                     view.make_due(worker)
                 if view.figures:
-                    view.changed(worker.index)
-            view.arrived += homes
+                    view.changed(home)
+            pool.clear()
 
     def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
         """Retry the jobs of a failed batch in two halves. A job that failed alone gets a strike."""

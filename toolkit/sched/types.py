@@ -3,32 +3,33 @@
 Times are seconds on the driver's clock; lengths are tokens. Policies read these objects and never
 write to them: only the scheduler and its parts (`pool`, `queues`, `rounds`) change a `Job` or a
 `Worker`. No type here knows how long an output will be.
+
+The types that a decision creates have constructors by hand: a generated one takes several times as
+long where this module is compiled. Fields that a class gives a value are set by later events only.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from toolkit.sched.footprint import Footprint, footprint_of
 from toolkit.sched.inbox import Inbox
 from toolkit.sched.residents import ParkedCaches, Residents
 
 if TYPE_CHECKING:
-    from toolkit.sched.footprint import Footprint
     from toolkit.sched.protocols import LatencyLaw, MemoryLaw, SwapLaw
 
 NO_LIMIT = 1 << 40
 Until = Literal["any", "all"]
 Failure = Literal["", "oom", "crashed"]
 # How newcomers join a padded batch: `engine.joining` of a recipe.
-Joining = Literal[
-    "embed", "shape"
-]  # how newcomers join a padded batch, as in a recipe's engine.joining
+Joining = Literal["embed", "shape"]
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class Request:
     """What a client asked for, as far as scheduling is concerned.
 
@@ -56,7 +57,9 @@ class Job:
             new ticket.
         length: prompt + generated tokens, which is the input of the next slice.
         slices: batches and rounds that it entered.
-        strikes: how often it failed as the only job of a batch.
+        strikes: how often it failed as the only job of a batch, in all.
+        strikes_here: how many of these since it last generated a token.
+        struck_at: tokens that it had generated at the last of them; -1 if there was none.
         waiting_since_s: when it last stopped running: submitted, returned to the pool, paused,
             swapped out or evicted.
         home: index of the worker that has it in its inbox; -1 while it is in the pool.
@@ -87,6 +90,8 @@ class Job:
         "slices",
         "slot",
         "strikes",
+        "strikes_here",
+        "struck_at",
         "ticket",
         "waiting_since_s",
     )
@@ -109,7 +114,8 @@ class Job:
         self.length = length
         self.generated = generated
         self.slices = 0
-        self.strikes = 0
+        self.strikes = self.strikes_here = 0
+        self.struck_at = -1
         self.waiting_since_s = waiting_since_s
         self.home = -1
         self.cancelled = False
@@ -131,7 +137,7 @@ class Job:
         return self.max_new_tokens - self.generated
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class Moves:
     """What a round does with caches that it keeps without computing on them.
 
@@ -154,7 +160,6 @@ class Moves:
     overlap: bool = False
 
 
-@dataclass(slots=True, eq=False)
 class Batch:
     """The unit of work: these jobs, on this worker, for at most `steps` tokens each.
 
@@ -171,27 +176,54 @@ class Batch:
     is a multiple of `stop_every`. With `chunk_tokens`, entering jobs are prefilled in passes of at
     most so many tokens while other rows decode, with one step after each pass. A prefill that has
     not ended with the round continues in the next one.
+
+    Attributes:
+        input_length: L, the longest input in the batch, to which the others are padded; 0 if no job
+            enters.
+        estimated_s: T_serve(N, L, S) in seconds, SCLS Eq. 1-2.
+        evict: evicted or cancelled jobs: their caches are dropped before the round.
+        release: jobs that left the worker and were routed again: their caches are dropped too.
+        moves: set by preemptive policies.
+        chunk_tokens: 0: whole prefills before the first step.
+        batch_id: assigned by the scheduler.
+        interrupted: whether it was asked to stop early.
+        refused: memo of the policy: this job may not enter before the round ends.
     """
 
-    worker: int
-    jobs: tuple[Job, ...]
-    steps: int
-    # L: the longest input in the batch, to which the others are padded; 0 if no job enters.
-    input_length: int
-    estimated_s: float  # T_serve(N, L, S) in seconds, SCLS Eq. 1-2
-    until: Until = "all"
-    keep_cache: bool = False
-    batch_id: int = -1  # assigned by the scheduler
     started_s: float = -1.0
-    # Evicted or cancelled jobs: their caches are dropped before the round.
-    evict: tuple[Job, ...] = ()
-    # Jobs that left the worker and were routed again: their caches are dropped too.
-    release: tuple[Job, ...] = ()
-    stop_every: int = 1
-    interrupted: bool = False  # whether it was asked to stop early
-    moves: Moves | None = None  # set by preemptive policies
-    chunk_tokens: int = 0  # 0: whole prefills before the first step
-    refused: Job | None = None  # memo of the policy: this job may not enter before the round ends
+    interrupted: bool = False
+    refused: Job | None = None
+
+    def __init__(
+        self,
+        worker: int,
+        jobs: tuple[Job, ...],
+        steps: int,
+        input_length: int,
+        estimated_s: float = 0.0,
+        until: Until = "all",
+        keep_cache: bool = False,
+        *,
+        batch_id: int = -1,
+        evict: tuple[Job, ...] = (),
+        release: tuple[Job, ...] = (),
+        stop_every: int = 1,
+        moves: Moves | None = None,
+        chunk_tokens: int = 0,
+    ) -> None:
+        self.worker = worker
+        self.jobs = jobs
+        self.steps = steps
+        self.input_length = input_length
+        self.estimated_s = estimated_s
+        self.until = until
+        self.keep_cache = keep_cache
+        self.batch_id = batch_id
+        self.evict = evict
+        self.release = release
+        self.stop_every = stop_every
+        self.moves = moves
+        self.chunk_tokens = chunk_tokens
 
     @property
     def size(self) -> int:
@@ -199,7 +231,7 @@ class Batch:
         return len(self.jobs)
 
 
-@dataclass(slots=True)
+@dataclass
 class BatchResult:
     """What a worker did with a static batch: new tokens and whether it ended, for each job in
     order.
@@ -214,7 +246,7 @@ class BatchResult:
     failure: Failure = ""
 
 
-@dataclass(slots=True)
+@dataclass(init=False)
 class RoundResult:
     """What a worker did with a round: all residents decoded `steps` times; `ended` jobs did so
     last.
@@ -243,47 +275,93 @@ class RoundResult:
     missed: tuple[tuple[str, int], ...] = ()
     dropped: tuple[str, ...] = ()
 
+    def __init__(
+        self,
+        batch_id: int,
+        worker: int,
+        steps: int,
+        ended: tuple[str, ...] = (),
+        joined: tuple[tuple[str, int], ...] | None = None,
+        failure: Failure = "",
+        missed: tuple[tuple[str, int], ...] = (),
+        dropped: tuple[str, ...] = (),
+    ) -> None:
+        self.batch_id = batch_id
+        self.worker = worker
+        self.steps = steps
+        self.ended = ended
+        self.joined = joined
+        self.failure = failure
+        self.missed = missed
+        self.dropped = dropped
 
-@dataclass(slots=True, eq=False)
+
 class Worker:
     """One engine instance: its laws, what it runs and what waits for it.
 
-    `load_s` is T_load(w) of SCLS Eq. 11, in seconds. `row_limit` bounds the number of residents: it
-    is the engine's `slots`, and less after a failure, until a request that kills its worker runs
-    alone. Paused jobs are in `held`. Swapped jobs are in `swapped`, with tokens of at most
-    `host_tokens`; 0 means no host memory, so nothing is swapped.
+    Args:
+        index: its number, from 0.
+        latency, memory: its laws.
+        slots: the most residents that the engine supports.
+        swap: the law of swaps to host memory; None: nothing is swapped.
+        host_tokens: the most tokens of `swapped` jobs; 0 means no host memory.
+        joining: how rows join a running batch that is one padded slab; None: memory is paged.
+
+    Attributes:
+        inbox: jobs routed here and not yet batched.
+        load_s: T_load(w) of SCLS Eq. 11, in seconds.
+        assigned: batches assigned so far: breaks ties so that every worker gets work.
+        longest: the longest prompt + output in tokens that fits its memory alone; set by the
+            scheduler.
+        stepped_s: when its last reported decode step ended.
+        held, swapped: jobs that are paused, and jobs with caches in host memory.
+        is_due: whether it is in `View.due`.
+        footprint: of its residents, for decisions that are made every round: a policy resets it,
+            and what it adds is valid until the next reset.
+        capacity_tokens: KV cache in tokens, from the memory law.
+        emits: tokens that a prefill gives: 1 or 0.
+        row_limit: the most residents: `slots`, and less after a failure, until a request that kills
+            its worker runs alone.
     """
 
-    index: int
-    latency: LatencyLaw
-    memory: MemoryLaw
-    alive: bool = True
-    running: Batch | None = None
-    queue: deque[Batch] = field(default_factory=deque)
-    inbox: Inbox = field(default_factory=Inbox)  # jobs routed here and not yet batched
-    load_s: float = 0.0
-    assigned: int = 0  # batches assigned so far: breaks ties so that every worker gets work
-    oom_events: int = 0
-    residents: Residents = field(default_factory=Residents)
-    slots: int = NO_LIMIT  # the most residents that the engine supports
-    # The longest prompt + output in tokens that fits its memory alone; set by the scheduler.
-    longest: int = NO_LIMIT
-    stepped_s: float = 0.0  # when its last reported decode step ended
-    swap: SwapLaw | None = None
-    host_tokens: int = 0
-    joining: Joining | None = None
-    held: ParkedCaches = field(default_factory=ParkedCaches)
-    swapped: ParkedCaches = field(default_factory=ParkedCaches)
-    is_due: bool = False  # whether it is in `View.due`
-    footprint: Footprint | None = None  # reused by `toolkit.sched.footprint.shared_footprint`
-    capacity_tokens: int = field(init=False)  # KV cache in tokens, from the memory law
-    emits: int = field(init=False)  # tokens that a prefill gives: 1 or 0
-    row_limit: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.row_limit = self.slots
-        self.capacity_tokens = self.memory.usable_tokens
-        self.emits = int(self.latency.prefill_emits_token)
+    def __init__(
+        self,
+        index: int,
+        latency: LatencyLaw,
+        memory: MemoryLaw,
+        *,
+        alive: bool = True,
+        load_s: float = 0.0,
+        slots: int = NO_LIMIT,
+        swap: SwapLaw | None = None,
+        host_tokens: int = 0,
+        joining: Joining | None = None,
+        longest: int = NO_LIMIT,
+    ) -> None:
+        self.index = index
+        self.latency = latency
+        self.memory = memory
+        self.alive = alive
+        self.running: Batch | None = None
+        self.queue: deque[Batch] = deque()
+        self.inbox = Inbox()
+        self.load_s = load_s
+        self.assigned = 0
+        self.oom_events = 0
+        self.residents = Residents()
+        self.slots = slots
+        self.longest = longest
+        self.stepped_s = 0.0
+        self.swap = swap
+        self.host_tokens = host_tokens
+        self.joining = joining
+        self.held = ParkedCaches()
+        self.swapped = ParkedCaches()
+        self.is_due = False
+        self.row_limit = slots
+        self.capacity_tokens: int = memory.usable_tokens
+        self.emits = int(latency.prefill_emits_token)
+        self.footprint: Footprint = footprint_of(self)
 
     @property
     def padded(self) -> bool:
@@ -329,7 +407,7 @@ class Worker:
         return self.alive and self.running is None and not self.queue
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class Refusal:
     """A request that the scheduler gives up on, with a reason in one line that clients may see."""
 

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 import toolkit
 from toolkit.engines.tokenizer import Tokenizer
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
+from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError, ErrorBody, on_api_error, on_bug, on_http_exception
 from toolkit.serve.forms import (
@@ -50,7 +51,6 @@ from toolkit.serve.generation import (
 )
 from toolkit.serve.helper import LARGE_BODY_BYTES, ReadLarge, in_thread
 from toolkit.serve.metrics import Exposition
-from toolkit.serve.settings import FrontSettings
 from toolkit.serve.status import DATA, PAGE, Status, failure, gauges, state
 
 GenerationFormT = TypeVar("GenerationFormT", bound=GenerationForm)

@@ -4,19 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
-from toolkit.files.keys import ApiKey
 from toolkit.files.plan import Plan
 from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
+from toolkit.serve.access import ApiKey
 from toolkit.serve.forecast import UNLIMITED, LatencyLimits
-from toolkit.serve.settings import FrontSettings
 from toolkit.serve.stats import Stats
+
+MAX_BODY_BYTES = 8 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class FrontSettings:
+    """The front's names, limits and keys. Lengths are in tokens."""
+
+    model: str  # the name by which clients call it
+    max_model_len: int  # of prompt and output together
+    vocab_size: int
+    max_new_tokens: int  # that one request may ask for
+    max_waiting: int  # requests; with more, new ones get 503
+    # Without the one key and without keys with limits of their own, everything is open.
+    api_key: str = ""
+    keys: tuple[ApiKey, ...] = ()
+    open_metrics: bool = False  # /metrics needs no key
+    allow_end_after: bool = False  # requests may set `llmctl_end_after`
+    vllm_metrics: bool = False  # metrics also under vLLM's names
+    status_page: bool = False
+    local_hosts_only: bool = False  # a Host that is another name than localhost gets 403
+    max_body_bytes: int = MAX_BODY_BYTES
+    keepalive_s: float = 10.0  # an idle stream gets a comment after this long
+    # The deadline of requests that set none, and the longest that a request may set.
+    request_timeout_s: float = math.inf
+
+    @property
+    def asks_key(self) -> bool:
+        return bool(self.api_key or self.keys)
 
 
 def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None) -> Scheduler:

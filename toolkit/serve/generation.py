@@ -33,6 +33,7 @@ from starlette.types import Receive, Scope, Send
 from toolkit.engines.protocol import FinishReason, SamplingParams
 from toolkit.engines.tokenizer import Tokenizer
 from toolkit.serve.access import KeyedRequest
+from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
 from toolkit.serve.errors import ApiError, error_body, overloaded
 from toolkit.serve.forms import (
@@ -44,7 +45,6 @@ from toolkit.serve.forms import (
     short,
 )
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
-from toolkit.serve.settings import FrontSettings
 
 MAX_RETRY_AFTER_S = 60
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each

@@ -27,10 +27,10 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from toolkit.serve.assemble import MAX_BODY_BYTES
 from toolkit.serve.errors import ApiError, overloaded
 from toolkit.serve.http_connection import Connection
 from toolkit.serve.http_messages import RequestRefusedError, over_share
-from toolkit.serve.settings import MAX_BODY_BYTES
 
 MAX_HEAD_BYTES = 1 << 16  # of the request line and all headers, and of trailers
 MAX_CONNECTIONS = 4096

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -33,7 +32,7 @@ from toolkit.sched.eventlog import Event, lost_line, to_line
 from toolkit.sched.types import Request
 from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.api import make_app
-from toolkit.serve.assemble import make_scheduler, make_stats
+from toolkit.serve.assemble import FrontSettings, make_scheduler, make_stats
 from toolkit.serve.drift import CheckedWorkers, DriftCheck, OnFound
 from toolkit.serve.driver import Driver
 from toolkit.serve.forecast import UNLIMITED, LatencyLimits
@@ -42,9 +41,8 @@ from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest
 from toolkit.serve.rereading import Certificate, Followed, WatchedFiles, follow
 from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
-from toolkit.serve.settings import FrontSettings
 from toolkit.serve.status import Status, facts_of
-from toolkit.traces.write import TraceLine, TraceLog, to_ms
+from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 from toolkit.workers.pool import ProcessWorkers, WorkerSpec
 from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
@@ -332,11 +330,7 @@ def trace_line(active: ActiveRequest, timestamp: float) -> TraceLine:
         output_length=active.output.tokens,
         max_tokens=active.request.max_new_tokens,
         priority=active.request.priority,
-        ttft_ms=_ms_or_none(active.first_token_s - active.arrival_s),
-        e2e_ms=_ms_or_none(active.last_token_s - active.arrival_s),
+        ttft_ms=ms_or_none(active.first_token_s - active.arrival_s),
+        e2e_ms=ms_or_none(active.last_token_s - active.arrival_s),
         status="ok" if active.status in ("stop", "length") else active.status,
     )
-
-
-def _ms_or_none(seconds: float) -> float | None:
-    return None if math.isnan(seconds) else to_ms(seconds)

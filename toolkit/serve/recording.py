@@ -35,7 +35,7 @@ from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, work
 from toolkit.serve.http import HttpServer, WireLimits
 from toolkit.serve.server import LAST_BYTES_S, Signals, first_of, is_loopback, listen, url
-from toolkit.traces.write import TraceLine, TraceLog, to_ms
+from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 
 MAX_BODY_BYTES = 64 << 20
 MAX_EVENT_BYTES = 1 << 20  # of an incomplete event; a longer one passes unread
@@ -136,7 +136,7 @@ class RecordedRequest:
         counts = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         inputs, outputs = (split(tokens, rows) for tokens in counts)
         ttft, e2e = (
-            _ms_or_none(at_s - self.arrival_s) for at_s in (self.first_token_s, self.last_token_s)
+            ms_or_none(at_s - self.arrival_s) for at_s in (self.first_token_s, self.last_token_s)
         )
         return [
             TraceLine(
@@ -150,10 +150,6 @@ class RecordedRequest:
             )
             for row in range(rows)
         ]
-
-
-def _ms_or_none(seconds: float) -> float | None:
-    return None if math.isnan(seconds) else to_ms(seconds)
 
 
 class TraceRecorder:

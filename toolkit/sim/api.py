@@ -25,10 +25,10 @@ from toolkit.sched.types import Refusal, Request
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
-from toolkit.sim.paged_engine import serve
+from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
-from toolkit.sim.world import CountingRoundWorker, CountingSimWorker, CountingSlabWorker, World
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate, scale_rate
 
@@ -77,8 +77,10 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         ledger.token_gaps = TokenGaps()
     if isinstance(policy, VllmPolicy):
         engine = world.engine()
+        own_front = None if world.front == NO_DELAY else world.front
+        reuse = Reuse(trace.shared, trace.sessions, world.closed_loop)
         refusals, capacity_tokens = (
-            serve(requests, policy, engine, ledger, drain=world.drain),
+            serve(requests, policy, engine, ledger, reuse, front=own_front, drain=world.drain),
             engine.capacity_tokens,
         )
         rows = ledger.row_steps / max(ledger.decoding_steps, 1)
@@ -125,16 +127,15 @@ def virtual_workers(
     """
     number = {request.request_id: k for k, request in enumerate(requests)}
     latency, valid = world.latency, world.valid
-    if valid is not None and valid.holds(requests, ledger.output_tokens):
-        valid = None  # nothing to count
+    if valid is None or valid.holds(requests, ledger.output_tokens):
+        outside = None  # nothing to count
+    else:
+        outside = valid.left_by
     if policy.continuous:
-        rounds: Callable[..., RoundWorker] = (
-            RoundWorker if valid is None else partial(CountingRoundWorker, valid)
-        )
+        rounds: Callable[..., RoundWorker] = RoundWorker
         if world.joining is not None:
-            padded = SlabWorker if valid is None else partial(CountingSlabWorker, valid)
             rounds = partial(
-                padded, joining=world.joining, capacity_tokens=world.memory.usable_tokens
+                SlabWorker, joining=world.joining, capacity_tokens=world.memory.usable_tokens
             )
         return [
             rounds(
@@ -145,13 +146,13 @@ def virtual_workers(
                 world.round_runs_out,
                 swap=world.swap,
                 future=world.future_memory,
+                outside=outside,
             )
             for k in range(world.workers)
         ]
-    batches = SimWorker if valid is None else partial(CountingSimWorker, valid)
     intake = Intake([request.arrival_s for request in requests], world.arrival_cost_s)
     return [
-        batches(
+        SimWorker(
             latency,
             ledger,
             number,
@@ -159,6 +160,7 @@ def virtual_workers(
             streams=world.streams,
             flush_s=world.flush_s,
             intake=intake,
+            outside=outside,
         )
         for _ in range(world.workers)
     ]

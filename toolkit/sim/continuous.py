@@ -25,9 +25,12 @@ from toolkit.sim.ledger import Ledger, RunsOut
 Left = Callable[[Job], int]  # tokens that a job will still generate
 Steps = Callable[[int, float, int], float]  # seconds of decode steps: a law's `decode_s`
 Cost = Callable[[PrefillPass[Job]], float]  # seconds of a pass
+# Whether a prefill of rows of an input length, or steps of rows up to a cached length, are outside
+# the range that the laws were measured in.
+Outside = Callable[[int, int, int, float], bool]
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class Stretch:
     """Prefill passes, then steps of the `rows` that decode, of L `length` before the first step.
 
@@ -44,7 +47,7 @@ class Stretch:
     length: float
 
 
-@dataclass(slots=True)
+@dataclass
 class Outlook:
     """A prediction of the rows that decode.
 
@@ -178,6 +181,8 @@ class RoundWorker(Decoding):
         index: the worker's, for the ledger.
         latency, ledger, number, swap: see `Decoding`.
         runs_out: whether a round with new rows runs out of memory.
+        outside: whether a round is outside the range that the laws were measured in, so that it
+            counts as extrapolated; None: none is.
         future: whether the true peak of memory to come is computed; it costs O(n log n) per round.
     """
 
@@ -191,11 +196,19 @@ class RoundWorker(Decoding):
         *,
         swap: SwapLaw | None = None,
         future: bool = False,
+        outside: Outside | None = None,
     ) -> None:
         super().__init__(latency, ledger, number, swap)
-        self._index, self._runs_out, self._future = index, runs_out, future
+        self._index = index
+        self._runs_out = runs_out
+        self._future = future
+        self._outside = outside
         self._batch: Batch | None = None
-        self._start_s = self._begun_s = self._prefilled_s = self._stepped_s = self._done_s = 0.0
+        self._start_s = 0.0
+        self._begun_s = 0.0
+        self._prefilled_s = 0.0
+        self._stepped_s = 0.0
+        self._done_s = 0.0
         self._moved_s = 0.0  # when the current round's transfers end
         self._ran = 0  # steps that the current round will have made
         self._failure: Failure = ""
@@ -208,50 +221,53 @@ class RoundWorker(Decoding):
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, unless it is interrupted."""
-        ledger, latency = self._ledger, self._latency
-        self._batch, self._start_s, self._failure, self._dropped = batch, now_s, "", ()
+        times, jobs = self._times, batch.jobs
+        self._batch = batch
+        self._start_s = now_s
+        if self._failure:
+            self._failure, self._dropped = "", ()
         if batch.evict or batch.release or batch.moves is not None:
-            for job in batch.evict:
-                ledger.evictions += self._drop(job)
-            for job in batch.release:
-                ledger.reroutes += self._drop(job)
-            prefilled_s = self._begin(batch, now_s)
+            begun_s = self._begin(batch, now_s)
         else:
-            prefilled_s = now_s + latency.round_s
-        self._begun_s = prefilled_s
-        if (batch.chunk_tokens and batch.jobs) or (self._in_passes and self._newcomers):
-            return self._run_in_passes(batch, prefilled_s)
-        if batch.jobs:
+            begun_s = now_s + times.round_s
+        self._begun_s = begun_s
+        if (batch.chunk_tokens and jobs) or (self._in_passes and self._newcomers):
+            return self._run_in_passes(batch, begun_s)
+        prefilled_s = begun_s
+        if jobs:
             prefilled_s += self._prefill(batch)
             if self._failure:
-                self._ran, self._prefilled_s, self._done_s = (
-                    0,
-                    prefilled_s,
-                    max(prefilled_s, self._moved_s),
-                )
+                self._ran = 0
+                self._prefilled_s = prefilled_s
+                self._done_s = max(prefilled_s, self._moved_s)
                 return self._done_s
         ends, n = self._ends, len(self._resident)
         if len(ends) > n:
             self._drop_stale_ends()
         due = ends[0][0] - self._steps
         ran = due if due < batch.steps else batch.steps
-        self._ran, self._prefilled_s = ran, prefilled_s
+        self._ran = ran
+        self._prefilled_s = prefilled_s
         stepped_s = prefilled_s
         if ran:
             length = self._length()
-            stepped_s += self._decode_s(n, length, ran)
+            stepped_s += times.decode_s(n, length, ran)
             if ran == due:
-                stepped_s += latency.leave_s(length + ran)
+                stepped_s += times.leave_s(length + ran)
         self._stepped_s = stepped_s
-        self._done_s = done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
-        return done_s
+        self._done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
+        return self._done_s
 
     def _begin(self, batch: Batch, now_s: float) -> float:
         """Rows leave and caches move; when the first prefill or step begins."""
+        for job in batch.evict:
+            self._ledger.evictions += self._drop(job)
+        for job in batch.release:
+            self._ledger.reroutes += self._drop(job)
         left = len(batch.evict) + len(batch.release)
-        begin_s = now_s + self._latency.round_s
+        begin_s = now_s + self._times.round_s
         if left and self._resident:
-            begin_s += left * self._latency.leave_s(self._length())
+            begin_s += left * self._times.leave_s(self._length())
         return begin_s if batch.moves is None else self._move(batch.moves, begin_s)
 
     def interrupt(self, now_s: float) -> float:
@@ -269,14 +285,14 @@ class RoundWorker(Decoding):
         else:
             n, length, begin_s = len(self._resident), self._length(), self._prefilled_s
             ran = steps_within(
-                n, length, self._ran, begin_s, self._stepped_s, now_s, self._decode_s
+                n, length, self._ran, begin_s, self._stepped_s, now_s, self._times.decode_s
             )
             if batch.chunk_tokens:
                 ran = max(ran, 1)  # as in a round with passes
             ran += -(self._steps + ran) % batch.stop_every
             if ran < self._ran:
                 self._ran = ran
-                self._stepped_s = begin_s + (self._decode_s(n, length, ran) if ran else 0.0)
+                self._stepped_s = begin_s + (self._times.decode_s(n, length, ran) if ran else 0.0)
         self._done_s = max(self._stepped_s, self._moved_s)
         return self._done_s
 
@@ -293,6 +309,8 @@ class RoundWorker(Decoding):
         ledger.busy_s[index] += done_s - self._start_s
         ledger.completed_s[index] = done_s
         moves = batch.moves
+        if self._outside is not None:
+            self._count_outside(batch)
         if self._failure:
             if moves is not None and moves.overlap:
                 self._swap_store.transfer(moves)
@@ -305,17 +323,31 @@ class RoundWorker(Decoding):
         joined = None
         if self._stretches:
             joined = self._take_stretches(batch)
-        elif batch.jobs and self._emits:
-            self._give_tokens(self._tokenless, self._prefilled_s)
-            self._gaps.joined(self._prefilled_s)
-        if ran and joined is None:
-            self._step_is_due = False
-            beside = self._swap_store.device_tokens if moves is None else self._beside(moves)
-            self._take_steps(self._prefilled_s, ran, self._stepped_s, beside)
+        else:
+            if batch.jobs and self._emits:
+                self._give_tokens(self._tokenless, self._prefilled_s)
+                self._gaps.joined(self._prefilled_s)
+            if ran:
+                self._step_is_due = False
+                beside = self._swap_store.device_tokens if moves is None else self._beside(moves)
+                self._take_steps(self._prefilled_s, ran, self._stepped_s, beside)
         if moves is not None and moves.overlap:
             self._transferred(moves, done_s)
         ended = self._end_due() if self._ends[0][0] <= self._steps else ()
         return RoundResult(batch.batch_id, index, ran, ended, joined)
+
+    def _count_outside(self, batch: Batch) -> None:
+        """Count the round if it is outside the measured range."""
+        rows = len(self._resident)
+        if rows and self._outside is not None:
+            entering = self._prefilled_rows(batch)
+            longest = batch.input_length if entering else 0
+            if self._outside(entering, longest, rows, self._length() + self._ran):
+                self._ledger.extrapolated += 1
+
+    def _prefilled_rows(self, batch: Batch) -> int:
+        """Rows of the round's prefill."""
+        return len(batch.jobs)
 
     def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
         """Lay out a round with rows that are prefilled in chunks, from this round or an earlier
@@ -415,10 +447,10 @@ class RoundWorker(Decoding):
         """Move caches; when the round's own work begins."""
         store, resident = self._swap_store, self._resident
         for job in (*moves.pause, *moves.swap_out):
-            if job in resident:
-                held = resident[job][1] + self._steps + self._emits
-                self._leave(job)
-                store.put(job, held)
+            row = resident.get(job)
+            if row is not None:
+                self._leave(row)
+                store.put(job, row.key + self._steps + self._emits)
         self._moved_s = moved_s = now_s + store.duration_s(moves)
         waits = store.waits(moves)
         if waits:
@@ -442,12 +474,12 @@ class RoundWorker(Decoding):
         ledger.rows += len(jobs)
         if self._padded:
             ledger.pad_tokens += len(jobs) * batch.input_length - total
-        mean = batch.input_length if self._padded else total / len(jobs)
+        mean = float(batch.input_length) if self._padded else total / len(jobs)
         if self._runs_out:
             n = len(self._resident)
             if self._runs_out(batch.batch_id, n, self.used // n, batch.steps):
                 self._run_out_of_memory(jobs)
-        return self._latency.prefill_s(len(jobs), mean)
+        return self._times.prefill_s(len(jobs), mean)
 
     def _run_out_of_memory(self, jobs: Sequence[Job]) -> None:
         """Memory has run out: drop `jobs` and end the round."""
@@ -463,12 +495,13 @@ class RoundWorker(Decoding):
 
     def _drop(self, job: Job) -> bool:
         """Drop the job's cache; False if it was cancelled before and has none."""
-        if job not in self._resident:
+        row = self._resident.get(job)
+        if row is None:
             if job in self._newcomers:
                 self._newcomers.remove(job)
                 return True
             return self._swap_store.drop(job)
-        self._leave(job)
+        self._leave(row)
         return True
 
     def _count_future(self, batch: Batch) -> None:

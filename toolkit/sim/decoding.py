@@ -6,18 +6,21 @@ a heap of end steps; the largest gap between a request's tokens comes from a sta
 no later gap exceeded (`toolkit.sim.ledger.Gaps`); memory is summed as a series.
 `toolkit.sim.continuous` decides when rows enter, step and leave.
 
-`SwapStore` holds the caches of rows that do not decode, `Decoding` the rows that do.
+`SwapStore` holds the caches of rows that do not decode, `Decoding` the rows that do, each a
+`DecodingRow`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.times import LawTimes
 from toolkit.sched.kernels import future_peak
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import Job, Moves
@@ -96,6 +99,33 @@ class SwapStore:
         ledger.swaps_in += len(moves.swap_in)
 
 
+def times_of(law: LatencyLaw) -> LawTimes:
+    """The law's arithmetic, without the law around it if it is linear."""
+    return law.times if isinstance(law, SegmentedLaw) else LawTimes(law)
+
+
+class DecodingRow:
+    """A job that decodes.
+
+    Attributes:
+        number: the job's in the ledger.
+        key: its length less the worker's decode steps when it joined, without the prefill's token.
+        mark: of its gaps.
+        end: the worker's decode step after which it ends.
+        stays: whether it has not left.
+    """
+
+    __slots__ = ("end", "job", "key", "mark", "number", "stays")
+
+    def __init__(self, job: Job, number: int, key: int, mark: int, end: int) -> None:
+        self.job = job
+        self.number = number
+        self.key = key
+        self.mark = mark
+        self.end = end
+        self.stays = True
+
+
 class Decoding:
     """The rows of one worker, counted independently of the scheduler, so that a decision that
     exceeds the capacity shows.
@@ -110,21 +140,22 @@ class Decoding:
     def __init__(
         self, latency: LatencyLaw, ledger: Ledger, number: dict[str, int], swap: SwapLaw | None
     ) -> None:
-        self._latency, self._ledger, self._number = latency, ledger, number
+        self._latency = latency
+        self._times = times_of(latency)
+        self._ledger = ledger
+        self._number = number
         self._emits = int(latency.prefill_emits_token)
-        self._padded = latency.padded
-        self._decode_s: Callable[[int, float, int], float] = latency.decode_s
+        self._padded: bool = latency.padded
         self._steps = 0  # decode steps since the start
-        # heap of (end step, admission, job); an entry is stale if its job has left
-        self._ends: list[tuple[int, int, Job]] = []
+        # heap of (end step, admission, row); an entry is stale if its row has left
+        self._ends: list[tuple[int, int, DecodingRow]] = []
         self._admissions = 0
-        # by job: (admission, length - steps at entry, gap mark, number)
-        self._resident: dict[Job, tuple[int, int, int, int]] = {}
-        self._key_sum = 0  # of length - steps at entry, without the prefill's token
+        self._resident: dict[Job, DecodingRow] = {}
+        self._key_sum = 0
         self._longest_key = 0
         self._gaps = Gaps()
-        self._tokenless: list[Job] = []  # entered by a prefill, and had no token since
-        self._resumed: list[Job] = []  # entered with their caches, and had no token since
+        self._tokenless: list[DecodingRow] = []  # entered by a prefill, and had no token since
+        self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
         self._swap_store = SwapStore(swap, ledger)
 
     @property
@@ -134,7 +165,7 @@ class Decoding:
 
     def _enter(self, jobs: Sequence[Job]) -> int:
         """Jobs with a prefilled input start to decode; the sum of their lengths in tokens."""
-        resident, ends, steps = self._resident, self._ends, self._steps
+        resident, ends, steps, tokenless = self._resident, self._ends, self._steps, self._tokenless
         outputs, number, admission = self._ledger.output_tokens, self._number, self._admissions
         mark = self._gaps.mark(alone=not resident)
         longest = self._longest_key if resident else jobs[0].length - steps
@@ -148,11 +179,13 @@ class Decoding:
                 longest = key
             admission += 1
             k = number[job.request_id]
-            resident[job] = (admission, key, mark, k)
-            heappush(ends, (decoded + outputs[k] - job.generated, admission, job))
+            row = DecodingRow(job, k, key, mark, decoded + outputs[k] - job.generated)
+            resident[job] = row
+            tokenless.append(row)
+            heappush(ends, (row.end, admission, row))
         self._key_sum += total - len(jobs) * steps
-        self._longest_key, self._admissions = longest, admission
-        self._tokenless += jobs
+        self._longest_key = longest
+        self._admissions = admission
         return total
 
     def _resume(self, jobs: Sequence[Job]) -> None:
@@ -162,30 +195,28 @@ class Decoding:
         mark = self._gaps.mark(alone=not resident)
         for job in jobs:
             key = self._swap_store.take(job) - before
-            self._admissions = admission = self._admissions + 1
+            self._admissions += 1
             if not resident or key > self._longest_key:
                 self._longest_key = key
             k = number[job.request_id]
-            resident[job] = (admission, key, mark, k)
+            row = DecodingRow(job, k, key, mark, self._steps + outputs[k] - job.generated)
+            resident[job] = row
             self._key_sum += key
-            heappush(self._ends, (self._steps + outputs[k] - job.generated, admission, job))
-        self._resumed += jobs
+            self._resumed.append(row)
+            heappush(self._ends, (row.end, self._admissions, row))
 
     def _drop_stale_ends(self) -> None:
         """Remove stale entries from the top of the heap: those of jobs that were evicted or paused
         meanwhile.
         """
-        ends, resident = self._ends, self._resident
-        while True:
-            _, admission, job = ends[0]
-            if job in resident and resident[job][0] == admission:
-                return
+        ends = self._ends
+        while not ends[0][2].stays:
             heappop(ends)
 
     def _length(self) -> float:
         """L of the next decode steps: the longest row's length, or in a paged engine the mean."""
         if self._padded:
-            return self._longest_key + self._steps
+            return float(self._longest_key + self._steps)
         return self._key_sum / len(self._resident) + self._steps
 
     def _take_steps(self, begin_s: float, ran: int, end_s: float, beside: int) -> None:
@@ -195,28 +226,27 @@ class Decoding:
         The first step ends the gap since each row's last token. Of the other steps the last takes
         longest.
         """
-        ledger, n, used, gaps = self._ledger, len(self._resident), self.used + beside, self._gaps
+        ledger, gaps, times = self._ledger, self._gaps, self._times
+        n, used = len(self._resident), self.used + beside
         row_steps = n * ran
         ledger.decoding_steps += ran
         ledger.row_steps += row_steps
         if used + row_steps > ledger.peak_tokens:
-            ledger.peak_tokens = used + row_steps
+            ledger.peak_tokens = float(used + row_steps)
         ledger.memory_token_steps += ran * used + n * (ran * (ran + 1) // 2)
         if ledger.token_gaps is not None:
             self._count_gaps(n, begin_s, ran, end_s, ledger.token_gaps)
-        length, decode_s = self._length(), self._decode_s
-        waiting, first_s, last_gap_s = self._tokenless or self._resumed, None, None
-        if waiting or ran == 1 or gaps.waiting_since != begin_s:
-            first_s = begin_s + decode_s(n, length, 1)
-        if ran > 1:
-            last_gap_s = end_s - (begin_s + decode_s(n, length, ran - 1))
-        gaps.stepped(first_s, last_gap_s, end_s)
-        if waiting:
-            assert first_s is not None
-            if self._tokenless:
+        length = self._length()
+        waits = bool(self._tokenless) or bool(self._resumed)
+        if waits or ran == 1 or gaps.waiting_since != begin_s:
+            first_s = begin_s + times.decode_s(n, length, 1)
+            gaps.end_waits(first_s)
+            if waits:
                 self._give_tokens(self._tokenless, first_s)
-            if self._resumed:
                 self._give_tokens(self._resumed, first_s)
+        if ran > 1:
+            gaps.push(end_s - (begin_s + times.decode_s(n, length, ran - 1)))
+        gaps.wait_from(end_s)
         self._steps += ran
 
     def _beside(self, moves: Moves | None) -> int:
@@ -226,27 +256,28 @@ class Decoding:
             store.arriving(moves) if moves is not None and moves.overlap else 0
         )
 
-    def _give_tokens(self, jobs: list[Job], at_s: float) -> None:
-        """Record a token for each of `jobs`, the first since they entered, and clear the list."""
-        ledger, number = self._ledger, self._number
-        for job in jobs:
-            k = number[job.request_id]
-            if ledger.first_token_s[k] < 0.0:
-                ledger.first_token_s[k] = at_s
+    def _give_tokens(self, rows: list[DecodingRow], at_s: float) -> None:
+        """Record a token for each of `rows`, the first since they entered, and clear the list."""
+        ledger = self._ledger
+        first_s, last_s, max_gap_s = ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s
+        for row in rows:
+            k = row.number
+            if first_s[k] < 0.0:
+                first_s[k] = at_s
             else:
-                gap_s = at_s - ledger.last_token_s[k]
-                if gap_s > ledger.max_gap_s[k]:
-                    ledger.max_gap_s[k] = gap_s
+                gap_s = at_s - last_s[k]
+                if gap_s > max_gap_s[k]:
+                    max_gap_s[k] = gap_s
                 if ledger.token_gaps is not None:
                     ledger.token_gaps.add(1, gap_s, gap_s)
-            ledger.last_token_s[k] = at_s
-        jobs.clear()
+            last_s[k] = at_s
+        rows.clear()
 
     def _count_gaps(self, n: int, begin_s: float, ran: int, end_s: float, into: TokenGaps) -> None:
         """Count every gap of a round's steps. The first gap of a job that just entered is counted
         in `_give_tokens`.
         """
-        length, decode_s = self._length(), self._decode_s
+        length, decode_s = self._length(), self._times.decode_s
         first_s = begin_s + decode_s(n, length, 1)
         self._count_waits(first_s, into)
         if ran > 1:
@@ -257,51 +288,48 @@ class Decoding:
     def _count_waits(self, at_s: float, into: TokenGaps) -> None:
         """Count the gaps that end with a token for all rows at `at_s`."""
         fresh = {*self._tokenless, *self._resumed}
-        joined = Counter(
-            mark for job, (_, _, mark, _) in self._resident.items() if job not in fresh
-        )
+        joined = Counter([row.mark for row in self._resident.values() if row not in fresh])
         for mark, count in joined.items():
             waited_s = at_s - self._gaps.since(mark)
             into.add(count, waited_s, waited_s)
 
     def _end_due(self) -> tuple[str, ...]:
-        ends, steps, resident, ledger = self._ends, self._steps, self._resident, self._ledger
+        """Remove the rows that ended; their request ids."""
+        ends, steps, ok = self._ends, self._steps, self._ledger.ok
         ended: list[str] = []
         while ends and ends[0][0] <= steps:
-            _, admission, job = heappop(ends)
-            if job in resident and resident[job][0] == admission:
-                ledger.ok[self._leave(job)] = True
-                ended.append(job.request_id)
+            row = heappop(ends)[2]
+            if row.stays:
+                self._leave(row)
+                ok[row.number] = True
+                ended.append(row.job.request_id)
         return tuple(ended)
 
-    def _leave(self, job: Job) -> int:
-        """Remove a job from the rows and write its last token and largest gap into the ledger; its
-        number.
-        """
-        _, key, mark, k = self._resident.pop(job)
+    def _leave(self, row: DecodingRow) -> None:
+        """Remove a row, and write its last token and largest gap into the ledger."""
+        resident, ledger, gaps, k = self._resident, self._ledger, self._gaps, row.number
+        del resident[row.job]
+        row.stays = False
+        key = row.key
         self._key_sum -= key
-        if self._padded and key == self._longest_key and self._resident:
-            self._longest_key = max([entry[1] for entry in self._resident.values()])
-        ledger, last_s = self._ledger, self._gaps.last_s
-        for waiting in (self._tokenless, self._resumed):
-            if waiting and job in waiting:
-                waiting.remove(job)  # no token has come since it joined
-                return k
-        if last_s > ledger.last_token_s[k]:
-            ledger.last_token_s[k] = last_s
-        gap_s = self._gaps.largest(mark)
+        if self._padded and key == self._longest_key and resident:
+            self._longest_key = max([other.key for other in resident.values()])
+        if self._tokenless and row in self._tokenless:
+            self._tokenless.remove(row)  # no token has come since it joined
+            return
+        if self._resumed and row in self._resumed:
+            self._resumed.remove(row)
+            return
+        if gaps.last_s > ledger.last_token_s[k]:
+            ledger.last_token_s[k] = gaps.last_s
+        gap_s = gaps.largest(row.mark)
         if gap_s > ledger.max_gap_s[k]:
             ledger.max_gap_s[k] = gap_s
-        return k
 
     def _future_peak(self, coming: Sequence[tuple[int, int]]) -> int:
         """The peak in tokens of the rows and of those `coming`: (tokens, steps left) of each."""
-        ends = {admission: end for end, admission, _ in self._ends}
         held = self._steps + self._emits
-        rows = [
-            (key + held, ends[admission] - self._steps)
-            for admission, key, _, _ in self._resident.values()
-        ]
+        rows = [(row.key + held, row.end - self._steps) for row in self._resident.values()]
         used, remaining = np.array([*rows, *coming], dtype=np.int64).reshape(-1, 2).T.copy()
         return self._peak_to_come(used, remaining)
 

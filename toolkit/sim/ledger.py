@@ -102,7 +102,7 @@ def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> lis
 RunsOut = Callable[[int, int, int, int], bool]
 
 
-@dataclass(slots=True)
+@dataclass
 class Ledger:
     """What has happened to each request (parallel lists, by request number) and to the workers."""
 
@@ -136,6 +136,15 @@ class Ledger:
     swapped_tokens: int = 0  # both ways
     swap_wait_s: float = 0.0  # in which workers waited for transfers and computed nothing
     peak_host_tokens: int = 0  # the most tokens in one worker's host memory
+    # of paged engines: tokens that admitted requests looked for in the cache and found there, and
+    # those that had been there but were evicted; the same for requests that were preempted before
+    shares: bool = False  # whether requests share prompts; otherwise these counters say nothing
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    lost_tokens: int = 0
+    preempted_query_tokens: int = 0
+    preempted_hit_tokens: int = 0
+    computed_prompt_tokens: int = 0  # in passes, also those computed anew
     busy_s: list[float] = field(init=False)
     completed_s: list[float] = field(init=False)
 
@@ -237,6 +246,14 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         found["swap_wait_s"] = ledger.swap_wait_s
         found["peak_host_tokens"] = float(ledger.peak_host_tokens)
         found["rerouted_percent"] = 100.0 * ledger.reroutes / requests
+    if ledger.shares:
+        found["query_tokens"] = float(ledger.query_tokens)
+        found["hit_tokens"] = float(ledger.hit_tokens)
+        found["hit_percent"] = 100.0 * ledger.hit_tokens / max(ledger.query_tokens, 1)
+        found["lost_hit_tokens"] = float(ledger.lost_tokens)
+        found["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
+        found["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
+        found["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
     if ledger.attempts:
         future = ledger.future_token_attempts / ledger.attempts
         found["future_required_memory_percent"] = 100.0 * future / usable_tokens
@@ -267,14 +284,15 @@ class Gaps:
     gap.
     """
 
-    __slots__ = ("_gaps", "_mark", "_marks", "_waits", "last_s")
+    __slots__ = ("_gaps", "_marks", "_wait_marks", "_wait_s", "last_mark", "last_s")
 
     def __init__(self) -> None:
-        self._mark = 0
+        self.last_mark = 0
         self._marks: list[int] = []  # of the stack, ascending
         self._gaps: list[float] = []  # of the stack, descending
-        # (mark, time since when the requests up to it wait for their next token)
-        self._waits: list[tuple[int, float]] = []
+        # The requests up to a mark wait for their next token since a time: two parallel lists.
+        self._wait_marks: list[int] = []
+        self._wait_s: list[float] = []
         self.last_s = -1.0  # the last decode step's end
 
     def mark(self, *, alone: bool) -> int:
@@ -284,62 +302,43 @@ class Gaps:
         if alone:
             self._marks.clear()
             self._gaps.clear()
-            self._waits.clear()
-        self._mark += 1
-        return self._mark
+            self._wait_marks.clear()
+            self._wait_s.clear()
+        self.last_mark += 1
+        return self.last_mark
 
     @property
     def waiting_since(self) -> float:
         """Since when all rows wait for their next token; -1: not all since the same time."""
-        return self._waits[0][1] if len(self._waits) == 1 else -1.0
+        return self._wait_s[0] if len(self._wait_s) == 1 else -1.0
 
     def since(self, mark: int) -> float:
         """Since when requests with this mark wait for their next token."""
-        return next(since_s for upto, since_s in self._waits if mark <= upto)
+        return self._wait_s[bisect_left(self._wait_marks, mark)]
 
     def joined(self, at_s: float, mark: int = 0) -> None:
         """The requests that joined last, or with this mark, got a token at `at_s`."""
-        self._waits.append((mark or self._mark, at_s))
+        self._wait_marks.append(mark or self.last_mark)
+        self._wait_s.append(at_s)
 
     def end_waits(self, at_s: float) -> None:
         """All rows got a token at `at_s`."""
-        for mark, since_s in self._waits:
-            self._push(mark, at_s - since_s)
+        for k, since_s in enumerate(self._wait_s):
+            self._push(self._wait_marks[k], at_s - since_s)
 
     def push(self, gap_s: float) -> None:
         """All rows had a gap of `gap_s`."""
-        self._push(self._mark, gap_s)
+        self._push(self.last_mark, gap_s)
 
     def wait_from(self, at_s: float) -> None:
         """All rows had a token at `at_s` and wait for the next."""
-        self._waits = [(self._mark, at_s)]
+        if len(self._wait_s) == 1:
+            self._wait_marks[0] = self.last_mark
+            self._wait_s[0] = at_s
+        else:
+            self._wait_marks = [self.last_mark]
+            self._wait_s = [at_s]
         self.last_s = at_s
-
-    def stepped(self, first_s: float | None, last_gap_s: float | None, end_s: float) -> None:
-        """All rows decoded and had their last token at `end_s`: `end_waits`, `push` and
-        `wait_from` in one.
-
-        Args:
-            first_s: when the first step ended; None: the gap that it ended is ignored.
-            last_gap_s: seconds of the last step; None: it was the first.
-        """
-        gaps, marks = self._gaps, self._marks
-        if first_s is not None:
-            for mark, since_s in self._waits:
-                gap_s = first_s - since_s
-                while gaps and gaps[-1] <= gap_s:
-                    gaps.pop()
-                    marks.pop()
-                gaps.append(gap_s)
-                marks.append(mark)
-        if last_gap_s is not None:
-            while gaps and gaps[-1] <= last_gap_s:
-                gaps.pop()
-                marks.pop()
-            gaps.append(last_gap_s)
-            marks.append(self._mark)
-        self._waits = [(self._mark, end_s)]
-        self.last_s = end_s
 
     def largest(self, mark: int) -> float:
         """The largest gap of requests with this mark; 0 if there is none."""

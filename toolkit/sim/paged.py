@@ -1,13 +1,15 @@
 """vLLM's v1 scheduler (0.32, `v1/core/sched/scheduler.py`) as a machine without time: which row
-computes what in each pass. `BlockPool` counts the blocks, `PagedScheduler` plans the passes.
+computes what in each pass. `PagedScheduler` plans the passes; the pools of `toolkit.sim.blocks`
+count its blocks and find what requests share.
 
 Each forward pass decodes one token for every running row, or computes a chunk of its input if that
 is not complete. A row takes a new block when its last one is full. If no block is free, the row
 that was admitted last loses its blocks and waits again, before all others; its prompt and its
 output so far are then computed anew. A pass that preempts admits no row. Otherwise waiting requests
 are admitted in FIFO order while the pass has rows and tokens left and the free blocks would hold
-their whole input; they take only the blocks that this pass needs. A request that does not fit
-blocks those behind it.
+their whole input, beside the blocks of it that running rows hold; they take only the blocks that
+this pass needs. A request that does not fit blocks those behind it. With prefix caching a request
+that is admitted computes only what it does not find.
 
 Not modelled: priorities (traces have none, and among equal priorities vLLM's `priority` order is
 this one), the threshold for long prefills (off by default), speculative decoding, several kinds of
@@ -21,96 +23,14 @@ addition.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.sched.policies.vllm import VllmPolicy
-
-
-class BlockPool:
-    """Counts the free blocks of a paged cache; the caller counts the blocks that each row holds. A
-    new pool has `blocks` free blocks of `block_tokens` tokens each.
-
-    With prefix caching (`keeps`) a full block keeps its tokens after it was freed, until it is
-    given out again. Blocks that were never full are given out first, then those freed longest ago,
-    and of one request the last ones first (vLLM 0.32, `v1/core/block_pool.py`). A request that is
-    admitted again finds what is left of its own blocks. Requests share no blocks here, since traces
-    do not say which of their tokens are the same.
-    """
-
-    __slots__ = ("_kept", "_plain", "block_tokens", "blocks", "free", "keeps")
-
-    def __init__(self, blocks: int, block_tokens: int, *, keeps: bool) -> None:
-        self.blocks, self.block_tokens, self.keeps = blocks, block_tokens, keeps
-        self.free = blocks
-        self._plain = blocks  # free blocks without cached tokens
-        # request number to its free blocks with cached tokens, freed longest ago first
-        self._kept: OrderedDict[int, int] = OrderedDict()
-
-    def needed(self, tokens: int) -> int:
-        """How many blocks hold so many tokens."""
-        return -(-tokens // self.block_tokens)
-
-    def take(self, count: int) -> None:
-        """Give out `count` blocks; as many must be free."""
-        assert count <= self.free
-        self.free -= count
-        if not self.keeps:
-            return
-        self._plain -= count
-        while self._plain < 0:
-            owner, there = self._kept.popitem(last=False)
-            self._plain += there
-            if self._plain > 0:
-                self._kept[owner] = self._plain
-                self._kept.move_to_end(owner, last=False)
-                self._plain = 0
-
-    def give(self, owner: int, tokens: int, known: int) -> None:
-        """Free the owner's blocks, which hold `tokens` tokens; the values of the first `known` of
-        them are known and can be cached.
-        """
-        count = self.needed(tokens)
-        self.free += count
-        if self.keeps:
-            full = known // self.block_tokens
-            self._plain += count - full
-            if full:
-                self._kept[owner] = full
-
-    def kept_tokens(self, owner: int) -> int:
-        """Tokens that the owner would find cached if it were admitted now."""
-        return self._kept.get(owner, 0) * self.block_tokens
-
-    def retake(self, owner: int) -> None:
-        """Give the owner the blocks that still hold its tokens."""
-        self.free -= self._kept.pop(owner, 0)
-
-
-class PagedRequest:
-    """A request in the machine.
-
-    Attributes:
-        number: its index.
-        prompt: tokens to compute before its next token: its prompt, and the output that it had
-            generated when it was last admitted.
-        left: the true number of tokens that it will still generate.
-        computed: tokens in its cache; while it decodes, minus the machine's passes so far.
-        end: the number of the machine's pass at which it ends; 0: it does not decode.
-        stops: whether it ends before its output limit, so that the end is known only with the last
-            token.
-        mark: for the caller, which records times by row.
-    """
-
-    __slots__ = ("computed", "end", "left", "mark", "number", "prompt", "stops")
-
-    def __init__(self, number: int, prompt: int, output: int, *, stops: bool = False) -> None:
-        self.number, self.prompt, self.left = number, prompt, output
-        self.stops = stops
-        self.computed = self.end = self.mark = 0
+from toolkit.sim.blocks import BlockPool, PagedRequest, SharedPool
 
 
 @dataclass(slots=True)
@@ -146,22 +66,39 @@ class PagedScheduler:
         blocks, block_tokens: of the cache, without the block that vLLM never gives out.
         ahead: a pass is planned while the one before it runs (`async_scheduling`), so that the
             tokens of that one are not known yet: `settle` comes one `schedule` later.
+        shares: whether requests have contents; with prefix caching they then share blocks.
+        reserves: whether a request is admitted only if its whole input would fit
+            (`scheduler_reserve_full_isl`), not only what the next pass computes.
     """
 
     def __init__(
-        self, flags: VllmPolicy, blocks: int, block_tokens: int, *, ahead: bool = False
+        self,
+        flags: VllmPolicy,
+        blocks: int,
+        block_tokens: int,
+        *,
+        ahead: bool = False,
+        shares: bool = False,
+        reserves: bool = True,
     ) -> None:
         self._flags, self._unknown = flags, int(ahead)
-        self.pool = BlockPool(blocks, block_tokens, keeps=flags.prefix_caching)
+        self._shares, self._reserves_input = shares and flags.prefix_caching, reserves
+        self.pool: BlockPool = (
+            SharedPool(blocks, block_tokens)
+            if self._shares
+            else BlockPool(blocks, block_tokens, keeps=flags.prefix_caching)
+        )
         self.waiting: deque[PagedRequest] = deque()
         self.running: dict[PagedRequest, None] = {}  # in order of admission
         self._reserve = int(flags.watermark * (blocks + 1))
         self._block_tokens = block_tokens
         self._steps = 0  # passes so far
+        self._admissions = 0
         self._decoding = 0
         self._key_sum = 0  # of the decoding rows' `computed`
         self._fill = [0] * block_tokens  # decoding rows by `computed` modulo a block
-        # heap of (end, number, row); an entry is stale if its row no longer decodes
+        # heap of (end, order, row), for rows leave in the order of their admission; an entry is
+        # stale if its row no longer decodes
         self._ends: list[tuple[int, int, PagedRequest]] = []
         self._partial: PagedRequest | None = None  # the row with an incomplete input
         self._ended: list[PagedRequest] = []  # ended rows that still hold their blocks
@@ -188,8 +125,8 @@ class PagedScheduler:
         due = self._due()
         preempted: list[PagedRequest] = []
         if due + self._due_chunk() > self.pool.free:
-            preempted = self._make_room()
-            due = self._due()
+            taken = self._make_room(preempted)
+            due = self._due() - taken
         decodes, cached = self._decoding, self._key_sum + self._decoding * self._steps
         for row in self._ended:
             if row.stops:  # it is in one more pass, since its end was not known
@@ -198,6 +135,9 @@ class PagedScheduler:
         budget = self._flags.max_num_batched_tokens - decodes
         if due:
             self.pool.take(due)
+        if self.pool.writers:
+            for row in self.pool.writers:
+                self.pool.register(row, self._written(row))
         chunks: list[Chunk] = []
         if self._partial is not None:
             chunks.append(self._continue(self._partial, budget))
@@ -238,6 +178,8 @@ class PagedScheduler:
         assert plan is not None
         if plan.chunks or plan.preempted or self._ended or not self._decoding:
             return 1
+        if self.waiting and self.pool.writers:
+            return 1  # a block that is written may let one in
         ends = self._ends
         while ends[0][2].end != ends[0][0]:
             heappop(ends)
@@ -277,33 +219,56 @@ class PagedScheduler:
                 del self.running[row]
                 self._ended.remove(row)
                 held = row.computed + self._steps
-                self.pool.give(row.number, held, held)
+                # a row that stopped was in one more pass, which computed nothing that is known
+                self.pool.give(row, held, held - (self._unknown if row.stops else 0))
 
-    def _make_room(self) -> list[PagedRequest]:
+    def _make_room(self, preempted: list[PagedRequest]) -> int:
         """Preempt rows, the last admitted first, until the others have the blocks that they need
-        for the next pass; return the preempted rows.
+        for the next pass, and append them to `preempted`. Returns how many blocks were given out.
+
+        Rows take blocks in the order of their admission: the first ones have theirs when one finds
+        none and another is preempted for it.
         """
-        preempted: list[PagedRequest] = []
-        while self._due() + self._due_chunk() > self.pool.free:
+        pool, taken = self.pool, 0
+        while True:
+            due = self._due() - taken
+            if due <= pool.free and due + self._due_chunk() <= pool.free:
+                return taken
+            now = min(due, pool.free)
+            pool.take(now)
+            taken += now
             row, _ = self.running.popitem()
             if row is self._partial:
                 self._partial = None
                 held = known = row.computed
             else:
                 held = row.computed + self._steps
-                decoded = row.end - self._steps < row.left
-                # the token of a decode under way is not known; the tokens of an input are
-                known = held - (self._unknown if decoded else 0)
+                known = self._known(row)
                 if row.end:
                     self._leave(row)
                 else:
                     self._ended.remove(row)  # its last token is under way
-            self.pool.give(row.number, held, known)
+            self.pool.give(row, held, known)
             row.computed = 0
+            row.preempted = True
             preempted.append(row)
             if row.left:
                 self.waiting.appendleft(row)
-        return preempted
+
+    def _known(self, row: PagedRequest) -> int:
+        """How many of the tokens in a row's cache are known: not the one that a decode under way
+        computes, whereas those of an input are.
+        """
+        held = row.computed + self._steps
+        return held - (self._unknown if held > row.filled else 0)
+
+    def _written(self, row: PagedRequest) -> int:
+        """The known tokens of a row with the pass that is planned."""
+        if row is self._partial:
+            return row.computed
+        if row.end or row.stops:
+            return row.computed + self._steps + (0 if self._unknown else 1)
+        return self._known(row)
 
     def _overtime(self) -> int:
         """Ended rows that are in one more pass, since their ends were not known."""
@@ -329,6 +294,8 @@ class PagedScheduler:
     def _continue(self, row: PagedRequest, budget: int) -> Chunk:
         chunk = Chunk(row, row.computed, min(row.prompt - row.computed, budget))
         self.pool.take(self.pool.needed(row.computed + chunk.new) - self.pool.needed(row.computed))
+        if self._shares:
+            self.pool.register(row, row.computed + chunk.new)
         return chunk
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
@@ -337,16 +304,22 @@ class PagedScheduler:
         while waiting and budget > 0 and len(running) < flags.max_num_seqs:
             row = waiting[0]
             reserve = self._reserve if running else 0
-            kept = pool.kept_tokens(row.number)
-            new = row.prompt - kept
-            if pool.needed(row.prompt) + reserve > pool.free or (
-                new > budget and not flags.chunked_prefill
-            ):
+            found = pool.find(row)
+            new = row.prompt - found
+            if new > budget:
+                if not flags.chunked_prefill:
+                    return
+                new = budget
+            whole = row.prompt if self._reserves_input else found + new
+            if pool.needed(whole) - pool.held + reserve > pool.free:
                 return
-            new = min(new, budget)
-            pool.retake(row.number)
-            pool.take(pool.needed(kept + new) - pool.needed(kept))
-            chunks.append(Chunk(waiting.popleft(), kept, new))
+            pool.admit(row, found)
+            pool.take(pool.needed(found + new) - pool.needed(found))
+            if self._shares:
+                pool.register(row, found + new)
+            self._admissions += 1
+            row.order = self._admissions
+            chunks.append(Chunk(waiting.popleft(), found, new))
             running[row] = None
             budget -= new
 
@@ -359,6 +332,7 @@ class PagedScheduler:
             return
         if row is self._partial:
             self._partial = None
+        row.filled = row.computed
         row.prompt += 1
         row.left -= 1
         row.computed -= steps
@@ -369,7 +343,7 @@ class PagedScheduler:
         self._decoding += 1
         self._key_sum += row.computed
         self._fill[row.computed % self._block_tokens] += 1
-        heappush(self._ends, (row.end, row.number, row))
+        heappush(self._ends, (row.end, row.order, row))
 
     def _take_ends(self) -> list[PagedRequest]:
         """Take the rows that have generated their whole output from the decoding rows."""

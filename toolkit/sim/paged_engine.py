@@ -8,6 +8,9 @@ free one pass later, and a row that ends before its limit computes one token too
 decodes alone are computed in one leap, up to the next arrival that could change anything, the first
 end, or the first missing block.
 
+Requests arrive when the trace says so. In a closed loop of sessions (`Turns`) a later turn arrives
+when the turn before has ended and its client has thought about it.
+
 `PagedEngine` describes an engine, `PagedRun` serves requests on it, `serve` on all engines of a
 world.
 """
@@ -15,17 +18,21 @@ world.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+
+import numpy as np
 
 from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
 from toolkit.files.fit import StepsFit
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
+from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.ledger import Gaps, Ledger
-from toolkit.sim.paged import PagedPass, PagedRequest, PagedScheduler
+from toolkit.sim.paged import PagedPass, PagedScheduler
 from toolkit.sim.worker import FrontDelay
+from toolkit.traces.types import Sessions, SharedBlocks
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,6 +104,57 @@ class PagedEngine:
         return replace(self, steps=self.steps.times(factor))
 
 
+@dataclass(slots=True, frozen=True)
+class Reuse:
+    """What the requests of a trace have in common, and whether sessions are a closed loop."""
+
+    shared: SharedBlocks | None = None
+    sessions: Sessions | None = None
+    closed: bool = True
+
+    def __bool__(self) -> bool:
+        return self.shared is not None or self.sessions is not None
+
+    @property
+    def previous(self) -> list[int]:
+        """The turn before each request, by number; -1 for a first turn."""
+        return [] if self.sessions is None else self.sessions.previous.tolist()
+
+    def dealt(self, requests: int, engines: int) -> list[int]:
+        """The engine of each request: in turn, and in a closed loop session by session."""
+        if self.sessions is None or not self.closed:
+            return [number % engines for number in range(requests)]
+        first = self.sessions.first
+        order = np.cumsum(first == np.arange(requests)) - 1
+        return [int(place) % engines for place in order[first].tolist()]
+
+    def contents(
+        self, numbers: Sequence[int], requests: Sequence[Request], outputs: Sequence[int]
+    ) -> tuple[list[Node], list[bool]]:
+        """Content and `watched` of the requests `numbers`; see `PagedRequest`."""
+        rows = np.array(numbers, dtype=np.int64)
+        sessions = None if self.sessions is None else self.sessions.take(rows)
+        leaves, continued = contents(
+            [requests[number].prompt_tokens for number in numbers],
+            [outputs[number] for number in numbers],
+            None if self.shared is None else self.shared.take(rows),
+            None if sessions is None else sessions.previous.tolist(),
+        )
+        return leaves, [False] * len(leaves) if self.closed else continued
+
+    def turns(self, numbers: Sequence[int]) -> dict[int, list[tuple[int, float]]]:
+        """In a closed loop, the turns of the requests `numbers` that follow each of them, with
+        their think times in seconds.
+        """
+        found: dict[int, list[tuple[int, float]]] = {}
+        if self.sessions is not None and self.closed:
+            previous, think_s = self.previous, self.sessions.think_s.tolist()
+            for number in numbers:
+                if previous[number] >= 0:
+                    found.setdefault(previous[number], []).append((number, think_s[number]))
+        return found
+
+
 class PagedRun:
     """One engine serving requests.
 
@@ -104,8 +162,9 @@ class PagedRun:
         index: the worker's, for the ledger.
         engine, flags: see `PagedEngine` and `VllmPolicy`.
         ledger: where the outcome is written; it holds the true output lengths.
-        limits: of outputs, by request number. The engine cannot foresee the end of an output that
-            is shorter than its limit.
+        turns: of a closed loop; see `Reuse.turns`.
+        shares: whether requests have contents.
+        front: what clients wait beyond the passes; None: as the engine says.
     """
 
     def __init__(
@@ -114,31 +173,51 @@ class PagedRun:
         engine: PagedEngine,
         flags: VllmPolicy,
         ledger: Ledger,
-        limits: Sequence[int],
+        *,
+        turns: Mapping[int, Sequence[tuple[int, float]]] | None = None,
+        shares: bool = False,
+        front: FrontDelay | None = None,
     ) -> None:
-        self._index, self._engine, self._ledger, self._limits = index, engine, ledger, limits
+        self._index, self._engine, self._ledger = index, engine, ledger
+        self._front = front
+        self._turns = turns or {}
+        self._coming: list[tuple[float, int]] = []  # a heap of (arrival, number)
         self._law = (
             replace(engine.steps, host_s=0.0, host_row_s=0.0) if engine.ahead else engine.steps
         )
         self._scheduler = PagedScheduler(
-            flags, engine.blocks, engine.block_tokens, ahead=engine.ahead
+            flags, engine.blocks, engine.block_tokens, ahead=engine.ahead, shares=shares
         )
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
 
-    def run(self, requests: Sequence[tuple[int, Request]], *, drain: bool = True) -> None:
-        """Serve (number, request) pairs in order of arrival until all have ended; without `drain`,
-        until all were admitted.
+    def run(self, rows: Mapping[int, PagedRequest], *, drain: bool = True) -> None:
+        """Serve the requests, by their numbers, until all have ended; without `drain`, until all
+        were admitted.
         """
-        scheduler, ahead = self._scheduler, self._engine.ahead
-        coming = deque(requests)
+        scheduler, ahead, coming = self._scheduler, self._engine.ahead, self._coming
+        arrival_s = self._ledger.arrival_s
+        later = {number for turns in self._turns.values() for number, _ in turns}
+        # also those that are refused, if their sessions go on
+        coming += [
+            (arrival_s[number], number)
+            for number in sorted({*rows, *self._turns})
+            if number not in later
+        ]
+        heapify(coming)
+        left = len(rows)  # to arrive
         now_s = 0.0  # when the next pass is planned
         under_way: list[PagedRequest] = []  # rows that end with the pass that is under way
         done_s = -math.inf  # when that pass ends
-        while drain or coming or scheduler.waiting:
-            while coming and coming[0][1].arrival_s <= now_s:
-                scheduler.add(self._row(*coming.popleft()))
-            plan, next_s = scheduler.schedule(), coming[0][1].arrival_s if coming else math.inf
+        while drain or left or scheduler.waiting:
+            while coming and coming[0][0] <= now_s:
+                came_s, number = heappop(coming)
+                if number in rows:
+                    scheduler.add(rows[number])
+                    left -= 1
+                else:
+                    self._begin_turns(number, came_s)
+            plan, next_s = scheduler.schedule(), coming[0][0] if coming else math.inf
             if plan.preempted:
                 self._drop(plan.preempted)
             if plan.rows:
@@ -154,15 +233,18 @@ class PagedRun:
                 scheduler.settle(under_way)
                 now_s, under_way = done_s, []
             elif coming:
-                now_s = next_s
+                now_s = coming[0][0]
             else:
-                return
+                break
+        self._count_found()
 
-    def _row(self, number: int, request: Request) -> PagedRequest:
-        output = self._ledger.output_tokens[number]
-        return PagedRequest(
-            number, request.prompt_tokens, output, stops=output < self._limits[number]
-        )
+    def _begin_turns(self, number: int, end_s: float, rows: int = 0) -> None:
+        """A request ended at `end_s`, when so many rows ran: its session's next turn will come."""
+        for later, think_s in self._turns.get(number, ()):
+            front = self._front or self._engine.front(rows)
+            arrival_s = end_s + (front.last_s + think_s)
+            self._ledger.arrival_s[later] = arrival_s
+            heappush(self._coming, (arrival_s, later))
 
     def _make(
         self, plan: PagedPass, begin_s: float, next_s: float
@@ -239,6 +321,17 @@ class PagedRun:
         for row in ended:
             self._close(row, end_s)
             self._ledger.ok[row.number] = True
+            if self._turns:
+                self._begin_turns(row.number, end_s, len(self._scheduler.running))
+
+    def _count_found(self) -> None:
+        """Write what was found in the cache into the ledger."""
+        ledger, pool = self._ledger, self._scheduler.pool
+        ledger.query_tokens += pool.queries
+        ledger.hit_tokens += pool.hits
+        ledger.lost_tokens += pool.lost
+        ledger.preempted_query_tokens += pool.preempted_queries
+        ledger.preempted_hit_tokens += pool.preempted_hits
 
     def _close(self, row: PagedRequest, last_s: float) -> None:
         """The row stops decoding; its last token came at `last_s`."""
@@ -259,6 +352,7 @@ class PagedRun:
         ledger.row_steps += steps * (plan.rows if steps == 1 else last.rows)
         if plan.chunks:
             ledger.batches += 1
+            ledger.computed_prompt_tokens += plan.shape.prefill_tokens
             ledger.rows += sum([chunk.completes for chunk in plan.chunks])
         ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
         if used > ledger.peak_tokens:
@@ -272,24 +366,56 @@ def serve(
     flags: VllmPolicy,
     engine: PagedEngine,
     ledger: Ledger,
+    reuse: Reuse,
     *,
+    front: FrontDelay | None = None,
     drain: bool = True,
 ) -> list[Refusal]:
-    """Serve requests, dealt round-robin to as many engines as the ledger has workers. Returns the
-    refusals: requests that can never be served.
+    """Serve requests, dealt in turn to as many engines as the ledger has workers (see
+    `Reuse.dealt`). Returns the refusals: requests that can never be served.
+
+    The engine cannot foresee the end of an output that is shorter than its limit.
     """
-    refusals: list[Refusal] = []
-    dealt: list[list[tuple[int, Request]]] = [[] for _ in range(ledger.workers)]
+    refusals: dict[int, Refusal] = {}
+    outputs = ledger.output_tokens
+    dealt: list[list[int]] = [[] for _ in range(ledger.workers)]
+    places = reuse.dealt(len(requests), ledger.workers)
     for number, request in enumerate(requests):
-        refusal = _refuse(request, ledger.output_tokens[number], flags, engine)
-        if refusal is None:
-            dealt[number % ledger.workers].append((number, request))
-        else:
-            refusals.append(refusal)
-    limits = [request.max_new_tokens for request in requests]
-    for index, own in enumerate(dealt):
-        PagedRun(index, engine, flags, ledger, limits).run(own, drain=drain)
-    return refusals
+        refusal = _refuse(request, outputs[number], flags, engine)
+        if refusal is not None:
+            refusals[number] = refusal
+        dealt[places[number]].append(number)
+    ledger.shares = bool(reuse)
+    for index, numbers in enumerate(dealt):
+        run = PagedRun(
+            index,
+            engine,
+            flags,
+            ledger,
+            turns=reuse.turns(numbers),
+            shares=bool(reuse),
+            front=front,
+        )
+        leaves, watched = (
+            reuse.contents(numbers, requests, outputs)
+            if reuse and flags.prefix_caching
+            else ([], [])
+        )
+        rows = {}
+        for place, number in enumerate(numbers):
+            request = requests[number]
+            if number in refusals:
+                continue
+            rows[number] = PagedRequest(
+                number,
+                request.prompt_tokens,
+                outputs[number],
+                stops=outputs[number] < request.max_new_tokens,
+                content=leaves[place] if leaves else None,
+                watched=bool(watched) and watched[place],
+            )
+        run.run(rows, drain=drain)
+    return list(refusals.values())
 
 
 def _refuse(

@@ -15,9 +15,7 @@ dropped. New rows join in one of two ways:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from numpy.typing import NDArray
 
 from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.rounds import PrefillGroup, groups_alike
-from toolkit.sched.types import Batch, Job, Joining, RoundResult
+from toolkit.sched.types import NO_LIMIT, Batch, Job, Joining, RoundResult
 from toolkit.sim.continuous import RoundWorker
 
 
@@ -43,7 +41,7 @@ class SlabWorker(RoundWorker):
         self, *args: Any, joining: Joining, capacity_tokens: int | None = None, **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        self._capacity = math.inf if capacity_tokens is None else capacity_tokens
+        self._capacity = NO_LIMIT if capacity_tokens is None else capacity_tokens
         # decode steps of the current round for which memory suffices; -1: all of them
         self._spills_after = -1
         self._shapes = joining == "shape"
@@ -55,6 +53,9 @@ class SlabWorker(RoundWorker):
     def used(self) -> int:
         """Tokens that the slab takes now."""
         return len(self._resident) * self._width()
+
+    def _prefilled_rows(self, batch: Batch) -> int:
+        return len(self._resident) if batch.jobs and self._shapes else len(batch.jobs)
 
     def _taken_by(self, group: PrefillGroup[Job]) -> int:
         return group.width * len(group.keys)
@@ -75,13 +76,15 @@ class SlabWorker(RoundWorker):
         n = len(self._resident)
         left, width = self._capacity - self._beside(batch.moves), self._width()
         if n * (width + self._ran) > left:
-            self._spills_after = max(int(left // n) - width, 0)
+            self._spills_after = max(left // n - width, 0)
             self._stop_after(self._spills_after)
         return self._done_s
 
     def _stop_after(self, steps: int) -> None:
         self._ran = steps
-        decoded_s = self._decode_s(len(self._resident), self._length(), steps) if steps else 0.0
+        decoded_s = (
+            self._times.decode_s(len(self._resident), self._length(), steps) if steps else 0.0
+        )
         self._stepped_s = self._prefilled_s + decoded_s
         self._done_s = max(self._stepped_s, self._moved_s)
 
@@ -132,15 +135,15 @@ class SlabWorker(RoundWorker):
         seconds = 0.0
         for number, group in enumerate(groups, start=1):
             jobs = tuple([batch.jobs[index] for index in group])
-            seconds += super()._prefill(
-                replace(batch, jobs=jobs, input_length=max([job.length for job in jobs]))
-            )
+            longest = max([job.length for job in jobs])
+            part = Batch(batch.worker, jobs, batch.steps, longest, batch_id=batch.batch_id)
+            seconds += super()._prefill(part)
             if self._failure:
                 self._give_up(batch.jobs)
                 break
             if self._emits and number < len(groups):
                 self._passes.append(
-                    (len(jobs), self._resident[jobs[0]][2], self._begun_s + seconds)
+                    (len(jobs), self._resident[jobs[0]].mark, self._begun_s + seconds)
                 )
         return seconds
 
@@ -151,7 +154,7 @@ class SlabWorker(RoundWorker):
         super()._prefill(batch)
         if self._padded:
             self._ledger.pad_tokens += there * (batch.input_length - 1)
-        return self._latency.prefill_s(there + len(batch.jobs), batch.input_length)
+        return self._times.prefill_s(there + len(batch.jobs), batch.input_length)
 
     def _step_with_newcomers(self) -> None:
         """Record the step that prefilled the new rows; it ends with the prefill."""
@@ -160,7 +163,7 @@ class SlabWorker(RoundWorker):
         ledger.decoding_steps += 1
         ledger.row_steps += n
         taken = self.used + n * (batch.input_length - 1) + self._beside(batch.moves)
-        ledger.peak_tokens = max(ledger.peak_tokens, taken)
+        ledger.peak_tokens = max(ledger.peak_tokens, float(taken))
         ledger.memory_token_steps += taken
         if ledger.token_gaps is not None:
             self._count_waits(at_s, ledger.token_gaps)
@@ -179,8 +182,6 @@ class SlabWorker(RoundWorker):
         if not self._resident:
             return 0
         longest = (
-            self._longest_key
-            if self._padded
-            else max([entry[1] for entry in self._resident.values()])
+            self._longest_key if self._padded else max([row.key for row in self._resident.values()])
         )
         return longest + self._steps + self._emits

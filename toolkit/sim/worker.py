@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError
@@ -95,6 +95,8 @@ class SimWorker:
             paper.
         flush_s: the least seconds between two reports of a slice's tokens after its first ones.
         intake: what arriving requests cost a running batch.
+        outside: whether a batch is outside the range that the laws were measured in, so that it
+            counts as extrapolated: see `toolkit.sim.continuous.Outside`; None: none is.
     """
 
     def __init__(
@@ -107,8 +109,10 @@ class SimWorker:
         streams: bool,
         flush_s: float = 0.0,
         intake: Intake = NO_INTAKE,
+        outside: Callable[[int, int, int, float], bool] | None = None,
     ) -> None:
         self._latency = latency
+        self._outside = outside
         self._ledger = ledger
         self._number = number
         self._runs_out = runs_out
@@ -180,9 +184,12 @@ class SimWorker:
         ledger.early_returns += ran < batch.steps
         peak = size * (batch.input_length + ran)
         ledger.memory_token_steps += ran * peak - size * (ran * (ran - 1) // 2)
-        ledger.peak_tokens = max(ledger.peak_tokens, peak)
+        ledger.peak_tokens = max(ledger.peak_tokens, float(peak))
         ledger.attempts += 1
         ledger.future_token_attempts += peak
+        if self._outside is not None:
+            length = batch.input_length
+            ledger.extrapolated += self._outside(size, length, size, length + ran)
 
     def _stamp(
         self,

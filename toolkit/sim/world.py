@@ -2,8 +2,8 @@
 
 The parts, in this order:
 
-- `Validity` and the `Counting...` workers: where the laws were measured, and how many batches of a
-  simulation lie outside, with extrapolated times;
+- `Validity`: where the laws were measured; workers count the batches outside, with extrapolated
+  times;
 - `World`, `world_from_fit` and `world_of`: a world, made from a fit or the workers of a plan;
 - `WorldSettings`, `assign_settings` and `make_world`: the worlds that a command may simulate, a
   fit's or the token-step world, with the settings that the command gives;
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
@@ -27,16 +26,11 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
-from toolkit.sched.types import NO_LIMIT, Batch, Joining, Request, RoundResult, Worker
-from toolkit.sim.continuous import RoundWorker
+from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
-from toolkit.sim.slab import SlabWorker
-from toolkit.sim.worker import NO_DELAY, FrontDelay, SimWorker
+from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
-
-# Workers that count batches outside the measured range are subclasses, so that a simulation that
-# cannot leave the range pays nothing for it.
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,46 +74,6 @@ class Validity:
             or entering > prefill.batch_size_max
             or input_length > prefill.length_max
         )
-
-
-class CountingSimWorker(SimWorker):
-    """A worker of static batches that counts the batches outside `valid`."""
-
-    def __init__(self, valid: Validity, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._valid = valid
-
-    def _count(self, batch: Batch, generated: list[int], ran: int) -> None:
-        super()._count(batch, generated, ran)
-        size, length = len(batch.jobs), batch.input_length
-        self._ledger.extrapolated += self._valid.left_by(size, length, size, length + ran)
-
-
-class CountingRoundWorker(RoundWorker):
-    """A worker of rounds that counts the rounds outside `valid`."""
-
-    def __init__(self, valid: Validity, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._valid = valid
-
-    def finish(self) -> RoundResult:
-        batch, rows = self._batch, len(self._resident)
-        if batch is not None and rows:
-            entering = self._prefilled_rows(batch)
-            self._ledger.extrapolated += self._valid.left_by(
-                entering, batch.input_length if entering else 0, rows, self._length() + self._ran
-            )
-        return super().finish()
-
-    def _prefilled_rows(self, batch: Batch) -> int:
-        return len(batch.jobs)
-
-
-class CountingSlabWorker(CountingRoundWorker, SlabWorker):
-    """A padded worker that counts rounds outside `valid`."""
-
-    def _prefilled_rows(self, batch: Batch) -> int:
-        return len(self._resident) if batch.jobs and self._shapes else len(batch.jobs)
 
 
 def extrapolation_warning(percent: float, valid: object) -> str:
@@ -182,6 +136,8 @@ class World:
         arrival_cost_s: seconds that each arriving request adds to every static batch that runs
             then, where workers compute on the front's cores.
         paged: the engine with its own scheduler, for the policy `vllm`.
+        closed_loop: a session's turn arrives when the turn before has ended and its client has
+            thought about it; False: when the trace says so.
     """
 
     latency: LatencyLaw
@@ -208,6 +164,7 @@ class World:
     front: FrontDelay = NO_DELAY
     arrival_cost_s: float = 0.0
     paged: PagedEngine | None = None
+    closed_loop: bool = True
     others: tuple[World, ...] = ()
 
     @property
@@ -379,6 +336,9 @@ class WorldSettings:
     limits_hold: bool = knob(
         True, doc="false: outputs may pass the limits that policies see; the default in unit-step"
     )
+    closed_loop: bool = knob(
+        True, doc="false: turns of sessions arrive at the trace's times, not after the turn before"
+    )
     memory: str = choice(
         "engine", ("engine", *MEMORIES), doc="how rows take memory: " + ", ".join(MEMORIES)
     )
@@ -470,6 +430,7 @@ def make_world(
         token_gaps=True,
         drain=settings.drain,
         limits_hold=settings.limits_hold,
+        closed_loop=settings.closed_loop,
         joining=settings.joining(world.joining),
     )
 
@@ -488,6 +449,7 @@ def _unit_step_world(
         token_gaps=True,
         drain=settings.drain,
         limits_hold=settings.limits_hold,
+        closed_loop=settings.closed_loop,
         joining=settings.joining(None),
     )
 

@@ -224,8 +224,28 @@ def limited(trace: Trace, max_tokens: int) -> Trace:
 
 
 def draw_arrivals(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:
-    """The same requests in the same order with drawn arrival times, for traces that have none."""
+    """The same requests in the same order with drawn arrival times, for traces that have none.
+
+    Of a session, the first turn's time is drawn, and the others stay as long after it as they are.
+    """
+    if trace.sessions is not None:
+        return _draw_sessions(trace, arrivals, seed)
     gaps = arrivals.gaps(np.random.default_rng(seed), len(trace) - 1)
     arrival_s = np.concatenate([np.zeros(1), np.cumsum(gaps)])
     notes = (*trace.notes, f"arrival times drawn: {arrivals}, seed {seed}")
     return replace(trace, arrival_s=arrival_s, notes=notes)
+
+
+def _draw_sessions(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:
+    assert trace.sessions
+    first = trace.sessions.first
+    starts = np.flatnonzero(trace.sessions.previous < 0)
+    share = len(starts) / len(trace)
+    drawn = replace(arrivals, rate_rps=arrivals.rate_rps * share)
+    gaps = drawn.gaps(np.random.default_rng(seed), len(starts) - 1)
+    start_s = np.zeros(len(trace))
+    start_s[starts] = np.concatenate([np.zeros(1), np.cumsum(gaps)])
+    arrival_s = start_s[first] + trace.arrival_s - trace.arrival_s[first]
+    note = f"arrival times of {len(starts):,} sessions drawn: {drawn}, seed {seed}"
+    whole = replace(trace, arrival_s=arrival_s, notes=(*trace.notes, note))
+    return whole.take(np.argsort(arrival_s, kind="stable"))

@@ -1,6 +1,7 @@
 """Reading traces of every known format, with a report of the rows that were kept and dropped.
 
-The module first describes the formats, then opens a file, finds its format and checks its rows.
+The module opens a file, finds its format (toolkit/traces/formats.py) and checks its rows. What
+prompts share is checked in toolkit/traces/sharing.py.
 
 The column names decide the format, whatever the file is called. A row with impossible values (no
 tokens, a negative time, a failed response, something that is not a number) is counted and left
@@ -14,10 +15,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TextIO
@@ -26,12 +25,23 @@ import msgspec
 import numpy as np
 
 from toolkit.errors import InputError
+from toolkit.traces.formats import (
+    AGENTS,
+    KNOWN,
+    LATEST_S,
+    MAX_LENGTH,
+    REASON,
+    SUCCESS,
+    Format,
+    Record,
+    agent_requests,
+    detect,
+    length,
+    priority_of,
+)
+from toolkit.traces.sharing import Problems, Sharing
 from toolkit.traces.types import Trace
 
-SUCCESS = (None, "", "ok", 200)  # `status` of a request that was served; anything else failed
-MAX_LENGTH = 2**31 - 1  # tokens; a greater length is a mistake, and would overflow sums
-# The year 10000 in seconds since 1970. A later time is in another unit, or a mistake.
-LATEST_S = 253_402_300_800.0
 SHOWN = 40  # characters of a value in a message
 
 UNPARSABLE = "unparsable"
@@ -41,123 +51,7 @@ NEGATIVE = "with a negative time"
 FAILED = "failed responses"
 BEYOND = "longer than their max_tokens"
 
-Record = Mapping[str, object] | None  # one row by column name; None: it could not be parsed
 Row = tuple[float, int, int, int, int]  # arrival in seconds, prompt, output, max_tokens, priority
-
-
-def number(value: object) -> float:
-    """A JSON number, or a CSV field that holds one. ValueError otherwise, also for `true`."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"not a number: {value!r}")
-    return float(value)
-
-
-def milliseconds(value: object) -> float:
-    """Seconds from milliseconds."""
-    return number(value) / 1000.0
-
-
-def iso_seconds(value: object) -> float:
-    """Seconds since 1970 of an ISO 8601 time, UTC where it names no zone, to the microsecond."""
-    if not isinstance(value, str):
-        raise ValueError(f"not an ISO time: {value!r}")
-    time = datetime.fromisoformat(value)
-    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
-
-
-@dataclass(slots=True, frozen=True)
-class Format:
-    """The columns of a format, and what its times mean. Empty: the format lacks that column."""
-
-    name: str
-    prompt: str
-    output: str
-    arrival: str = ""
-    seconds: Callable[[object], float] = number
-    max_tokens: str = ""  # optional: the limit that the client set
-    priority: str = ""  # optional: smaller is more urgent
-    status: str = ""  # optional: see SUCCESS
-    zero_output_failed: bool = False  # 0 output tokens mean that the request failed
-    absolute_time: bool = False  # times are dates; those before 1970 are valid
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        return tuple(column for column in (self.arrival, self.prompt, self.output) if column)
-
-    @property
-    def unit_s(self) -> float:
-        """The unit of its times, in seconds."""
-        return 0.001 if self.seconds is milliseconds else 1.0
-
-    @property
-    def unit(self) -> str:
-        return "ms" if self.seconds is milliseconds else "s"
-
-    @property
-    def time(self) -> str:
-        """What its times are, in words."""
-        return (
-            "an ISO 8601 time" if self.seconds is iso_seconds else f"a finite number of {self.unit}"
-        )
-
-
-MOONCAKE = Format(
-    "mooncake",
-    prompt="input_length",
-    output="output_length",
-    arrival="timestamp",
-    seconds=milliseconds,
-    max_tokens="max_tokens",
-    priority="priority",
-    status="status",
-)
-
-# The first that fits wins, so a format without times comes after its sibling with times.
-FORMATS = (
-    MOONCAKE,
-    Format(
-        "azure",
-        "ContextTokens",
-        "GeneratedTokens",
-        arrival="TIMESTAMP",
-        seconds=iso_seconds,
-        absolute_time=True,
-    ),
-    Format(
-        "burstgpt",
-        "Request tokens",
-        "Response tokens",
-        arrival="Timestamp",
-        zero_output_failed=True,
-    ),
-    Format("vidur", "num_prefill_tokens", "num_decode_tokens", arrival="arrived_at"),
-    Format("vidur-lengths", "num_prefill_tokens", "num_decode_tokens"),
-    Format("sharegpt-o1", "prompt_tokens", "completion_tokens"),
-)
-KNOWN = "known: " + "; ".join(f"{known.name} ({', '.join(known.required)})" for known in FORMATS)
-
-
-def detect(found: Collection[str], source: str) -> Format:
-    """The format with all its required columns among `found`.
-
-    `InputError` names the columns that the nearest format lacks, and those found.
-    """
-    for candidate in FORMATS:
-        if set(candidate.required) <= set(found):
-            return candidate
-    nearest = max(FORMATS, key=lambda candidate: len(set(candidate.required) & set(found)))
-    columns = ", ".join(f"'{column}'" for column in found)
-    missing = [column for column in nearest.required if column not in found]
-    if len(missing) == len(nearest.required):
-        raise InputError(
-            f"{source}: not a trace: none of the known columns, found {columns or 'none'}",
-            KNOWN,
-        )
-    named = " and ".join(f"'{column}'" for column in missing)
-    raise InputError(
-        f"{source}: column {named} of the {nearest.name} format is missing; found {columns}",
-        f"the {nearest.name} format has {', '.join(nearest.required)}",
-    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -173,6 +67,11 @@ class ReadReport:
     examples: Mapping[str, str] = field(default_factory=dict)
     reordered: bool = False  # rows were not in order of arrival and were sorted
     timeless: bool = False  # the format has no times: all requests arrive at 0
+    unshared: Problems = field(default_factory=Problems)  # rows that are read as sharing nothing
+    unlinked: Problems = field(default_factory=Problems)  # turns that are read as first turns
+    block_tokens: int = 0  # of the blocks of prompts; 0: the file does not say what they share
+    sessions: int = 0  # of two turns or more
+    turns: int = 0  # in these
 
     def lines(self) -> tuple[str, ...]:
         """The report in words, one line each."""
@@ -188,6 +87,14 @@ class ReadReport:
             lines.append("rows were not in order of arrival: sorted")
         if self.timeless:
             lines.append("the format has no arrival times: all requests arrive at 0 s")
+        if self.block_tokens:
+            lines.append(f"what prompts share is known in blocks of {self.block_tokens} tokens")
+        if self.unshared.counts:
+            lines.append(self.unshared.line("as sharing nothing"))
+        if self.sessions:
+            lines.append(f"{self.sessions:,} sessions have {self.turns:,} turns")
+        if self.unlinked.counts:
+            lines.append(self.unlinked.line("as first turns"))
         return tuple(lines)
 
 
@@ -198,18 +105,46 @@ class _Dropped(ValueError):  # noqa: N818  (a verdict on a row, caught in this m
 def read_trace(path: Path) -> tuple[Trace, ReadReport]:
     """Read the trace in `path`, sorted by arrival with the first at 0 s.
 
-    Returns it with the report, which is also in its notes. Raises `InputError` where the file
-    cannot be read, has no known format, lacks a column, or has no usable row.
+    Returns it with the report, which is also in its notes. A folder is read as the sessions in its
+    *.json files. Raises `InputError` where the file cannot be read, has no known format, lacks a
+    column, or has no usable row.
     """
     try:
+        if path.is_dir():
+            return _read_folder(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
-            found, records = _open_records(file, path.name)
-            form = detect(found, path.name)
-            return _collect(records, form, path.name)
+            return _read(file, path.name)
     except OSError as error:
         raise InputError(f"{path}: cannot read the trace: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not a trace: it is not UTF-8 text", KNOWN) from error
+
+
+def _read(file: TextIO, source: str) -> tuple[Trace, ReadReport]:
+    found, records = _open_records(file, source)
+    form = detect(found, source)
+    return _collect(form.whole(records, source) if form.whole else records, form, source)
+
+
+def _read_folder(folder: Path) -> tuple[Trace, ReadReport]:
+    """The sessions in a folder, one per file; rows are counted over the files by their names."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise InputError(
+            f"{folder}: no *.json file in it", "name a trace, or a folder of agents' sessions"
+        )
+
+    def records() -> Iterator[Record]:
+        for path in files:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                found, rows = _open_records(file, path.name)
+                if detect(found, path.name) is not AGENTS:
+                    raise InputError(
+                        f"{path}: not an agent's session", "a folder may hold nothing else"
+                    )
+                yield from rows
+
+    return _collect(agent_requests(records(), folder.name), AGENTS, folder.name)
 
 
 def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record]]:
@@ -288,21 +223,30 @@ def _json(values: Iterable[object], source: str) -> tuple[list[str], Iterator[Re
 
 def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trace, ReadReport]:
     kept: list[Row] = []
-    dropped: Counter[str] = Counter()
-    examples: dict[str, str] = {}
+    sharing = Sharing(form, source) if form.blocks else None
+    dropped = Problems()
     for row, record in enumerate(records, start=1):
         try:
-            kept.append(_row(record, form))
+            found = _row(record, form)
         except _Dropped as error:
             reason = str(error)
-            dropped[reason] += 1
-            if reason not in examples:
-                examples[reason] = f"row {row:,}: {_detail(record, form, reason)}"
-    rows = len(kept) + dropped.total()
-    arrivals = np.array([row[0] for row in kept], dtype=np.float64)
-    reordered = bool((np.diff(arrivals) < 0).any())
+            dropped.counts[reason] += 1
+            if reason not in dropped.examples:
+                dropped.examples[reason] = f"row {row:,}: {_detail(record, form, reason)}"
+            if sharing:
+                sharing.lost(record)
+        else:
+            kept.append(found)
+            if sharing and record:
+                sharing.add(record, row, found[1])
     report = ReadReport(
-        source, form.name, rows, len(kept), dict(dropped), examples, reordered, not form.arrival
+        source,
+        form.name,
+        len(kept) + dropped.counts.total(),
+        len(kept),
+        dict(dropped.counts),
+        dropped.examples,
+        timeless=not form.arrival,
     )
     if not kept:
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
@@ -310,29 +254,54 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
             problem,
             "correct these rows; docs/reference/traces.md, 'Rows that cannot be', has the limits",
         )
-    order = np.argsort(arrivals, kind="stable")
-    lengths = np.array([row[1:] for row in kept], dtype=np.int64)[order]
-    arrivals = arrivals[order] - arrivals.min()
+    return _ordered(kept, sharing, report)
+
+
+def _ordered(
+    kept: list[Row], sharing: Sharing | None, report: ReadReport
+) -> tuple[Trace, ReadReport]:
+    """The kept rows as a trace, sorted by arrival, and the whole report."""
+    arrivals = np.array([row[0] for row in kept], dtype=np.float64)
+    lengths = np.array([row[1:] for row in kept], dtype=np.int64)
     priority = lengths[:, 3] if lengths[:, 3].any() else None
-    return Trace(
-        arrivals, lengths[:, 0], lengths[:, 1], lengths[:, 2], source, report.lines(), priority
-    ), report
+    columns = lengths[:, 0], lengths[:, 1], lengths[:, 2]
+    trace = Trace(arrivals - arrivals.min(), *columns, report.source, priority=priority)
+    reordered = bool((np.diff(arrivals) < 0).any())
+    if sharing:
+        trace = sharing.attach(trace)
+        turns = trace.sessions.previous if trace.sessions else np.empty(0)
+        later = int((turns >= 0).sum())
+        sessions = len(set(turns[turns >= 0].tolist()) - set(np.flatnonzero(turns >= 0).tolist()))
+        report = replace(
+            report,
+            unshared=sharing.unshared,
+            unlinked=sharing.unlinked,
+            block_tokens=trace.shared.block_tokens if trace.shared else 0,
+            sessions=sessions,
+            turns=later + sessions,
+        )
+    report = replace(report, reordered=reordered)
+    if reordered:
+        trace = trace.take(np.argsort(arrivals, kind="stable"))
+    return replace(trace, notes=report.lines()), report
 
 
 def _row(record: Record, form: Format) -> Row:
     """The numbers of one row. Raises `_Dropped` with the reason for impossible values."""
     if record is None:
         raise _Dropped(UNPARSABLE)
+    if form.whole and REASON in record:
+        raise _Dropped(str(record[REASON]))
     if form.status and record.get(form.status) not in SUCCESS:
         raise _Dropped(FAILED)
     try:
         arrival = form.seconds(record.get(form.arrival)) if form.arrival else 0.0
-        prompt = _length(record.get(form.prompt))
-        output = _length(record.get(form.output))
+        prompt = length(record.get(form.prompt))
+        output = length(record.get(form.output))
         limit = record.get(form.max_tokens) if form.max_tokens else None
-        max_tokens = 0 if limit is None else _length(limit)
+        max_tokens = 0 if limit is None else length(limit)
         urgency = record.get(form.priority) if form.priority else None
-        priority = 0 if urgency is None else _priority(urgency)
+        priority = 0 if urgency is None else priority_of(urgency)
     except (ValueError, OverflowError) as error:
         raise _Dropped(UNPARSABLE) from error
     if not math.isfinite(arrival):
@@ -354,6 +323,8 @@ def _detail(record: Record, form: Format, reason: str) -> str:
     """The value for which a row was dropped, and the values that are allowed there."""
     if record is None:
         return "not a JSON object"
+    if REASON in record:
+        return _shown(record, form.session)
     if reason == TOO_LATE:
         latest = f"{LATEST_S / form.unit_s:.4g} {form.unit}"
         return f"{_shown(record, form.arrival)}, must be at most {latest}"
@@ -364,10 +335,10 @@ def _detail(record: Record, form: Format, reason: str) -> str:
     if reason == FAILED:
         return _shown(record, form.output if record.get(form.status) in SUCCESS else form.status)
     checks: list[tuple[str, Callable[[object], float], float, str]] = [
-        (form.prompt, _length, 1, f"a whole number from 1 to {MAX_LENGTH:,}"),
-        (form.output, _length, 1, f"a whole number from 1 to {MAX_LENGTH:,}"),
-        (form.max_tokens, _length, 0, f"a whole number from 0 to {MAX_LENGTH:,}"),
-        (form.priority, _priority, -MAX_LENGTH, "a whole number of 32 bits"),
+        (form.prompt, length, 1, f"a whole number from 1 to {MAX_LENGTH:,}"),
+        (form.output, length, 1, f"a whole number from 1 to {MAX_LENGTH:,}"),
+        (form.max_tokens, length, 0, f"a whole number from 0 to {MAX_LENGTH:,}"),
+        (form.priority, priority_of, -MAX_LENGTH, "a whole number of 32 bits"),
     ]
     for column, parse, least, allowed in checks:
         if column in form.required or record.get(column) is not None:
@@ -387,25 +358,3 @@ def _shown(record: Mapping[str, object], column: str) -> str:
         return f"no {column}"
     text = repr(value) if isinstance(value, str) else str(value)
     return f"{column} is {text if len(text) <= SHOWN else text[:SHOWN] + '...'}"
-
-
-def _length(value: object) -> int:
-    """A length in tokens: a whole number (`374` or `374.0`). ValueError otherwise."""
-    if type(value) is str and value.isdecimal():
-        value = int(value)
-    elif type(value) is not int:
-        exact = number(value)
-        value = int(exact)
-        if value != exact:
-            raise ValueError(f"not a whole number: {exact}")
-    if value > MAX_LENGTH:
-        raise ValueError(f"longer than {MAX_LENGTH} tokens: {value}")
-    return value
-
-
-def _priority(value: object) -> int:
-    """A priority: a whole number of 32 bits, as in requests. ValueError otherwise."""
-    exact = number(value)
-    if exact != int(exact) or abs(exact) > MAX_LENGTH:
-        raise ValueError(f"not a priority: {exact}")
-    return int(exact)

@@ -1,4 +1,5 @@
-"""A trace in memory (arrival times and lengths of requests), and the traces that ship.
+"""A trace in memory (arrival times and lengths of requests, what their prompts share), and the
+traces that ship.
 
 docs/reference/traces.md has the commands that made the shipped traces.
 """
@@ -7,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,78 @@ from toolkit.files.tuning import Scaling
 FOLDER = Path(__file__).parent / "data"  # of the shipped traces
 
 Rows = NDArray[np.int64] | slice
+
+
+@dataclass(slots=True, frozen=True)
+class SharedBlocks:
+    """What prompts have in common: the content of each prompt as blocks of `block_tokens` tokens.
+
+    Equal ids stand for equal tokens at that place and equal tokens before it (a chain), so two
+    prompts share their longest common run of leading ids. The last block of a prompt may be
+    partial. A prompt without ids shares nothing.
+    """
+
+    block_tokens: int
+    ids: NDArray[np.int64]  # of all prompts, one after another
+    offsets: NDArray[np.int64]  # n + 1: the ids of prompt i are ids[offsets[i]:offsets[i + 1]]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """The number of blocks of each prompt."""
+        return np.diff(self.offsets)
+
+    def of(self, row: int) -> NDArray[np.int64]:
+        """The ids of one prompt."""
+        return self.ids[self.offsets[row] : self.offsets[row + 1]]
+
+    def take(self, rows: Rows) -> SharedBlocks:
+        """The blocks of some prompts, in the order of `rows`."""
+        counts, firsts = self.counts[rows], self.offsets[:-1][rows]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        places = np.arange(offsets[-1]) + np.repeat(firsts - offsets[:-1], counts)
+        return SharedBlocks(self.block_tokens, self.ids[places], offsets)
+
+
+@dataclass(slots=True, frozen=True)
+class Sessions:
+    """Turns of conversations: the prompt of a turn is the prompt of the turn before, its answer,
+    and something new. At most one turn continues another.
+    """
+
+    previous: NDArray[np.int64]  # row of the turn before; -1 for a first turn
+    # Seconds from the end of the turn before to this one's arrival, in a closed loop; 0 for a
+    # first turn.
+    think_s: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.previous)
+
+    @property
+    def first(self) -> NDArray[np.int64]:
+        """The row of the first turn of each row's session."""
+        found = np.where(self.previous < 0, np.arange(len(self)), self.previous)
+        while (found != (further := found[found])).any():
+            found = further
+        return found
+
+    def take(self, rows: Rows) -> Sessions:
+        """The sessions of some rows, in the order of `rows`.
+
+        A turn continues the last copy of the turn before that stands ahead of it and that no other
+        turn continues. Without one it becomes a first turn, and later turns of its session continue
+        it.
+        """
+        chosen = np.arange(len(self))[rows]
+        wanted = self.previous[chosen]
+        previous = np.full(len(chosen), -1, dtype=np.int64)
+        latest: dict[int, int] = {}
+        for place, (row, before) in enumerate(zip(chosen.tolist(), wanted.tolist(), strict=True)):
+            previous[place] = latest.pop(before, -1)
+            latest[row] = place
+        return Sessions(previous, np.where(previous < 0, 0.0, self.think_s[chosen]))
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,6 +112,8 @@ class Trace:
     notes: tuple[str, ...] = ()  # changes since it was read: rows dropped, lengths scaled, ...
     priority: NDArray[np.int64] | None = None  # smaller is more urgent; None: all are equal
     scaling: Scaling | None = None  # how the lengths were scaled; None: they are as read
+    shared: SharedBlocks | None = None  # what prompts share; None: not known, taken as nothing
+    sessions: Sessions | None = None  # None: requests are independent
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -53,22 +128,87 @@ class Trace:
         columns = (self.arrival_s, self.prompt_tokens, self.output_tokens, self.max_tokens)
         return zip(*(column.tolist() for column in columns), self.priorities, strict=True)
 
-    def priorities_of(self, rows: Rows) -> NDArray[np.int64] | None:
-        """The priorities of a part of the trace; None where the trace has none."""
-        return None if self.priority is None else self.priority[rows]
+    def take(self, rows: Rows) -> Trace:
+        """Some requests, in the order of `rows`, with what their prompts share and their sessions.
+
+        Rows may repeat. Arrival times stay as they are.
+        """
+        return replace(
+            self,
+            arrival_s=self.arrival_s[rows],
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            max_tokens=self.max_tokens[rows],
+            priority=None if self.priority is None else self.priority[rows],
+            shared=self.shared and self.shared.take(rows),
+            sessions=self.sessions and self.sessions.take(rows),
+        )
 
 
-def trace_path(trace: str | os.PathLike[str]) -> Path:
-    """The file of a trace, given as a path or as the bare name of a shipped trace.
+def join(traces: Sequence[Trace]) -> Trace:
+    """The requests of several parts of one trace, one part after another; source, notes and scaling
+    are the first part's.
+
+    Raises `ValueError` for parts with blocks of different sizes.
+    """
+    priority = None
+    if any(trace.priority is not None for trace in traces):
+        priority = np.concatenate([np.array(trace.priorities, np.int64) for trace in traces])
+    return replace(
+        traces[0],
+        arrival_s=np.concatenate([trace.arrival_s for trace in traces]),
+        prompt_tokens=np.concatenate([trace.prompt_tokens for trace in traces]),
+        output_tokens=np.concatenate([trace.output_tokens for trace in traces]),
+        max_tokens=np.concatenate([trace.max_tokens for trace in traces]),
+        priority=priority,
+        shared=_joined_blocks(traces),
+        sessions=_joined_sessions(traces),
+    )
+
+
+def _joined_blocks(traces: Sequence[Trace]) -> SharedBlocks | None:
+    known = [trace.shared for trace in traces if trace.shared]
+    if not known:
+        return None
+    if len({shared.block_tokens for shared in known}) > 1:
+        raise ValueError("the parts have blocks of different sizes")
+    counts = [
+        trace.shared.counts if trace.shared else np.zeros(len(trace), np.int64) for trace in traces
+    ]
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+    return SharedBlocks(
+        known[0].block_tokens, np.concatenate([shared.ids for shared in known]), offsets
+    )
+
+
+def _joined_sessions(traces: Sequence[Trace]) -> Sessions | None:
+    if not any(trace.sessions for trace in traces):
+        return None
+    previous, think_s, before = [], [], 0
+    for trace in traces:
+        count = len(trace)
+        turns = trace.sessions or Sessions(np.full(count, -1, dtype=np.int64), np.zeros(count))
+        previous.append(np.where(turns.previous < 0, -1, turns.previous + before))
+        think_s.append(turns.think_s)
+        before += count
+    return Sessions(np.concatenate(previous), np.concatenate(think_s))
+
+
+def trace_path(trace: str | os.PathLike[str], *, folders: bool = False) -> Path:
+    """The file of a trace, given as a path or as the bare name of a shipped trace; with `folders`
+    also a folder of sessions.
 
     Raises `InputError` where neither exists.
     """
     path = Path(trace)
-    if path.is_file():
-        return path
     text = os.fspath(trace)
+    if path.is_file() or (folders and text and path.is_dir()):
+        return path
     if path.is_dir():
-        raise InputError(f"{text}: a folder, not a trace", "name a file in it")
+        raise InputError(
+            f"{text}: a folder, not a trace",
+            "name a file in it; for a folder of sessions: llmctl trace convert FOLDER OUT.jsonl",
+        )
     shipped = FOLDER / f"{text}.jsonl"
     if re.fullmatch(NAME_PATTERN, text) and shipped.is_file():
         return shipped

@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 from toolkit.errors import InputError
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import ScaledLengths, Scaling
+from toolkit.traces.formats import MAX_LENGTH
+from toolkit.traces.reuse import cold_tokens
+from toolkit.traces.sharing import keep_sessions, scale_blocks
 from toolkit.traces.types import Trace
 
+MAX_DIVISOR = 1e6  # of lengths
 MIN_RATE_RPS, MAX_RATE_RPS = 1e-6, 1e6  # one request in 11 days; more than any server takes
 FITTED_PERCENTILE = 99.0  # of the lengths: must fit after dividing; longer ones are clipped
 # Share of the trace that windows cover where their length is not given or does not fit.
@@ -61,8 +65,13 @@ def scale_lengths(
     Outputs get `max_new_tokens`, prompts the rest of `max_model_len`. Each of the two is divided
     by the factor that makes its 99th percentile fit (1 where it fits already) and rounded up; the
     few lengths that are still too long are clipped. So prompt + `max_new_tokens` never exceeds the
-    context. The result's `scaling` records this in numbers, its last note in words.
+    context. The result's `scaling` records this in numbers, its last notes in words.
     `model_context`, the tokens that the model itself takes, is only recorded there.
+
+    What prompts share stays shared (`scale_blocks`). A trace with sessions is divided by one
+    factor, the greater of the two, since answers become parts of prompts; a turn that still does
+    not hold the turn before and its answer starts a session of its own.
+
     Raises `InputError` where `max_new_tokens` leaves no token for the prompt.
     """
     room = max_model_len - max_new_tokens
@@ -72,8 +81,13 @@ def scale_lengths(
             "for the prompt",
             "max_new_tokens must be positive and below model.max_model_len",
         )
-    prompts, of_prompts = _fit(trace.prompt_tokens, room)
-    outputs, of_outputs = _fit(trace.output_tokens, max_new_tokens)
+    least = 1.0
+    if trace.sessions is not None:
+        least = max(
+            1.0, _edge(trace.prompt_tokens) / room, _edge(trace.output_tokens) / max_new_tokens
+        )
+    prompts, of_prompts = _fit(trace.prompt_tokens, room, least)
+    outputs, of_outputs = _fit(trace.output_tokens, max_new_tokens, least)
     limits = np.ceil(trace.max_tokens / of_outputs.divisor).astype(np.int64)
     scaling = Scaling(
         requests=len(trace),
@@ -83,20 +97,61 @@ def scale_lengths(
         prompts=of_prompts,
         outputs=of_outputs,
     )
-    return replace(
+    fitted = replace(
         trace,
-        prompt_tokens=prompts,
-        output_tokens=outputs,
         max_tokens=np.minimum(limits, max_new_tokens),
         notes=(*trace.notes, scaling.summary()),
         scaling=scaling,
     )
+    return _divided(fitted, prompts, outputs, of_prompts.divisor)
 
 
-def _fit(lengths: Tokens, limit: int) -> tuple[Tokens, ScaledLengths]:
-    """Lengths within `limit`, and how they were scaled."""
-    edge = float(np.percentile(lengths, FITTED_PERCENTILE))
-    divisor = max(1.0, edge / limit)
+def divide_lengths(trace: Trace, divisor: float) -> Trace:
+    """All lengths divided by one factor and rounded up. What prompts share stays shared.
+
+    Raises `InputError` for a factor below 1.
+    """
+    if not 1.0 <= divisor <= MAX_DIVISOR:
+        raise InputError(
+            f"lengths cannot be divided by {divisor:g}", f"give a factor from 1 to {MAX_DIVISOR:g}"
+        )
+    prompts, outputs, limits = (
+        np.ceil(lengths / divisor).astype(np.int64)
+        for lengths in (trace.prompt_tokens, trace.output_tokens, trace.max_tokens)
+    )
+    notes = (*trace.notes, f"all lengths divided by {divisor:g}")
+    return _divided(replace(trace, max_tokens=limits, notes=notes), prompts, outputs, divisor)
+
+
+def _divided(trace: Trace, prompts: Tokens, outputs: Tokens, divisor: float) -> Trace:
+    """`trace` with these lengths: its prompts were divided by `divisor`, and clipped."""
+    shared, note = scale_blocks(trace, divisor, prompts)
+    if trace.sessions is not None:
+        # Rounded up, a prompt may lack a token for the answer that it holds.
+        later = np.flatnonzero(trace.sessions.previous >= 0)
+        before = trace.sessions.previous[later]
+        room = np.full(len(trace), MAX_LENGTH)
+        room[before] = prompts[later] - prompts[before]
+        outputs = np.where(room == outputs - 1, np.maximum(room, 1), outputs)
+    return keep_sessions(
+        replace(
+            trace,
+            prompt_tokens=prompts,
+            output_tokens=outputs,
+            shared=shared,
+            notes=(*trace.notes, note) if note else trace.notes,
+        )
+    )
+
+
+def _edge(lengths: Tokens) -> float:
+    return float(np.percentile(lengths, FITTED_PERCENTILE))
+
+
+def _fit(lengths: Tokens, limit: int, least: float) -> tuple[Tokens, ScaledLengths]:
+    """Lengths within `limit`, divided by `least` or more, and how they were scaled."""
+    edge = _edge(lengths)
+    divisor = max(least, edge / limit)
     divided = np.ceil(lengths / divisor).astype(np.int64)
     fitted = np.minimum(divided, limit)
     return fitted, ScaledLengths(
@@ -142,7 +197,9 @@ class TraceWindow:
 def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
     """The requests that arrive in [start_s, end_s), their times counted from start_s.
 
-    Raises `InputError` where there are none.
+    Sessions are cut: a turn that continues one before start_s becomes a first turn. Notes say how
+    many these are, and what it costs that a cache is empty at start_s. Raises `InputError` where
+    there are no requests.
     """
     first, last = np.searchsorted(trace.arrival_s, [start_s, end_s], side="left")
     if first >= last:
@@ -150,16 +207,23 @@ def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
             f"{trace.source}: no request arrives in {_span(start_s, end_s)}",
             f"its {len(trace):,} requests arrive from 0 s to {trace.arrival_s[-1]:.6g} s",
         )
-    kept = slice(int(first), int(last))
-    return replace(
-        trace,
-        arrival_s=trace.arrival_s[kept] - start_s,
-        prompt_tokens=trace.prompt_tokens[kept],
-        output_tokens=trace.output_tokens[kept],
-        max_tokens=trace.max_tokens[kept],
-        priority=trace.priorities_of(kept),
-        notes=(*trace.notes, f"cut to {_span(start_s, end_s)}: {last - first:,} requests"),
-    )
+    kept = trace.take(slice(int(first), int(last)))
+    notes = [f"cut to {_span(start_s, end_s)}: {last - first:,} requests"]
+    if trace.sessions and kept.sessions:
+        later = trace.sessions.previous[first:last] >= 0
+        lost = int(later.sum() - (kept.sessions.previous >= 0).sum())
+        if lost:
+            notes.append(
+                f"{lost:,} of {int(later.sum()):,} later turns continue one before the cut: "
+                "they start sessions of their own"
+            )
+    if cold := cold_tokens(trace, int(first), int(last)) if first else 0:
+        share = 100.0 * cold / int(kept.prompt_tokens.sum())
+        notes.append(
+            f"the cache is empty at the cut: {share:.1f} % of the prompt tokens are shared only "
+            "with requests before it"
+        )
+    return replace(kept, arrival_s=kept.arrival_s - start_s, notes=(*trace.notes, *notes))
 
 
 def _span(start_s: float, end_s: float) -> str:
@@ -190,8 +254,8 @@ def fit_windows(
 
     The trace must be long enough, and each window must hold a request. Without a wish, windows are
     as long as fits with gaps. Raises `InputError` for a wish that is not positive and for a trace
-    with requests that all arrive at once; `EmptyWindowError` where even the longest windows would hold
-    no request.
+    with requests that all arrive at once; `EmptyWindowError` where even the longest windows would
+    hold no request.
     """
     duration_s = float(trace.arrival_s[-1])
     if duration_s == 0:

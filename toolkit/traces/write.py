@@ -13,18 +13,22 @@ requests are served:
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
+import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.files.io import write_text
-from toolkit.traces.types import Trace
+from toolkit.traces.formats import MOONCAKE_BLOCK
+from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
 MAX_BYTES = 256 << 20  # of each of the log's two files: some two million requests
 
@@ -43,6 +47,10 @@ class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
     e2e_ms: float | None = None
     status: str = ""  # "ok", or why the request failed; readers drop failed requests
     priority: int = 0  # smaller is more urgent
+    block_tokens: int | None = None  # of the blocks of `hash_ids`; None: 512, as in Mooncake's
+    session: int | None = None  # a row continues the last row before it with the same label
+    think_ms: float = 0  # from the end of the turn before
+    hash_ids: Sequence[int] | None = None  # of the prompt's blocks (`SharedBlocks`)
 
 
 def to_ms(seconds: float) -> float:
@@ -56,16 +64,56 @@ def write_trace(trace: Trace, path: Path) -> None:
 
     Raises `InputError` where the path cannot be written.
     """
+    count = len(trace)
+    block = trace.shared.block_tokens if trace.shared else MOONCAKE_BLOCK
+    size = None if block == MOONCAKE_BLOCK else block
+    labels, think_ms = _turns(trace.sessions, count)
     lines = (
-        TraceLine(to_ms(arrival), prompt, output, limit, priority=priority)
-        for arrival, prompt, output, limit, priority in trace.rows()
+        TraceLine(
+            to_ms(arrival),
+            prompt,
+            output,
+            limit,
+            priority=priority,
+            block_tokens=size if blocks else None,
+            session=label,
+            think_ms=thought,
+            hash_ids=blocks,
+        )
+        for (arrival, prompt, output, limit, priority), label, thought, blocks in zip(
+            trace.rows(), labels, think_ms, _ids(trace.shared, count), strict=True
+        )
     )
     write_lines(lines, path)
+
+
+def _ids(shared: SharedBlocks | None, count: int) -> Iterator[list[int] | None]:
+    """The ids of each row; None for a row without."""
+    if shared is None:
+        return repeat(None, count)
+    return (shared.of(row).tolist() or None for row in range(count))
+
+
+def _turns(sessions: Sessions | None, count: int) -> tuple[Iterable[int | None], Iterable[float]]:
+    """The label of each row's session, the row of its first turn, and its time to think; None and 0
+    for a session of one turn.
+    """
+    if sessions is None:
+        return repeat(None, count), repeat(0, count)
+    first = sessions.first
+    several = np.bincount(first, minlength=count)[first] > 1
+    labels = [label if more else None for label, more in zip(first.tolist(), several, strict=True)]
+    return labels, [to_ms(think_s) for think_s in sessions.think_s.tolist()]
 
 
 def write_lines(lines: Iterable[TraceLine], path: Path) -> None:
     """Write `lines` to `path` atomically. Raises `InputError` where it cannot be written."""
     write_text(path, "".join(_encode(line).decode() + "\n" for line in lines))
+
+
+def ms_or_none(seconds: float) -> float | None:
+    """Milliseconds as traces have them; None for NaN, a time that never came."""
+    return None if math.isnan(seconds) else to_ms(seconds)
 
 
 class TraceLog:

@@ -61,11 +61,6 @@ class Runner(Protocol):
         ...
 
 
-def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def collect(
     runner: Runner, tasks: Sequence[Task], tick: Callable[[], None] = lambda: None
 ) -> list[Evaluation]:

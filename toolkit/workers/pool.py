@@ -37,7 +37,7 @@ from toolkit.workers.frames import (
     Stop,
     ToWorker,
 )
-from toolkit.workers.process import WorkerProcess, share_gpus, visible_gpus
+from toolkit.workers.process import OnFrame, WorkerProcess, share_gpus, visible_gpus
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -83,9 +83,6 @@ class BatchRecord:
     def output(self) -> SliceOutput:
         """The tokens of all steps, and why rows ended."""
         return SliceOutput(tuple(map(tuple, self._tokens)), tuple(self._finish))
-
-
-OnFrame = Callable[[FromWorker], None]
 
 
 class Body(Protocol):

@@ -35,6 +35,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import Recipe, VllmSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, parameters
+from toolkit.units import MIB
 
 # The tested versions of vLLM. llmctl's classes inside vLLM subclass private ones, and its flags
 # change.
@@ -55,7 +56,6 @@ def check_version(version: str, remedy: str = "or leave out --scheduler-cls") ->
         )
 
 
-MIB = 1 << 20
 PRINT_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
 VERSION_TIMEOUT_S = 60.0
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

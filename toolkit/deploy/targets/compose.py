@@ -1,27 +1,107 @@
-"""Target `compose`: one unprivileged service, its key as a secret file, its port on loopback."""
+"""Target `compose`: one unprivileged service, its key as a secret file, its port on loopback.
+
+First strict models of the file, after the Compose specification, in which keys are snake_case.
+"""
 
 from __future__ import annotations
 
-from toolkit.deploy.kinds.compose import (
-    ComposeFile,
-    ComposeService,
-    Deploy,
-    DeployResources,
-    Device,
-    Healthcheck,
-    Mount,
-    NamedVolume,
-    Reservations,
-    SecretFile,
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from toolkit.deploy.manifests import Count, Image, StrictObject
+from toolkit.deploy.order import (
+    KEY_FOLDER,
+    ExplainedValue,
+    Order,
+    Rendered,
+    explain_value,
+    llmctl_image,
 )
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, llmctl_image
 from toolkit.deploy.reckon import drain_s, from_hub, gpus, grace_s, startup_s
 from toolkit.files.strict import dump_yaml
 
 READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready', timeout=3)"
 SECRET = "llmctl_api_key"
-KEY_FOLDER = "/etc/llmctl"
 HUB_TOKEN = "optional, from the shell that runs docker compose: gated models of the hub need it"
+
+
+class ComposeKind(StrictObject):
+    """A model with its fields' names as keys in the file."""
+
+    model_config = ConfigDict(alias_generator=None)
+
+
+class Healthcheck(ComposeKind):
+    test: list[str]
+    interval: str
+    timeout: str
+    retries: Count
+    start_period: str
+    start_interval: str
+
+
+class Device(ComposeKind):
+    driver: Literal["nvidia"] = "nvidia"
+    count: Count
+    capabilities: list[Literal["gpu"]] = Field(default=["gpu"])
+
+
+class Reservations(ComposeKind):
+    devices: list[Device]
+
+
+class DeployResources(ComposeKind):
+    reservations: Reservations
+
+
+class Deploy(ComposeKind):
+    resources: DeployResources
+
+
+class Mount(ComposeKind):
+    """A bind mount or a named volume in the long form, where a colon has no meaning."""
+
+    type: Literal["bind", "volume"]
+    source: str
+    target: str
+    read_only: bool = False
+
+
+class ComposeService(ComposeKind):
+    image: Image
+    command: list[str]
+    restart: Literal["unless-stopped"] = "unless-stopped"
+    init: Literal[True] = True
+    user: str = "10001:10001"
+    read_only: Literal[True] = True
+    cap_drop: list[Literal["ALL"]] = Field(default=["ALL"])
+    security_opt: list[str] = Field(default=["no-new-privileges:true"])
+    tmpfs: list[str] = Field(default=["/tmp"])
+    environment: dict[str, str]
+    secrets: list[str]
+    volumes: list[Mount]
+    ports: list[str]
+    stop_signal: Literal["SIGTERM"] = "SIGTERM"
+    stop_grace_period: str
+    healthcheck: Healthcheck
+    deploy: Deploy | None = None
+    labels: dict[str, str]
+
+
+class SecretFile(ComposeKind):
+    file: str
+
+
+class NamedVolume(ComposeKind):
+    """A volume with the engine's defaults."""
+
+
+class ComposeFile(ComposeKind):
+    name: str
+    services: dict[str, ComposeService]
+    secrets: dict[str, SecretFile]
+    volumes: dict[str, NamedVolume]
 
 
 def render(order: Order) -> Rendered:

@@ -11,7 +11,7 @@ import hashlib
 
 from pydantic import BaseModel
 
-from toolkit.deploy.kinds.kubernetes import (
+from toolkit.deploy.manifests import (
     Container,
     Deployment,
     DeploymentSpec,
@@ -22,14 +22,12 @@ from toolkit.deploy.kinds.kubernetes import (
     PodDisruptionBudget,
     PodSpec,
     PodTemplate,
+    PrometheusRule,
     Resources,
     Selector,
     Strategy,
     Volume,
     VolumeMount,
-)
-from toolkit.deploy.kinds.operators import (
-    PrometheusRule,
 )
 from toolkit.deploy.monitoring import drift_percent, rules, series
 from toolkit.deploy.order import (
@@ -44,7 +42,6 @@ from toolkit.deploy.order import (
 from toolkit.deploy.reckon import (
     FRONT_MIB,
     LIMIT_FACTOR,
-    MIB,
     PROPAGATION_S,
     check_podable,
     drain_s,
@@ -97,6 +94,7 @@ from toolkit.deploy.targets.raycluster import (
 )
 from toolkit.errors import InputError
 from toolkit.files.strict import dump_yaml
+from toolkit.units import MIB
 
 SCRIPT = "front.sh"
 TOKEN_KEY = "auth_token"  # KubeRay's name

@@ -12,7 +12,7 @@ import re
 
 from pydantic import BaseModel
 
-from toolkit.deploy.kinds.kubernetes import (
+from toolkit.deploy.manifests import (
     AnyPods,
     Deployment,
     DeploymentSpec,
@@ -20,30 +20,28 @@ from toolkit.deploy.kinds.kubernetes import (
     Egress,
     Ingress,
     Kustomization,
+    MetricsEndpoint,
     NetworkPolicy,
     NetworkPolicySpec,
     Patch,
     PatchTarget,
     Peer,
     PodDisruptionBudget,
-    PodTemplate,
-    PolicyPort,
-    RollingUpdate,
-    SecretKey,
-    Selector,
-    Strategy,
-    TypedSecretKey,
-)
-from toolkit.deploy.kinds.operators import (
-    MetricsEndpoint,
     PodMonitor,
     PodMonitorSpec,
+    PodTemplate,
+    PolicyPort,
     PrometheusQuery,
     PrometheusRule,
+    RollingUpdate,
     ScaledObject,
     ScaledObjectSpec,
     ScaleTarget,
+    SecretKey,
+    Selector,
+    Strategy,
     Trigger,
+    TypedSecretKey,
 )
 from toolkit.deploy.monitoring import drift_percent, rules, series
 from toolkit.deploy.order import (

@@ -6,7 +6,7 @@ the claim for models, kustomizations, and the commands that create Secret and cl
 
 from __future__ import annotations
 
-from toolkit.deploy.kinds.kubernetes import (
+from toolkit.deploy.manifests import (
     Affinity,
     Claim,
     ClaimResources,

@@ -17,24 +17,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from toolkit.cluster.workers import MachineShare, node_labels
-from toolkit.deploy.kinds.kubernetes import (
+from toolkit.deploy.manifests import (
     Affinity,
+    AuthOptions,
     Container,
     ContainerPort,
     EnvVar,
     Exec,
     Handler,
+    HeadGroup,
     Lifecycle,
     PodMetadata,
     PodSpec,
     PodTemplate,
-    Resources,
-)
-from toolkit.deploy.kinds.operators import (
-    AuthOptions,
-    HeadGroup,
     RayCluster,
     RayClusterSpec,
+    Resources,
     UpgradeStrategy,
     WorkerGroup,
 )
@@ -49,7 +47,6 @@ from toolkit.deploy.order import (
 )
 from toolkit.deploy.reckon import (
     LIMIT_FACTOR,
-    MIB,
     PROPAGATION_S,
     drain_s,
     grace_s,
@@ -70,6 +67,7 @@ from toolkit.deploy.targets.objects import (
     tolerations,
 )
 from toolkit.files.plan import Kind
+from toolkit.units import MIB
 
 EXTRA = "kuberay"  # of the package: Ray with the agents that KubeRay's probes query
 OBJECT_STORE_MIB = 256  # it holds only prompts and tokens

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
+from toolkit.deploy.order import (
+    KEY_FOLDER,
+    ExplainedValue,
+    Order,
+    Rendered,
+    Sourced,
+    explain_value,
+    fill,
+)
 from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
 
-KEY_FOLDER = "/etc/llmctl"
 WATCHDOG_S = 60  # the server's loop never blocks this long: it plans a batch in under a second
 
 

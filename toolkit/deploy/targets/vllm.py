@@ -13,13 +13,14 @@ from __future__ import annotations
 from toolkit.backends.vllm.command import TRIED, flags_of
 from toolkit.backends.vllm.setup import refuse_inside
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
-from toolkit.deploy.reckon import GIB, drain_s, gap_target, ttft_targets
+from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.units import GIB
 
 SERVERS = ("openai", "vllm", "sglang")  # engines with schedulers of their own
 MIN_CHUNK, MAX_CHUNK = 256, 65536  # prompt tokens of one pass

@@ -104,7 +104,8 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
             raise InputError(
                 f"policy '{policy.name}' lays its rows out in {batches}, and engine '{engine}' "
                 "pages its memory",
-                f"choose the engine's own, '{own[0]}', or a continuous one; see docs/how-to/vllm.md",
+                f"choose the engine's own, '{own[0]}', or a continuous one; "
+                "see docs/how-to/vllm.md",
             )
     elif policy.continuous and traits.load and not traits.keeps_rows:
         able = next(other.name for other in ENGINES.values() if other.keeps_rows)

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toolkit.sched.footprint import Footprint, shared_footprint
-from toolkit.sched.policies.continuous import eviction_order
+from toolkit.sched.footprint import Footprint
+from toolkit.sched.policies.continuous_rounds import eviction_order
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.protocols import Decision, View
 from toolkit.sched.types import Batch, Job, Moves, Worker
+from toolkit.sched.view import Decision, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class BatonPolicy:
         running, inbox = worker.running, worker.inbox
         if running is None or running.interrupted or not inbox or worker.swapped.jobs:
             return False
-        return self._has_room(worker, shared_footprint(worker), inbox[0])
+        return self._has_room(worker, worker.footprint.reset(), inbox[0])
 
     def _round(self, worker: Worker) -> Batch:
         footprint, leave = self._leaving(worker)
@@ -162,7 +162,7 @@ class BatonPolicy:
 
         Rows leave in the order of `eviction_order`.
         """
-        footprint, leave = shared_footprint(worker), []
+        footprint, leave = worker.footprint.reset(), []
         if footprint.rows > 1 and self._room(footprint) < 1:
             for job in eviction_order(worker):
                 footprint.leave(job)

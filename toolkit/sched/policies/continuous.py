@@ -1,5 +1,8 @@
 """The base of continuous policies, and the three that decide by memory alone.
 
+`RoundPolicy` is the base of all policies of rounds, `ContinuousPolicy` that of those which admit in
+order of arrival; `toolkit.sched.policies.continuous_rounds` plans their rounds.
+
 A worker runs one round after the other. Every `interval_steps` decode steps, and whenever it is
 empty, waiting jobs may enter in order of arrival; the policy decides how many. Before a round, the
 last admitted jobs are evicted until one more step fits. They keep their tokens and wait before all
@@ -10,33 +13,78 @@ If requests have priorities, urgent ones come first. The least urgent rows are e
 most urgent waiting job may not enter, the fewest less urgent rows that make room are evicted, or
 none if that is not enough.
 
-In order: `ContinuousPolicy`, then `AggressivePolicy`, `ConservativePolicy` and `FcfsPolicy`.
+In order: `RoundPolicy`, `ContinuousPolicy`, `AggressivePolicy`, `ConservativePolicy` and
+`FcfsPolicy`.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from toolkit.sched.footprint import Footprint, footprint_of, shared_footprint
+from toolkit.sched.footprint import Footprint
+from toolkit.sched.planner import RoundPlanner
+from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.protocols import NOTHING, Decision, View
-from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
+from toolkit.sched.types import NO_LIMIT, Job, Worker
+from toolkit.sched.view import NOTHING, Decision, View
+
+
+class RoundPolicy(ABC):
+    """Base of the policies of rounds: a planner decides, worker by worker.
+
+    A subclass that overrides `plan` decides by it alone.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def make_planner(self, view: View) -> RoundPlanner:
+        """A planner with these parameters."""
+
+    def planner(self, view: View) -> RoundPlanner | None:
+        """See `PlansRounds`."""
+        return self.make_planner(view) if type(self).plan is RoundPolicy.plan else None
+
+    def plan(self, view: View, now_s: float) -> Decision:
+        """The same rounds and interruptions as one `Decision`."""
+        if view.planner is None:
+            view.planner = self.make_planner(view)
+        planner, arrived = view.planner, view.arrived
+        batches = [
+            planner.plan_round(worker, now_s) for worker in view.due if planner.has_work(worker)
+        ]
+        interrupts = [
+            index
+            for index in dict.fromkeys(arrived)
+            if _interruptible(view.workers[index])
+            and planner.should_interrupt(view.workers[index], arrived.count(index))
+        ]
+        return Decision(batches, interrupt=interrupts) if batches or interrupts else NOTHING
+
+
+def _interruptible(worker: Worker) -> bool:
+    running = worker.running
+    return running is not None and not running.interrupted and bool(worker.inbox)
 
 
 @dataclass(frozen=True, slots=True)
-class ContinuousPolicy(ABC):
+class ContinuousPolicy(RoundPolicy):
     """Base of the continuous policies: subclasses decide which jobs may enter.
 
-    They do so with `admissible`, and with `admit` if that is not enough. The default of
+    They do so with `bounds`, with `admissible` if a criterion is no bound on tokens, and with
+    `admit` if that is not enough. What a subclass does not override costs nothing. The default of
     `interval_steps` is the 10 of Past-Future's Table 1, that of `max_prefill_tokens` its 32,768.
     """
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = True
+    # Whether another job than the first may be the next to enter, when the policy reorders.
+    any_may_come: ClassVar[bool] = False
 
     interval_steps: int = knob(
         10,
@@ -66,13 +114,21 @@ class ContinuousPolicy(ABC):
     def __post_init__(self) -> None:
         validate(self)
 
-    @abstractmethod
+    def bounds(self, worker: Worker) -> Bounds:
+        """The most tokens that the rows of this worker may take and be promised when a job enters.
+
+        They do not change while the worker runs.
+        """
+        return Bounds()
+
     def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        """Whether `job` may be admitted beside the rows in `footprint` before one of them ends.
+        """Whether `job` may be admitted beside the rows in `footprint` before one of them ends, as
+        far as `bounds` do not say.
 
         `False` must be certain: the question is asked again only after a row ended, which is what
         lets a round be long.
         """
+        return True
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """How many of `candidates`, in order, may enter by the policy's own criterion.
@@ -95,176 +151,28 @@ class ContinuousPolicy(ABC):
         """The most residents that the policy allows on any worker."""
         return NO_LIMIT
 
-    def rows(self, worker: Worker) -> int:
-        """The most residents that this worker may have."""
-        most, limit = self.most_rows, worker.row_limit
-        return most if most < limit else limit
-
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         return ROUTERS[self.router](view, self.most_rows) if view.alive() else None
 
-    def plan(self, view: View, now_s: float) -> Decision:
-        due, arrived = view.due, view.arrived
-        batches = (
-            [self._round(view, worker) for worker in due if worker.inbox or worker.residents.jobs]
-            if due
-            else []
+    def make_planner(self, view: View) -> RoundPlanner:
+        kind = type(self)
+        return ContinuousRounds(
+            view,
+            interval_steps=self.interval_steps,
+            max_prefill_tokens=self.max_prefill_tokens,
+            most_rows=self.most_rows,
+            chunk_tokens=self.chunk_tokens,
+            overfill=self.overfill,
+            any_may_come=self.any_may_come,
+            bounds=self.bounds,
+            admissible=(
+                None if kind.admissible is ContinuousPolicy.admissible else self.admissible
+            ),
+            admit=None if kind.admit is ContinuousPolicy.admit else self.admit,
+            longest_round=(
+                None if kind.longest_round is ContinuousPolicy.longest_round else self.longest_round
+            ),
         )
-        if arrived:
-            interrupts = [
-                index for index in arrived if self._should_interrupt(view, view.workers[index])
-            ]
-            if interrupts:
-                return Decision(batches, interrupt=interrupts)
-        return Decision(batches) if batches else NOTHING
-
-    def _should_interrupt(self, view: View, worker: Worker) -> bool:
-        """Whether the running round should stop, because the first waiting job may enter before a
-        row ends.
-        """
-        running, inbox = worker.running, worker.inbox
-        if running is None or running.interrupted or not inbox:
-            return False
-        first = inbox[0]
-        if running.refused is first:
-            return False
-        footprint = (
-            shared_footprint(worker) if worker.footprint is None else worker.footprint.reset()
-        )
-        if self._may_enter(worker, first, footprint):
-            return True
-        if view.prioritised and self._make_way(worker, first)[0]:
-            return True
-        running.refused = first  # nothing that this depends on changes before the round ends
-        return False
-
-    def _round(self, view: View, worker: Worker) -> Batch:
-        residents, inbox, interval = worker.residents, worker.inbox, self.interval_steps
-        footprint = (
-            shared_footprint(worker) if worker.footprint is None else worker.footprint.reset()
-        )
-        capacity = worker.capacity_tokens
-        entering: list[Job] = []
-        evicted: list[Job] = []
-        longest = 0
-        if footprint.needs > capacity:
-            for job in eviction_order(worker) if view.prioritised else reversed(residents.jobs):
-                evicted.append(job)
-                footprint.leave(job)
-                if footprint.needs <= capacity:
-                    break
-        elif inbox and (not footprint.rows or residents.steps % interval == 0):
-            entering, footprint = self._entering(view, worker, footprint)
-            if not entering and view.prioritised:
-                evicted, footprint = self._make_way(worker, inbox[0])
-                if evicted:
-                    entering = [inbox[0]]
-                    footprint.enter(inbox[0])
-            if entering:
-                for job in entering:
-                    if job.length > longest:
-                        longest = job.length
-                footprint.prefilled()
-        count = len(entering)
-        steps = footprint.room(capacity)
-        most = self.longest_round(worker, count)
-        if most < steps:
-            steps = most
-        if steps < 1:
-            steps = 1
-        if evicted or len(inbox) > count or inbox.behind:
-            others = inbox.waiting > count and (count or not evicted)
-            first = inbox.after(count) if others else evicted[-1]
-            if self._may_enter(worker, first, footprint):
-                until = interval - residents.steps % interval
-                if until < steps:
-                    steps = until
-        return Batch(
-            worker.index,
-            tuple(entering),
-            steps,
-            longest,
-            0.0,
-            "any",
-            True,
-            -1,
-            -1.0,
-            tuple(evicted),
-            (),
-            interval,
-            False,
-            None,
-            worker.chunk_of(self.chunk_tokens) if self.chunk_tokens else 0,
-        )
-
-    def _entering(
-        self, view: View, worker: Worker, footprint: Footprint
-    ) -> tuple[list[Job], Footprint]:
-        """The jobs that enter, and the footprint with them. Changes the given `footprint`."""
-        inbox, rows = worker.inbox, footprint.rows
-        if not self._may_enter(worker, inbox[0], footprint):
-            return [], footprint
-        most, most_prefill, prefill = self.rows(worker) - rows, self.max_prefill_tokens, 0
-        if worker.residents.prefilling:
-            prefill = sum([job.length for job in worker.residents.prefilling])
-        overfill, capacity = self.overfill, worker.capacity_tokens
-        candidates: list[Job] = []
-        for job in inbox:
-            if prefill >= most_prefill or len(candidates) >= most:
-                break
-            if not (overfill or footprint.fits(job.length, capacity)):
-                break
-            if candidates and not self.admissible(worker, job, footprint):
-                break
-            candidates.append(job)
-            prefill += job.length
-            footprint.enter(job)
-        admitted = self.admit(view, worker, candidates) if candidates else 0
-        if not (admitted or rows):
-            candidates, admitted = [inbox[0]], 1  # a lone row may fill the memory to its last token
-        elif admitted == len(candidates):
-            return candidates, footprint
-        footprint = footprint.reset()
-        for job in candidates[:admitted]:
-            footprint.enter(job)
-        return candidates[:admitted], footprint
-
-    def _make_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
-        """The fewest less urgent residents to evict so that `job` may enter, and the footprint of
-        the others.
-
-        The list is empty if even evicting all of them is not enough.
-        """
-        footprint = footprint_of(worker)
-        leaving: list[Job] = []
-        for other in eviction_order(worker):
-            if other.priority <= job.priority:
-                break
-            leaving.append(other)
-            footprint.leave(other)
-            if footprint.fits(job.length, footprint.capacity) and self._may_enter(
-                worker, job, footprint
-            ):
-                return leaving, footprint
-        return [], footprint_of(worker)
-
-    def _may_enter(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        """Whether an attempt to admit `job` can succeed before a row ends.
-
-        Until then the memory and the rows that are free only shrink.
-        """
-        if not footprint.rows:
-            return True
-        if footprint.rows >= self.rows(worker):
-            return False
-        if not (self.overfill or footprint.fits(job.length, worker.capacity_tokens)):
-            return False
-        return self.admissible(worker, job, footprint)
-
-
-def eviction_order(worker: Worker) -> list[Job]:
-    """Residents in order of eviction: the least urgent first, and of these the last admitted."""
-    return sorted(worker.residents.jobs, key=lambda job: job.priority)[::-1]
 
 
 # Aggressive admission: a request enters if there is room for its prompt now, and eviction makes
@@ -285,17 +193,10 @@ class AggressivePolicy(ContinuousPolicy):
         0.95, low=0.01, high=1, search=(0.5, 1.0), doc="share of the capacity that may be filled"
     )
 
-    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        return (
-            footprint.taken_with(self._counted_tokens(job))
-            <= self.watermark * worker.capacity_tokens
-        )
-
-    def _counted_tokens(self, job: Job) -> int:
-        """Tokens that a newcomer counts; the artifact leaves out the generated tokens of evicted
-        jobs.
-        """
-        return job.request.prompt_tokens if self.overfill else job.length
+    def bounds(self, worker: Worker) -> Bounds:
+        # The artifact leaves out the generated tokens of evicted jobs.
+        taken = math.floor(self.watermark * worker.capacity_tokens)
+        return Bounds(taken=taken, prompts_only=self.overfill)
 
 
 # Conservative admission: a request enters if there is room for all that it and the residents may
@@ -319,8 +220,8 @@ class ConservativePolicy(ContinuousPolicy):
         1.0, low=0.01, high=100, search=(1.0, 3.0), doc="capacity that is promised over capacity"
     )
 
-    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        return footprint.promised_with(job.limit_tokens) <= self.overcommit * worker.capacity_tokens
+    def bounds(self, worker: Worker) -> Bounds:
+        return Bounds(promised=math.floor(self.overcommit * worker.capacity_tokens))
 
 
 # First come, first served, with each job run to its end: FastServe's baseline.
@@ -340,5 +241,5 @@ class FcfsPolicy(ContinuousPolicy):
     def most_rows(self) -> int:
         return self.max_batch_size
 
-    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        return footprint.promised_with(job.limit_tokens) <= worker.capacity_tokens
+    def bounds(self, worker: Worker) -> Bounds:
+        return Bounds(promised=worker.capacity_tokens)

@@ -18,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError
-from toolkit.sched.footprint import Footprint
 from toolkit.sched.inbox import RECALL_COUNT
 from toolkit.sched.kernels import admit_knowing, admit_past_future, future_peak
 from toolkit.sched.policies.continuous import ContinuousPolicy
+from toolkit.sched.policies.continuous_rounds import Bounds, most_below
 from toolkit.sched.policies.parameters import knob
 from toolkit.sched.policies.routers import expected_output
-from toolkit.sched.protocols import LengthHistory, View
 from toolkit.sched.residents import GENERATED, LENGTH, LIMIT
 from toolkit.sched.types import Job, Worker
+from toolkit.sched.view import LengthHistory, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class PastFuturePolicy(ContinuousPolicy):
             )
         )
 
-    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        return footprint.taken_with(job.length) < (1.0 - self.reserve) * worker.capacity_tokens
+    def bounds(self, worker: Worker) -> Bounds:
+        return Bounds(taken=most_below((1.0 - self.reserve) * worker.capacity_tokens))
 
 
 # Past-Future's "theoretical optimum": admission by the true peak of memory, in simulations only.
@@ -108,8 +108,8 @@ class PastFutureOracle(ContinuousPolicy):
             f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
         )
 
-    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        return footprint.taken_with(job.length) < worker.capacity_tokens
+    def bounds(self, worker: Worker) -> Bounds:
+        return Bounds(taken=worker.capacity_tokens - 1)
 
 
 class _OracleWithLengths(PastFutureOracle):
@@ -181,6 +181,7 @@ class PastFutureSlaPolicy(PastFuturePolicy):
     """
 
     name: ClassVar[str] = "past-future-sla"
+    any_may_come: ClassVar[bool] = True
 
     ttft_s: float = knob(10.0, low=1e-6, doc="time to first token that counts as good, in seconds")
     mtpot_s: float = knob(
@@ -260,16 +261,6 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         generated = np.concatenate([table[GENERATED] + steps, waiting[1]])
         outputs = np.minimum(np.concatenate([table[LIMIT], waiting[2]]), expected_output(view))
         return used, np.maximum(outputs - generated, 1)
-
-    def _may_enter(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        """Whether any waiting job might enter: which one is first changes with time, and it may be
-        one token.
-        """
-        if not footprint.rows:
-            return True
-        if footprint.rows >= self.rows(worker) or not footprint.fits(1, worker.capacity_tokens):
-            return False
-        return footprint.taken_with(1) < (1.0 - self.reserve) * worker.capacity_tokens
 
     def _in_turn(self, worker: Worker) -> bool:
         """Whether this attempt is one of those that put the oldest late job first."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 
-from toolkit.sched.footprint import Footprint, footprint_of, shared_footprint
+from toolkit.sched.footprint import Footprint, footprint_of
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Job, Moves, Worker
@@ -103,7 +103,7 @@ def free_cache_tokens(worker: Worker) -> int:
     """Tokens that are free for caches on the device and in host memory together, as of the last
     report.
     """
-    device = worker.capacity_tokens - shared_footprint(worker).taken - worker.held.tokens
+    device = worker.capacity_tokens - worker.footprint.reset().taken - worker.held.tokens
     return device + worker.host_tokens - worker.swapped.tokens
 
 

@@ -30,7 +30,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import ClassVar
 
-from toolkit.sched.footprint import footprint_of, shared_footprint
+from toolkit.sched.footprint import footprint_of
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.placement import (
@@ -48,8 +48,9 @@ from toolkit.sched.policies.placement import (
     steps_until,
 )
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.protocols import Decision, LatencyLaw, Standing, View
+from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.view import Decision, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +147,14 @@ class PreemptivePolicy(ABC):
             return False
         assert isinstance(inbox, RankedInbox)
         cache_room = free_cache_tokens(worker)
-        if not any(job.length < cache_room for job in islice(reversed(inbox), newcomers)):
+        if not any(job.length < cache_room for job in islice(reversed(inbox.jobs), newcomers)):
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
         since, standing = residents.steps, inbox.standing
         new_ranks = [
-            (standing(job, job.generated), job.ticket) for job in islice(reversed(inbox), newcomers)
+            (standing(job, job.generated), job.ticket)
+            for job in islice(reversed(inbox.jobs), newcomers)
         ]
         ranks = [
             (standing(job, job.generated + since - job.joined), job.ticket)
@@ -163,7 +165,7 @@ class PreemptivePolicy(ABC):
             return True
         if len(residents) >= self._most(worker):
             return False
-        return shared_footprint(worker).fits(inbox[-1].length, worker.capacity_tokens)
+        return worker.footprint.reset().fits(inbox[-1].length, worker.capacity_tokens)
 
     def _most(self, worker: Worker) -> int:
         return min(self.max_batch_size, worker.row_limit)
@@ -210,7 +212,7 @@ class PreemptivePolicy(ABC):
         A shortcut that ranks nothing. It applies if all residents fit, no other job has a cache,
         and no job waits that could get one.
         """
-        footprint, capacity, inbox = shared_footprint(worker), worker.capacity_tokens, worker.inbox
+        footprint, capacity, inbox = worker.footprint.reset(), worker.capacity_tokens, worker.inbox
         rows = footprint.rows
         if not rows or rows > self._most(worker) or (rows > 1 and footprint.needs > capacity):
             return 0

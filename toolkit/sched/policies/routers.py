@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.figures import Numbers, WorkerFigure
-from toolkit.sched.protocols import View
 from toolkit.sched.queues import by_pace, tokens_per_s
 from toolkit.sched.residents import GENERATED, LENGTH
 from toolkit.sched.types import Job, Worker
+from toolkit.sched.view import View
 
 # Maps the view and the most rows that the policy runs on a worker to a worker for each pooled job.
 Router = Callable[[View, int], Sequence[int]]

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.figures import WorkerFigure
-from toolkit.sched.footprint import Footprint, peak_to_come
+from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.kernels import (
     admit_knowing,
     all_left,
@@ -35,12 +35,13 @@ from toolkit.sched.kernels import (
     split_by_serving_time,
 )
 from toolkit.sched.policies.continuous import ContinuousPolicy
+from toolkit.sched.policies.continuous_rounds import Bounds
 from toolkit.sched.policies.parameters import choice, knob, validate
 from toolkit.sched.policies.routers import ROUTERS, expected_output, round_robin, soonest
-from toolkit.sched.protocols import Decision, View
 from toolkit.sched.queues import serving_s
 from toolkit.sched.residents import GENERATED, JOINED, LENGTH, LIMIT
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
+from toolkit.sched.view import Decision, View
 
 # Dividing the pool among kinds of workers with different laws.
 #
@@ -450,8 +451,8 @@ class SliceContinuousPolicy(ContinuousPolicy):
         ).T
         return int(admit_knowing(used, left, waiting, self._limit(worker) + 1.0, worker.padded))
 
-    def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        return footprint.taken_with(job.length) < self._limit(worker)
+    def bounds(self, worker: Worker) -> Bounds:
+        return Bounds(taken=self._limit(worker) - 1)
 
     def longest_round(self, worker: Worker, entering: int) -> int:
         residents = worker.residents

@@ -1,0 +1,149 @@
+"""Compiles the modules that toolkit/compiled.py names with mypyc, where a C compiler is.
+
+    python hatch_build.py          # compile in place, if the sources changed: make compile
+
+Hatchling calls `CompileHook` when it builds a wheel or an editable install. Without a C compiler,
+without Python's headers, or with `LLMCTL_COMPILED=0`, the wheel is pure Python; with
+`LLMCTL_COMPILED=1` that is an error. mypyc runs in a process of its own: it ends its process where
+it finds an error.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # hatchling runs this file from where it pleases
+
+from toolkit.compiled import (  # noqa: E402
+    FOLDER,
+    MANIFEST,
+    MODULES,
+    SUFFIX,
+    VARIABLE,
+    manifest,
+    obstacle,
+    unusable,
+    wish,
+)
+from toolkit.errors import InputError  # noqa: E402
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # `make compile` needs no hatchling
+    BuildHookInterface = object  # type: ignore[assignment, misc]
+
+# What mypyc reads the types of beside mypy's own; their versions are those of the locks.
+REQUIRES = ["mypy>=1.15", "setuptools>=75", "numpy>=2.0", "msgspec>=0.19"]
+# No fused multiply-add, which would round otherwise than Python does; warnings are no errors.
+C_FLAGS = ["-ffp-contract=off", "-Wno-error"]
+OPTIONS = [
+    "--config-file=",
+    "--ignore-missing-imports",
+]  # of mypy: types that are not there are Any
+WITHOUT = "plain Python gives the same results, more slowly"
+
+
+def compile_in_place() -> str:
+    """Compile into `FOLDER` unless it is up to date; the reason if that was not possible.
+
+    Raises `InputError` for that reason if `LLMCTL_COMPILED` is 1.
+    """
+    reason = obstacle()
+    if not reason and unusable():
+        digests = manifest()  # before the sources are read, should one be edited meanwhile
+        FOLDER.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=FOLDER.parent) as work:
+            done = subprocess.run(
+                [sys.executable, __file__, "--into", work],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                lines = [line for line in done.stdout.splitlines() if "error" in line.lower()]
+                reason = f"mypyc failed: {(lines or ['no message'])[0].strip()}"
+                if wish():
+                    print(done.stdout, file=sys.stderr)
+            else:
+                fresh = Path(work, "libraries")
+                (fresh / MANIFEST).write_text(digests)
+                if FOLDER.exists():  # libraries that run stay usable: only their names go
+                    FOLDER.rename(Path(work, "old"))
+                fresh.rename(FOLDER)
+    if reason and wish():
+        raise InputError(f"{VARIABLE}=1, and {reason}")
+    return reason
+
+
+def _compile_into(work: Path) -> None:
+    """Compile all modules; the libraries lie in `work`/libraries, each named after its module."""
+    from mypyc.build import mypycify
+    from setuptools import Distribution
+
+    paths = [name.replace(".", "/") + ".py" for name in MODULES]
+    extensions = mypycify(
+        [*OPTIONS, *paths], debug_level="0", target_dir=str(work / "c"), group_name="llmctl"
+    )
+    for extension in extensions:
+        extension.extra_compile_args += C_FLAGS
+    command: Any = Distribution({"name": "llmctl", "ext_modules": extensions}).get_command_obj(
+        "build_ext"
+    )
+    command.build_lib, command.build_temp = str(work / "built"), str(work / "objects")
+    command.ensure_finalized()
+    command.run()
+    (work / "libraries").mkdir()
+    for extension in extensions:
+        built = command.get_ext_fullpath(extension.name)
+        shutil.move(built, work / "libraries" / f"{extension.name}{SUFFIX}")
+
+
+class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Compiles, and puts the libraries into the wheel."""
+
+    def dependencies(self) -> list[str]:
+        """What the build needs besides hatchling; nothing where nothing will be compiled."""
+        return [] if obstacle() else REQUIRES
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Before a build: `version` is 'editable' or 'standard'."""
+        if self.target_name != "wheel":
+            return
+        reason = compile_in_place()
+        if reason:
+            self.app.display_warning(f"not compiled: {reason}; {WITHOUT}")
+            return
+        build_data["pure_python"], build_data["infer_tag"] = False, True
+        if version != "editable":
+            for file in FOLDER.iterdir():
+                build_data["force_include"][str(file)] = str(file.relative_to(ROOT))
+
+
+def main() -> None:
+    """Compile in place, and say in one line what became of it."""
+    if sys.argv[1:2] == ["--into"]:
+        _compile_into(Path(sys.argv[2]))
+        return
+    try:
+        stale = unusable()
+        if stale and not obstacle():
+            print(f"compiling {len(MODULES)} modules with mypyc; the first time takes minutes")
+        reason = compile_in_place()
+    except InputError as error:
+        sys.exit(f"error: {error.message}")
+    if reason:
+        print(f"not compiled: {reason}; {WITHOUT}; make compile does it later")
+    else:
+        print(f"compiled: {len(MODULES)} modules" + ("" if stale else ", up to date"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Compiled code runs only where it is of today's sources, and gives the same results."""
+
+import copy
+import importlib.machinery
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from toolkit import compiled
+from toolkit.compiled import MODULES, SUFFIX, RunningCode
+from toolkit.deploy.doctor import check_machine
+from toolkit.engines.devices import Devices
+from toolkit.errors import InputError
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file
+from toolkit.files.shipped import shipped_profiles
+from toolkit.sim.world import make_world
+
+ROOT = Path(compiled.__file__).parent.parent
+NAME = MODULES[0]
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a library of each module, of today's sources, and a finder that takes them."""
+    monkeypatch.setattr(compiled, "FOLDER", tmp_path / "here")
+    monkeypatch.setattr(compiled, "_finder", compiled._Finder())
+    monkeypatch.setattr(compiled, "_is_library", lambda name: False)  # as if not yet imported
+    monkeypatch.delenv(compiled.VARIABLE, raising=False)
+    # what the finder sets for processes that it starts is undone
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / compiled.MANIFEST).write_text(compiled.manifest())
+    for name in MODULES:
+        (tmp_path / "here" / f"{name}{SUFFIX}").touch()
+    return tmp_path / "here"
+
+
+def found(name: str = NAME) -> str | None:
+    """The file that the finder has for a module."""
+    spec = compiled._finder.find_spec(name)
+    return spec and spec.origin
+
+
+def edit(folder: Path) -> None:
+    """Make the libraries those of another source of NAME."""
+    text = (folder / compiled.MANIFEST).read_text()
+    (folder / compiled.MANIFEST).write_text("0" + text[1:] if text[0] != "0" else "1" + text[1:])
+
+
+def test_libraries_of_the_sources_are_found_and_nothing_else(libraries: Path) -> None:
+    assert found() == str(libraries / f"{NAME}{SUFFIX}")
+    assert found("toolkit.errors") is found("json") is None
+
+
+def test_a_library_of_another_source_is_not_taken_and_a_warning_says_so_once(
+    libraries: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(libraries)
+    assert found() is found(MODULES[-1]) is None  # all or nothing
+    assert capsys.readouterr().err == (
+        f"warning: {NAME} has changed since the code was compiled: plain Python runs; "
+        "make compile\n"
+    )
+    assert os.environ[compiled.VARIABLE] == "0"  # processes that this one starts are silent
+    assert compiled.running().reason == f"{NAME} has changed since the code was compiled"
+
+
+def test_without_libraries_plain_python_runs_silently(
+    libraries: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(libraries)
+    assert found() is None
+    assert capsys.readouterr().err == ""
+
+
+def test_a_longer_list_of_modules_makes_the_libraries_stale(
+    libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "MODULES", (*MODULES, "toolkit.units"))
+    assert compiled.unusable() == "toolkit.units has changed since the code was compiled"
+    monkeypatch.setattr(compiled, "MODULES", MODULES[:-1])
+    assert (
+        compiled.unusable()
+        == "the list of compiled modules has changed since the code was compiled"
+    )
+
+
+def test_the_variable_forces_either(libraries: Path) -> None:
+    os.environ[compiled.VARIABLE] = "0"
+    assert found() is None
+    os.environ[compiled.VARIABLE] = "1"
+    compiled._finder._usable = None
+    assert found()
+    edit(libraries)
+    compiled._finder._usable = None
+    with pytest.raises(InputError, match=r"LLMCTL_COMPILED=1, and .* has changed") as caught:
+        found()
+    assert caught.value.hint == "make compile"
+    os.environ[compiled.VARIABLE] = "yes"
+    with pytest.raises(InputError, match="LLMCTL_COMPILED=yes: it is 0, 1 or unset"):
+        compiled.wish()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "text"),
+    [
+        (RunningCode(True), "ok", f"compiled ({len(MODULES)} modules)"),
+        (RunningCode(False, "why", "what"), "note", "plain Python, with the same results but"),
+    ],
+)
+def test_doctor_says_which_code_runs(
+    code: RunningCode, status: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compiled, "running", lambda: code)
+    devices = Devices(torch="2.13.0+cpu", cuda="", driver="", gpus=())
+    (check,) = [each for each in check_machine(devices, tmp_path) if each.name == "scheduler"]
+    assert (check.status, check.remedy) == (status, code.remedy)
+    assert text in check.found
+    assert code.reason in check.found
+
+
+def test_what_is_lacking_is_named(
+    libraries: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.rmtree(libraries)
+    os.environ["CC"] = str(tmp_path / "no-compiler")
+    assert compiled.running() == RunningCode(
+        False,
+        f"not compiled for this Python; there is no C compiler ({tmp_path}/no-compiler)",
+        "install gcc or clang, and Python's headers; make compile",
+    )
+    os.environ[compiled.VARIABLE] = "0"
+    assert compiled.running() == RunningCode(False, "LLMCTL_COMPILED=0", "unset LLMCTL_COMPILED")
+
+
+def test_only_compiled_modules_may_declare_a_value_final() -> None:
+    """mypyc copies such a value into the modules that use it, and does not see it change."""
+    using = [
+        path
+        for path in ROOT.joinpath("toolkit").rglob("*.py")
+        if re.search(r"^\s*from typing(_extensions)? import .*\bFinal\b", path.read_text(), re.M)
+        or "typing.Final" in path.read_text()
+    ]
+    allowed = {compiled.source(name) for name in MODULES}
+    assert set(using) <= allowed
+
+
+@pytest.mark.parametrize(
+    "path", sorted(shipped_profiles().rglob("*fit.json")), ids=lambda p: p.parent.name
+)
+def test_worlds_go_to_other_processes_and_back(path: Path) -> None:
+    world = make_world(read_file(Fit, path), {})
+    assert pickle.loads(pickle.dumps(world)) == world
+    assert copy.deepcopy(world) == world
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a wheel is built from, in which one small module is compiled."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("toolkit", "recipes", "profiles", "templates"):
+        skipped = shutil.ignore_patterns("_compiled", "__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=skipped)
+    path = folder / "toolkit" / "compiled.py"
+    one = 'MODULES = (\n    "toolkit.units",\n)'
+    text, count = re.subn(r"(?s)^MODULES = \(.*?^\)", one, path.read_text(), flags=re.MULTILINE)
+    assert count == 1
+    path.write_text(text)
+    return folder
+
+
+def run(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != compiled.VARIABLE}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=checkout,
+        env=environment | {"PYTHONPATH": str(checkout)} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+WHICH = "import toolkit.units as u; print(type(u.__loader__).__name__)"
+
+
+@pytest.mark.slow
+def test_without_a_compiler_a_wheel_is_plain_and_the_error_is_only_for_those_that_want_it(
+    checkout: Path, tmp_path: Path
+) -> None:
+    build = ["-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    done = run(checkout, *build, CC="/no/compiler")
+    assert "not compiled: there is no C compiler (/no/compiler); plain Python" in done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if "_compiled" in name]
+    done = run(checkout, "hatch_build.py", CC="/no/compiler", LLMCTL_COMPILED="1")
+    assert done.returncode
+    assert done.stderr == ("error: LLMCTL_COMPILED=1, and there is no C compiler (/no/compiler)\n")
+    done = run(checkout, "hatch_build.py", CC="/no/compiler")
+    assert (done.returncode, done.stdout) == (
+        0,
+        "not compiled: there is no C compiler (/no/compiler); plain Python gives the same "
+        "results, more slowly; make compile does it later\n",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    bool(os.environ.get("CC")) or not shutil.which("cc"), reason="needs a C compiler"
+)
+def test_compiled_code_runs_until_its_source_is_edited(checkout: Path, tmp_path: Path) -> None:
+    done = run(checkout, "hatch_build.py")
+    assert done.stdout.endswith("\ncompiled: 1 modules\n"), done.stdout + done.stderr
+    assert run(checkout, "hatch_build.py").stdout == "compiled: 1 modules, up to date\n"
+    assert run(checkout, "-c", WHICH).stdout.strip() == "ExtensionFileLoader"
+    assert run(checkout, "-c", WHICH, LLMCTL_COMPILED="0").stdout.strip() == "SourceFileLoader"
+
+    run(checkout, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
+    (wheel,) = tmp_path.glob("*.whl")
+    assert not wheel.name.endswith("-any.whl")
+    run(checkout, "-c", f"import zipfile; zipfile.ZipFile('{wheel}').extractall('{tmp_path}')")
+    assert run(tmp_path, "-c", WHICH, LLMCTL_COMPILED="1").stdout.strip() == "ExtensionFileLoader"
+
+    with (checkout / "toolkit" / "units.py").open("a") as file:
+        file.write("EDITED = True\n")
+    done = run(checkout, "-c", f"{WHICH}; print(u.EDITED)")
+    assert done.stdout.split() == ["SourceFileLoader", "True"]
+    assert done.stderr.startswith("warning: toolkit.units has changed since the code was compiled")
+    assert run(checkout, "-c", WHICH, LLMCTL_COMPILED="1").returncode
+    assert importlib.machinery.EXTENSION_SUFFIXES[0] == SUFFIX

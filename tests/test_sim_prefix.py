@@ -1,0 +1,268 @@
+"""Prompts that share blocks in the simulator's vLLM: against a plain model of the same scheduler,
+block by block, against passes of vLLM's own schedulers, and by hand.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plain_blocks import PlainScheduler
+
+from benchmarks.engines import vllm_passes as bench
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.steps import StepLaw
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.api import simulate
+from toolkit.sim.blocks import PagedRequest, SharedPool, contents
+from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.world import World
+from toolkit.traces.types import Sessions, SharedBlocks, Trace
+
+DATA = Path(__file__).parent / "data"
+FLAT = StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,))  # every pass takes a second
+LAW = StepLaw(2e-3, 1e-4, 5e-4, 1e-6, 1e-7, (2e-4, 1e-4), (0, 16), host_s=3e-4, host_row_s=1e-5)
+
+
+def trace_of(rows, *, ids=None, size=4, previous=None, think_s=0.0) -> Trace:
+    """Rows are (arrival, prompt, output); `ids` and `previous` of each."""
+    arrival, prompt, output = map(np.array, zip(*rows, strict=True))
+    shared = sessions = None
+    if ids is not None:
+        offsets = np.cumsum([0, *map(len, ids)])
+        shared = SharedBlocks(size, np.array([k for one in ids for k in one], np.int64), offsets)
+    if previous is not None:
+        sessions = Sessions(np.array(previous), np.full(len(rows), think_s))
+    return Trace(arrival.astype(float), prompt, output, output, shared=shared, sessions=sessions)
+
+
+def world(engine: PagedEngine, workers: int = 1, **more) -> World:
+    memory = ZetaMemory(engine.capacity_tokens)
+    return World(unit_step(), memory, workers, 100, paged=engine, token_gaps=True, **more)
+
+
+def run(trace: Trace, blocks: int = 50, policy: VllmPolicy | None = None, **more):
+    engine = PagedEngine(FLAT, blocks, 4)
+    return simulate(trace, policy or VllmPolicy(), world(engine, **more))
+
+
+def free_blocks(pool: SharedPool) -> list[int]:
+    """The registered free blocks, by their places in their requests, in the order of eviction."""
+    found, run = [], pool._queue.after
+    while run is not pool._queue:
+        found += range(run.stop - 1, run.first - 1, -1)
+        run = run.after
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 300, 60))
+def test_runs_of_blocks_do_what_blocks_do(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass, what it finds, and the order in which free blocks will be given out."""
+    step, queues = bench._step, []
+
+    def recorded(scheduler: PagedScheduler, *, counts: bool):
+        found = step(scheduler, counts=counts)
+        if isinstance(scheduler.pool, SharedPool) and (found["rows"] or found["preempted"]):
+            queues.append(free_blocks(scheduler.pool))
+        return found
+
+    monkeypatch.setattr(bench, "_step", recorded)
+    preempted = hits = 0
+    for seed in range(first, first + 60):
+        case = bench.make_case(seed)
+        plain = PlainScheduler(case)
+        theirs = plain.run()
+        queues.clear()
+        assert bench.passes_of_case(case) == theirs, seed
+        if queues:
+            size = case["block_tokens"]
+            assert queues == [[len(key) // size - 1 for key in one] for one in plain.queues], seed
+        preempted += sum(len(one["preempted"]) for one in theirs)
+        hits += sum(one["found"][1] for one in theirs)
+    assert preempted > 10
+    assert hits > 1000
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_passes_with_shared_prompts_are_those_of_vllm_s_schedulers(number: int) -> None:
+    """As `benchmarks/engines/vllm_passes_child.py` found them with vLLM 0.32.0: both schedulers,
+    blocks of prompts, sessions in open and closed loop, preemptions.
+    """
+    case, theirs = json.loads((DATA / "vllm-0.32.0-shared.json").read_text())[number]
+    assert bench.passes_of_case(case) == theirs
+    assert PlainScheduler(case).run() == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("closed", [False, True])
+def test_leaps_change_nothing_where_prompts_are_shared(ahead: bool, closed: bool) -> None:
+    seen = 0.0
+    for seed in range(40):
+        case = bench.make_case(seed)
+        if case["block_tokens"] != 4:
+            continue
+        rows = [(0.02 * k, one[1], one[2]) for k, one in enumerate(case["requests"])]
+        before = case["previous"]
+        trace = trace_of(
+            rows, ids=case["ids"], size=case["shared_tokens"], previous=before, think_s=0.05
+        )
+        policy = VllmPolicy(max_num_seqs=4, max_num_batched_tokens=32)
+        there = world(PagedEngine(LAW, case["blocks"], 4, ahead), closed_loop=closed)
+        leaping = simulate(trace, policy, there)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PagedScheduler, "ahead", lambda _: 1)
+            stepping = simulate(trace, policy, there)
+        for name in ("arrival_s", "first_token_s", "finish_s", "max_gap_s", "ok"):
+            np.testing.assert_allclose(
+                getattr(leaping.served, name), getattr(stepping.served, name), rtol=0, atol=1e-9
+            )
+        for name in ("hit_tokens", "query_tokens", "lost_hit_tokens", "evicted_percent", "rounds"):
+            assert leaping.counters[name] == stepping.counters[name], seed
+        seen += leaping.counters["hit_tokens"]
+    assert seen > 100
+
+
+def test_prompts_that_share_nothing_are_served_as_without_blocks() -> None:
+    draw = np.random.default_rng(3)
+    rows = [(k / 40, *draw.integers(1, 40, 2).tolist()) for k in range(60)]
+    policy = VllmPolicy(max_num_seqs=8, max_num_batched_tokens=32)
+    alone = trace_of(rows)
+    own = trace_of(
+        rows, ids=[range(100 * k, 100 * k + -(-n // 4)) for k, (_, n, _) in enumerate(rows)]
+    )
+    for ahead in (False, True):
+        there = world(PagedEngine(LAW, 25, 4, ahead))
+        first, second = simulate(alone, policy, there), simulate(own, policy, there)
+        assert first.counters["evicted_percent"] > 0
+        assert second.counters["hit_tokens"] == 0
+        assert first.served.finish_s.tolist() == second.served.finish_s.tolist()
+        assert first.counters.items() <= second.counters.items()
+
+
+def common_blocks(leaves, one: int, other: int, size: int) -> int:
+    """How many blocks of `size` tokens two requests share."""
+    pool = SharedPool(100, size)
+    paths = [pool._walk(PagedRequest(k, 1, 1, content=leaves[k])) for k in (one, other)]
+    return sum(a.stop - a.first for a, b in zip(*paths, strict=False) if a is b)
+
+
+@pytest.mark.parametrize(("size", "shared"), [(1, 10), (4, 2), (5, 2), (16, 0)])
+def test_a_block_is_shared_if_all_tokens_up_to_its_end_are(size: int, shared: int) -> None:
+    """Prompts of 20 and 14 tokens in blocks of 4 tokens with two blocks in common; the third block
+    of the second is the first's, of which it has 2 tokens.
+    """
+    blocks = SharedBlocks(4, np.array([0, 1, 2, 3, 4, 0, 1, 2]), np.array([0, 5, 8]))
+    leaves, continued = contents([20, 10], [3, 6], blocks, None)
+    assert common_blocks(leaves, 0, 1, size) == shared
+    assert continued == [False, False]
+
+
+def test_a_third_prompt_follows_the_one_that_has_more_of_a_partial_block() -> None:
+    blocks = SharedBlocks(4, np.array([7, 8, 7, 8, 9, 7, 8, 9]), np.array([0, 2, 5, 8]))
+    leaves, _ = contents([6, 12, 11], [5, 5, 5], blocks, None)
+    assert common_blocks(leaves, 0, 1, 1) == 6
+    assert common_blocks(leaves, 1, 2, 1) == 11
+
+
+def test_a_turn_begins_with_the_prompt_and_the_answer_before_it() -> None:
+    leaves, continued = contents([10, 30, 25], [7, 5, 5], None, [-1, 0, 0])
+    assert common_blocks(leaves, 0, 1, 1) == 17
+    assert common_blocks(leaves, 1, 2, 1) == 17
+    assert continued == [True, False, False]
+
+
+def test_a_turn_follows_its_session_where_that_is_longer_than_its_blocks() -> None:
+    """The blocks of a turn name only the full ones of the turn before."""
+    blocks = SharedBlocks(
+        4, np.array([0, 1, 2, 0, 1, 3, 4, 5, 6, 0, 1, 3, 4]), np.array([0, 3, 9, 13])
+    )
+    leaves, _ = contents([10, 24, 16], [6, 5, 5], blocks, [-1, 0, -1])
+    assert common_blocks(leaves, 0, 1, 1) == 16
+    assert common_blocks(leaves, 1, 2, 1) == 16
+
+
+def test_a_shared_prompt_is_computed_once_but_for_its_last_block() -> None:
+    """16 tokens in 4 blocks: the second finds 3 of them, since its last token must be computed."""
+    found = run(
+        trace_of(
+            [(0, 16, 2), (10, 16, 2), (20, 18, 2)],
+            ids=[[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]],
+        )
+    )
+    assert found.counters["query_tokens"] == 50
+    assert found.counters["hit_tokens"] == 12 + 16
+    assert found.counters["hit_percent"] == pytest.approx(56.0)
+    assert found.counters["computed_prompt_tokens"] == 50 - 28
+    off = run(
+        trace_of([(0, 16, 2), (10, 16, 2)], ids=[[0, 1, 2, 3]] * 2),
+        policy=VllmPolicy(prefix_caching=False),
+    )
+    assert off.counters["hit_tokens"] == 0
+    assert off.counters["computed_prompt_tokens"] == 32
+
+
+def test_a_request_of_the_same_pass_finds_what_the_pass_computes() -> None:
+    found = run(trace_of([(0, 16, 2), (0, 17, 2)], ids=[[0, 1, 2, 3], [0, 1, 2, 3, 4]]))
+    assert found.counters["hit_tokens"] == 16
+    assert found.counters["peak_memory_percent"] == 100 * 6 * 4 / 200  # 4 in common, one each
+
+
+def test_an_evicted_block_that_is_asked_for_again_is_counted() -> None:
+    """The cache holds 10 blocks. The first request leaves 5 full ones, of which the second, with
+    8 blocks, evicts the last 3.
+    """
+    rows = [(0, 20, 2), (10, 31, 2), (20, 24, 2)]
+    found = run(trace_of(rows, ids=[range(5), range(10, 18), [*range(5), 30]]), blocks=10)
+    assert found.counters["hit_tokens"] == 8
+    assert found.counters["lost_hit_tokens"] == 12
+
+
+def test_blocks_that_running_rows_hold_cost_a_request_nothing() -> None:
+    """Two prompts of 40 tokens with 36 in common, in 14 blocks: both run at once only if the
+    blocks in common count once.
+    """
+    rows, ids = [(0, 40, 8), (1, 40, 8)], [[*range(9), 20], [*range(9), 30]]
+    shared = run(trace_of(rows, ids=ids), blocks=14)
+    alone = run(trace_of(rows), blocks=14)
+    assert shared.served.first_token_s.tolist() == [1.0, 2.0]
+    assert alone.served.first_token_s.tolist() == [1.0, 9.0]
+
+
+def test_in_a_closed_loop_a_turn_comes_after_the_turn_before() -> None:
+    """Passes take a second. The first turn leaves 16 known tokens, the second 24."""
+    trace = trace_of([(0, 8, 9), (1, 20, 5), (2, 30, 2)], previous=[-1, 0, 1], think_s=2.0)
+    closed = run(trace)
+    assert closed.served.arrival_s.tolist() == [0.0, 11.0, 18.0]
+    assert closed.served.first_token_s.tolist() == [1.0, 12.0, 19.0]
+    assert closed.counters["hit_tokens"] == 16 + 24
+    opened = run(trace, closed_loop=False)
+    assert opened.served.arrival_s.tolist() == [0.0, 1.0, 2.0]
+    assert opened.counters["hit_tokens"] == 8 + 20, "the turns before still run"
+
+
+def test_a_turn_comes_when_its_client_has_seen_the_answer() -> None:
+    engine = PagedEngine(FLAT, 50, 4, front_s=0.25, front_row_s=0.5)
+    trace = trace_of([(0, 8, 3), (0, 12, 1)], previous=[-1, 0], think_s=1.0)
+    found = simulate(trace, VllmPolicy(), world(engine)).served
+    assert found.arrival_s.tolist() == [0.0, 3.0 + 0.25 + 0.5 + 1.0]
+
+
+def test_a_session_goes_on_after_a_turn_that_was_refused() -> None:
+    trace = trace_of([(0, 8, 3), (0, 300, 1), (0, 12, 1)], previous=[-1, 0, 1], think_s=1.0)
+    found = run(trace)
+    assert [one.request_id for one in found.refusals] == ["1"]
+    assert found.served.ok.tolist() == [True, False, True]
+    assert found.served.arrival_s.tolist() == [0.0, 4.0, 5.0]
+
+
+def test_the_turns_of_a_session_go_to_one_engine() -> None:
+    rows, before = [(0, 16, 2), (0, 16, 2), (0, 24, 2), (0, 24, 2)], [-1, -1, 0, 1]
+    trace = trace_of(rows, previous=before)
+    one, two = run(trace), run(trace, workers=2)
+    assert one.counters["hit_tokens"] == two.counters["hit_tokens"] == 32
+    assert run(replace(trace, sessions=None), workers=2).counters.get("hit_tokens") is None

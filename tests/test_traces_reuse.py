@@ -1,0 +1,221 @@
+"""Scaling and windows keep what prompts share; the reuse of every cache size, by one pass."""
+
+from collections import OrderedDict
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.errors import InputError
+from toolkit.traces.generate import Arrivals, draw_arrivals
+from toolkit.traces.reuse import cold_tokens, reusable_tokens, reuse_curve
+from toolkit.traces.sharing import scale_blocks
+from toolkit.traces.types import Sessions, SharedBlocks, Trace
+from toolkit.traces.windows import cut, divide_lengths, scale_lengths
+
+
+@st.composite
+def prompts_of_blocks(draw, most=12):
+    """Prompts as paths in a tree of blocks, with the tokens of a block and of each prompt."""
+    block = draw(st.sampled_from([1, 4, 16, 512]))
+    tree: dict[tuple[int, ...], int] = {}
+    lengths, ids = [], []
+    for _ in range(draw(st.integers(1, most))):
+        path = tuple(draw(st.lists(st.integers(0, 1), min_size=1, max_size=9)))
+        tokens = draw(st.integers((len(path) - 1) * block + 1, len(path) * block))
+        nodes = [path[: k + 1] for k in range(len(path))]
+        if tokens % block:  # a part of a block is not the whole block
+            nodes[-1] = (*nodes[-1], tokens + 10)
+        lengths.append(tokens)
+        ids.append([tree.setdefault(node, len(tree)) for node in nodes])
+    return block, lengths, ids
+
+
+def trace_of(block, lengths, ids, sessions=None, outputs=None) -> Trace:
+    count = len(lengths)
+    offsets = np.cumsum([0, *map(len, ids)])
+    flat = np.array([one for row in ids for one in row], np.int64)
+    return Trace(
+        np.arange(count) * 1.0,
+        np.array(lengths),
+        np.ones(count, np.int64) if outputs is None else np.array(outputs),
+        np.zeros(count, np.int64),
+        "made",
+        shared=SharedBlocks(block, flat, offsets),
+        sessions=sessions,
+    )
+
+
+def common(trace, one, other) -> int:
+    """The tokens that two prompts share."""
+    run = 0
+    for a, b in zip(trace.shared.of(one), trace.shared.of(other), strict=False):
+        if a != b:
+            break
+        run += 1
+    lengths = trace.prompt_tokens[[one, other]].tolist()
+    return min(run * trace.shared.block_tokens, *lengths)
+
+
+@given(made=prompts_of_blocks(), divisor=st.sampled_from([1.0, 1.5, 2.0, 3.7, 10.79, 16.0, 700.0]))
+def test_scaled_prompts_share_what_they_shared_and_nothing_new(made, divisor):
+    trace = trace_of(*made)
+    scaled = divide_lengths(trace, divisor)
+    block = scaled.shared.block_tokens
+    assert scaled.shared.counts.tolist() == [-(-n // block) for n in scaled.prompt_tokens.tolist()]
+    for one, other in combinations(range(len(trace)), 2):
+        before, after = common(trace, one, other), common(scaled, one, other)
+        assert after <= before / divisor + 1
+        assert after > before / divisor - block - 1
+        if before == 0:
+            assert after == 0
+
+
+@pytest.mark.parametrize(
+    ("block", "divisor", "expected"),
+    [(512, 16.0, 32), (512, 10.79, 16), (512, 100.0, 5), (64, 8.0, 8), (4, 8.0, 1), (16, 1.0, 16)],
+)
+def test_blocks_shrink_as_lengths_do(block, divisor, expected):
+    trace = trace_of(block, [3 * block, 2 * block + 1], [[1, 2, 3], [1, 2, 4]])
+    prompts = np.ceil(trace.prompt_tokens / divisor).astype(np.int64)
+    shared, note = scale_blocks(trace, divisor, prompts)
+    assert shared.block_tokens == expected
+    assert bool(note) == (block / divisor != expected)
+    if divisor == 16.0:
+        assert shared.ids.tolist() == [1, 2, 3, 1, 2, 4]
+
+
+def test_clipped_prompts_lose_the_blocks_beyond_the_limit():
+    trace = trace_of(4, [40, 40, 3], [list(range(10)), list(range(10)), [77]])
+    fitted = scale_lengths(trace, 11, 1)
+    assert fitted.prompt_tokens.tolist() == [10, 10, 1]
+    assert fitted.shared.block_tokens == 1
+    assert common(fitted, 0, 1) == 10
+    assert common(fitted, 0, 2) == 0
+
+
+def test_a_row_without_blocks_stays_without():
+    scaled = divide_lengths(trace_of(4, [9, 8], [[], [1, 2]]), 2)
+    assert scaled.shared.counts.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("divisor", [0.5, 0, -1, float("nan"), float("inf")])
+def test_an_impossible_divisor_is_refused(divisor):
+    with pytest.raises(InputError, match="cannot be divided"):
+        divide_lengths(trace_of(4, [9], [[1, 2, 3]]), divisor)
+
+
+# Rows 0, 2 and 3 are one session, rows 1 and 4 another.
+TURNS = Sessions(np.array([-1, -1, 0, 2, 1]), np.array([0.0, 0.0, 1.0, 1.0, 1.0]))
+
+
+@given(
+    news=st.lists(st.integers(0, 40), min_size=5, max_size=5),
+    outputs=st.lists(st.integers(1, 60), min_size=5, max_size=5),
+    divisor=st.sampled_from([1.0, 2.0, 3.3, 16.0]),
+)
+def test_scaled_turns_hold_the_turn_before_and_its_answer(news, outputs, divisor):
+    lengths = [100, 200, 0, 0, 0]
+    for row in (2, 3, 4):
+        before = TURNS.previous[row]
+        lengths[row] = lengths[before] + outputs[before] + news[row]
+    trace = replace(
+        trace_of(4, lengths, [[]] * 5, TURNS, outputs), shared=None, arrival_s=np.arange(5.0)
+    )
+    scaled = divide_lengths(trace, divisor)
+    later = np.flatnonzero(scaled.sessions.previous >= 0)
+    before = scaled.sessions.previous[later]
+    whole = (scaled.prompt_tokens + scaled.output_tokens)[before]
+    assert (scaled.prompt_tokens[later] >= whole).all()
+    assert scaled.output_tokens.min() >= 1
+    assert (np.abs(scaled.output_tokens - np.ceil(trace.output_tokens / divisor)) <= 1).all()
+    if divisor == 1.0:
+        assert scaled.sessions.previous.tolist() == TURNS.previous.tolist()
+    cut_links = 3 - len(later)
+    assert any(f"{cut_links} of 3 later turns start a session" in one for one in scaled.notes) == (
+        cut_links > 0
+    )
+
+
+def test_sessions_are_divided_by_one_factor_and_clipped_turns_start_anew():
+    lengths, outputs = [100, 100, 150, 900, 160], [50, 50, 50, 50, 50]
+    trace = trace_of(4, lengths, [[]] * 5, TURNS, outputs)
+    fitted = scale_lengths(trace, 400, 50)
+    assert fitted.scaling.prompts.divisor == fitted.scaling.outputs.divisor > 1
+    assert fitted.prompt_tokens.max() <= 350
+    assert fitted.sessions.previous.tolist() == [-1, -1, 0, 2, 1]
+    short = scale_lengths(replace(trace, prompt_tokens=np.array([350, 1, 400, 450, 50])), 401, 50)
+    assert short.sessions.previous[3] == -1
+    assert "1 of 3 later turns start a session of their own" in " ".join(short.notes)
+
+
+def test_a_window_cuts_sessions_and_says_what_a_cold_cache_costs():
+    ids = [[1, 2], [3], [1, 2, 4], [1, 2, 4, 5], [3, 6]]
+    trace = trace_of(4, [8, 4, 12, 16, 8], ids, TURNS)
+    window = cut(trace, 2.0, 9.0)
+    assert window.sessions.previous.tolist() == [-1, 0, -1]
+    assert window.notes[-2] == (
+        "2 of 3 later turns continue one before the cut: they start sessions of their own"
+    )
+    # [1, 2] in row 2 and [3] in row 4 are known from before: 12 of 36 tokens.
+    assert window.notes[-1] == (
+        "the cache is empty at the cut: 33.3 % of the prompt tokens are shared only with "
+        "requests before it"
+    )
+    assert cold_tokens(trace, 2, 5) == 12
+    assert len(cut(trace, 0.0, 9.0).notes) == 1
+
+
+def test_drawn_times_keep_turns_as_long_after_their_first_as_they_were():
+    trace = replace(trace_of(4, [1] * 5, [[]] * 5, TURNS), arrival_s=np.array([0, 0, 3, 4, 9.0]))
+    drawn = draw_arrivals(trace, Arrivals(0.01), seed=3)
+    first = drawn.sessions.first
+    since = drawn.arrival_s - drawn.arrival_s[first]
+    assert sorted(since.round(9).tolist()) == [0, 0, 3, 4, 9]
+    assert (np.diff(drawn.arrival_s) >= 0).all()
+    assert sorted(drawn.sessions.think_s.tolist()) == [0, 0, 1, 1, 1]
+    assert drawn.arrival_s.max() > 9
+
+
+def lru(trace: Trace, capacity: int) -> tuple[int, int]:
+    """The hits of an LRU cache in blocks and tokens, by replaying it."""
+    held: OrderedDict[int, None] = OrderedDict()
+    blocks = tokens = 0
+    for row in range(len(trace)):
+        ids = trace.shared.of(row).tolist()
+        left = int(trace.prompt_tokens[row])
+        for one in ids:
+            if one not in held:
+                break
+            blocks += 1
+            tokens += min(left, trace.shared.block_tokens)
+            left -= trace.shared.block_tokens
+        for one in reversed(ids):
+            held[one] = None
+            held.move_to_end(one)
+        while len(held) > capacity:
+            held.popitem(last=False)
+    return blocks, tokens
+
+
+@given(made=prompts_of_blocks(most=20))
+def test_the_curve_is_that_of_an_lru_cache_of_every_size(made):
+    trace = trace_of(*made)
+    curve = reuse_curve(trace)
+    for capacity in range(curve.different_blocks + 2):
+        blocks, tokens = lru(trace, capacity)
+        share = curve.at(capacity)
+        assert share[0] == pytest.approx(blocks / curve.blocks)
+        assert share[1] == pytest.approx(tokens / trace.prompt_tokens.sum())
+    assert curve.hit_tokens[-1] == pytest.approx(reusable_tokens(trace).sum())
+
+
+def test_a_trace_without_blocks_has_no_curve():
+    trace = replace(trace_of(4, [3], [[1]]), shared=None)
+    assert reuse_curve(trace) is None
+    assert reusable_tokens(trace).tolist() == [0]
+    assert cold_tokens(trace, 0, 1) == 0
+    assert reuse_curve(trace_of(4, [3], [[]])) is None

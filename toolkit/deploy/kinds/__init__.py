@@ -1,1 +1,0 @@
-"""Strict models of the objects that targets render, with only the fields that they use."""

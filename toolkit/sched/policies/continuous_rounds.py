@@ -1,0 +1,241 @@
+"""Plans the rounds of `ContinuousPolicy`: which rows are evicted, which jobs enter, how many steps.
+
+`toolkit.sched.policies.continuous` says what the rounds are. The policy's parameters and criteria
+are read once, so that a round costs few calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from toolkit.sched.footprint import Footprint, footprint_of
+from toolkit.sched.planner import RoundPlanner
+from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
+from toolkit.sched.view import View
+
+
+class Bounds:
+    """The most tokens that rows may take, and that they may be promised, when a job enters.
+
+    Args:
+        taken: of the tokens that the rows hold now, with the job's.
+        promised: of prompt + max_new_tokens over the rows, with the job's.
+        prompts_only: whether an evicted job counts its prompt alone in `taken`.
+    """
+
+    __slots__ = ("promised", "prompts_only", "taken")
+
+    def __init__(
+        self, *, taken: int = NO_LIMIT, promised: int = NO_LIMIT, prompts_only: bool = False
+    ) -> None:
+        self.taken = taken
+        self.promised = promised
+        self.prompts_only = prompts_only
+
+
+def most_below(limit: float) -> int:
+    """The largest number of tokens below `limit`."""
+    return math.ceil(limit) - 1
+
+
+class ContinuousRounds(RoundPlanner):
+    """The planner of a `ContinuousPolicy`; the arguments are its parameters and criteria.
+
+    None instead of a criterion: it has no say.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        *,
+        interval_steps: int,
+        max_prefill_tokens: int,
+        most_rows: int,
+        chunk_tokens: int,
+        overfill: bool,
+        any_may_come: bool,
+        bounds: Callable[[Worker], Bounds],
+        admissible: Callable[[Worker, Job, Footprint], bool] | None,
+        admit: Callable[[View, Worker, Sequence[Job]], int] | None,
+        longest_round: Callable[[Worker, int], int] | None,
+    ) -> None:
+        super().__init__(view)
+        self._interval = interval_steps
+        self._most_prefill = max_prefill_tokens
+        self._most_rows = most_rows
+        self._chunk_tokens = chunk_tokens
+        self._overfill = overfill
+        self._any_may_come = any_may_come
+        self._bounds = [bounds(worker) for worker in view.workers]
+        self._admissible = admissible
+        self._admit = admit
+        self._longest_round = longest_round
+
+    def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
+        """Whether the first waiting job may enter before a row ends."""
+        running, first = worker.running, worker.inbox.jobs[0]
+        assert running is not None
+        if running.refused is first:
+            return False
+        if self._may_enter(worker, first, worker.footprint.reset()):
+            return True
+        if self.view.prioritised and self._make_way(worker, first)[0]:
+            return True
+        running.refused = first  # nothing that this depends on changes before the round ends
+        return False
+
+    def plan_round(self, worker: Worker, now_s: float) -> Batch:
+        """The worker's next round."""
+        residents, inbox, interval = worker.residents, worker.inbox, self._interval
+        footprint, capacity = worker.footprint.reset(), worker.capacity_tokens
+        waiting = len(inbox.jobs)
+        entering: list[Job] = []
+        evicted: list[Job] = []
+        longest = 0
+        if footprint.needs > capacity:
+            order = eviction_order(worker) if self.view.prioritised else reversed(residents.jobs)
+            for job in order:
+                evicted.append(job)
+                footprint.leave(job)
+                if footprint.needs <= capacity:
+                    break
+        elif waiting and (not footprint.rows or residents.steps % interval == 0):
+            entering = self._entering(worker, footprint)
+            if not entering and self.view.prioritised:
+                evicted, footprint = self._make_way(worker, inbox.jobs[0])
+                if evicted:
+                    entering = [inbox.jobs[0]]
+                    footprint.enter(inbox.jobs[0])
+            if entering:
+                for job in entering:
+                    if job.length > longest:
+                        longest = job.length
+                footprint.prefilled()
+        count = len(entering)
+        steps = footprint.room(capacity)
+        if self._longest_round is not None:
+            most = self._longest_round(worker, count)
+            if most < steps:
+                steps = most
+        if steps < 1:
+            steps = 1
+        if evicted or waiting > count or inbox.behind:
+            others = inbox.waiting > count and (count or not evicted)
+            first = inbox.after(count) if others else evicted[-1]
+            if self._may_enter(worker, first, footprint):
+                until = interval - residents.steps % interval
+                if until < steps:
+                    steps = until
+        return Batch(
+            worker.index,
+            tuple(entering),
+            steps,
+            longest,
+            0.0,
+            "any",
+            True,
+            evict=tuple(evicted),
+            stop_every=interval,
+            chunk_tokens=worker.chunk_of(self._chunk_tokens) if self._chunk_tokens else 0,
+        )
+
+    def _entering(self, worker: Worker, footprint: Footprint) -> list[Job]:
+        """The jobs that enter; `footprint` is afterwards that with them."""
+        inbox, rows = worker.inbox, footprint.rows
+        first = inbox.jobs[0]
+        if not self._may_enter(worker, first, footprint):
+            return []
+        most, prefill = self._rows(worker) - rows, 0
+        if worker.residents.prefilling:
+            prefill = sum([job.length for job in worker.residents.prefilling])
+        capacity = worker.capacity_tokens
+        candidates: list[Job] = []
+        for job in inbox.jobs:
+            if prefill >= self._most_prefill or len(candidates) >= most:
+                break
+            if not (self._overfill or footprint.fits(job.length, capacity)):
+                break
+            if candidates and not self._is_admissible(worker, job, footprint):
+                break
+            candidates.append(job)
+            prefill += job.length
+            footprint.enter(job)
+        admitted = len(candidates)
+        if admitted and self._admit is not None:
+            admitted = self._admit(self.view, worker, candidates)
+        if not (admitted or rows):
+            candidates = [first]  # a lone row may fill the memory to its last token
+        elif admitted == len(candidates):
+            return candidates
+        else:
+            candidates = candidates[:admitted]
+        footprint.reset()
+        for job in candidates:
+            footprint.enter(job)
+        return candidates
+
+    def _make_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
+        """The fewest less urgent residents to evict so that `job` may enter, and the footprint of
+        the others.
+
+        The list is empty if even evicting all of them is not enough.
+        """
+        footprint = footprint_of(worker)
+        leaving: list[Job] = []
+        for other in eviction_order(worker):
+            if other.priority <= job.priority:
+                break
+            leaving.append(other)
+            footprint.leave(other)
+            if footprint.fits(job.length, footprint.capacity) and self._may_enter(
+                worker, job, footprint
+            ):
+                return leaving, footprint
+        return [], footprint_of(worker)
+
+    def _rows(self, worker: Worker) -> int:
+        """The most residents that this worker may have."""
+        most, limit = self._most_rows, worker.row_limit
+        return most if most < limit else limit
+
+    def _may_enter(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        """Whether an attempt to admit `job` can succeed before a row ends.
+
+        Until then the memory and the rows that are free only shrink. If any waiting job may come
+        next, which may have one token, that is asked instead.
+        """
+        rows = footprint.rows
+        if not rows:
+            return True
+        if rows >= self._most_rows or rows >= worker.row_limit:
+            return False
+        if self._any_may_come:
+            bounds = self._bounds[worker.index]
+            return (
+                footprint.fits(1, worker.capacity_tokens)
+                and footprint.taken_with(1) <= bounds.taken
+            )
+        if not (self._overfill or footprint.fits(job.length, worker.capacity_tokens)):
+            return False
+        return self._is_admissible(worker, job, footprint)
+
+    def _is_admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
+        bounds = self._bounds[worker.index]
+        promised = bounds.promised
+        if promised != NO_LIMIT and footprint.promised_with(job.limit_tokens) > promised:
+            return False
+        if bounds.taken != NO_LIMIT:
+            length = job.prompt_tokens if bounds.prompts_only else job.length
+            if footprint.taken_with(length) > bounds.taken:
+                return False
+        return self._admissible is None or self._admissible(worker, job, footprint)
+
+
+def eviction_order(worker: Worker) -> list[Job]:
+    """Residents in order of eviction: the least urgent first, and of these the last admitted."""
+    return sorted(worker.residents.jobs, key=_priority)[::-1]
+
+
+def _priority(job: Job) -> int:
+    return job.priority

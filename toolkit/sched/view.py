@@ -1,0 +1,203 @@
+"""What passes between the scheduler and a policy: the policy reads a `View` and returns a
+`Decision`.
+
+A policy of rounds has a `RoundPlanner` instead (`toolkit.sched.planner`), which returns the rounds
+one by one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
+from toolkit.sched.kernels import replace_sorted
+from toolkit.sched.planner import RoundPlanner
+from toolkit.sched.types import Batch, Job, Worker
+
+
+class LengthHistory:
+    """The output lengths of the last `window` finished requests.
+
+    It keeps them in order of completion, and sorted once `ascending` was called.
+
+    Args:
+        window: how many lengths are kept.
+        start: initial lengths, which real ones replace.
+    """
+
+    def __init__(self, window: int, start: Iterable[int] = ()) -> None:
+        self.recent: deque[int] = deque(start, maxlen=window)
+        self._window = window
+        self._sorted: NDArray[np.int64] | None = None
+        self._count = 0  # how many lengths `_sorted` holds
+        self._sum = sum(self.recent)
+        # (removed length or -1, added length) pairs that `_sorted` does not have yet.
+        self._pending: list[tuple[int, int]] = []
+
+    def add(self, length: int) -> None:
+        """Record the output length of a request that ended."""
+        recent = self.recent
+        full = len(recent) == self._window
+        removed = recent[0] if full else -1
+        if self._sorted is not None:
+            pending = self._pending
+            pending.append((removed, length))
+            if len(pending) == self._window:  # every sorted length was replaced
+                self._sorted = None
+                pending.clear()
+        if full:
+            self._sum -= removed
+        self._sum += length
+        recent.append(length)
+
+    def mean(self) -> int:
+        """The mean length, rounded down; 1 if the history is empty."""
+        return int(self._sum / len(self.recent)) if self.recent else 1
+
+    def ascending(self) -> NDArray[np.int64]:
+        """All lengths, sorted: a view that is valid until the next `add`."""
+        if self._sorted is None:
+            self._sorted = np.zeros(self._window, dtype=np.int64)
+            self._count = len(self.recent)
+            self._sorted[: self._count] = sorted(self.recent)
+        elif self._pending:
+            self._count = replace_sorted(self._sorted, self._count, np.array(self._pending))
+            self._pending.clear()
+        return self._sorted[: self._count]
+
+
+class View:
+    """What a policy may read. The lists are the scheduler's own and change with it: never write to
+    them.
+
+    A worker is `due` if it is free and something happened to it since the last plan: a round or
+    batch ended, jobs were routed to it while it was idle, or it came back. A policy that never
+    leaves an idle worker with work needs only these, so workers without events cost nothing. A
+    policy that may let work wait at an idle worker has to look at `free`.
+
+    If workers are `mixed` (of several kinds), every pooled job fits some worker that is alive
+    (`Worker.holds`), and the policy may only give it to such a worker.
+    """
+
+    def __init__(
+        self,
+        pool: Sequence[Job],
+        workers: Sequence[Worker],
+        due_s: float,
+        finished: LengthHistory,
+        rng: np.random.Generator,
+        now_s: float = 0.0,
+    ) -> None:
+        self.pool = pool
+        self.workers = workers
+        self.due_s = due_s
+        self.finished = finished
+        self.rng = rng
+        self.now_s = now_s
+        self.prioritised = False
+        self.arrived: list[int] = []
+        self.due: list[Worker] = []
+        self.idle: list[int] = []
+        self.mixed = not all(worker.is_like(workers[0]) for worker in workers)
+        self.kinds: list[list[Worker]] = []
+        self.able: Numbers = np.zeros(0, dtype=np.int64)
+        self.kind_of: Numbers = np.zeros(0, dtype=np.int64)
+        self.loads = Loads(workers)
+        self.figures: dict[Hashable, WorkerFigure] = {}
+        self.planner: RoundPlanner | None = None
+        self._alive: list[Worker] = []
+        # Indices of able workers, by the number of leading `kinds` that are too small for a job.
+        self._able: dict[int, Numbers] = {}
+        self.workers_changed()
+        for worker in self.free:
+            self.make_due(worker)
+
+    def alive(self) -> Sequence[Worker]:
+        """The workers that are alive, by index."""
+        return self._alive
+
+    @property
+    def free(self) -> list[Worker]:
+        """Workers that are alive and run nothing, by index: a plan may start batches on these."""
+        return [worker for worker in self._alive if worker.running is None]
+
+    def make_due(self, worker: Worker) -> None:
+        """For the scheduler: something happened to `worker`. Has no effect while it cannot run."""
+        if not worker.is_due and worker.alive and worker.running is None:
+            worker.is_due = True
+            self.due.append(worker)
+
+    def workers_changed(self) -> None:
+        """For the scheduler: a worker was lost or came back."""
+        self._alive = [worker for worker in self.workers if worker.alive]
+        self.idle = [worker.index for worker in self._alive if worker.running is None]
+        for worker in self.due:
+            worker.is_due = worker.alive
+        self.due = [worker for worker in self.due if worker.alive]
+        self.kinds = _by_kind(self._alive) if self.mixed else []
+        self.able = np.array([worker.index for worker in self._alive], dtype=np.int64)
+        self.kind_of = np.zeros(len(self.workers), dtype=np.int64)
+        for k, kind in enumerate(self.kinds):
+            self.kind_of[[worker.index for worker in kind]] = k
+        self._able = {}
+        self.loads.forget()
+
+    def holders(self, job: Job) -> Numbers:
+        """The indices of the alive workers that hold the job (`Worker.holds`), ascending."""
+        if not self.mixed:
+            return self.able
+        # kinds ascend by what they hold
+        small = sum([not kind[0].holds(job) for kind in self.kinds])
+        if small not in self._able:
+            self._able[small] = self.able[self.kind_of[self.able] >= small]
+        return self._able[small]
+
+    def figure(self, key: Hashable, amount: Amount) -> WorkerFigure:
+        """The numbers that `amount` computes per worker, cached under `key` for the next call."""
+        if key not in self.figures:
+            self.figures[key] = WorkerFigure(self.workers, amount)
+        return self.figures[key]
+
+    def changed(self, index: int) -> None:
+        """For the scheduler: the jobs that wait or run at a worker changed, so its figures are
+        stale.
+        """
+        for figure in self.figures.values():
+            figure.forget(index)
+
+
+def _by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:
+    kinds: list[list[Worker]] = []
+    for worker in workers:
+        kind = next((kind for kind in kinds if kind[0].is_like(worker)), None)
+        if kind is None:
+            kinds.append([worker])
+        else:
+            kind.append(worker)
+    return sorted(kinds, key=lambda kind: kind[0].longest)
+
+
+class Decision:
+    """What a policy wants done: batches for workers' queues, in order, and the latest time to ask
+    again.
+
+    `interrupt` names workers that should stop their round early, so that the policy can act on what
+    arrived. If `wake_at_s` is None, `View.due_s` stays as it is.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Batch] = (),
+        wake_at_s: float | None = None,
+        interrupt: Sequence[int] = (),
+    ) -> None:
+        self.batches = batches
+        self.wake_at_s = wake_at_s
+        self.interrupt = interrupt
+
+
+NOTHING = Decision()  # the decision of most ticks

@@ -1,0 +1,305 @@
+"""What prompts share, as files say it: collected row by row, checked, and scaled with the lengths.
+
+A row with impossible blocks or an impossible session is read without them, counted, and named;
+nothing is guessed. `Sharing` does that for the readers. `scale_blocks` and `keep_sessions` follow
+lengths that were divided or clipped.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import InputError
+from toolkit.traces.formats import ANEW, MOONCAKE_BLOCK, Format, block_ids, length, number
+from toolkit.traces.types import Sessions, SharedBlocks, Trace
+
+# Tokens of a block where scaled lengths do not fit whole ones: vLLM's block, so its cache loses
+# nothing more.
+MAX_SPLIT = 16
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+NO_LIST = "with hash_ids that are not a list of whole numbers"
+MISCOUNTED = "with hash_ids that contradict the length"
+NO_CHAIN = "with hash_ids that are no chain"
+EARLY = "that arrive before the turn before"
+SHORT = "shorter than the turn before and its answer"
+DIFFERENT = "with other blocks than the turn before"
+ORPHANED = "after a dropped turn"
+THOUGHTLESS = "with an impossible time to think"
+EDITED = "that do not continue an earlier prompt and its answer"
+
+
+@dataclass(slots=True)
+class Problems:
+    """What was wrong: how many rows for each reason, and the first of them."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, example: str, count: int = 1) -> None:
+        self.counts[reason] += count
+        self.examples.setdefault(reason, example)
+
+    def line(self, read_as: str) -> str:
+        """'3 rows READ_AS: 2 this (row 4: ...); 1 that (row 9: ...)'."""
+        total = self.counts.total()
+        each = "; ".join(
+            f"{count:,} {reason} ({self.examples[reason]})"
+            for reason, count in sorted(self.counts.items())
+        )
+        return f"{total:,} {'row is' if total == 1 else 'rows are'} read {read_as}: {each}"
+
+
+class Sharing:
+    """Collects the blocks and sessions of rows, in the file's order."""
+
+    def __init__(self, form: Format, source: str) -> None:
+        self.unshared = Problems()  # rows that are read as sharing nothing
+        self.unlinked = Problems()  # turns that are read as first turns
+        self._form, self._source = form, source
+        self._block_tokens, self._said_in = 0, 0  # and the row that says it first
+        self._ids = array("q")
+        self._counts = array("q")
+        self._rows = array("q")  # the numbers of the kept rows in the file
+        self._previous = array("q")
+        self._think_s = array("d")
+        self._latest: dict[str | int, int] = {}  # the last row by session; -1: it was dropped
+
+    def lost(self, record: Mapping[str, object] | None) -> None:
+        """A row that was dropped: no turn continues it."""
+        label = record.get(self._form.session) if record and self._form.session else None
+        if isinstance(label, str | int):
+            self._latest[label] = -1
+
+    def add(self, record: Mapping[str, object], row: int, prompt: int) -> None:
+        """The row with this number, which is kept. `InputError` for blocks of another size."""
+        self._rows.append(row)
+        ids = record.get(self._form.blocks)
+        self._counts.append(0 if ids is None else self._add_blocks(record, ids, row, prompt))
+        label = record.get(self._form.session)
+        if label is None:
+            self._previous.append(-1)
+            self._think_s.append(0.0)
+        else:
+            self._add_turn(record, label, row)
+
+    def _add_blocks(self, record: Mapping[str, object], ids: object, row: int, prompt: int) -> int:
+        block = self._size(record, row)
+        found = block_ids(ids)
+        if found is None:
+            self.unshared.add(NO_LIST, f"row {row:,}")
+            return 0
+        wanted = -(-prompt // block)
+        if len(found) != wanted:
+            said = f"{len(found)} for {prompt:,} tokens in blocks of {block}, must be {wanted}"
+            self.unshared.add(MISCOUNTED, f"row {row:,}: {said}")
+            return 0
+        self._ids.extend(found)
+        return wanted
+
+    def _size(self, record: Mapping[str, object], row: int) -> int:
+        given = record.get("block_tokens", MOONCAKE_BLOCK)
+        if self._block_tokens and given == self._block_tokens:
+            return self._block_tokens
+        try:
+            block = length(given)
+        except (ValueError, OverflowError):
+            block = 0
+        if block < 1:
+            raise InputError(
+                f"{self._source}: row {row:,}: block_tokens is {given!r}",
+                "must be a whole number of tokens from 1 on",
+            )
+        if self._block_tokens:
+            raise InputError(
+                f"{self._source}: row {row:,} has blocks of {block} tokens, "
+                f"row {self._said_in:,} of {self._block_tokens}",
+                "a trace has blocks of one size: split the file",
+            )
+        self._block_tokens, self._said_in = block, row
+        return block
+
+    def _add_turn(self, record: Mapping[str, object], label: object, row: int) -> None:
+        previous, think_s = -1, 0.0
+        if isinstance(label, str | int):
+            previous = self._latest.get(label, -2)
+            self._latest[label] = len(self._previous)
+        if previous == -1:
+            self.unlinked.add(ORPHANED, f"row {row:,}")
+        elif previous >= 0:
+            given = record.get(self._form.think)
+            try:
+                think_s = 0.0 if given is None else number(given) / 1000.0
+                if not 0.0 <= think_s < np.inf:
+                    raise ValueError
+            except (ValueError, OverflowError):
+                shown = f"row {row:,}: {self._form.think} is {given!r}, must be at least 0 ms"
+                self.unlinked.add(THOUGHTLESS, shown)
+                previous, think_s = -1, 0.0
+        elif ANEW in record:
+            self.unlinked.add(EDITED, f"row {row:,}")
+        self._previous.append(max(previous, -1))
+        self._think_s.append(think_s)
+
+    def attach(self, trace: Trace) -> Trace:
+        """`trace` with its blocks and sessions; its rows are in the file's order."""
+        shared = self._blocks()
+        sessions = self._sessions(trace, shared)
+        return replace(trace, shared=shared, sessions=sessions)
+
+    def _blocks(self) -> SharedBlocks | None:
+        ids = np.frombuffer(self._ids, dtype=np.int64).copy()
+        counts = np.frombuffer(self._counts, dtype=np.int64).copy()
+        if not len(ids):
+            return None
+        if self._form.whole:  # ids that the reader made are negative
+            made = ids < 0
+            ids[made] = max(int(ids.max()), -1) - ids[made]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        bad = self._no_chain(ids, offsets)
+        if bad.any():
+            ids = ids[np.repeat(~bad, counts)]
+            offsets = np.concatenate([[0], np.cumsum(np.where(bad, 0, counts))])
+        return SharedBlocks(self._block_tokens, ids, offsets) if len(ids) else None
+
+    def _no_chain(self, ids: Ints, offsets: Ints) -> Flags:
+        """The rows in which an id stands behind another one than where it stands first."""
+        first = np.zeros(len(ids), dtype=np.bool_)
+        first[offsets[:-1][np.diff(offsets) > 0]] = True
+        behind = np.where(first, 0, np.roll(ids, 1))
+        origin = first_places(ids)
+        wrong = (behind != behind[origin]) | (first != first[origin])
+        row_of = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        bad = np.zeros(len(offsets) - 1, dtype=np.bool_)
+        bad[row_of[wrong]] = True
+        if wrong.any():
+            place = int(np.flatnonzero(wrong)[0])
+            row, other = (self._rows[row_of[one]] for one in (place, origin[place]))
+            now, then = (
+                "first" if first[one] else f"after {behind[one]}"
+                for one in (place, int(origin[place]))
+            )
+            shown = f"row {row:,}: {ids[place]} stands {now}, and {then} in row {other:,}"
+            self.unshared.add(NO_CHAIN, shown, int(bad.sum()))
+        return bad
+
+    def _sessions(self, trace: Trace, shared: SharedBlocks | None) -> Sessions | None:
+        previous = np.frombuffer(self._previous, dtype=np.int64).copy()
+        think_s = np.frombuffer(self._think_s, dtype=np.float64).copy()
+        if not (previous >= 0).any():
+            return None
+        turns = Sessions(previous, think_s)
+        arrival_s, whole = trace.arrival_s, trace.prompt_tokens + trace.output_tokens
+        linked = np.flatnonzero(previous >= 0)
+        before = previous[linked]
+        early = arrival_s[linked] < arrival_s[before]
+        short = trace.prompt_tokens[linked] < whole[before]
+        other = _other_blocks(replace(trace, shared=shared, sessions=turns), linked) & ~short
+        for reason, wrong in ((EARLY, early), (SHORT, short & ~early), (DIFFERENT, other & ~early)):
+            if wrong.any():
+                row = int(linked[wrong][0])
+                shown = self._shown(reason, trace, row, int(previous[row]))
+                self.unlinked.add(reason, shown, int(wrong.sum()))
+        cut = linked[early | short | other]
+        previous[cut], think_s[cut] = -1, 0.0
+        return turns if (previous >= 0).any() else None
+
+    def _shown(self, reason: str, trace: Trace, row: int, before: int) -> str:
+        here, there = f"row {self._rows[row]:,}", f"row {self._rows[before]:,}"
+        if reason == EARLY:
+            times = [trace.arrival_s[one] - trace.arrival_s.min() for one in (row, before)]
+            return f"{here}: at {times[0]:.6g} s, {there} at {times[1]:.6g} s"
+        if reason == SHORT:
+            lengths = trace.prompt_tokens[before], trace.output_tokens[before]
+            own = f"{here}: {trace.prompt_tokens[row]:,} tokens"
+            return f"{own}, {there}: {lengths[0]:,} + {lengths[1]:,}"
+        return f"{here}, {there}"
+
+
+def first_places(ids: Ints) -> Ints:
+    """For each id, the place where it stands first."""
+    _, firsts, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    return np.asarray(firsts[inverse], dtype=np.int64)
+
+
+def _other_blocks(trace: Trace, linked: Ints) -> Flags:
+    """Which of these turns do not begin with all whole blocks of the turn before."""
+    shared, sessions = trace.shared, trace.sessions
+    wrong = np.zeros(len(linked), dtype=np.bool_)
+    if shared is None or sessions is None:
+        return wrong
+    before = sessions.previous[linked]
+    whole = trace.prompt_tokens[before] // shared.block_tokens
+    counts = shared.counts
+    known = (whole > 0) & (counts[linked] >= whole) & (counts[before] >= whole)
+    mine, theirs = (shared.offsets[rows][known] + whole[known] - 1 for rows in (linked, before))
+    wrong[known] = shared.ids[mine] != shared.ids[theirs]
+    return wrong
+
+
+def scale_blocks(trace: Trace, divisor: float, prompts: Ints) -> tuple[SharedBlocks | None, str]:
+    """The blocks of `trace` for its prompts divided by `divisor` and clipped to `prompts`, and a
+    note.
+
+    A block of B tokens becomes one of B / `divisor`, where that is a whole number. Otherwise new
+    blocks have `MAX_SPLIT` tokens, or the whole part of B / `divisor` if that is less (at least 1).
+    Such a block covers parts of one or more old ones, and is shared where all of these are. So
+    nothing new is shared, and of what two prompts share less than one new block is lost.
+    """
+    shared = trace.shared
+    if shared is None:
+        return None, ""
+    exact = shared.block_tokens / divisor
+    whole = exact >= 1.0 and abs(exact - round(exact)) < 1e-9
+    block = round(exact) if whole else max(min(int(exact), MAX_SPLIT), 1)
+    counts = -(-prompts // block)
+    counts[shared.counts == 0] = 0
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    rows = np.repeat(np.arange(len(prompts)), counts)
+    place = np.arange(offsets[-1]) - offsets[rows]
+    # The tokens of the original prompt that end with the new block.
+    ends = np.minimum((place + 1) * (block * divisor), trace.prompt_tokens[rows])
+    old = np.ceil(ends / shared.block_tokens - 1e-9).astype(np.int64) - 1
+    old = np.minimum(np.maximum(old, 0), shared.counts[rows] - 1)
+    ids = shared.ids[shared.offsets[:-1][rows] + old]
+    if whole:
+        return SharedBlocks(block, ids, offsets), ""
+    # Several new blocks may end in one old one: the place tells them apart.
+    _, ids = np.unique(np.stack([place, ids]), axis=1, return_inverse=True)
+    note = (
+        f"blocks of {shared.block_tokens} tokens became blocks of {block}: "
+        f"{shared.block_tokens} / {divisor:.4g} is not a whole number, "
+        "so up to one of them is lost of what two prompts share"
+    )
+    return SharedBlocks(block, ids.reshape(-1).astype(np.int64), offsets), note
+
+
+def keep_sessions(trace: Trace) -> Trace:
+    """`trace` without the links of turns that do not hold the turn before and its answer (after
+    lengths were divided or clipped), with a note.
+    """
+    if trace.sessions is None:
+        return trace
+    previous = trace.sessions.previous
+    linked = np.flatnonzero(previous >= 0)
+    before = previous[linked]
+    room = trace.prompt_tokens[linked] - trace.output_tokens[before] - trace.prompt_tokens[before]
+    cut = linked[room < 0]
+    if not len(cut):
+        return trace
+    kept = np.ones(len(trace), dtype=np.bool_)
+    kept[cut] = False
+    note = (
+        f"{len(cut):,} of {len(linked):,} later turns start a session of their own, at their own "
+        "times: scaled, they no longer hold the turn before and its answer"
+    )
+    sessions = Sessions(np.where(kept, previous, -1), np.where(kept, trace.sessions.think_s, 0.0))
+    return replace(trace, sessions=sessions, notes=(*trace.notes, note))
