@@ -115,7 +115,7 @@ def add_navigation(_: Sphinx, name: str, content: list[str]) -> None:
 
 
 def copy_pictures(app: Sphinx, problem: Exception | None) -> None:
-    """Pictures that follow the reader's colour scheme are HTML, whose files Sphinx does not copy."""
+    """Pictures that follow the colour scheme are HTML, whose files Sphinx does not copy."""
     if problem is None:
         shutil.copytree(HERE / "pictures", Path(app.outdir) / "pictures", dirs_exist_ok=True)
 

@@ -40,6 +40,7 @@ VARIABLES = {
     "LLMCTL_API_KEY": "the key that `serve` requires, and that clients (`bench`, `validate`, "
     "`status`) send",
     "LLMCTL_API_KEYS": "`serve`: the file of several keys, as `--api-keys`",
+    "LLMCTL_COMPILED": "0: plain Python; 1: an error if compiled code cannot be built or used",
     "LLMCTL_ENGINE_API_KEY": "engine `openai`: the key of the server that is measured",
     "LLMCTL_STORAGE": "`tune`: the database of evaluations, as `--storage`",
     "LLMCTL_URL": "`bench.sh` of a rendered folder: the server's address",
@@ -313,8 +314,8 @@ def variables() -> str:
             table(head, [(code(name), text) for name, text in VARIABLES.items()]),
             "## Of others",
             table(head, [(code(name), text) for name, text in OTHERS.items()]),
-            "A key given by a variable does not show in the list of processes; `serve` also removes "
-            "it from its own\nenvironment, so that workers and `/proc` do not have it.",
+            "A key in a variable is not in the list of processes; `serve` also removes it from "
+            "its own\nenvironment, so that workers and `/proc` do not have it.",
         ]
     )
 
@@ -385,8 +386,8 @@ PAGES: dict[str, tuple[str, str, str, Callable[[], str]]] = {
     "commands": (
         "the commands",
         "Commands",
-        "Every command and option. `llmctl COMMAND --help` shows the same. Each command that prints "
-        "a result takes\n`--json`.",
+        "Every command and option. `llmctl COMMAND --help` shows the same. A command that prints a "
+        "result takes\n`--json`.",
         commands,
     ),
     "recipe-keys": (

@@ -78,8 +78,8 @@ def open_experiment(
 
     `fit` may be "unit-step", a clock that counts decode steps. `rate_rps`: scale arrivals to this
     mean rate. `workers`, `max_new_tokens`: 0 takes those of the fit and of its recipe. Lengths are
-    scaled to the recipe's limits as in `llmctl tune`; `trace.notes` say how. `settings` are those of
-    the simulated world, such as `capacity_tokens`. `InputError` for a file that cannot be used.
+    scaled to the recipe's limits as in `llmctl tune`; `trace.notes` say how. `settings` are those
+    of the simulated world, such as `capacity_tokens`. `InputError` for a file that cannot be used.
     """
     requests, _ = read_trace(trace_path(os.fspath(trace)))
     fitted: Fit | None = None
