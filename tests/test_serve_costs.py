@@ -150,9 +150,9 @@ def test_a_rounds_prediction_includes_transfers_that_it_waits_for(overlaps, expe
         0,
         0.0,
         keep_cache=True,
-        started_s=1.0,
         moves=Moves(swap_out=(left,), overlap=True),
     )
+    batch.started_s = 1.0
     stats = Stats()
     stats.count_round(batch, RoundResult(0, 0, 0, ()), 3.0, worker)
     assert stats.predicted_batch_s == expected_s

@@ -13,8 +13,8 @@ each: id, arrival_s on the log's clock, prompt_tokens, max_tokens.
 The second makes up workloads, with small caches and all flags drawn, and runs them through vLLM's
 scheduler classes, also the asynchronous one, without an engine (`vllm_passes_child.py`): the
 arrivals before each pass are given, and so is which requests end before their limit. Two thirds of
-them have prompts that share blocks, or sessions whose turns begin with the turns before, in open
-and closed loop. FOLDER has a model's config.json; no weights are read.
+them have prompts that share blocks, or sessions in which each turn begins with those before, in
+open and closed loop. FOLDER has a model's config.json; no weights are read.
 
 The third does the same with the requests of a trace with shared blocks, their lengths divided by
 --divide, with passes of --pass-s seconds.

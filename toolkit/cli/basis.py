@@ -175,7 +175,7 @@ def plain(trace: Trace) -> Requests:
 FleetOption = Annotated[
     Path | None,
     typer.Option(
-        "--fleet", help="Workers of several kinds, in place of --fit; see docs/how-to/fleets.md."
+        "--fleet", help="Workers of several kinds, in place of --fit; see the docs on fleets."
     ),
 ]
 

@@ -243,7 +243,7 @@ class SimulateOptions(StageOptions):
     policy: Annotated[
         str,
         typer.Option(
-            autocompletion=completion.policy, help="The policy; see docs/explanation/policies.md."
+            autocompletion=completion.policy, help="The policy, one that `llmctl policies` lists."
         ),
     ] = "slice"
     rate: Annotated[

@@ -49,11 +49,11 @@ MAX_JOBS = 1024
 
 
 def _limit_jobs(jobs: int | None) -> int | None:
-    """The value of --jobs. `InputError` for more processes than any machine has usable_cpus."""
+    """The value of --jobs. `InputError` for more processes than any machine has cores."""
     from toolkit.errors import InputError
 
     if jobs is not None and jobs > MAX_JOBS:
-        hint = "leave it out for as many as there are usable_cpus"
+        hint = "leave it out for as many as there are cores"
         raise InputError(f"--jobs {jobs}: the limit is {MAX_JOBS:,}, since each is a process", hint)
     return jobs
 
@@ -164,7 +164,7 @@ class TuneOptions:
             "--jobs",
             min=1,
             callback=_limit_jobs,
-            help="Simulate in this many processes; default: as many as there are usable_cpus.",
+            help="Simulate in this many processes; default: as many as there are cores.",
         ),
     ] = None
     executor: Annotated[

@@ -137,7 +137,7 @@ class BlockPool:
         preempted_queries, preempted_hits: the same for requests that are admitted again.
         lost: of `queries`, tokens that were not found, but once were there: their blocks were
             given out.
-        writers: rows whose outputs other requests may look for while they are generated.
+        writers: running rows with outputs that other requests may look for.
     """
 
     __slots__ = (
