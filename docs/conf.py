@@ -31,6 +31,7 @@ exclude_patterns: list[str] = []
 myst_heading_anchors = 4  # headings can be linked to, as on a forge
 suppress_warnings = ["misc.highlighting_failure"]
 nitpicky = True
+smartquotes = False  # `--option` stays as it is typed
 
 html_theme = "furo"
 html_title = f"llmctl {version}"

@@ -79,6 +79,11 @@ def code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
+def as_code(text: str) -> str:
+    """A help text with its options as code."""
+    return re.sub(r"(?<![\w`-])--[a-z][a-z-]*", r"`\g<0>`", text)
+
+
 # Commands
 
 
@@ -98,7 +103,7 @@ def kind(option: Any) -> str:
 def option_row(option: Any) -> tuple[str, str]:
     names = ", ".join([*option.opts, *option.secondary_opts])
     cell = code(f"{names} {kind(option)}".strip())
-    text = option.help or ""
+    text = as_code(option.help or "")
     if option.envvar:
         text += f" Also as `{option.envvar}`."
     default = option.default
@@ -123,7 +128,7 @@ def command_section(name: str, command: Any, level: str) -> str:
             panel = one.rich_help_panel or "option"
             groups.setdefault(panel, []).append(option_row(one))
     parts = [f"{level} {name}", usage]
-    parts += [fill(text, 100) for text in (command.help or "").split("\n\n")]
+    parts += [fill(as_code(text), 100) for text in (command.help or "").split("\n\n")]
     parts += [
         table((panel.lower(), "meaning"), rows)  # type: ignore[arg-type]
         for panel, rows in groups.items()
@@ -192,7 +197,7 @@ def key_rows(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def recipe() -> str:
     schema = Recipe.model_json_schema()
     head = ("key", "value", "default", "meaning")
-    parts = ["## Keys of a recipe", table(head, key_rows(schema))]
+    parts = ["## At the top", table(head, key_rows(schema))]
     sections = {
         name: str(spec.get("$ref", "")).rpartition("/")[2]
         for name, spec in schema["properties"].items()
