@@ -80,8 +80,9 @@ def code(text: str) -> str:
 
 
 def as_code(text: str) -> str:
-    """A help text with its options as code."""
-    return re.sub(r"(?<![\w`-])--[a-z][a-z-]*", r"`\g<0>`", text)
+    """A help text with its options as code; what is code already stays."""
+    option = r"(`[^`]*`)|(?<![\w-])(--[a-z][a-z-]*)"
+    return re.sub(option, lambda found: found[1] or f"`{found[2]}`", text)
 
 
 # Commands
