@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any, get_args
@@ -64,7 +64,7 @@ OTHERS = {
 }
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """A Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
@@ -130,10 +130,7 @@ def command_section(name: str, command: Any, level: str) -> str:
             groups.setdefault(panel, []).append(option_row(one))
     parts = [f"{level} {name}", usage]
     parts += [fill(as_code(text), 100) for text in (command.help or "").split("\n\n")]
-    parts += [
-        table((panel.lower(), "meaning"), rows)  # type: ignore[arg-type]
-        for panel, rows in groups.items()
-    ]
+    parts += [table((panel.lower(), "meaning"), rows) for panel, rows in groups.items()]
     return joined(parts)
 
 
@@ -183,7 +180,7 @@ def of_type(spec: Mapping[str, Any]) -> str:
 
 
 def key_rows(section: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, spec in section["properties"].items():
         if "$ref" in json.dumps(spec) and name != "vllm":
             continue
@@ -245,8 +242,10 @@ def policies() -> str:
             where = f"engine `{BUILT_IN[name].engine}`"
         rows.append((f"[`{name}`](#{name})", about.does, about.source, where))
     parts = [table(("policy", "what it does", "source", "runs"), rows)]
+    head = ("parameter", "default", "allowed", "searched", "meaning")
     for name in ABOUT:
-        of_policy, found = KNOWN[name], []
+        of_policy = KNOWN[name]
+        found: list[tuple[str, ...]] = []
         for key, knob in knobs(of_policy).items():
             value = defaults(of_policy).get(key, "")
             boolean = isinstance(value, bool)
@@ -255,7 +254,6 @@ def policies() -> str:
             searched += ", log" if knob.search and knob.log else ""
             allowed = "`true`, `false`" if boolean else limits(knob)
             found.append((code(key), shown, allowed, searched, knob.doc))
-        head = ("parameter", "default", "allowed", "searched", "meaning")
         parts += [f"## {name}", table(head, found) if found else "It has no parameters."]
     return joined(parts)
 
@@ -351,12 +349,12 @@ def python_api() -> str:
         doc = inspect.getdoc(found) or ""
         parts.append(f"## {name}")
         if inspect.isfunction(found):
-            signature = inspect.signature(found)
-            lines = [f"    {one},".replace("'", "") for one in signature.parameters.values()]
+            shape = inspect.signature(found)
+            lines = [f"    {one},".replace("'", "") for one in shape.parameters.values()]
             star = next(
                 (
                     k
-                    for k, one in enumerate(signature.parameters.values())
+                    for k, one in enumerate(shape.parameters.values())
                     if one.kind is one.KEYWORD_ONLY
                 ),
                 None,
@@ -364,22 +362,16 @@ def python_api() -> str:
             if star is not None:
                 lines.insert(star, "    *,")
             shown = "\n".join(
-                [f"{name}(", *lines, f") -> {signature.return_annotation}".replace("'", "")]
+                [f"{name}(", *lines, f") -> {shape.return_annotation}".replace("'", "")]
             )
             parts.append(f"```python\n{shown}\n```")
         parts.append(f"From `{found.__module__}`." if found.__module__ != api.__name__ else "")
         parts.append(plain(doc))
         for method in ("run", "metrics", "admissible", "admit", "longest_round"):
-            if (
-                inspect.isfunction(inner := vars(found).get(method))
-                if inspect.isclass(found)
-                else False
-            ):
-                parts += [
-                    f"### {name}.{method}",
-                    code(f"{method}{inspect.signature(inner)}".replace("'", "")),
-                ]
-                parts.append(plain(inspect.getdoc(inner) or ""))
+            inner = vars(found).get(method) if inspect.isclass(found) else None
+            if inner is not None and inspect.isfunction(inner):
+                signature = code(f"{method}{inspect.signature(inner)}".replace("'", ""))
+                parts += [f"### {name}.{method}", signature, plain(inspect.getdoc(inner) or "")]
     return joined(parts)
 
 

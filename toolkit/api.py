@@ -16,8 +16,9 @@ from toolkit.metrics import Floats, latencies
 from toolkit.sched.footprint import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import Value, choice, knob
-from toolkit.sched.protocols import AnyPolicy, Decision, View
+from toolkit.sched.protocols import AnyPolicy
 from toolkit.sched.types import Job, Worker
+from toolkit.sched.view import Decision, View
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.world import UNIT_STEP, World, make_world, policy_for
 from toolkit.traces.read import read_trace
