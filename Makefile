@@ -37,12 +37,13 @@ demo-ray: $(STAMP)  ## serve on a Ray cluster of two nodes on this machine, lose
 # How many processes run tests: auto is one more than there are processors, 0 runs them in pytest's own.
 JOBS   ?= auto
 PYTEST := -m pytest -n $(JOBS)
+TESTS  ?=  # files of tests; none: all
 
 quick: $(STAMP)  ## the tests that start no process and take less than half a second, for every change
 	$(BIN)/python $(PYTEST) -m "not slow"
 
-quick-compiled: compile  ## the same with compiled code; the other targets test plain Python
-	LLMCTL_COMPILED=1 $(BIN)/python $(PYTEST) -m "not slow"
+quick-compiled: compile  ## the same with compiled code (TESTS="tests/..."); the other targets test plain Python
+	LLMCTL_COMPILED=1 $(BIN)/python $(PYTEST) -m "not slow" $(TESTS)
 
 test: $(STAMP)  ## the tests: offline, no GPU
 	$(BIN)/python $(PYTEST)

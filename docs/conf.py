@@ -48,6 +48,7 @@ NAVIGATION = {
         "fleets",
         "ray",
         "vllm",
+        "gpu",
         "measure",
         "record-a-trace",
         "simulate-in-python",

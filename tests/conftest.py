@@ -28,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("patient")
+    # files of tests need not survive a power cut, and thousands of waits for the disk take seconds
+    os.fsync = lambda descriptor: None
     # servers that tests start record themselves, but not where the servers of the person that runs
     # the tests are recorded
     os.environ["XDG_STATE_HOME"] = config.stash.setdefault(

@@ -1,5 +1,5 @@
-"""The parts of vLLM that our scheduler inside it uses: blocks, chunked prefill, preemption, async
-scheduling; no model.
+"""The parts of vLLM that our scheduler inside it uses: blocks that running requests share, chunked
+prefill, preemption, async scheduling; no model.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Request:
     computed: int = 0
     in_flight: int = 0  # tokens of unfinished steps
     preemptions: int = 0  # how often its cache was dropped
+    block_hashes: list[str] = field(default_factory=list)  # of the full blocks of its prompt
 
 
 class FullAttentionSpec:
@@ -79,11 +80,11 @@ class AsyncScheduler(Scheduler):
             scheduler_config=SimpleNamespace(async_scheduling=ahead),
         )
         vars(self.vllm_config).update(config)
-        self.cache_config = SimpleNamespace(num_gpu_blocks=blocks)
+        self.cache_config = SimpleNamespace(num_gpu_blocks=blocks, enable_prefix_caching=True)
         self.kv_cache_config = SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=kind or FullAttentionSpec())]
         )
-        self.block_size = block_size
+        self.block_size = self.hash_block_size = block_size
         self.max_num_running_reqs = self.max_num_active_reqs = slots
         self.max_model_len = max_model_len
         self.budget = budget
@@ -115,9 +116,12 @@ class AsyncScheduler(Scheduler):
             and len(self.running) < self.max_num_active_reqs
         ):
             request = self.waiting.peek_request()
-            new = self._new_tokens(request, budget)
-            if not self._fits(request, request.num_prompt_tokens + request.generated):
+            tokens = request.num_prompt_tokens + request.generated
+            found = self._found(request, tokens)
+            if not self._fits(request, tokens):
                 break
+            request.computed = found
+            new = self._new_tokens(request, budget)
             self.waiting.pop_request()
             self.running.append(request)
             budget -= self._run(request, new, output)
@@ -179,10 +183,31 @@ class AsyncScheduler(Scheduler):
         return new
 
     def _fits(self, request, new) -> bool:
-        held = sum(
-            self._blocks(other.computed) for other in self.requests.values() if other is not request
-        )
-        return held + self._blocks(request.computed + new) < self.cache_config.num_gpu_blocks
+        others = [
+            (other, other.computed) for other in self.requests.values() if other is not request
+        ]
+        held = self.held([*others, (request, request.computed + new)])
+        return held < self.cache_config.num_gpu_blocks
+
+    def held(self, requests) -> int:
+        """The blocks that requests with so many computed tokens hold."""
+        shared, own = set(), 0
+        for request, computed in requests:
+            known = request.block_hashes[: computed // self.block_size]
+            shared.update(known)
+            own += self._blocks(computed) - len(known)
+        return own + len(shared)
+
+    def _found(self, request, tokens) -> int:
+        """Tokens at the start of a request that running ones hold."""
+        there = {
+            one
+            for other in self.running
+            for one in other.block_hashes[: other.computed // self.block_size]
+        }
+        most = (tokens - 1) // self.block_size
+        missing = (k for k, one in enumerate(request.block_hashes[:most]) if one not in there)
+        return next(missing, min(most, len(request.block_hashes))) * self.block_size
 
     def _blocks(self, tokens) -> int:
         return -(-tokens // self.block_size)

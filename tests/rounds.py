@@ -12,7 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.engines.loading import load_model
 from toolkit.engines.memory import ByteLedger
-from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams, StepOutput
+from toolkit.engines.protocol import (
+    LiveRow,
+    Round,
+    RoundOutput,
+    Row,
+    SamplingParams,
+    StepOutput,
+)
 from toolkit.engines.rebatch_engine import RebatchEngine
 
 GREEDY = SamplingParams()
@@ -27,6 +34,42 @@ def rebatch_engine(
     return RebatchEngine(
         spec, tiny.engine_spec("rebatch", budget_mib=budget_mib, **changes), tiny.CPU
     )
+
+
+def step_logits(engine: RebatchEngine, lengths: Sequence[int], steps: int = 3) -> torch.Tensor:
+    """Logits [steps, N, V] of decode steps over random caches of these lengths and fixed tokens,
+    the same for every engine of a model.
+    """
+    batch, generator = engine._batch, torch.Generator().manual_seed(3)
+    shapes = engine._kv_shapes
+    caches = [
+        [
+            tuple(
+                torch.randn(heads, length, dim, generator=generator).bfloat16()
+                for _, heads, _, dim in pair
+            )
+            for pair in shapes
+        ]
+        for length in lengths
+    ]
+    newcomers = [(k, LiveRow(free_row(length + 1, 9), ())) for k, length in enumerate(lengths)]
+    found = []
+    with torch.inference_mode():
+        batch.join(newcomers, caches)
+        for step in range(steps):
+            batch.cache.make_room(len(lengths), 0, ahead=1)
+            last = torch.arange(len(lengths), device=batch.cache.device) + 17 * step
+            found.append(batch._logits(last).float().cpu().clone())
+            batch.cache.advance()
+        batch.clear()
+    return torch.stack(found)
+
+
+def kept_bytes(engine: RebatchEngine) -> int:
+    """Bytes of the slabs that steps of fixed shapes keep when no row is left."""
+    cache = engine._batch.cache
+    keeps = getattr(cache, "_whole_rows", False) and not engine._batch
+    return cache.slab_tokens * cache.bytes_per_token if keeps else 0
 
 
 class FailingAllocations(TorchDispatchMode):

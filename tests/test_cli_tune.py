@@ -75,6 +75,18 @@ def test_the_output_fits_80_columns_and_has_the_results(
     assert not Path("tuning.json.partial").exists()
 
 
+def test_a_search_that_goes_on_says_how_much_is_kept(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.tuning.executor.JournalFile.forget", lambda journal: None)
+        assert tune("--out", "whole.json") in WRITTEN
+    assert "kept" not in capsys.readouterr().err
+    kept = Path("whole.json.partial").read_text().splitlines()[1:]
+    assert tune("--out", "whole.json") in WRITTEN
+    assert f"{len(kept)} of them are kept from an earlier run\n" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_number_of_processes_changes_no_byte_of_the_file(files: Path) -> None:
     assert tune("--out", "one.json") == tune("--jobs", "2", "--out", "two.json") == 0

@@ -418,9 +418,11 @@ def test_sglang_gets_the_fitted_values(gpu: Plan) -> None:
 
 
 def test_the_threshold_is_the_largest_backlog_that_keeps_the_ttft_target() -> None:
-    from toolkit.deploy.reckon import largest
+    from toolkit.deploy.reckon import MAX_BACKLOG, largest
 
-    assert [largest(bound(n)) for n in (0, 1, 7, 8, 100)] == [0, 1, 7, 8, 100]
+    for most in (0, 1, 2, 3, 7, 8, 100, MAX_BACKLOG - 1, MAX_BACKLOG):
+        assert largest(bound(most)) == most
+    assert largest(bound(2 * MAX_BACKLOG)) == MAX_BACKLOG
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from toolkit.engines.protocol import (
     StepOutput,
 )
 from toolkit.engines.round_parts import STEPS
+from toolkit.engines.transformers_engine import TIMED_STEPS
 
 KINDS = ["llama", "qwen3", "gpt2", "opt", "rebatch", "deepspeed", "fake"]
 ALL_STEPS = 10_000  # enough for any row
@@ -254,9 +255,16 @@ class Ticks:
         return self.now
 
 
+def timed_steps(kind: str, length: int) -> int:
+    """Decode steps that are timed together."""
+    if kind == "fake":
+        return 1
+    return STEPS if kind == "rebatch" else min(TIMED_STEPS, max(length - 1, 1))
+
+
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 1), (1, 40), (3, 2), (4, 40)])
 def test_timing_uses_the_given_clock(case: Case, batch_size: int, length: int) -> None:
-    steps = STEPS if case.kind == "rebatch" else 1  # timed between two readings of the clock
+    steps = timed_steps(case.kind, length)  # between two readings of the clock
     assert case.engine.time_prefill(batch_size, length, Ticks()) == 1.0
     assert case.engine.time_decode(batch_size, length, Ticks()) == 1.0 / steps
 

@@ -10,7 +10,17 @@ from collections.abc import Iterator
 import pytest
 import tiny
 import torch
-from rounds import RUNS, SWAPPED, WAITS, RoundDriver, free_row, random_rows, rebatch_engine
+from rounds import (
+    RUNS,
+    SWAPPED,
+    WAITS,
+    RoundDriver,
+    free_row,
+    kept_bytes,
+    random_rows,
+    rebatch_engine,
+    step_logits,
+)
 
 from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
@@ -70,8 +80,14 @@ def large_spec() -> ModelSpec:
 
 @pytest.mark.parametrize(
     ("chunk_tokens", "changes"),
-    [(0, {}), (0, {"joining": "shape"}), (9, {})],
-    ids=["embed", "shape", "chunks"],
+    [
+        (0, {}),
+        (0, {"cuda_graphs": False}),
+        (0, {"joining": "shape"}),
+        (9, {}),
+        (0, {"kv_layout": "rows"}),
+    ],
+    ids=["embed", "no graphs", "shape", "chunks", "rows"],
 )
 def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
     chunk_tokens: int, changes: dict[str, object]
@@ -82,7 +98,52 @@ def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
     for _ in range(25):
         driver.at_random(rng)
     assert driver.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
-    assert driver.engine.ledger.used_bytes == driver.engine.host_ledger.used_bytes == 0
+    assert driver.engine.ledger.used_bytes == kept_bytes(driver.engine)
+    assert driver.engine.host_ledger.used_bytes == 0
+    fixed = driver.engine._batch._fixed
+    assert fixed is None or fixed.captures  # no capture has failed
+
+
+def test_decode_steps_are_captured_as_graphs() -> None:
+    engine = on_gpu(rebatch_engine())
+    fixed = engine._batch._fixed
+    assert fixed is not None
+    rows = tuple(free_row(length, 60) for length in (3, 20, 9))
+    engine.run_round(Round(steps=30, enter=rows, numbers=(0, 1, 2)), go_on)
+    assert fixed.captures
+    assert fixed.captured > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"cuda_graphs": False}, {"kv_layout": "rows"}],
+    ids=["graphs", "slab", "rows"],
+)
+def test_logits_in_half_precision_are_those_of_float32_on_a_cpu_but_for_rounding(
+    dtype: str, changes: dict[str, object]
+) -> None:
+    """In float32 the kernels of cuDNN and of flash attention are never chosen."""
+    cpu = rebatch_engine("qwen3", dtype=dtype)
+    spec = tiny.model_spec("qwen3", dtype=dtype)
+    half = RebatchEngine(spec, tiny.engine_spec("rebatch", **changes), GPU)
+    half._model.load_state_dict(cpu._model.state_dict())
+    whole = rebatch_engine("qwen3")
+    whole._model.load_state_dict(cpu._model.state_dict())
+    lengths = [5, 60, 33, 12]
+    expected = step_logits(whole, lengths)
+    for _ in range(3):  # the last time from graphs
+        found = step_logits(half, lengths)
+        assert (found - expected).norm() / expected.norm() < 0.02
+
+
+def test_the_ledger_has_a_budget_and_cudnn_s_attention_is_left_out() -> None:
+    spec = EngineSpec(name="rebatch")
+    engine = RebatchEngine(tiny.model_spec(), spec, GPU)
+    assert engine.ledger.budget_bytes == engine.facts.kv_budget_bytes
+    assert engine.host_ledger.budget_bytes == 4 << 30
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

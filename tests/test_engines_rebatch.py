@@ -14,8 +14,10 @@ from rounds import (
     RoundDriver,
     free_row,
     generated_alone,
+    kept_bytes,
     random_rows,
     rebatch_engine,
+    step_logits,
 )
 
 from toolkit.engines.protocol import Row, SamplingParams
@@ -46,8 +48,10 @@ def alone(kind: str) -> list[tuple[int, ...]]:
         (0, {"joining": "shape"}),
         (0, {"kv_layout": "rows"}),
         (9, {"kv_layout": "rows"}),
+        (0, {"cuda_graphs": True}),
+        (9, {"cuda_graphs": True}),
     ],
-    ids=["whole", "chunks", "shaped", "rows", "rows in chunks"],
+    ids=["whole", "chunks", "shaped", "rows", "rows in chunks", "fixed", "fixed in chunks"],
 )
 def test_tokens_equal_those_of_each_request_alone(
     kind: str, chunk_tokens: int, changes: dict[str, object]
@@ -57,7 +61,8 @@ def test_tokens_equal_those_of_each_request_alone(
     for _ in range(25):
         driver.at_random(rng)
     assert driver.finish() == alone(kind)
-    assert driver.engine.ledger.used_bytes == driver.engine.host_ledger.used_bytes == 0
+    assert driver.engine.ledger.used_bytes == kept_bytes(driver.engine)
+    assert driver.engine.host_ledger.used_bytes == 0
 
 
 SAMPLINGS = {
@@ -75,7 +80,11 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {"joining": "shape"}], ids=["embedded", "shaped"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"joining": "shape"}, {"cuda_graphs": True}],
+    ids=["embedded", "shaped", "fixed"],
+)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampled_tokens_equal_those_of_static_batches(
     sampling: str, changes: dict[str, object]
@@ -292,6 +301,25 @@ def test_rounds_run_in_half_precision(dtype: str) -> None:
     for _ in range(10):
         driver.at_random(rng)
     assert [len(tokens) for tokens in driver.finish()] == [12, 12, 12]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"kv_layout": "rows"}, {"cuda_graphs": True}], ids=["slab", "rows", "fixed"]
+)
+def test_logits_in_bfloat16_are_those_of_float32_but_for_rounding(
+    changes: dict[str, object],
+) -> None:
+    half = rebatch_engine("qwen3", dtype="bfloat16", **changes)
+    whole = rebatch_engine("qwen3")
+    whole._model.load_state_dict(half._model.state_dict())
+    lengths = [5, 60, 33, 12]
+    expected = step_logits(whole, lengths)
+    found = step_logits(half, lengths)
+    assert expected.std() > 0.1
+    assert (found - expected).norm() / expected.norm() < 0.02
+    # A mask that hides one column too few or too many is found: its logits are those of others.
+    other = step_logits(whole, [length + 1 for length in lengths])
+    assert (other - expected).norm() / expected.norm() > 0.1
 
 
 @pytest.mark.parametrize(

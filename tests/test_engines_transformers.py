@@ -7,11 +7,13 @@ import tiny
 import torch
 from transformers.cache_utils import DynamicCache
 
+from toolkit.engines.devices import choose_attention_kernels
 from toolkit.engines.loading import load_model
-from toolkit.engines.memory import ByteLedger, as_out_of_memory
+from toolkit.engines.memory import ByteLedger, as_out_of_memory, kv_budget_bytes
 from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams
-from toolkit.engines.slab import PaddedBatch, SlabCache
+from toolkit.engines.slab import MASK_ALIGNMENT, PaddedBatch, SlabCache, additive
 from toolkit.engines.transformers_engine import TransformersEngine
+from toolkit.errors import EngineError
 
 ARCHITECTURES = ["llama", "qwen3", "gpt2", "opt"]
 FREE = SamplingParams(ignore_eos=True)
@@ -113,3 +115,80 @@ def test_the_cpu_allocator_running_out_counts_as_out_of_memory() -> None:
 def test_other_errors_propagate() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         as_out_of_memory(lambda: torch.zeros(2, 3).view(7))
+
+
+@pytest.mark.parametrize(("length", "timed"), [(40, [38, 39, 40]), (3, [1, 2, 3]), (1, [1, 2])])
+def test_timed_decode_steps_grow_as_in_serving(
+    length: int, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is not timed. Were they all of one length, kernels that are planned for each length
+    would look fast.
+    """
+    engine = engine_of("llama")
+    lengths: list[int] = []
+    decode = engine._decode
+
+    def noted(batch: PaddedBatch, tokens: torch.Tensor) -> torch.Tensor:
+        lengths.append(batch.cache.get_seq_length())
+        return decode(batch, tokens)
+
+    monkeypatch.setattr(engine, "_decode", noted)
+    clock = iter([1.0, 7.0])
+    assert engine.time_decode(3, length, lambda: next(clock)) == 6.0 / (len(timed) - 1)
+    assert lengths == timed
+
+
+def test_the_mask_of_decode_steps_is_made_once_per_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+
+    def noted(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        made.append(additive(visible, dtype))
+        return made[-1]
+
+    monkeypatch.setattr("toolkit.engines.slab.additive", noted)
+    rows = [Row("long", tuple(range(30)), 0, 9, FREE), Row("short", (1, 2, 3), 0, 9, FREE)]
+    engine_of("llama").run_slice(rows, 9, lambda step: True)
+    assert [mask.shape for mask in made] == [(2, 1, 1, 39)]
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 61])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_additive_mask_hides_what_is_not_visible_and_is_aligned(
+    columns: int, dtype: torch.dtype
+) -> None:
+    visible = torch.rand(3, columns, generator=torch.Generator().manual_seed(columns)) < 0.5
+    mask = additive(visible, dtype)
+    assert torch.equal(mask[:, 0, 0] == 0, visible)
+    assert torch.equal(mask[:, 0, 0] == -torch.inf, ~visible)
+    assert mask.dtype == dtype
+    assert all(stride % MASK_ALIGNMENT == 0 for stride in mask.stride()[:-1])
+
+
+def test_cudnn_s_attention_is_left_out_on_cuda_only() -> None:
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    engine_of("llama")
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        choose_attention_kernels()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_the_budget_of_a_gpu_leaves_room_for_what_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * gib, 140 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 16 * gib)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
+    spec, device = tiny.engine_spec("rebatch"), torch.device("cuda")
+    whole = spec.model_copy(update={"kv_cache_memory_mib": None, "gpu_memory_utilization": 0.5})
+    assert kv_budget_bytes(whole, device) == 53 * gib
+    small = whole.model_copy(update={"kv_cache_memory_mib": 2048.0})
+    assert kv_budget_bytes(small, device) == 2 * gib
+    full = whole.model_copy(update={"gpu_memory_utilization": 0.1})
+    with pytest.raises(EngineError, match="no GPU memory is left for the KV cache"):
+        kv_budget_bytes(full, device)

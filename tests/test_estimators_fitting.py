@@ -6,12 +6,14 @@ from scipy.optimize import curve_fit
 from synthetic_profiles import FACTS, LAW, SIZES, make_profile, probe_all
 
 from toolkit.errors import InputError
-from toolkit.estimators.fitting import fit_profile
+from toolkit.estimators.fitting import fit_file, fit_profile, resampled_fits, scaled_fits
 from toolkit.estimators.forms import LawForm, Points, candidates, choose, typical
+from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.load import memory_from_fit
 from toolkit.estimators.memory import RuleMemory
 from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.fit import Segment
+from toolkit.files.io import head
 from toolkit.files.profile import MemoryPoint
 
 
@@ -77,6 +79,42 @@ def test_bends_are_chosen_when_small_batches_have_kernels_of_their_own():
     assert fit.error.median_percent < 3.0
     for size in sizes:
         assert predicted(fit.segments, size, 100) == pytest.approx(kernel(size, 100), rel=0.05)
+
+
+def launches(size: int, length: int) -> float:
+    """A decode step of an 8B model on a GPU: launches, and then the caches that it reads."""
+    return max(0.014, 0.004 + 6e-8 * size * length)
+
+
+def test_a_step_that_is_flat_and_then_linear_has_a_form():
+    sizes, lengths = (1, 4, 16, 64, 128, 256), (128, 512, 1024, 2048, 4096)
+    made = make_profile(decode=launches, sizes=sizes, lengths=lengths, noise=0.02)
+    fit = fit_profile(made).decode.fit
+    assert fit.form == "flat, then linear"
+    (segment,) = fit.segments
+    assert segment.flat == pytest.approx(0.014, rel=0.02)
+    assert segment.nl == pytest.approx(6e-8, rel=0.1)
+    assert fit.error.median_percent < 3.0
+    law = SegmentedLaw(tuple(fit_profile(made).prefill.fit.segments), (segment,), True)
+    for size, length in ((1, 200), (64, 1500), (256, 4000)):
+        assert law.decode_s(size, length - 1, 1) == pytest.approx(launches(size, length), rel=0.06)
+    assert fit_profile(make_profile(noise=0.02)).decode.fit.form == "bilinear"
+    assert not any("flat" in each.form for each in fit_profile(made).prefill.fit.candidates)
+
+
+def test_a_fit_of_a_flat_step_is_resampled_in_its_form():
+    made = make_profile(
+        decode=launches,
+        sizes=(1, 4, 16, 64, 128, 256),
+        lengths=(128, 512, 1024, 2048, 4096),
+        noise=0.02,
+    )
+    fit = fit_file(made, fit_profile(made), head({}))
+    for drawn in resampled_fits(made, fit, 3, seed=0):
+        assert drawn.decode.segments[0].flat == pytest.approx(0.014, rel=0.05)
+    (scaled,) = scaled_fits(fit, 1, seed=0)
+    old, new = fit.decode.segments[0], scaled.decode.segments[0]
+    assert new.flat / old.flat == pytest.approx(new.nl / old.nl)
 
 
 def test_the_simplest_form_is_chosen_when_bends_gain_nothing():

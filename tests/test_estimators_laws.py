@@ -3,6 +3,7 @@ figures.
 """
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -71,6 +72,54 @@ def test_the_table_equals_the_scalar_law(law, batch):
     expected = law.prefill_s(size, length) + law.decode_s(size, length, steps)
     assert table[:, size] @ [1, length, length**2] == pytest.approx(expected)
     assert law.serve_s(size, length, tokens) == pytest.approx(expected)
+
+
+def flat_to(law: SegmentedLaw, flat: float) -> SegmentedLaw:
+    """The law with decode steps that take at least `flat` seconds."""
+    decode = tuple(segment.model_copy(update={"flat": flat}) for segment in law.decode)
+    return SegmentedLaw(law.prefill, decode, law.prefill_emits_token)
+
+
+@given(laws, batches, st.floats(1e-6, 20))
+def test_decode_that_is_flat_and_then_linear_equals_the_sum_over_steps(law, batch, flat):
+    size, length, steps = batch
+    found = flat_to(law, flat)
+    expected = math.fsum(max(flat, law.decode_s(size, length + i, 1)) for i in range(steps))
+    assert found.decode_s(size, length, steps) == pytest.approx(expected)
+    assert pickle.loads(pickle.dumps(found)).decode_s(size, length, steps) == pytest.approx(
+        expected
+    )
+
+
+@given(laws, batches, st.floats(1e-6, 20), st.floats(0, 1), st.floats(0.5, 2))
+def test_the_table_of_a_flat_law_is_exact_for_slices_on_one_side_and_low_else(
+    law, batch, flat, batch_s, stretch
+):
+    size, length, tokens = batch
+    found = flat_to(law, flat)
+    for each, exact in (
+        (found, found.serve_s(size, length, tokens)),
+        (
+            WithOverhead(found, batch_s, stretch),
+            batch_s + stretch * found.serve_s(size, length, tokens),
+        ),
+    ):
+        table = each.serve_table(40, tokens)[:, size]
+        assert len(table) == 5
+        linear = table[:3] @ [1, length, length**2]
+        flat_s = table[[3, 4, 2]] @ [1, length, length**2]
+        steps = found.iterations(tokens)
+        ends = [law.decode_s(size, length + i, 1) for i in (0, max(steps - 1, 0))]
+        if flat >= max(ends) or flat <= min(ends) or not steps:
+            assert max(linear, flat_s) == pytest.approx(exact)
+        else:
+            assert max(linear, flat_s) <= exact * (1 + 1e-9)
+
+
+def test_prefill_has_no_flat_part():
+    flat = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
+    with pytest.raises(InputError, match="no flat part"):
+        SegmentedLaw((flat.model_copy(update={"flat": 1.0}),), (flat,), True)
 
 
 @given(laws, batches, st.floats(0, 1), st.floats(0.5, 2))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from toolkit.backends.vllm.setup import make_worker, read_setup
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
-from toolkit.sched.eventlog import CompleteRound, EventLogHeader, Tick, from_lines, replay
+from toolkit.sched.eventlog import CompleteRound, EventLogHeader, Resize, Tick, from_lines, replay
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 
@@ -186,6 +186,132 @@ def test_past_future_preempts_less_than_aggressive(make):
         preempted[policy] = scheduler.made_way + scheduler.ran_out
     past_future, aggressive = preempted.values()
     assert past_future < aggressive
+
+
+def alike(count=6, limit=12, length=12, shared=8):
+    """Prompts of 36 tokens in blocks of 4, of which the first `shared` blocks are the same."""
+    return [
+        Request(
+            f"r{n}",
+            36,
+            limit,
+            length,
+            arrival_time=float(n),
+            block_hashes=[*(f"common {k}" for k in range(shared)), f"own {n}"],
+        )
+        for n in range(count)
+    ]
+
+
+def submitted(scheduler):
+    """The prompts' tokens as the policy's scheduler gets them, by request, in a dict to come."""
+    found, submit = {}, scheduler.steps.submit
+
+    def recorded(request, now_s):
+        found[request.request_id] = request.prompt_tokens
+        return submit(request, now_s)
+
+    scheduler.steps.submit = recorded
+    return found
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(
+    "policy", ["past-future initial_count=50 initial_length=12", "conservative"]
+)
+def test_blocks_that_requests_share_are_counted_once(make, policy, ahead):
+    """25 blocks hold two requests of 12 blocks, or several that have 8 blocks in common."""
+    most = {}
+    for shared in (0, 8):
+        scheduler = make(policy, blocks=26, slots=8, budget=80, ahead=bool(ahead))
+        requests, running = alike(count=10, shared=shared), []
+        schedule = scheduler.schedule
+
+        def counted(schedule=schedule, scheduler=scheduler, running=running):
+            output = schedule()
+            running.append(len(scheduler.running))
+            return output
+
+        scheduler.schedule = counted
+        assert run(scheduler, requests, ahead=ahead) == truth(requests)
+        assert scheduler.ran_out == 0
+        assert scheduler._counted.uncounted == 0
+        most[shared] = max(running)
+    assert most[0] == 2
+    assert most[8] >= 3
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_tokens_that_the_policy_counts_are_those_that_vllm_holds(make, ahead):
+    """Prompts in a tree, so that those of several requests end while others go on; a pass of the
+    prompts that were admitted is not over at once. Half a block is added to each.
+    """
+    scheduler = make("aggressive watermark=1.0", blocks=60, slots=6, budget=400, ahead=bool(ahead))
+    worker = scheduler.steps.scheduler.workers[0]
+    requests = [
+        Request(
+            f"r{n}",
+            36,
+            20,
+            2 + 7 * n % 18,
+            arrival_time=float(n),
+            block_hashes=[f"{n % 2 ** (k // 2)}/{k}" for k in range(9)],
+        )
+        for n in range(24)
+    ]
+    schedule, seen = scheduler.schedule, []
+
+    def counted():
+        output = schedule()
+        residents = worker.residents
+        rows = {job.request_id for job in residents.jobs}
+        assert rows == {request.request_id for request in scheduler.running}
+        prompts = scheduler.held([(scheduler.requests[name], 32) for name in rows])
+        charged = sum(sizes[name] - 2 - 4 for name in rows)
+        assert charged == 4 * (prompts - scheduler._counted.uncounted)
+        assert worker.capacity_tokens <= scheduler.capacity_tokens
+        seen.append(scheduler._counted.uncounted)
+        return output
+
+    sizes, scheduler.schedule = submitted(scheduler), counted
+    assert run(scheduler, requests, ahead=ahead) == truth(requests)
+    assert max(seen) > 0
+    assert scheduler._counted.uncounted == 0
+
+
+def test_a_shared_block_is_counted_with_the_next_request_when_the_first_has_ended(make):
+    scheduler = make("conservative", blocks=101, slots=8, budget=400)
+    first, second, third = alike(count=3)
+    sizes = submitted(scheduler)
+    scheduler.add_request(first)
+    scheduler.add_request(second)
+    scheduler.schedule()
+    scheduler.finish_requests(["r0"], None)
+    assert scheduler._counted.uncounted == 8
+    scheduler.add_request(third)
+    scheduler.schedule()
+    assert sizes == {"r0": 36 + 2, "r1": 36 + 2 - 32, "r2": 36 + 2}
+    assert scheduler._counted.uncounted == 0
+
+
+def test_a_log_with_shared_blocks_replays(make, tmp_path):
+    log = tmp_path / "events.jsonl"
+    scheduler = make("past-future", log=str(log), blocks=26, slots=8, budget=80)
+    run(scheduler, alike(count=10))
+    scheduler.shutdown()
+    events = list(read(log))
+    assert any(isinstance(event, Resize) for event in events)
+    worker = make_worker(read_setup(os.environ), events[0].capacity_tokens, events[0].slots)
+    assert list(replay(events, Scheduler(make_policy("past-future", {}), [worker]))) == []
+
+
+def test_without_prefix_caching_nothing_is_shared(make):
+    scheduler = make("conservative", blocks=101, slots=8, budget=400)
+    scheduler.cache_config.enable_prefix_caching = False
+    sizes = submitted(scheduler)
+    for request in alike(count=2):
+        scheduler.add_request(request)
+    assert sizes == {"r0": 38, "r1": 38}
 
 
 def test_mlfq_pauses_a_request_after_its_quantum_and_keeps_its_cache(make):

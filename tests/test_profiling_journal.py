@@ -147,3 +147,25 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         Journal(tmp_path / "file" / "profile.json.partial", NOW)
+
+
+@pytest.mark.parametrize(
+    ("device", "platform", "resumes"),
+    [
+        ("NVIDIA H200", "Linux-4.4.0-x86_64-with-glibc2.39", True),
+        ("NVIDIA H200", "Linux-6.18.44-gpu-x86_64-with-glibc2.36", False),
+        ("NVIDIA H200", "Linux-4.4.0-aarch64-with-glibc2.39", False),
+        ("cpu", "Linux-4.4.0-x86_64-with-glibc2.39", False),
+    ],
+    ids=["another kernel", "another libc", "another architecture", "on a CPU"],
+)
+def test_results_of_a_gpu_go_on_under_another_kernel(tmp_path, device, platform, resumes):
+    then = "Linux-6.18.44-gpu-x86_64-with-glibc2.39"
+    environment = ENVIRONMENT.model_copy(update={"device": device, "platform": then})
+    path = tmp_path / "profile.json.partial"
+    with Journal(path, NOW.model_copy(update={"environment": environment})) as journal:
+        journal.put("slice/7", RESULTS["slice/7"])
+    now = environment.model_copy(update={"platform": platform})
+    with Journal(path, NOW.model_copy(update={"environment": now})) as journal:
+        assert bool(journal.results) is resumes
+        assert journal.set_aside == ("" if resumes else "changed since: the machine")

@@ -1,12 +1,15 @@
 """Whole profiles with the fake engine: their content, and that an interrupted one loses nothing."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from samples import recipe
 from synthetic_profiles import ENVIRONMENT, FACTS
@@ -338,6 +341,28 @@ def test_an_engine_that_keeps_dying_ends_the_profile():
     bench._child.kill()
     with pytest.raises(EngineError, match=f"ended {DEATHS_MAX} times"):
         bench.time(GridPoint("decode", 1, 16), 0)
+
+
+@pytest.mark.slow
+def test_what_an_engine_s_process_has_started_ends_with_it(monkeypatch, tmp_path):
+    """As the ranks of a model that several processes share do."""
+    noted = tmp_path / "pid"
+    engine = (
+        "import pathlib, subprocess; "
+        "started = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL); "
+        f"pathlib.Path({str(noted)!r}).write_text(str(started.pid))"
+    )
+    monkeypatch.setattr("toolkit.profiling.process.COMMAND", (sys.executable, "-c", engine))
+    bench = EngineProcess(fake_recipe())
+    bench.start()
+    with pytest.raises(EngineError, match="ended while it loaded: exit code 0"):
+        bench.wait()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank = psutil.Process(int(noted.read_text()))
+        deadline_s = time.monotonic() + 10.0
+        while rank.status() != psutil.STATUS_ZOMBIE:  # init has not reaped it yet
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
 
 
 @pytest.mark.slow

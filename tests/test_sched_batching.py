@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.laws import SegmentedLaw, bilinear_law
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.slice import SlicePolicy, offload_in_turn, offload_max_min
@@ -71,16 +71,26 @@ coefficient = st.floats(0, 1e-2)
     d=st.tuples(coefficient, coefficient, coefficient, coefficient),
     steps=st.integers(1, 64),
     capacity=st.integers(100, 9000),
+    flat=st.sampled_from([0.0, 1e-3, 10.0]),
 )
-def test_algorithm_1_equals_brute_force(lengths, p, d, steps, capacity):
+def test_algorithm_1_equals_brute_force(lengths, p, d, steps, capacity, flat):
     law = bilinear_law(p, d)
+    decode = tuple(segment.model_copy(update={"flat": flat}) for segment in law.decode)
+    law = SegmentedLaw(law.prefill, decode, law.prefill_emits_token)
+
+    def serve_s(size, length):
+        """As the table has it, which is a little low for slices that begin flat."""
+        if not flat:
+            return law.serve_s(size, length, steps)
+        linear = bilinear_law(p, d)
+        flat_s = law.prefill_s(size, length) + steps * flat
+        return max(linear.serve_s(size, length, steps), flat_s)
+
     max_batch = np.maximum(ZetaMemory(capacity).max_batch(np.array(lengths), steps, 0.0), 1)
     starts, total_s = split_by_serving_time(
         np.array(lengths), max_batch, law.serve_table(16, steps)
     )
-    best_s = brute_force_s(
-        lengths, max_batch.tolist(), lambda n, length: law.serve_s(n, length, steps)
-    )
+    best_s = brute_force_s(lengths, max_batch.tolist(), serve_s)
     assert total_s[-1] == pytest.approx(best_s, rel=1e-9, abs=1e-12)
     end = len(lengths)
     while end:  # the walk back respects memory too

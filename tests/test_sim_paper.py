@@ -34,6 +34,7 @@ def test_each_step_of_the_ablation_raises_throughput(ablation):
     assert runs["SCLS"]["early_return_percent"] < 1.0
 
 
+@pytest.mark.slow
 def test_the_gains_are_those_of_an_independent_simulation(ablation):
     engine, runs = ablation
     gains = [gain_percent(runs["SCLS"], runs["SLS"], metric) for metric in bench.GAINS]

@@ -14,6 +14,7 @@ from benchmarks.engines import vllm_passes as bench
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
+from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.blocks import PagedRequest, SharedPool, contents
@@ -266,3 +267,23 @@ def test_the_turns_of_a_session_go_to_one_engine() -> None:
     one, two = run(trace), run(trace, workers=2)
     assert one.counters["hit_tokens"] == two.counters["hit_tokens"] == 32
     assert run(replace(trace, sessions=None), workers=2).counters.get("hit_tokens") is None
+
+
+@pytest.mark.parametrize("policy", ["conservative", "slice", "fcfs", "mlfq"])
+def test_our_policies_serve_the_same_closed_loop(policy: str) -> None:
+    trace = trace_of([(0, 8, 9), (1, 20, 5), (2, 30, 2)], previous=[-1, 0, 1], think_s=2.0)
+    found = simulate(trace, make_policy(policy, {}), World(unit_step(), ZetaMemory(1000), 1, 100))
+    served = found.served
+    assert served.ok.all()
+    assert served.arrival_s.tolist() == [0.0, *(served.finish_s[:2] + 2.0).tolist()]
+    assert "hit_percent" not in found.counters
+
+
+def test_our_policies_go_on_after_a_refused_turn_and_stop_where_nothing_drains() -> None:
+    trace = trace_of([(0, 8, 3), (0, 3000, 1), (0, 12, 9)], previous=[-1, 0, 1], think_s=1.0)
+    there = World(unit_step(), ZetaMemory(1000), 1, 100)
+    found = simulate(trace, make_policy("fcfs", {}), there)
+    assert found.served.ok.tolist() == [True, False, True]
+    assert found.served.arrival_s[2] == found.served.finish_s[0] + 2.0
+    stopped = simulate(trace, make_policy("conservative", {}), replace(there, drain=False))
+    assert stopped.counters["unfinished"] == 1

@@ -75,6 +75,61 @@ def test_inspect_reports_dropped_rows(capsys, tmp_path):
     assert found["prompt"]["histogram"] == [[4, 7, 1], [8, 15, 1]]
 
 
+def test_inspect_shows_the_reuse_at_every_size_of_a_cache(capsys, tmp_path):
+    path = tmp_path / "shared.jsonl"
+    rows = [[0, 1, 2, 3], [0, 1], [9, 10], [0, 1, 2]]
+    path.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "timestamp": k,
+                    "input_length": 16 * len(ids),
+                    "output_length": 3,
+                    "block_tokens": 16,
+                    "hash_ids": ids,
+                }
+            )
+            + "\n"
+            for k, ids in enumerate(rows)
+        )
+    )
+    code, out, _ = llmctl(capsys, "trace", "inspect", path, "--recipe", "tiny-llama-vllm")
+    assert code == 0
+    assert "reuse: 45.5 % of the prompt tokens repeat the beginning of an earlier one" in out
+    assert "80 of 176 tokens, in blocks of 16" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.splitlines()[-2].split() == ["80", "320.0", "KiB", "45.5", "%"]
+    _, out, _ = llmctl(capsys, "trace", "inspect", path, "--json")
+    reuse = json.loads(out)["reuse"]
+    assert (reuse["reusable_tokens"], reuse["different_tokens"]) == (80, 96)
+    hits = {one["cache_tokens"]: one["hit_percent"] for one in reuse["caches"]}
+    # [0, 1] hits from 2 blocks on; after [9, 10] it takes 4, and 5 with the tail [2].
+    assert hits[32] == pytest.approx(100 * 32 / 176)
+    assert hits[64] == pytest.approx(100 * 64 / 176)
+    assert hits[80] == pytest.approx(100 * 80 / 176)
+    _, out, _ = llmctl(capsys, "trace", "inspect", "chat-small", "--json")
+    assert json.loads(out)["reuse"] is None
+
+
+def test_convert_joins_a_folder_of_sessions_and_divides_lengths(capsys, tmp_path):
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    for name, start in (("a", 0.0), ("b", 1.0)):
+        requests = [{"t": start, "in": 128, "out": 16, "hash_ids": [1, 2]}]
+        content = {"block_size": 64, "hash_id_scope": "local", "requests": requests}
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    out_file = tmp_path / "out.jsonl"
+    code, _, _ = llmctl(capsys, "trace", "convert", folder, out_file, "--divide", 4)
+    assert code == 0
+    lines = [json.loads(line) for line in out_file.read_text().splitlines()]
+    assert [line["input_length"] for line in lines] == [32, 32]
+    assert [line["block_tokens"] for line in lines] == [16, 16]
+    assert lines[0]["hash_ids"] != lines[1]["hash_ids"]
+    code, _, err = llmctl(capsys, "bench", "--trace", folder)
+    assert code == 2
+    assert "llmctl trace convert FOLDER OUT.jsonl" in err
+
+
 def test_convert_cuts_and_scales_and_reports_it(capsys, tmp_path):
     out_file = tmp_path / "small.jsonl"
     options = [

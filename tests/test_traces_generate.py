@@ -9,13 +9,17 @@ from toolkit.errors import InputError
 from toolkit.traces.generate import (
     Arrivals,
     Lengths,
+    SharedContent,
     backlog,
     default_max_length,
     draw_arrivals,
     generate,
     limited,
     parse_lengths,
+    parse_times,
 )
+from toolkit.traces.read import read_trace
+from toolkit.traces.write import write_trace
 
 SCLS_PROMPT, SCLS_OUTPUT = (
     Lengths("lognormal", 400, 1.0, 1024),
@@ -187,3 +191,97 @@ def test_a_trace_that_would_not_fit_into_memory_is_refused(rate, duration):
 def test_a_backlog_that_would_not_fit_into_memory_is_refused():
     with pytest.raises(InputError, match="too many"):
         backlog(99_999_999_999, SCLS_PROMPT, SCLS_OUTPUT, 0)
+
+
+def content_trace(seed=0, rate=3.0, **content):
+    made = SharedContent(**content)
+    prompt, output = Lengths("uniform", 5, 40), Lengths("uniform", 2, 30)
+    return generate(Arrivals(rate), 40, prompt, output, seed, made)
+
+
+def shared_tokens(trace, one, other) -> int:
+    """The whole blocks that two prompts begin with alike, in tokens."""
+    pairs = zip(trace.shared.of(one).tolist(), trace.shared.of(other).tolist(), strict=False)
+    same = [a == b for a, b in pairs]
+    return [*same, False].index(False) * trace.shared.block_tokens
+
+
+def test_prompts_begin_with_the_system_prompt_and_a_template_by_zipf():
+    template = Lengths("fixed", 50)
+    trace = content_trace(system_tokens=100, templates=4, template=template, zipf=1.5)
+    assert trace.prompt_tokens.min() >= 155
+    assert trace.shared.counts.tolist() == [-(-n // 16) for n in trace.prompt_tokens.tolist()]
+    shared = [shared_tokens(trace, 0, row) for row in range(1, len(trace))]
+    # All share the whole blocks of the system prompt (96), some of the template, too (144).
+    assert set(shared) == {96, 144}
+    groups = sorted(
+        sum(shared_tokens(trace, one, other) >= 144 for other in range(len(trace)))
+        for one in range(len(trace))
+    )
+    assert groups[-1] > 0.4 * len(trace)  # the first template's weight is 0.6
+    assert trace.sessions is None
+
+
+def test_a_later_turn_holds_the_turn_before_and_its_answer():
+    turns, think = Lengths("uniform", 1, 5), Lengths("uniform", 1000, 3000)
+    trace = content_trace(system_tokens=20, turns=turns, think_ms=think, block_tokens=4)
+    later = np.flatnonzero(trace.sessions.previous >= 0)
+    before = trace.sessions.previous[later]
+    assert len(later) > 50
+    new = trace.prompt_tokens[later] - (trace.prompt_tokens + trace.output_tokens)[before]
+    assert (new.min() >= 5, new.max() <= 40) == (True, True)
+    waits = trace.arrival_s[later] - trace.arrival_s[before]
+    assert waits == pytest.approx(trace.sessions.think_s[later])
+    assert (waits.min() >= 1, waits.max() <= 3) == (True, True)
+    assert (np.diff(trace.arrival_s) >= 0).all()
+    for row, previous in zip(later.tolist(), before.tolist(), strict=True):
+        assert shared_tokens(trace, row, previous) == trace.prompt_tokens[previous] // 4 * 4
+    other = np.flatnonzero(trace.sessions.first != trace.sessions.first[0])[0]
+    assert shared_tokens(trace, 0, int(other)) == 20
+
+
+def test_shared_content_is_drawn_from_the_seed_and_changes_nothing_else():
+    parts = {"templates": 3, "turns": Lengths("fixed", 3)}
+    first, same, other = (content_trace(seed, **parts) for seed in (1, 1, 2))
+    assert first.shared.ids.tobytes() == same.shared.ids.tobytes()
+    assert first.prompt_tokens.tobytes() == same.prompt_tokens.tobytes()
+    assert first.prompt_tokens.tobytes() != other.prompt_tokens.tobytes()
+    plain = generate(Arrivals(3), 40, Lengths("uniform", 5, 40), Lengths("uniform", 2, 30), 1)
+    system = content_trace(1, system_tokens=7)
+    assert (system.prompt_tokens - 7).tolist() == plain.prompt_tokens.tolist()
+    assert system.output_tokens.tolist() == plain.output_tokens.tolist()
+
+
+def test_a_generated_trace_is_read_again_as_it_was(tmp_path):
+    trace = content_trace(system_tokens=20, templates=2, turns=Lengths("fixed", 3))
+    write_trace(trace, tmp_path / "made.jsonl")
+    again, report = read_trace(tmp_path / "made.jsonl")
+    assert again.shared.ids.tolist() == trace.shared.ids.tolist()
+    assert again.sessions.previous.tolist() == trace.sessions.previous.tolist()
+    assert (report.unshared.counts, report.unlinked.counts) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"templates": 2, "zipf": -1.0}, "a Zipf exponent of -1"),
+        ({"templates": -2}, "-2 templates"),
+        ({"system_tokens": -1}, "a system prompt of -1 tokens"),
+        ({"block_tokens": 0}, "blocks of 0 tokens"),
+        ({"turns": Lengths("fixed", 1_000_000)}, "requests are too many for one trace"),
+        ({"system_tokens": 2**31 - 1}, "a prompt would have 2,147,4"),
+        ({"system_tokens": 10_000_000, "block_tokens": 1}, "blocks are too many for one trace"),
+    ],
+)
+def test_impossible_shared_content_is_an_error(content, said):
+    with pytest.raises(InputError, match=said):
+        content_trace(**content)
+
+
+def test_times_are_given_in_seconds():
+    assert str(parse_times("lognormal:5:1")) == "lognormal:5000:1"
+    assert str(parse_times("uniform:0.5:2")) == "uniform:500:2000"
+    with pytest.raises(InputError, match="not a distribution"):
+        parse_times("often:3")
+    with pytest.raises(InputError, match="could not convert"):
+        parse_times("fixed:soon")

@@ -20,7 +20,8 @@ from test_tuning import trace
 
 from toolkit.errors import InputError
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
-from toolkit.tuning.executor import InProcessRunner, JournalFile, Remembering, Studies, collect
+from toolkit.tuning.executor import InProcessRunner, JournalFile, Remembering, collect
+from toolkit.tuning.studies import Studies
 
 pytestmark = pytest.mark.slow
 

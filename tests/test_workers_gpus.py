@@ -13,9 +13,17 @@ from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.errors import EngineError
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import EngineSpec, Recipe
 from toolkit.serve import launch
-from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
+from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.process import (
+    ALLOCATOR_VARIABLES,
+    GpuShare,
+    engine_environment,
+    require_gpu,
+    share_gpus,
+    visible_gpus,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,26 +31,87 @@ from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
     [
         ([1, 1], ["0", "1"], ["0", "1"]),
         ([2, 2], ["0", "1", "2", "3"], ["0,1", "2,3"]),
-        ([1, 1, 1], ["4", "7"], ["4", "7", "4"]),
-        ([2, 2], ["0", "1", "2"], ["0,1", "0,1"]),
         ([2], ["0"], [None]),
-        ([1], [], [None]),
+        ([1, 1], [], [None, None]),
         ([2, 1, 0, 1], ["0", "1", "2", "3"], ["0,1", "2", None, "3"]),
     ],
 )
 def test_each_worker_has_its_own_gpus(
     sizes: list[int], visible: list[str], expected: list[str | None]
 ):
-    assert share_gpus(sizes, visible) == expected
+    assert share_gpus(sizes, visible) == [GpuShare(names) for names in expected]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "visible", "expected"),
+    [
+        ([1, 1, 1], ["4", "7"], [("4", 2), ("7", 1), ("4", 2)]),
+        ([2, 2], ["0", "1", "2"], [("0,1", 2), ("0,1", 2)]),
+        ([1, 1, 1], ["0"], [("0", 3), ("0", 3), ("0", 3)]),
+    ],
+)
+def test_gpus_are_shared_only_if_the_recipe_says_so_and_then_divided(
+    sizes: list[int], visible: list[str], expected: list[tuple[str, int]]
+):
+    with pytest.raises(EngineError) as refused:
+        share_gpus(sizes, visible)
+    assert refused.value.message == (
+        f"{len(sizes)} workers take {sum(sizes)} GPUs, and this machine has {len(visible)} "
+        f"(CUDA_VISIBLE_DEVICES={','.join(visible)})"
+    )
+    assert "engine.share_gpus: true" in refused.value.hint
+    shares = share_gpus(sizes, visible, shared=True)
+    assert shares == [GpuShare(*each) for each in expected]
+    spec = EngineSpec(gpu_memory_utilization=0.9)
+    for share in shares:
+        part = spec.on_part_of_gpu(share.workers).gpu_memory_utilization
+        assert part == pytest.approx(0.9 / share.workers)
+
+
+def test_workers_of_a_pool_are_refused_gpus_that_they_would_have_to_share(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    recipe = samples.recipe(**orders.GPU)
+    with pytest.raises(EngineError, match="2 workers take 2 GPUs, and this machine has 1"):
+        ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, 2)
+    engine = recipe.engine.model_copy(update={"share_gpus": True})
+    assert ProcessWorkers(recipe.model, engine, recipe.hardware, 2).size == 2
 
 
 def test_the_environment_takes_precedence_over_the_driver(tmp_path: Path):
-    (tmp_path / "0000:01:00.0").mkdir()
-    (tmp_path / "0000:02:00.0").mkdir()
-    assert visible_gpus({}, tmp_path) == ["0", "1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-5f"}, tmp_path) == ["3", "GPU-5f"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
-    assert visible_gpus({}, tmp_path / "none") == []
+    nothing, driver = tmp_path / "none", tmp_path / "driver"
+    (driver / "0000:01:00.0").mkdir(parents=True)
+    (driver / "0000:02:00.0").mkdir()
+    assert visible_gpus({}, driver, nothing) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-5f"}, driver, nothing) == ["3", "GPU-5f"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, driver, nothing) == []
+    assert visible_gpus({}, nothing, nothing) == []
+
+
+def test_device_files_are_counted_where_the_driver_s_folder_is_hidden(tmp_path: Path):
+    for name in ("nvidia0", "nvidia1", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path / "none", tmp_path) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "expected"),
+    [
+        ("cuda", {}, "expandable_segments:True"),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "backend:cudaMallocAsync"),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("cpu", {}, None),
+    ],
+)
+def test_cuda_s_allocator_is_set_before_torch_starts_unless_it_is_set_already(
+    device: str, own: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    assert engine_environment(1, device).get("PYTORCH_CUDA_ALLOC_CONF") == expected
 
 
 GPU_RECIPE = samples.recipe(**orders.GPU)
@@ -131,3 +200,15 @@ def test_profile_checks_for_a_gpu_first(
     write_file(samples.recipe(**changes), tmp_path / "recipe.json")
     assert llmctl("profile", tmp_path / "recipe.json", "--out", tmp_path / "profile.json") == 3
     assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_profile_refuses_workers_that_would_share_gpus_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("toolkit.workers.process.DEVICES", tmp_path)
+    monkeypatch.setattr("toolkit.profiling.run.require_gpu", lambda recipes: None)
+    monkeypatch.setattr(LocalBackend, "timed", never)
+    write_file(samples.recipe(**orders.GPU | {"workers": 2}), tmp_path / "recipe.json")
+    assert llmctl("profile", tmp_path / "recipe.json", "--out", tmp_path / "profile.json") == 3
+    assert "2 workers take 2 GPUs, and this machine has 1" in capsys.readouterr().err

@@ -63,6 +63,7 @@ ENGINES: dict[str, EngineTraits] = {
             load="toolkit.engines.rebatch_engine:RebatchEngine",
             keeps_rows=True,
             shares_model=True,
+            settings=("cuda_graphs",),
         ),
         EngineTraits(
             "transformers",

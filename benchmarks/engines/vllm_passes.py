@@ -16,8 +16,8 @@ arrivals before each pass are given, and so is which requests end before their l
 them have prompts that share blocks, or sessions in which each turn begins with those before, in
 open and closed loop. FOLDER has a model's config.json; no weights are read.
 
-The third does the same with the requests of a trace with shared blocks, their lengths divided by
---divide, with passes of --pass-s seconds.
+The third does the same with the requests of a trace that says what prompts share, their lengths
+divided by --divide, with passes of --pass-s seconds, in a cache of --blocks blocks.
 
 A pass differs if its rows, their order, their computed and new tokens, the preempted requests, the
 free blocks, the number of waiting requests or the tokens that were looked up and found in the cache
@@ -46,6 +46,7 @@ from toolkit.sim.blocks import PagedRequest, contents
 from toolkit.sim.paged import PagedScheduler
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import SharedBlocks, trace_path
+from toolkit.traces.windows import divide_lengths
 
 Case = Mapping[str, Any]  # a workload and flags, as JSON
 
@@ -176,17 +177,15 @@ class _Prompts:
 
 
 def case_of_trace(
-    file: str, divide: int, pass_s: float, first: int, most: int, flags: Mapping[str, Any]
+    file: str, divide: float, pass_s: float, rows: slice, flags: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Requests `first` to `first + most` - 1 of a trace with shared blocks as a workload, with
-    lengths divided by `divide`; a pass takes `pass_s`.
+    """Some requests of a trace as a workload, with all lengths divided by `divide`; a pass takes
+    `pass_s`.
     """
-    trace = read_trace(trace_path(file))[0].take(slice(first, first + most))
-    shared = trace.shared
-    if shared is None or shared.block_tokens % divide:
-        raise SystemExit(f"{file}: no shared blocks, or blocks that {divide} does not divide")
+    trace = divide_lengths(read_trace(trace_path(file))[0], divide).take(rows)
+    shared, sessions = trace.shared, trace.sessions
     requests = [
-        [int(arrival_s / pass_s), -(-prompt // divide), *[max(-(-output // divide), 1)] * 2]
+        [int(arrival_s / pass_s), prompt, output, output]
         for arrival_s, prompt, output, _, _ in trace.rows()
     ]
     return {
@@ -195,9 +194,9 @@ def case_of_trace(
         "reserve_full_isl": True,
         "watermark": 0.0,
         "closed": False,
-        "shared_tokens": shared.block_tokens // divide,
-        "ids": [shared.of(row).tolist() for row in range(len(trace))],
-        "previous": [-1] * len(trace),
+        "shared_tokens": shared.block_tokens if shared else 1,
+        "ids": [shared.of(row).tolist() if shared else [] for row in range(len(trace))],
+        "previous": sessions.previous.tolist() if sessions else [-1] * len(trace),
         "requests": requests,
         **flags,
     }
@@ -323,8 +322,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--save", type=Path, help="write the workloads and vLLM's passes here")
     parser.add_argument("--trace")
-    parser.add_argument("--divide", type=int, default=16)
-    parser.add_argument("--pass-s", type=float, default=0.03)
+    parser.add_argument("--divide", type=float, default=16)
+    parser.add_argument("--pass-s", type=float, default=0.5)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--most", type=int, default=1_000_000)
     parser.add_argument("--blocks", type=int, default=4000)
@@ -346,6 +345,8 @@ def main() -> None:
             theirs_of_cases(cases, given.vllm_python, given.model),
             [passes_of_case(case) for case in cases],
         )
+        ahead = sum(case["ahead"] for case in cases)
+        print(f"{len(cases) - ahead} workloads with vLLM's Scheduler, {ahead} with AsyncScheduler")
         if given.save:
             given.save.write_text(json.dumps(list(zip(cases, theirs, strict=True))), "utf-8")
     _report(ours, theirs)
@@ -367,8 +368,7 @@ def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
             given.trace,
             given.divide,
             given.pass_s,
-            given.first,
-            given.most,
+            slice(given.first, given.first + given.most),
             flags | {"ahead": ahead},
         )
         for ahead in (False, True)
@@ -392,10 +392,8 @@ def _report(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> N
     queries, hits, again, again_hits = (
         sum(one.get("found", (0, 0, 0, 0))[k] for one in every) for k in range(4)
     )
-    print(
-        f"{len(differences)} of {len(ours)} workloads differ; {len(every):,} passes, "
-        f"{preempted:,} preempted, {chunks:,} passes of chunks beside decodes"
-    )
+    print(f"{len(differences)} of {len(ours)} workloads differ; {len(every):,} passes")
+    print(f"{preempted:,} preempted, {chunks:,} passes of chunks beside decodes")
     print(
         f"found in the cache: {hits:,} of {queries:,} tokens when first admitted, {again_hits:,} "
         f"of {again:,} when admitted again"

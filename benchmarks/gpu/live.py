@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +69,7 @@ class Outcome(Strict):
     served: int = Field(description="within the limit")
     measured: dict[str, float]
     predicted: dict[str, float] = Field(
-        description="simulated with the fit, without a limit of time"
+        description="simulated with the fit, and cut off at the same time"
     )
     evictions: int
     oom_events: int
@@ -124,22 +124,30 @@ def overload(plans: Sequence[Plan], window_s: float) -> Trace:
     """Poisson arrivals for `window_s`, at `OVERLOAD` times the rate that the best of the plans is
     predicted to serve.
 
-    Prompts and outputs are lognormal with a median of 1/16 of the longest request, up to a quarter
-    of it.
+    Prompts and outputs are lognormal with a median of 1/16 of the longest request; prompts are up
+    to a quarter of it, and outputs up to the recipe's limit.
     """
-    longest = plans[0].recipe.model.max_model_len
-    lengths = Lengths("lognormal", max(longest // 16, 1), 0.8, max(longest // 4, 1))
-    waiting = backlog(SAMPLE, lengths, lengths, seed=1)
-    capacity_rps = max(_predicted(plan, waiting)["throughput_rps"] for plan in plans)
-    return generate(Arrivals(OVERLOAD * capacity_rps), window_s, lengths, lengths, seed=0)
+    recipe = plans[0].recipe
+    longest = recipe.model.max_model_len
+    prompts = Lengths("lognormal", max(longest // 16, 1), 0.8, max(longest // 4, 1))
+    outputs = Lengths("lognormal", max(longest // 16, 1), 0.8, recipe.serve.max_new_tokens)
+    waiting = backlog(SAMPLE, prompts, outputs, seed=1)
+    capacity_rps = max(predicted(plan, waiting, math.inf)["throughput_rps"] for plan in plans)
+    return generate(Arrivals(OVERLOAD * capacity_rps), window_s, prompts, outputs, seed=0)
 
 
-def _predicted(plan: Plan, trace: Trace) -> dict[str, float]:
+def predicted(plan: Plan, trace: Trace, limit_s: float) -> dict[str, float]:
+    """Metrics of a simulation with the plan's fit. Requests that have not ended after `limit_s` are
+    not served, as in a measurement.
+    """
     recipe = plan.recipe
     limit, flush_s = recipe.serve.max_new_tokens, recipe.engine.flush_s
     world = world_from_fit(plan.fit, workers=plan.workers, max_new_tokens=limit, flush_s=flush_s)
     policy = make_policy(plan.policy.name, plan.policy.parameters)
-    return simulate(trace, policy, world).metrics(recipe.sla)
+    result = simulate(trace, policy, world)
+    served = result.served
+    in_time = replace(served, ok=served.ok & (served.finish_s <= limit_s))
+    return summarize(in_time, recipe.sla) | result.counters
 
 
 async def _replay_each(
@@ -184,7 +192,7 @@ async def _replay(
         raise driver.bug
     await driver.stop()
     await workers.forget()
-    return _outcome(plan, title, trace, requests, start_s, stats)
+    return _outcome(plan, title, trace, requests, start_s, stats, limit_s)
 
 
 async def _send(driver: Driver, plan: Plan, trace: Trace) -> list[ActiveRequest]:
@@ -219,6 +227,7 @@ def _outcome(
     requests: Sequence[ActiveRequest],
     start_s: float,
     stats: Stats,
+    limit_s: float,
 ) -> Outcome:
     ok = np.array([live.status in ("stop", "length") for live in requests])
     served = Served(
@@ -239,7 +248,7 @@ def _outcome(
         measured={
             key: value for key, value in summarize(served, {}).items() if math.isfinite(value)
         },
-        predicted=_predicted(plan, trace),
+        predicted=predicted(plan, trace, limit_s),
         evictions=stats.preemptions,
         oom_events=stats.oom_events,
         worker_restarts=stats.worker_restarts,

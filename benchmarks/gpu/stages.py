@@ -28,10 +28,14 @@ from toolkit.files.strict import Envelope, Strict
 from toolkit.profiling.run import ProfileEstimate as Planned
 from toolkit.units import MIB
 
-# KV cache of a worker, in longest requests: small enough for an overload to fill it in seconds
-CONTEXTS = 8
+# KV cache of a worker, in longest requests: SLS, which reckons with the longest, gets batches of
+# about as many rows, and an overload fills it in seconds
+CONTEXTS = 32
+QUICK_CONTEXT = 2048  # tokens; longer outputs take longer than a quick run
+QUICK_OUTPUT = 256
 SHARES = (128, 16, 4)  # the longest length over the lengths of a quick grid
 QUICK_SIZES = [1, 4, 16, 64]
+QUICK_SEQUENCES = 5  # of rounds: as many as a fit needs
 SWAP_ROWS = (1, 8)
 SWAP_REPEATS = 5
 
@@ -63,7 +67,7 @@ class SwapFile(Envelope):
 
 def run_stage(name: str, source: Path, folder: Path, options: Namespace) -> int:
     """Run one stage; its exit code. Errors that a user can mend are one line."""
-    pace = Pace(15.0, 30.0) if options.quick else Pace(60.0, 240.0)
+    pace = Pace(15.0, 60.0) if options.quick else Pace(60.0, 240.0)
     stages: dict[str, Callable[[Path], None]] = {
         "swap": measure_swaps,
         "slices": lambda folder: replay_all(folder, "transformers", SLICES, pace, "slices.json"),
@@ -113,9 +117,13 @@ def write_recipes(
 
 def derive(recipe: Recipe, engine: str, device: str, device_name: str, *, quick: bool) -> Recipe:
     """`recipe` on this device: random weights, one worker, a KV cache of `CONTEXTS` longest
-    requests.
+    requests. With `quick`, contexts and outputs are at most `QUICK_CONTEXT` and `QUICK_OUTPUT`.
     """
     model, longest = recipe.model, recipe.model.max_model_len
+    output = max(longest // 4, 1)
+    if quick:
+        longest = min(longest, QUICK_CONTEXT)
+        output = max(min(longest // 4, QUICK_OUTPUT), 1)
     if model.kv_bytes_per_token is None:
         raise InputError(
             f"{recipe.name}: model.kv_bytes_per_token is not set",
@@ -134,6 +142,7 @@ def derive(recipe: Recipe, engine: str, device: str, device_name: str, *, quick:
             "memory_lengths": lengths[1:2],
             "slice_tokens": [max(longest // 128, 2)],
             "slices": 8,
+            "sequences": QUICK_SEQUENCES,
             "warmups": 1,
         }
         spec = spec.model_copy(update=update)
@@ -143,16 +152,17 @@ def derive(recipe: Recipe, engine: str, device: str, device_name: str, *, quick:
             "name": f"{recipe.name}-{engine}"[:64]
             if not recipe.name.endswith(engine)
             else recipe.name,
-            "model": model
-            if model.source == "random"
-            else model.model_copy(update={"load_format": "dummy"}),
+            "model": model.model_copy(
+                update={"max_model_len": longest}
+                | ({} if model.source == "random" else {"load_format": "dummy"})
+            ),
             "hardware": recipe.hardware.model_copy(update={"device": device, "name": device_name}),
             "engine": recipe.engine.model_copy(
                 update={"name": engine, "kv_cache_memory_mib": budget_mib}
             ),
             "workers": 1,
             "profile": spec,
-            "serve": recipe.serve.model_copy(update={"max_new_tokens": max(longest // 4, 1)}),
+            "serve": recipe.serve.model_copy(update={"max_new_tokens": output}),
         }
     )
     return Recipe.model_validate_json(derived.model_dump_json())

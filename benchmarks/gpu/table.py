@@ -75,32 +75,43 @@ def _swaps(points: list[dict[str, Any]]) -> str:
 
 
 def _outcomes(file: dict[str, Any]) -> str:
-    rows = []
-    for one in file["outcomes"]:
-        measured, predicted = one["measured"], one["predicted"]
-        rows.append(
-            [
-                one["title"],
-                f"{one['served']} / {one['requests']}",
-                f"{measured['throughput_rps']:.2f} ({predicted['throughput_rps']:.2f})",
-                f"{measured.get('ttft_mean_s', float('nan')):.2f}",
-                f"{measured.get('e2e_mean_s', float('nan')):.2f}",
-                f"{one['evictions']}",
-                f"{one['oom_events']}",
-                f"{one['deciding_percent']:.2f} / {one['hop_percent']:.2f}",
-                f"{1e3 * one['step_mean_s']:.2f}",
-            ]
-        )
+    rows = [
+        [
+            _contender(one),
+            f"{one['served']} / {one['requests']}",
+            _both(one, "throughput_rps"),
+            _both(one, "ttft_mean_s"),
+            _both(one, "e2e_mean_s"),
+            f"{one['evictions']}",
+            f"{one['oom_events']}",
+            f"{one['deciding_percent']:.2f} / {one['hop_percent']:.2f}",
+            f"{1e3 * one['step_mean_s']:.2f}",
+        ]
+        for one in file["outcomes"]
+    ]
     columns = [
         "policy",
         f"served in {file['limit_s']:.0f} s",
         "requests/s (predicted)",
-        "TTFT s",
-        "E2E s",
+        "TTFT s (predicted)",
+        "E2E s (predicted)",
         "evictions",
     ]
     columns += ["OOM", "deciding / hop, % of engine", "step ms"]
     return f"{file['trace'][0]}.\n\n" + _table(columns, rows)
+
+
+def _contender(one: dict[str, Any]) -> str:
+    """The policy's name, and the rows of its batches where it fixes them."""
+    rows = one.get("policy", {}).get("parameters", {}).get("batch_size")
+    return f"{one['title']}, {rows} rows" if rows else str(one["title"])
+
+
+def _both(one: dict[str, Any], metric: str) -> str:
+    """A metric as measured, and as predicted."""
+    nothing = float("nan")
+    found = one["measured"].get(metric, nothing), one["predicted"].get(metric, nothing)
+    return "{:.2f} ({:.2f})".format(*found)
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:

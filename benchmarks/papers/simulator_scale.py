@@ -3,26 +3,29 @@ run.
 
     python -m benchmarks.papers.simulator_scale [--policies mlfq] [--out scale.png] [--most 1000000]
 
-Takes minutes; with `--most 100000` about one per policy. Needs nothing; gcc for the loop in C.
+Takes minutes: about one per policy, more with `--most 1000000`, and about a minute in all with
+`--quick`. Needs nothing; a C compiler for the loop in C.
 
 Requests per second of processor time, loop only, on one core. The world is that of
 `benchmarks/papers/simulator_speed.py`; the trace is made up, and its
 rate is `load` times what the workers can serve, approximately. To compare machines, the same run
 also measures a loop in Python and, with a compiler, one in C. They do the least that a simulator of
 one queue can do: compute the start and the end of each request. Each row is divided by them as
-well.
+well. `--policies all` takes every policy but the oracles. The first line says whether compiled code
+or plain Python ran; `LLMCTL_COMPILED=0` forces the latter. `--json` keeps the rows.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import random
 import shutil
 import statistics
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import process_time
 
@@ -30,7 +33,8 @@ import numpy as np
 
 from benchmarks.common.command import make_parser
 from benchmarks.papers.simulator_speed import LAW, MAX_NEW_TOKENS, MEMORY
-from toolkit.sched.policies import make_policy
+from toolkit.compiled import running
+from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
@@ -46,7 +50,9 @@ PER_WORKER = 60  # requests of a row with many workers, at least
 SERVED_RPS = (
     0.25  # requests per second that a worker of this world serves, approximately: conservative 0.27
 )
-POLICIES = ("conservative", "conservative:least-loaded", "past-future", "slice", "mlfq")
+TYPICAL = ("conservative", "conservative:least-loaded", "past-future", "slice", "mlfq")
+ALL = "all"
+QUICK = 10_240, 1, 10  # of a quick run: the most requests, repeats, and requests per worker
 C_LOOP = """
 double serve(const double *arrival, const double *seconds, double *end, long n) {
     double free = 0.0;
@@ -130,17 +136,29 @@ def bare_c(count: int = 1_000_000, times: int = 20) -> float | None:
     return times * count / (process_time() - start_s)
 
 
-def rows_of(policies: Sequence[str], most: int, repeats: int) -> list[Row]:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run of this benchmark: which code ran, the bare loops' requests/s, and the rows."""
+
+    compiled: bool
+    python_rps: float
+    c_rps: float | None
+    rows: list[Row]
+
+
+def measure(policies: Sequence[str], most: int, repeats: int, per_worker: int) -> Measured:
     """All rows, each printed as soon as it is measured."""
     workers, load, requests = DEFAULT
     found: list[Row] = []
     python_rps, c_rps = bare_python(), bare_c()
+    code = running()
+    print("compiled code" if code.compiled else f"plain Python: {code.reason}")
     print(f"bare loop in Python: {python_rps:,.0f} requests/s; in C: ", end="")
     print(f"{c_rps:,.0f}\n" if c_rps else "there is no compiler\n")
     print("| policy | workers | load | requests | requests/s | us/request | of Python | of C |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for policy in policies:
-        plans = {(count, load, _of_fleet(count)) for count in WORKERS}
+        plans = {(count, load, max(requests, per_worker * count)) for count in WORKERS}
         plans |= {(workers, other, requests) for other in LOADS}
         plans |= {(workers, load, count) for count in REQUESTS}
         for plan in sorted(plans):
@@ -154,12 +172,7 @@ def rows_of(policies: Sequence[str], most: int, repeats: int) -> list[Row]:
                 f"| {1e6 / rate:.1f} | 1 / {python_rps / rate:,.0f} | {of_c} |",
                 flush=True,
             )
-    return found
-
-
-def _of_fleet(workers: int) -> int:
-    """Requests of a row with so many workers."""
-    return max(DEFAULT[2], PER_WORKER * workers)
+    return Measured(code.compiled, python_rps, c_rps, found)
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
@@ -196,6 +209,9 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     for axis, name in zip(axes, ("workers", "load", "requests"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel=name)
         axis.grid(alpha=0.3)
+        at = sorted({x for line in axis.get_lines() for x in line.get_xdata()})
+        axis.set_xticks(at, [f"{x:,g}" if x < 1e5 else f"{x:.0e}" for x in at], minor=False)
+        axis.set_xticks([], minor=True)
     axes[0].set_ylabel("requests/s, one core")
     axes[2].legend(fontsize="small")
     figure.tight_layout()
@@ -205,14 +221,25 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--policies", nargs="+", default=POLICIES)
-    parser.add_argument("--most", type=int, default=100_000, help="the most requests of a row")
+    parser.add_argument("--policies", nargs="+", default=TYPICAL, help="POLICY[:ROUTER], or all")
+    parser.add_argument(
+        "--most", type=int, default=100_000, metavar="N", help="the most requests of a row"
+    )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="small rows, each measured once")
     parser.add_argument("--out", type=Path, help="a PNG with the plots")
+    parser.add_argument("--json", type=Path, help="a file for the rows")
     options = parser.parse_args()
-    rows = rows_of(options.policies, options.most, options.repeats)
+    policies = options.policies
+    if ALL in policies:
+        policies = sorted(POLICIES.keys() - ORACLES)
+    size = options.most, options.repeats, PER_WORKER
+    measured = measure(policies, *(QUICK if options.quick else size))
+    if options.json:
+        options.json.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
+        print(f"\nwrote {options.json}")
     if options.out:
-        draw(rows, options.out)
+        draw(measured.rows, options.out)
 
 
 if __name__ == "__main__":

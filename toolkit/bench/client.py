@@ -1,8 +1,10 @@
-"""The load generator: replays a trace against a server in open loop.
+"""The load generator: replays a trace against a server, in open loop or in closed loop by session.
 
 Requests are sent at the trace's times whatever the server does, and latencies count from these
-times, so that a server cannot hide a stall by slowing the client down. Prompts are random tokens
-from a seed, each different from the others, so that no prefix cache helps.
+times, so that a server cannot hide a stall by slowing the client down. In a trace with sessions
+that is so for first turns. A later turn is sent when the turn before has ended and its client has
+thought about it; its latency counts from then. Prompts share what the trace says they share, and
+nothing else (`Prompts`).
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from toolkit.endpoints.target import FULL, Dialect, Target, learn, post, refusal
-from toolkit.endpoints.wire import ClientConnection, Sample, loop_factory
+from toolkit.bench.prompts import Prompts
+from toolkit.endpoints.target import FULL, Dialect, Prompt, Target, learn, post, refusal
+from toolkit.endpoints.wire import INTERRUPTED, ClientConnection, Sample, loop_factory
 from toolkit.traces.types import Trace
 
 END_AFTER = b"llmctl_end_after"  # part of the refusal of a server that rejects this field
@@ -97,42 +100,52 @@ async def replay(
     samples = [
         Sample(arrival_s, prompt, output) for arrival_s, prompt, output, _, _ in trace.rows()
     ]
-    sender = _Sender(target, load)
-    limits, priorities = trace.max_tokens.tolist(), trace.priorities
-    first = range(min(len(samples), PREPARED))
-    prepared = deque(sender.request(k, samples[k], limits[k], priorities[k]) for k in first)
+    sender = _Sender(target, trace, load, samples)
+    firsts = list(range(len(samples)))
+    if trace.sessions is not None:
+        firsts = np.flatnonzero(trace.sessions.previous < 0).tolist()
+    prepared = deque(sender.first(row) for row in firsts[:PREPARED])
     sender.start()
     running: set[asyncio.Task[None]] = set()
     try:
-        for k, sample in enumerate(samples):
-            request = (
-                prepared.popleft()
-                if prepared
-                else sender.request(k, sample, limits[k], priorities[k])
-            )
-            await asyncio.sleep(sample.scheduled_s - sender.clock())
-            task = asyncio.create_task(sender.send(request, sample))
+        for row in firsts:
+            prompt, request = prepared.popleft() if prepared else sender.first(row)
+            await asyncio.sleep(samples[row].scheduled_s - sender.clock())
+            task = asyncio.create_task(sender.session(row, prompt, request, on_done))
             running.add(task)
-            task.add_done_callback(lambda _: on_done())
             task.add_done_callback(running.discard)
         while running:
             await asyncio.wait(running)
     except asyncio.CancelledError:
         for task in running:
             task.cancel()
-        await asyncio.gather(*running)
+        await asyncio.gather(*running, return_exceptions=True)
         return Replay(samples, interrupted=True)
     return Replay(samples, interrupted=False)
+
+
+NOT_CONTINUED = "the turn before failed"
 
 
 class _Sender:
     """Makes requests and sends them. Its clock starts at 0 in `start`."""
 
-    def __init__(self, target: Target, load: LoadSpec) -> None:
+    def __init__(
+        self, target: Target, trace: Trace, load: LoadSpec, samples: Sequence[Sample]
+    ) -> None:
         self._connection = ClientConnection(target)
         self._model = target.model
-        self._load = load
+        self._load, self._samples = load, samples
+        self._limits, self._priorities = trace.max_tokens.tolist(), trace.priorities
+        self._prompts = Prompts(trace, load.dialect, load.vocab_size, load.seed)
         self._start_s = 0.0
+        self._next: dict[int, int] = {}  # the row of the next turn
+        self._think_s: list[float] = []
+        if trace.sessions is not None:
+            later = np.flatnonzero(trace.sessions.previous >= 0)
+            before = trace.sessions.previous[later]
+            self._next = dict(zip(before.tolist(), later.tolist(), strict=True))
+            self._think_s = trace.sessions.think_s.tolist()
 
     def start(self) -> None:
         self._start_s = time.perf_counter()
@@ -140,23 +153,60 @@ class _Sender:
     def clock(self) -> float:
         return time.perf_counter() - self._start_s
 
-    def request(self, number: int, sample: Sample, limit: int, priority: int) -> bytes:
-        """The bytes of one request."""
-        load = self._load
-        prompt = load.dialect.prompt(
-            np.random.default_rng([load.seed, number]), sample.prompt_tokens, load.vocab_size
-        )
+    def first(self, row: int) -> tuple[Prompt, bytes]:
+        """The prompt of a first turn, if a later one will need it, and the bytes of its request."""
+        prompt = self._prompts.prompt(row)
+        return prompt if row in self._next else "", self._request(row, prompt)
+
+    def _request(self, row: int, prompt: Prompt) -> bytes:
+        load, sample = self._load, self._samples[row]
         if load.lengths == "hidden":
-            tokens, end_after = limit or load.max_new_tokens, sample.wanted_tokens
+            tokens, end_after = self._limits[row] or load.max_new_tokens, sample.wanted_tokens
         else:
             tokens, end_after = sample.wanted_tokens, None
+        sample.keeps_answer = row in self._next
         fields = load.dialect.request(
-            self._model, prompt, tokens, end_after=end_after, priority=priority
+            self._model,
+            prompt,
+            tokens,
+            end_after=end_after,
+            priority=self._priorities[row],
+            keep=sample.keeps_answer,
         )
         return self._connection.request(fields)
 
-    async def send(self, request: bytes, sample: Sample) -> None:
-        await self._connection.send(request, sample, self.clock, self._load.timeout_s)
+    async def session(
+        self, row: int, prompt: Prompt, request: bytes, on_done: Callable[[], None]
+    ) -> None:
+        """Send a request, then the later turns of its session one after another. Where one fails,
+        the rest is not sent.
+        """
+        while True:
+            sample = self._samples[row]
+            await self._connection.send(request, sample, self.clock, self._load.timeout_s)
+            on_done()
+            after = self._next.get(row)
+            if after is None or sample.failure == INTERRUPTED:
+                return
+            if sample.failure:
+                self._give_up(after, on_done)
+                return
+            row, before = after, sample
+            prompt = self._prompts.next_prompt(row, prompt, before)
+            before.answer_text, before.answer_ids = [], []
+            sample = self._samples[row]
+            sample.scheduled_s = before.last_token_s + self._think_s[row]
+            if not isinstance(prompt, str):
+                sample.prompt_tokens = len(prompt)
+            request = self._request(row, prompt)
+            await asyncio.sleep(sample.scheduled_s - self.clock())
+
+    def _give_up(self, row: int | None, on_done: Callable[[], None]) -> None:
+        while row is not None:
+            self._samples[row].scheduled_s = self.clock()
+            self._samples[row].failure = NOT_CONTINUED
+            on_done()
+            row = self._next.get(row)
 
 
 def send_lag_s(samples: list[Sample]) -> float:

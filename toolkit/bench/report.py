@@ -9,10 +9,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.bench.client import Lengths, Replay, send_lag_s
+from toolkit.endpoints.target import CacheCounts
 from toolkit.endpoints.wire import INTERRUPTED, Sample
-from toolkit.files.bench import BenchReport, Compared, Front, Scheduling, TargetResult, Warmup
+from toolkit.files.bench import (
+    BenchReport,
+    CacheUse,
+    Compared,
+    Front,
+    Scheduling,
+    TargetResult,
+    Warmup,
+)
 from toolkit.files.io import EnvelopeFields
 from toolkit.metrics import Served, sla_ratios, summarize
+from toolkit.traces.types import Trace
 from toolkit.traces.write import TraceLine, to_ms
 
 COMPARED = (
@@ -62,6 +72,7 @@ def report(
     replay_front: Front | None = None,
     in_hindsight: Mapping[str, float] | None = None,
     scheduling: Scheduling | None = None,
+    cache: CacheUse | None = None,
     policy: str | None = None,
     request_rate_rps: float | None = None,
 ) -> BenchReport:
@@ -97,11 +108,45 @@ def report(
         replay_front=replay_front,
         predicted_in_hindsight={} if replay.interrupted else dict(in_hindsight or {}),
         scheduling=scheduling,
+        cache=cache,
         measured=measured,
         predicted=dict(predicted.metrics),
         predicted_as_fitted=dict(predicted.as_fitted),
         compared=compare(measured, predicted.metrics, predicted.as_fitted),
         targets=_targets(seen, sla, predicted.targets) if seen.ok.any() else [],
+    )
+
+
+def cache_use(
+    samples: Sequence[Sample],
+    trace: Trace,
+    counted: tuple[CacheCounts | None, CacheCounts | None],
+    predicted: Mapping[str, float],
+) -> CacheUse | None:
+    """What the server took from its prefix cache; `counted` are its counters before and after.
+
+    An answer without `cached_tokens` hit nothing if another one has them: vLLM leaves out a 0. None
+    where neither the server nor the prediction speaks of a cache.
+    """
+    ok = [one for one in samples if not one.failure]
+    said = any(one.cached_tokens is not None for one in ok)
+    before, after = counted
+    grown = (
+        (after.queries - before.queries, after.hits - before.hits)
+        if before and after
+        else (None, None)
+    )
+    queries = predicted.get("query_tokens")
+    blind = bool(predicted) and queries is None and trace.shared is not None
+    if not (said or grown[0] or queries or blind):
+        return None
+    return CacheUse(
+        prompt_tokens=sum(one.counted_prompt_tokens or one.prompt_tokens for one in ok),
+        hit_tokens=sum(one.cached_tokens or 0 for one in ok) if said else None,
+        counter_queries=grown[0],
+        counter_hits=grown[1],
+        predicted_percent=100.0 * predicted["hit_tokens"] / queries if queries else None,
+        blind=blind,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -29,12 +30,13 @@ from toolkit.bench.predict import (
     seen_by_clients,
     tells_of_its_laws,
 )
-from toolkit.bench.report import Prediction, report, served, values_of
+from toolkit.bench.report import Prediction, cache_use, report, served, values_of
 from toolkit.bench.warmup import ServerTimes, conditions, others, times_between, warm_up
-from toolkit.endpoints.target import Target
-from toolkit.errors import TargetMissedError
+from toolkit.endpoints.target import CacheCounts, Target, cache_counts, with_answer_ids
+from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.bench import (
     BenchReport,
+    CacheUse,
     MetricError,
     RequestError,
     Validation,
@@ -58,6 +60,11 @@ Floats = NDArray[np.float64]
 
 
 GIVEN = "each request's limit is exactly its output, so the scheduler knows the lengths"
+NO_ANSWER_IDS = (
+    "the server does not give its answers' token ids: later prompts have other tokens there, which "
+    "no cache holds"
+)
+Loop = Literal["open", "closed"]
 HIDDEN = "the scheduler knows each request's limit; only the engine knows the lengths"
 
 
@@ -76,6 +83,8 @@ class RequestSettings:
     vocab_size: int | None = None
     timeout_s: float = 600.0
     seed: int = 0
+    # closed: a later turn follows the end of the turn before; None: closed in a trace of sessions
+    loop: Loop | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,10 +105,20 @@ class Subject:
         """What a reader must know of the requests."""
         lacks = self.load.dialect.lacks
         given = self.load.lengths == "given"
-        return [
+        found = [
             f"the server does not take {lacking}: lengths may differ from the trace's"
             for lacking in lacks
         ] + [f"replay: {GIVEN if given else HIDDEN}"]
+        sessions, dialect = self.trace.sessions, self.load.dialect
+        if sessions is not None:
+            later = int((sessions.previous >= 0).sum())
+            of = f"{later:,} of {len(self.trace):,} requests"
+            found.append(f"closed loop: {of} are sent when the turn before has ended")
+            if dialect.token_ids and not dialect.answer_ids:
+                found.append(NO_ANSWER_IDS)
+        if self.trace.shared is not None and not dialect.token_ids:
+            found.append("prompts share words, so the tokens that they share are approximate")
+        return found
 
 
 def look_at(
@@ -118,7 +137,15 @@ def look_at(
         check_server(plan, target, on_foreign)
     limits = limits_of(plan, target, settings.max_new_tokens, settings.vocab_size)
     whole = fitted(trace, limits, settings.rate)
+    if settings.loop == "closed" and trace.sessions is None:
+        raise InputError(
+            f"{trace.source}: it has no sessions, so there is no closed loop", "leave out --loop"
+        )
+    if settings.loop == "open":
+        whole = replace(whole, sessions=None)
     lengths, dialect = try_out(target, settings.lengths, limits.output)
+    if whole.sessions is not None:
+        dialect = with_answer_ids(target, dialect)
     limits_named = (
         whole.output_tokens
         if lengths == "given"
@@ -157,6 +184,7 @@ class Measurement:
         self._finished: list[int] = []  # output lengths that the server's scheduler has seen
         self._counted: dict[str, float] = {}  # by the server, before and after the replay
         self._counted_later: dict[str, float] = {}
+        self._cached: tuple[CacheCounts | None, CacheCounts | None] = (None, None)
 
     def warm_up(self, about_s: float, after_s: float) -> bool:
         """Serve the requests behind `after_s` of the trace for `about_s` seconds, and predict;
@@ -214,8 +242,10 @@ class Measurement:
             f" about {seconds(expected_s)}"
         )
         self._counted = counts_or_none(self._target) if self._target.own else {}
+        cached = cache_counts(self._target)
         with self._progress("replaying", len(self._part)) as advance:
             replay = run(self._target, self._part, self._load, advance)
+        self._cached = cached, cache_counts(self._target) if cached else None
         self._counted_later = counts_or_none(self._target) if self._counted else {}
         return replay
 
@@ -248,6 +278,7 @@ class Measurement:
             replay_front=front,
             in_hindsight=hindsight,
             scheduling=scheduling(counted, later) if counted else None,
+            cache=cache_use(replay.samples, self._part, self._cached, self._predicted.metrics),
             policy=self._plan.policy.name if self._plan else None,
             request_rate_rps=mean_rate(self._whole) or None,
         )
@@ -301,7 +332,7 @@ class Session:
         trace = others(self._whole, window.end_s, count)
         with self._progress("warming up", count) as advance:
             if self._reports_batches:
-                warm, interrupted = warm_up(self._target, trace, self._load, advance)
+                warm, interrupted = warm_up(self._target, trace, self._load_of(number), advance)
             else:
                 warm, interrupted = self._look(number, trace, advance)
         if interrupted:
@@ -319,7 +350,8 @@ class Session:
     ) -> tuple[Warmup | None, bool]:
         """`warm_up` of a server that does not report its batches."""
         expected = predicted(self._plan, trace, self._unwarmed()).served
-        replay = run(self._target, trace, replace(self._load, seed=self._load.seed + 1), advance)
+        load = self._load_of(number)
+        replay = run(self._target, trace, replace(load, seed=load.seed + 1), advance)
         if replay.interrupted:
             return None, True
         self.lines += request_lines(
@@ -333,8 +365,9 @@ class Session:
         """Replay one window; whether that was interrupted."""
         simulated = predicted(self._plan, window.trace, current)
         before = counts_or_none(self._target) if self._reports_batches else {}
+        cached = cache_counts(self._target)
         with self._progress(f"window {number} of {count}", len(window.trace)) as advance:
-            replay = run(self._target, window.trace, self._load, advance)
+            replay = run(self._target, window.trace, self._load_of(number), advance)
         if replay.interrupted:
             return True
         times = (
@@ -346,8 +379,16 @@ class Session:
         self._finished += window.trace.output_tokens.tolist()
         self._pairs.append(pair)
         self.lines += request_lines(number, "window", window.trace, pair)
-        self.results.append(self._result(window, replay, simulated, current, times))
+        counted = cached, cache_counts(self._target) if cached else None
+        cache = cache_use(replay.samples, window.trace, counted, simulated.metrics({}))
+        self.results.append(self._result(window, replay, simulated, current, times, cache))
         return False
+
+    def _load_of(self, number: int) -> LoadSpec:
+        """The load of a window. Each window has prompts of its own, as has each warm-up: otherwise
+        the server's cache would hold what the windows before have in common with it.
+        """
+        return replace(self._load, seed=self._load.seed + 2 * (number - 1))
 
     def _result(
         self,
@@ -356,6 +397,7 @@ class Session:
         simulated: SimResult,
         current: ServerConditions,
         times: ServerTimes | None,
+        cache: CacheUse | None,
     ) -> WindowResult:
         sla, replay_slowdown = self._plan.recipe.sla, times.slowdown if times else None
         hindsight: dict[str, float] = {}
@@ -377,6 +419,7 @@ class Session:
             measured=summarize(served(replay.samples), sla),
             predicted=simulated.metrics(sla),
             slowdown_meanwhile=replay_slowdown,
+            cache=cache,
             predicted_in_hindsight=hindsight,
         )
 

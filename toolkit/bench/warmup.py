@@ -44,13 +44,14 @@ TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"
 
 def others(trace: Trace, after_s: float, count: int) -> Trace:
     """`count` requests of `trace` from `after_s` on, with their gaps; from the start of the trace
-    again after its end.
+    again after its end. They arrive by time, also those of sessions.
     """
     first = int(np.searchsorted(trace.arrival_s, after_s))
     rows = (first + np.arange(count)) % len(trace)
     gaps_s = np.diff(trace.arrival_s[rows], prepend=trace.arrival_s[rows[:1]])
     # Time continues where the trace starts again.
-    return replace(trace.take(rows), arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)))
+    alone = replace(trace, sessions=None)
+    return replace(alone.take(rows), arrival_s=np.cumsum(np.maximum(gaps_s, 0.0)))
 
 
 class ArrivalCost(NamedTuple):

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
@@ -136,6 +136,14 @@ ForeignOption = Annotated[
     typer.Option(
         "--force",
         help="Continue although the plan is for another device, engine, version or model.",
+    ),
+]
+
+LoopOption = Annotated[
+    Literal["open", "closed"] | None,
+    typer.Option(
+        help="Send a session's later turns at the trace's times (open), or when the turn before has"
+        " ended and been thought about (closed). Default: closed, if the trace has sessions."
     ),
 ]
 

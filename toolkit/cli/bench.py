@@ -16,6 +16,7 @@ from toolkit.cli.arguments import (
     ApiKeyOption,
     ForeignOption,
     JsonOption,
+    LoopOption,
     MaxErrorOption,
     ModelOption,
     SlaOption,
@@ -24,6 +25,7 @@ from toolkit.cli.arguments import (
 )
 
 if TYPE_CHECKING:
+    from toolkit.bench.session import RequestSettings
     from toolkit.files.bench import BenchReport
     from toolkit.files.plan import Plan
     from toolkit.traces.types import Trace
@@ -101,6 +103,7 @@ class BenchOptions:
         float, typer.Option(min=0.001, help="Give up a request after this many seconds.")
     ] = 600.0
     seed: Annotated[int, typer.Option(min=0, help="Draw the prompts from this seed.")] = 0
+    loop: LoopOption = None
     force: ForeignOption = False
     as_json: JsonOption = False
 
@@ -114,7 +117,7 @@ def command(given: BenchOptions) -> None:
     times. Ctrl-C ends the replay early and reports the requests that were answered.
     """
     from toolkit.bench.report import request_lines
-    from toolkit.bench.session import Measurement, RequestSettings, hold, look_at
+    from toolkit.bench.session import Measurement, hold, look_at
     from toolkit.cli.basis import note_trace, plan_address, warn_of_foreign
     from toolkit.cli.output import emit, note, progress
     from toolkit.endpoints.target import find_target
@@ -131,9 +134,7 @@ def command(given: BenchOptions) -> None:
     targets = parse_sla(given.sla) or (planned.recipe.sla if planned else {})
     path = trace_path(given.trace)
     loaded, _ = read_trace(path)
-    settings = RequestSettings(
-        given.rate, given.lengths, given.max_new_tokens, given.vocab_size, given.timeout, given.seed
-    )
+    settings = _settings(given)
     address = given.url or (plan_address(planned) if planned else LOCAL)
     served_model = given.model or (planned.recipe.engine.served_model if planned else None)
     target = find_target(address, served_model, given.api_key)
@@ -164,6 +165,20 @@ def command(given: BenchOptions) -> None:
         )
     if given.max_error is not None:
         hold(((row.metric, row.error_percent) for row in result.compared), given.max_error)
+
+
+def _settings(given: BenchOptions) -> RequestSettings:
+    from toolkit.bench.session import RequestSettings
+
+    return RequestSettings(
+        given.rate,
+        given.lengths,
+        given.max_new_tokens,
+        given.vocab_size,
+        given.timeout,
+        given.seed,
+        given.loop,
+    )
 
 
 def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
@@ -249,6 +264,8 @@ def _print_notes(result: BenchReport) -> None:
         note(_hindsight(result))
     if result.scheduling:
         note(result.scheduling.text())
+    if result.cache:
+        note(result.cache.text())
     if result.interrupted:
         note(
             f"interrupted: {result.answered:,} of {result.requests:,} requests were"

@@ -15,7 +15,14 @@ import typer
 
 from toolkit.cli import completion
 from toolkit.cli.arguments import JsonOption, command_of, parse_settings, parse_sla
-from toolkit.cli.simulate import StageOptions, open_stage, refusal_notes, unfinished_notes
+from toolkit.cli.simulate import (
+    StageOptions,
+    hit_notes,
+    open_stage,
+    refusal_notes,
+    sharing_notes,
+    unfinished_notes,
+)
 
 if TYPE_CHECKING:
     from toolkit.cli.plots import FigurePanel
@@ -88,6 +95,8 @@ def command(given: CompareOptions) -> None:
     world = stage.world(of_world, given.workers, given.seed)
     check_capacity(of_world, world, stage.trace)
     note_rest(stage.trace)
+    for line in sharing_notes(stage.trace, names):
+        note(line)
     total = len(names) * max(len(rates), 1)
     runs = _collect(compare(stage.trace, contenders, world, rates, targets), total)
     interrupted = len(runs) < total
@@ -192,7 +201,11 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
         lines = (
             [run.problem]
             if run.problem
-            else [*refusal_notes(run.refusals), *unfinished_notes(run.metrics)]
+            else [
+                *refusal_notes(run.refusals),
+                *hit_notes(run.metrics),
+                *unfinished_notes(run.metrics),
+            ]
         )
         for line in lines:
             note(f"{_name(run, runs)}: {line}")

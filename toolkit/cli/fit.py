@@ -104,9 +104,12 @@ def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
     coefficients = [
         (name, *_coefficients(segment)) for name, law in laws for segment in law.segments
     ]
+    columns = ["law", ">N from", ">N*L", ">N", ">L", ">1", ">N*L^2", ">at least"]
+    if not any(segment.flat for segment in fit.decode.segments):
+        columns = columns[:-1]
     table(
-        ["law", ">N from", ">N*L", ">N", ">L", ">1", ">N*L^2"],
-        coefficients,
+        columns,
+        [line[: len(columns)] for line in coefficients],
         "coefficients in microseconds",
     )
     _show_candidates(fit)
@@ -177,7 +180,7 @@ def _errors(error: HeldOutError) -> tuple[str, str, str]:
 
 
 def _coefficients(segment: Segment) -> tuple[str, ...]:
-    values = (segment.nl, segment.n, segment.l, segment.const, segment.nll)
+    values = (segment.nl, segment.n, segment.l, segment.const, segment.nll, segment.flat)
     return (str(segment.batch_size_min), *(number(value * 1e6) for value in values))
 
 

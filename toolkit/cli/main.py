@@ -69,10 +69,6 @@ COMMANDS = {
 }
 
 
-def _module(name: str) -> str:
-    return f"toolkit.cli.{name}"
-
-
 class LazyGroup(TyperGroup):
     """A group that lists commands from the table, and imports only the one that is called."""
 
@@ -127,7 +123,7 @@ def _load(name: str) -> Any:
     """The command of toolkit.cli.<name>: its function `command`, or its typer application `app`
     with subcommands.
     """
-    module = importlib.import_module(_module(name))
+    module = importlib.import_module(f"toolkit.cli.{name}")
     if hasattr(module, "app"):
         group: Any = typer.main.get_command(module.app)
         for command in group.commands.values():

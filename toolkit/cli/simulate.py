@@ -214,6 +214,34 @@ def refusal_notes(refusals: Sequence[Refusal]) -> list[str]:
     return [f"{counted} rejected; for example number {int(first.request_id) + 1}: {first.reason}"]
 
 
+def sharing_notes(trace: Trace, policies: Sequence[str]) -> list[str]:
+    """What simulations under these policies make of a trace that says what prompts share; empty for
+    one that does not.
+    """
+    from toolkit.sched.policies import BUILT_IN
+
+    if trace.shared is None and trace.sessions is None:
+        return []
+    without = [name for name in policies if name not in BUILT_IN]
+    if not without:
+        return []
+    if len(without) == 1:
+        return [f"policy '{without[0]}' reuses no prompts: simulated as if they shared nothing"]
+    return [f"{len(without)} of the policies reuse no prompts: simulated as if they shared nothing"]
+
+
+def hit_notes(metrics: Mapping[str, float]) -> list[str]:
+    """A line on what a simulated prefix cache found; empty where there is none."""
+    if "hit_percent" not in metrics:
+        return []
+    found, lost = metrics["hit_percent"], metrics["lost_hit_tokens"]
+    share = 100.0 * lost / max(metrics["query_tokens"], 1.0)
+    return [
+        f"prefix cache: {found:.3g} % of {metrics['query_tokens']:,.0f} prompt tokens found, "
+        f"{share:.3g} % lost to eviction"
+    ]
+
+
 def world_notes(world: World, policy: str, metrics: Mapping[str, float]) -> list[str]:
     """What a reader must know before trusting the figures of one simulation of this policy."""
     from toolkit.sim.world import extrapolation_warning
@@ -222,7 +250,7 @@ def world_notes(world: World, policy: str, metrics: Mapping[str, float]) -> list
     if valid is not None:
         warning = extrapolation_warning(metrics["extrapolated_batches_percent"], valid)
         lines += [f"warning: {warning}"] if warning else []
-    return [*lines, *unfinished_notes(metrics)]
+    return [*lines, *hit_notes(metrics), *unfinished_notes(metrics)]
 
 
 def unfinished_notes(metrics: Mapping[str, float]) -> list[str]:
@@ -277,6 +305,8 @@ def command(given: SimulateOptions) -> None:
     world = stage.world(of_world, given.workers, given.seed)
     check_capacity(of_world, world, requests)
     note_rest(requests)
+    for line in sharing_notes(requests, [given.policy]):
+        note(line)
     result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
     for line in [*refusal_notes(result.refusals), *world_notes(world, given.policy, metrics)]:

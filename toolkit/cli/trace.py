@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli import completion
-from toolkit.cli.arguments import JsonOption
-from toolkit.cli.output import emit, note, number, seconds, table
+from toolkit.cli.arguments import JsonOption, command_of, resolve_recipe
+from toolkit.cli.output import emit, note, number, seconds, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from toolkit.traces.generate import SharedContent
+    from toolkit.traces.reuse import PromptReuse
     from toolkit.traces.types import Trace
     from toolkit.traces.windows import Description
 
@@ -132,66 +135,101 @@ SeedOption = Annotated[
 
 
 @app.command()
-def inspect(trace: TraceArgument, as_json: JsonOption = False) -> None:
-    """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths."""
+def inspect(
+    trace: TraceArgument,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            callback=resolve_recipe,
+            help="A recipe, file or name: show the sizes of caches in GiB of its model too.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths, and
+    what a prefix cache could reuse.
+    """
     from dataclasses import asdict
 
     from toolkit.traces.read import read_trace
+    from toolkit.traces.reuse import describe_reuse
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import describe
 
+    per_token = _kv_bytes(recipe) if recipe else None
     loaded, report = read_trace(trace_path(trace, folders=True))
-    found = describe(loaded)
-    emit(as_json, {"report": asdict(report), **asdict(found)}, lambda: _show(loaded, found))
+    found, reuse = describe(loaded), describe_reuse(loaded, per_token)
+    whole = {"report": asdict(report), **asdict(found), "reuse": reuse and asdict(reuse)}
+    emit(as_json, whole, lambda: _show(loaded, found, reuse))
 
 
-@app.command()
-def convert(
-    trace: TraceArgument,
+def _kv_bytes(recipe: Path) -> int:
+    """The bytes of a token in the KV cache of a recipe's model."""
+    from toolkit.errors import InputError
+    from toolkit.files.io import load_recipe
+
+    found = load_recipe(recipe).model.kv_bytes_per_token
+    if found is None:
+        raise InputError(
+            f"{recipe.name}: model.kv_bytes_per_token is not given, so caches have no size in GiB",
+            "give it, or leave out --recipe",
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """The command line of `llmctl trace convert`."""
+
+    trace: TraceArgument
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="Write the trace to this file, canonical JSONL.")
-    ],
+    ]
     start: Annotated[
         float,
         typer.Option(
             min=0.0, help="Leave out requests that arrive before this second (after scaling)."
         ),
-    ] = 0.0,
+    ] = 0.0
     duration: Annotated[
         float | None, typer.Option(min=0.0, help="Keep this many seconds from --start on.")
-    ] = None,
+    ] = None
     rate: Annotated[
         float | None, typer.Option(help="Scale arrival times to this mean rate, requests/s.")
-    ] = None,
+    ] = None
     draw_rate: Annotated[
         float | None,
         typer.Option(help="Draw new arrival times at this rate, for traces without times."),
-    ] = None,
+    ] = None
     cv: Annotated[
         float | None,
         typer.Option(
             help="With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
         ),
-    ] = None,
+    ] = None
     seed: Annotated[
         int | None,
         typer.Option(
             min=0, help="With --draw-rate: draw from this seed; the same seed gives the same times."
         ),
-    ] = None,
+    ] = None
     divide: Annotated[
         float | None,
         typer.Option(help="Divide all lengths by this factor; what prompts share stays shared."),
-    ] = None,
+    ] = None
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Scale lengths to this context, in tokens; needs --max-new-tokens."),
-    ] = None,
+    ] = None
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Scale outputs to this many tokens.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    as_json: JsonOption = False
+
+
+@app.command("convert")
+@command_of(ConvertOptions)
+def convert(given: ConvertOptions) -> None:
     """Write a trace of any known format as canonical JSONL, cut and scaled as requested.
 
     The cut comes last, so its seconds are those of the scaled trace, as in `tune` and `bench`.
@@ -203,65 +241,75 @@ def convert(
     from toolkit.traces.windows import cut, divide_lengths, scale_lengths, scale_rate
     from toolkit.traces.write import write_trace
 
-    if (max_model_len is None) != (max_new_tokens is None):
+    if (given.max_model_len is None) != (given.max_new_tokens is None):
         raise InputError(
             "--max-model-len and --max-new-tokens need each other", "give both, or neither"
         )
-    if rate is not None and draw_rate is not None:
+    if given.rate is not None and given.draw_rate is not None:
         raise InputError(
-            f"--rate {rate:g} and --draw-rate {draw_rate:g} contradict each other",
+            f"--rate {given.rate:g} and --draw-rate {given.draw_rate:g} contradict each other",
             "give one of them",
         )
-    if draw_rate is None:
+    if given.draw_rate is None:
         _refuse(
-            {"--cv": cv, "--seed": seed}, "without --draw-rate nothing is drawn", "add --draw-rate"
+            {"--cv": given.cv, "--seed": given.seed},
+            "without --draw-rate nothing is drawn",
+            "add --draw-rate",
         )
-    loaded, _ = read_trace(trace_path(trace, folders=True))
-    if draw_rate is not None:
-        loaded = draw_arrivals(loaded, Arrivals(draw_rate, 1.0 if cv is None else cv), seed or 0)
-    if rate is not None:
-        loaded = scale_rate(loaded, rate)
-    if divide is not None:
-        loaded = divide_lengths(loaded, divide)
-    if max_model_len is not None and max_new_tokens is not None:
-        loaded = scale_lengths(loaded, max_model_len, max_new_tokens)
-    if start > 0 or duration is not None:
-        loaded = cut(loaded, start, float("inf") if duration is None else start + duration)
-    write_trace(loaded, out)
-    _wrote(loaded, out, as_json)
+    loaded, _ = read_trace(trace_path(given.trace, folders=True))
+    if given.draw_rate is not None:
+        loaded = draw_arrivals(
+            loaded,
+            Arrivals(given.draw_rate, 1.0 if given.cv is None else given.cv),
+            given.seed or 0,
+        )
+    if given.rate is not None:
+        loaded = scale_rate(loaded, given.rate)
+    if given.divide is not None:
+        loaded = divide_lengths(loaded, given.divide)
+    if given.max_model_len is not None and given.max_new_tokens is not None:
+        loaded = scale_lengths(loaded, given.max_model_len, given.max_new_tokens)
+    if given.start > 0 or given.duration is not None:
+        loaded = cut(
+            loaded,
+            given.start,
+            float("inf") if given.duration is None else given.start + given.duration,
+        )
+    write_trace(loaded, given.out)
+    _wrote(loaded, given.out, given.as_json)
 
 
-@app.command()
-def generate(
-    out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")],
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """The command line of `llmctl trace generate`."""
+
+    out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")]
     rate: Annotated[
         float | None, typer.Option(help="Mean arrival rate, requests/s; default: 20.")
-    ] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds; default: 600.")] = None,
+    ] = None
+    duration: Annotated[float | None, typer.Option(help="Seconds; default: 600.")] = None
     cv: Annotated[
         float | None,
         typer.Option(
             help="Coefficient of variation of the gaps; above 1 is bursty; default: 1, Poisson."
         ),
-    ] = None,
+    ] = None
     prompt: Annotated[
         str,
         typer.Option(
             help="lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS."
         ),
-    ] = "lognormal:400:1",
-    output: Annotated[
-        str, typer.Option(help="The same for output lengths.")
-    ] = "lognormal:120:0.75",
+    ] = "lognormal:400:1"
+    output: Annotated[str, typer.Option(help="The same for output lengths.")] = "lognormal:120:0.75"
     longest: Annotated[
         int | None,
         typer.Option(
             min=1, help="Clip lengths to this many tokens; default: 1024 for lognormal and pareto."
         ),
-    ] = None,
+    ] = None
     max_tokens: Annotated[
         int, typer.Option(min=0, help="The limit on output tokens that clients set; 0: none.")
-    ] = 0,
+    ] = 0
     all_at_once: Annotated[
         int | None,
         typer.Option(
@@ -269,10 +317,43 @@ def generate(
             min=1,
             help="This many requests, all at 0 s, instead of --rate and --duration.",
         ),
-    ] = None,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    system_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Begin every prompt with the same so many tokens.")
+    ] = None
+    templates: Annotated[
+        int | None,
+        typer.Option(min=1, help="Begin prompts with one of so many templates, chosen by Zipf."),
+    ] = None
+    template_tokens: Annotated[
+        str | None, typer.Option(help="Lengths of the templates, as --prompt; default: fixed:512.")
+    ] = None
+    zipf: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="The k-th template has a weight of 1 / k^ZIPF; default: 1."),
+    ] = None
+    turns: Annotated[
+        str | None,
+        typer.Option(
+            help="Make sessions with so many turns, as --prompt, such as uniform:1:6. --rate is"
+            " then of sessions, and --prompt of what is new in a turn."
+        ),
+    ] = None
+    think: Annotated[
+        str | None,
+        typer.Option(help="Seconds before a later turn, as --prompt, such as lognormal:5:1."),
+    ] = None
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Note what prompts share in blocks of this size; default: 16."),
+    ] = None
+    seed: SeedOption = 0
+    as_json: JsonOption = False
+
+
+@app.command("generate")
+@command_of(GenerateOptions)
+def generate(given: GenerateOptions) -> None:
     """Write a synthetic trace. The defaults are the SCLS paper's setting, as far as it is known."""
     from toolkit.traces.generate import (
         Arrivals,
@@ -285,28 +366,58 @@ def generate(
     from toolkit.traces.write import write_trace
 
     prompts, outputs = (
-        parse_lengths(text, longest or default_max_length(text)) for text in (prompt, output)
+        parse_lengths(text, given.longest or default_max_length(text))
+        for text in (given.prompt, given.output)
     )
-    if all_at_once is not None:
-        given = {"--rate": rate, "--duration": duration, "--cv": cv}
-        _refuse(given, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out")
-        made = backlog(all_at_once, prompts, outputs, seed)
+    content = _content(given)
+    if given.all_at_once is not None:
+        useless = {"--rate": given.rate, "--duration": given.duration, "--cv": given.cv}
+        _refuse(useless, "all requests of a --backlog arrive at 0 s", "leave it or --backlog out")
+        made = backlog(given.all_at_once, prompts, outputs, given.seed, content)
     else:
-        arrivals = Arrivals(20.0 if rate is None else rate, 1.0 if cv is None else cv)
-        made = synthesize(arrivals, 600.0 if duration is None else duration, prompts, outputs, seed)
-    if max_tokens:
-        made = limited(made, max_tokens)
-    write_trace(made, out)
-    _wrote(made, out, as_json)
+        arrivals = Arrivals(
+            20.0 if given.rate is None else given.rate, 1.0 if given.cv is None else given.cv
+        )
+        seconds_long = 600.0 if given.duration is None else given.duration
+        made = synthesize(arrivals, seconds_long, prompts, outputs, given.seed, content)
+    if given.max_tokens:
+        made = limited(made, given.max_tokens)
+    write_trace(made, given.out)
+    _wrote(made, given.out, given.as_json)
 
 
-def _refuse(given: Mapping[str, float | None], why: str, hint: str) -> None:
+def _content(given: GenerateOptions) -> SharedContent | None:
+    """What generated prompts share; None for nothing. `InputError` for options without effect."""
+    from toolkit.traces.generate import SharedContent, parse_lengths, parse_times
+
+    if given.templates is None:
+        needs = {"--template-tokens": given.template_tokens, "--zipf": given.zipf}
+        _refuse(needs, "there are no templates", "add --templates")
+    if given.turns is None:
+        _refuse({"--think": given.think}, "requests have one turn", "add --turns")
+    if not (given.system_tokens or given.templates or given.turns):
+        shares = "add --system-tokens, --templates or --turns"
+        _refuse({"--block-tokens": given.block_tokens}, "prompts share nothing", shares)
+        return None
+    return SharedContent(
+        given.system_tokens or 0,
+        given.templates or 0,
+        parse_lengths(given.template_tokens or "fixed:512"),
+        1.0 if given.zipf is None else given.zipf,
+        parse_lengths(given.turns) if given.turns else None,
+        parse_times(given.think) if given.think else None,
+        given.block_tokens or 16,
+    )
+
+
+def _refuse(given: Mapping[str, float | str | None], why: str, hint: str) -> None:
     """`InputError` for the first option that was given without effect."""
     from toolkit.errors import InputError
 
     for option, value in given.items():
         if value is not None:
-            raise InputError(f"{option} {value:g} changes nothing: {why}", hint)
+            shown = value if isinstance(value, str) else f"{value:g}"
+            raise InputError(f"{option} {shown} changes nothing: {why}", hint)
 
 
 def _wrote(trace: Trace, out: Path, as_json: bool) -> None:
@@ -317,7 +428,7 @@ def _wrote(trace: Trace, out: Path, as_json: bool) -> None:
             note(f"  {line}")
 
 
-def _show(trace: Trace, found: Description) -> None:
+def _show(trace: Trace, found: Description, reuse: PromptReuse | None) -> None:
     print(trace.source)
     for line in trace.notes:
         print(f"  {line}")
@@ -336,6 +447,34 @@ def _show(trace: Trace, found: Description) -> None:
         ],
     )
     table(["<length", ">prompts", "<", ">outputs", "<"], _bars(found))
+    if reuse:
+        _show_reuse(reuse)
+
+
+def _show_reuse(reuse: PromptReuse) -> None:
+    """The hit rate by the size of a cache, as a plot and as a table of every fourth size."""
+    from toolkit.cli.plots import chart
+
+    print(
+        f"reuse: {reuse.reusable_percent:.1f} % of the prompt tokens repeat the beginning of an"
+        " earlier one\n"
+        f"  {reuse.reusable_tokens:,} of {reuse.prompt_tokens:,} tokens, in blocks of"
+        f" {reuse.block_tokens}\n  hit rate of an LRU cache by its size, answers not counted:"
+    )
+    if not reuse.reusable_tokens:
+        return
+    sizes = [one.cache_tokens for one in reuse.caches]
+    hits = [one.hit_percent for one in reuse.caches]
+    lines = chart({"% of the prompt tokens": (sizes, hits)}, x_name="cache, tokens", log_x=True)
+    print("\n".join(lines))
+    rows: list[list[object]] = []
+    for one in reuse.caches[::-1][::4][::-1]:
+        row: list[object] = [f"{one.cache_tokens:,}"]
+        if one.cache_bytes is not None:
+            row.append(size(one.cache_bytes))
+        rows.append([*row, f"{one.hit_percent:.1f} %"])
+    in_bytes = [">cache"] if reuse.caches[0].cache_bytes is not None else []
+    table([">cache, tokens", *in_bytes, ">hits"], rows)
 
 
 def _bars(found: Description) -> list[list[object]]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from toolkit.files.profile import Profile
     from toolkit.files.recipe import Recipe
     from toolkit.files.tuning import Tuning
+    from toolkit.traces.types import Trace
     from toolkit.tuning.executor import EvaluationStore, Runner
     from toolkit.tuning.search import SearchSettings
 
@@ -242,13 +243,15 @@ def command(given: TuneOptions) -> None:
     files = fleet.inputs if fleet else {"recipe": given.recipe, "fit": given.fit}
     made_from = head(files | {"trace": traffic})
     total = evaluations(settings, spec.tune.draws, siblings)
-    _note_search(settings, total)
+    _note_search(settings, total, workload.trace)
     store = _store(
         given, spec.name, _fingerprint(made_from, spec, siblings, with_profile=profile is not None)
     )
     search = tune_to_size if given.workers == AUTO else tune
     with _runner(given) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
+        if remembering.remembered:
+            note(f"{remembering.remembered:,} of them are kept from an earlier run")
         watch = TuneProgress(advance, total, remembering.remembered, jobs)
         inputs = Inputs(spec, fit, workload, profile, tuple(others), tuple(siblings))
         result = search(inputs, remembering, made_from, watch)
@@ -328,9 +331,10 @@ def _profile_of(fit: Fit, path: Path) -> Profile | None:
         return None
 
 
-def _note_search(settings: SearchSettings, total: int) -> None:
+def _note_search(settings: SearchSettings, total: int, trace: Trace) -> None:
     """Print what is searched and how many simulations it takes; `TuneProgress` adds the seconds."""
     from toolkit.cli.output import note
+    from toolkit.cli.simulate import sharing_notes
 
     count, served = len(settings.spaces), len(settings.served)
     policies = (
@@ -343,6 +347,8 @@ def _note_search(settings: SearchSettings, total: int) -> None:
     if settings.trials < count:
         left = ", ".join(space.policy for space in settings.spaces[settings.trials :])
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
+    for line in sharing_notes(trace, [space.policy for space in settings.spaces]):
+        note(line)
 
 
 def _fingerprint(
@@ -386,10 +392,12 @@ def _store(given: TuneOptions, name: str, fingerprint: str) -> EvaluationStore:
     """The store of evaluations: a database, or a file beside the result."""
     import os
 
-    from toolkit.tuning.executor import JournalFile, Studies
+    from toolkit.tuning.executor import JournalFile
 
     if not given.storage:
         return JournalFile(Path(f"{given.out}.partial"), fingerprint)
+    from toolkit.tuning.studies import Studies
+
     os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
     return Studies(given.storage, name, fingerprint)
 

@@ -27,6 +27,7 @@ METRICS = (
     "batch_size_mean",
     "oom_percent",
     "evicted_percent",
+    "hit_percent",
 )
 
 
@@ -138,7 +139,11 @@ def _show_sensitivity(result: Tuning) -> None:
 def _show_chart(result: Tuning) -> None:
     latency = result.latency_metric
     marks = _marks([one.policy for one in result.policies])
-    known = [trial for trial in result.trials if latency in trial.outcome.metrics]
+    known = [
+        trial
+        for trial in result.trials
+        if latency in trial.outcome.metrics and not trial.screened_out
+    ]
     if len(known) < 2:
         return
     number_of_best = next(

@@ -12,6 +12,7 @@ from toolkit.cli.arguments import (
     ApiKeyOption,
     ForeignOption,
     JsonOption,
+    LoopOption,
     MaxErrorOption,
     ModelOption,
     command_of,
@@ -86,6 +87,7 @@ class ValidateOptions:
             "(JSONL)."
         ),
     ] = None
+    loop: LoopOption = None
     force: ForeignOption = False
     as_json: JsonOption = False
 
@@ -105,6 +107,7 @@ def command(given: ValidateOptions) -> None:
     from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, read_file, write_file, write_text
     from toolkit.files.plan import Plan
+    from toolkit.files.tuning import Tuning
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import fit_windows
@@ -119,8 +122,9 @@ def command(given: ValidateOptions) -> None:
         given.model or planned.recipe.engine.served_model,
         given.api_key,
     )
-    tuned = _tuning(given.tuning, path) if given.tuning else None
-    settings = RequestSettings(tuned.request_rate_rps if tuned else given.rate, seed=given.seed)
+    tuned = read_file(Tuning, given.tuning, {"trace": path}) if given.tuning else None
+    rate = tuned.request_rate_rps if tuned else given.rate
+    settings = RequestSettings(rate, seed=given.seed, loop=given.loop)
     subject = look_at(
         target, read_trace(path)[0], planned, settings, warn_of_foreign if given.force else None
     )
@@ -146,14 +150,6 @@ def command(given: ValidateOptions) -> None:
         raise typer.Exit(130)
     if given.max_error is not None:
         hold(((each.metric, each.error_percent) for each in result.metrics), given.max_error)
-
-
-def _tuning(file: Path, trace: Path) -> Tuning:
-    """The tuning that names the windows. `InputError` where it was made with another trace."""
-    from toolkit.files.io import read_file
-    from toolkit.files.tuning import Tuning
-
-    return read_file(Tuning, file, {"trace": trace})
 
 
 def _held_out(tuned: Tuning, whole: Trace) -> list[TraceWindow]:
@@ -197,6 +193,9 @@ def show(result: Validation) -> None:
         f"before the windows, batches took {slow} times as long as fitted;"
         " the predictions include that"
     )
+    for number, window in enumerate(result.windows, start=1):
+        if window.cache:
+            note(f"window {number}: {window.cache.text()}")
     failed, refused = (
         sum(getattr(window, name) for window in result.windows) for name in ("failed", "refused")
     )

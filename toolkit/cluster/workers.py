@@ -367,7 +367,7 @@ class RayWorkers(WorkerPool):
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             ),
-            runtime_env={"env_vars": engine_variables(spec.engine.threads)},
+            runtime_env={"env_vars": engine_variables(spec.engine.threads, spec.hardware.device)},
         )
         body = ActorBody(actor.remote(), on_frame)
         body.send(Start.of(spec.model, spec.engine, spec.hardware, spec.flush_s))

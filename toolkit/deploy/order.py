@@ -16,6 +16,7 @@ import hashlib
 import re
 import shlex
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -279,8 +280,13 @@ def fill(name: str, /, **values: object) -> str:
     """Fill the template `name` with these values. `InputError` for an unknown template."""
     if not re.fullmatch(NAME_PATTERN, name) or not (shipped_templates() / f"{name}.j2").is_file():
         raise InputError(f"{name!r} is not the name of a template", f"names match {NAME_PATTERN}")
+    return _templates(shipped_templates()).get_template(f"{name}.j2").render(**values)
+
+
+@cache  # a command fills several templates
+def _templates(folder: Path) -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(shipped_templates()),
+        loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # nothing here is HTML; every value has its own filter
         trim_blocks=True,
@@ -294,7 +300,7 @@ def fill(name: str, /, **values: object) -> str:
         "cell": cell,
         "line": line,
     }
-    return environment.get_template(f"{name}.j2").render(**values)
+    return environment
 
 
 def unit_setting(value: object) -> str:

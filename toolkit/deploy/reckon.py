@@ -283,8 +283,16 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
 
 
 def largest(keeps: Callable[[int], bool]) -> int:
-    """The largest count up to `MAX_BACKLOG` that `keeps`, as all smaller ones do; 0 for none."""
-    return bisect_left(range(1, MAX_BACKLOG + 1), True, key=lambda count: not keeps(count))
+    """The largest count up to `MAX_BACKLOG` that `keeps`, as all smaller ones do; 0 for none.
+
+    Counts double up to the first that does not keep: a large count takes long to simulate.
+    """
+    above = 1
+    while above <= MAX_BACKLOG and keeps(above):
+        above *= 2
+    kept = above // 2
+    between = range(kept + 1, min(above, MAX_BACKLOG + 1))
+    return kept + bisect_left(between, True, key=lambda count: not keeps(count))
 
 
 def backlog(lengths: Trace, count: int) -> Trace:

@@ -256,6 +256,8 @@ class Dialect:
     usage_option: bool = True  # stream_options.include_usage; else usage must come unrequested
     tokens_per_word: float = 1.0
     flat_tokens: float = 0.0  # tokens that the server adds to each prompt
+    # `return_token_ids`: the answer's ids come with its text. vLLM knows it.
+    answer_ids: bool = False
 
     def prompt(self, rng: np.random.Generator, tokens: int, vocab_size: int) -> Prompt:
         """A random prompt of `tokens` tokens, approximate for text. No prefix cache holds it."""
@@ -273,11 +275,13 @@ class Dialect:
         end_after: int | None = None,
         stream: bool = True,
         priority: int = 0,
+        keep: bool = False,
     ) -> dict[str, object]:
         """The body of a greedy completion of `max_tokens`.
 
         `end_after` ends the output earlier; only llmctl's engine knows it. A `priority` of 0 is
-        every server's default and is left out: some servers refuse unknown fields.
+        every server's default and is left out: some servers refuse unknown fields. `keep` requests
+        the ids of the answer from a server that gives them.
         """
         fields: dict[str, object] = {
             "model": model,
@@ -292,6 +296,8 @@ class Dialect:
             fields["stream_options"] = {"include_usage": True}
         if priority:
             fields["priority"] = priority
+        if keep and self.answer_ids:
+            fields["return_token_ids"] = True
         return fields if end_after is None else fields | {"llmctl_end_after": end_after}
 
     @property
@@ -335,6 +341,31 @@ def learn(target: Target) -> Dialect:
     raise refusal(target, COMPLETIONS, *first, "llmctl needs a server of text completions")
 
 
+class AnswerChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+
+
+class AnswerWithIds(msgspec.Struct):
+    choices: list[AnswerChoice]
+
+
+def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
+    """`dialect` with `answer_ids` where the server gives the token ids of its answers, found with
+    one request.
+    """
+    if not dialect.token_ids:
+        return dialect
+    fuller = replace(dialect, answer_ids=True)
+    status, body = post(
+        target, COMPLETIONS, fuller.request(target.model, [1], 1, stream=False, keep=True)
+    )
+    try:
+        choices = msgspec.json.decode(body, type=AnswerWithIds).choices if status == 200 else []
+    except msgspec.DecodeError:
+        return dialect
+    return fuller if choices and choices[0].token_ids else dialect
+
+
 def _calibrated(target: Target, dialect: Dialect) -> Dialect:
     few, many = (_counted(target, dialect, words) for words in CALIBRATION)
     per_word = (many - few) / (CALIBRATION[1] - CALIBRATION[0])
@@ -359,6 +390,33 @@ def _counted(target: Target, dialect: Dialect, words: int) -> int:
         f"{target.url}: HTTP {status} without usage for {words} words",
         "a server must count its tokens",
     )
+
+
+class CacheCounts(NamedTuple):
+    """Prompt tokens that a server has looked up in its prefix cache, and those that it found."""
+
+    queries: float
+    hits: float
+
+
+CACHE_QUERIES, CACHE_HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+
+
+def cache_counts(target: Target) -> CacheCounts | None:
+    """The counters of the server's prefix cache, over all its engines; None if it has none, or its
+    /metrics cannot be reached.
+    """
+    try:
+        metrics = scrape(target)
+    except InputError:
+        return None
+    sums = {
+        name: [metric.value for metric in metrics if metric.name == name]
+        for name in (CACHE_QUERIES, CACHE_HITS)
+    }
+    if not all(sums.values()):
+        return None
+    return CacheCounts(sum(sums[CACHE_QUERIES]), sum(sums[CACHE_HITS]))
 
 
 class Metric(NamedTuple):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -176,8 +176,21 @@ MAX_ERROR_BYTES = 1 << 16
 OVERLOADED = (429, 503)  # statuses of a server that refuses load
 
 
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class StreamUsage(msgspec.Struct):
     completion_tokens: int
+    prompt_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class StreamChoice(msgspec.Struct):
+    """What a choice brings, where answers are kept."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
 
 
 class StreamEvent(msgspec.Struct):
@@ -189,6 +202,7 @@ class StreamEvent(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(StreamEvent).decode
+_decode_choice = msgspec.json.Decoder(StreamChoice).decode
 
 
 @dataclass(slots=True)
@@ -198,7 +212,8 @@ class Sample:
 
     `failure` is empty for a served request. `refused` means that the server was overloaded and
     refused the whole request (HTTP 429 or 503). `max_gap_s` is the longest wait between two events
-    with tokens.
+    with tokens. `cached_tokens` are those that the server took from its cache; None: it does not
+    say. Text and token ids of the answer are kept where `keeps_answer` says so.
     """
 
     scheduled_s: float
@@ -211,6 +226,11 @@ class Sample:
     output_tokens: int = 0
     failure: str = "not sent"
     refused: bool = False
+    counted_prompt_tokens: int = 0  # by the server
+    cached_tokens: int | None = None
+    keeps_answer: bool = False
+    answer_text: list[str] = field(default_factory=list)
+    answer_ids: list[int] = field(default_factory=list)
 
 
 class StreamCall(asyncio.Protocol):
@@ -288,9 +308,23 @@ class StreamCall(asyncio.Protocol):
             self.end(f"error in the stream: {error_text(data)}")
         if chunk.choices:
             self._on_tokens()
+            if self._sample.keeps_answer:
+                self._keep(chunk.choices[0])
         if chunk.usage is not None:
             self._counted = True
             self._sample.output_tokens = chunk.usage.completion_tokens
+            self._sample.counted_prompt_tokens = chunk.usage.prompt_tokens
+            details = chunk.usage.prompt_tokens_details
+            self._sample.cached_tokens = details.cached_tokens if details else None
+
+    def _keep(self, choice: msgspec.Raw) -> None:
+        try:
+            found = _decode_choice(choice)
+        except msgspec.DecodeError:
+            return
+        if found.text:
+            self._sample.answer_text.append(found.text)
+        self._sample.answer_ids.extend(found.token_ids or ())
 
     def _on_tokens(self) -> None:
         sample, now_s = self._sample, self._now_s

@@ -57,6 +57,18 @@ def find_devices() -> Devices:
     return Devices(str(torch.__version__), torch.version.cuda or "", _driver(), gpus)
 
 
+def choose_attention_kernels() -> None:
+    """Leave cuDNN's attention out of those that torch chooses from; call it on CUDA.
+
+    cuDNN plans a kernel for each batch size and length, and a decode step has a length that the
+    step before did not have: each would wait for a plan. `benchmarks.gpu.probe` times steps with
+    and without it.
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def _driver() -> str:
     """The version of the NVIDIA kernel module, like 570.133.20."""
     try:

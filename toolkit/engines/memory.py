@@ -1,8 +1,9 @@
 """How many bytes a batch takes, and a ledger that refuses allocations beyond its budget.
 
 On a CPU nothing stops a process from taking all memory, so each allocation is charged to the ledger
-first; beyond its budget the ledger raises what CUDA raises. On a GPU without an explicit KV budget,
-the device's own allocator is the limit and the ledger only counts.
+first; beyond its budget the ledger raises what CUDA raises. On a GPU the device's allocator would
+raise too, but only after it has emptied its caches, which stalls all work: the ledger refuses
+first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import EngineSpec
 from toolkit.units import MIB
 
+# What the ledger does not count on a GPU: a decode step's activations and logits, the libraries'
+# workspaces, captured graphs. It is left out of the budget, at most one part in so many.
+UNCOUNTED_BYTES = 1 << 30
+UNCOUNTED_PART = 16
 OUT_OF_MEMORY_SIGNS = (
     "DefaultCPUAllocator",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -190,6 +195,7 @@ def _cuda_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
     share = int(engine.gpu_memory_utilization * total)
     torch.cuda.set_per_process_memory_fraction(engine.gpu_memory_utilization, device)
     left = min(share - torch.cuda.memory_allocated(device), free)
+    left -= min(UNCOUNTED_BYTES, max(left, 0) // UNCOUNTED_PART)
     if engine.kv_cache_memory_mib is not None:
         left = min(left, int(engine.kv_cache_memory_mib * MIB))
     if left <= 0:

@@ -13,7 +13,8 @@ window, none of this copies the other rows. When a side has no room, the window 
 slab or moves to a larger slab, which copies it once for many steps.
 
 Columns in the window that do not belong to a row are zero, so nothing of a row that overflowed can
-reach another row.
+reach another row. With `whole_rows` that holds for all columns of the slab: steps of fixed shapes
+read more than the window (`toolkit.engines.fixed_step`).
 
 Memory may run out at any allocation, on a device even if the ledger saw room. All rows then keep
 their values. If some layers have moved already, all layers are narrowed to the columns that the old
@@ -24,13 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from toolkit.engines.memory import ByteLedger, PastBudget
-from toolkit.engines.slab import KVShape
+from toolkit.engines.slab import KVShape, additive
 
 # A row's keys and values per layer: [kv_heads, length, head_dim].
 RowKV = list[tuple[torch.Tensor, torch.Tensor]]
@@ -41,15 +43,33 @@ SPARE_COLUMNS = ((0.5, 64), (0.125, 16), (0.0, 4), (0.0, 0))
 SHRINK_FACTOR = 4  # a slab shrinks when it could be this many times smaller
 # A quarter of the spare columns is to the left of the window, for newcomers; steps need the right.
 LEFT_SHARE = 4
+COLUMN_STEP = 64  # with `whole_rows`, slabs have multiples of this many columns
+
+
+@dataclass(slots=True, frozen=True)
+class FixedPass:
+    """A pass of one token per row that writes the column `column` [1], on the device, and reads the
+    columns `first` up to `last` of the first `rows` rows.
+    """
+
+    rows: int
+    first: int
+    last: int
+    column: torch.Tensor
 
 
 class ColumnWindow:
-    """The columns that the rows use now, the same for all layers, and the next pass's first row."""
+    """The columns that the rows use now, the same for all layers, and the next pass's first row.
 
-    __slots__ = ("end", "first_row", "start")
+    Attributes:
+        fixed: the pass in progress, if it is one of fixed shape.
+    """
+
+    __slots__ = ("end", "first_row", "fixed", "start")
 
     def __init__(self) -> None:
         self.start = self.end = self.first_row = 0
+        self.fixed: FixedPass | None = None
 
 
 class WindowLayer(DynamicLayer):  # type: ignore[misc]
@@ -66,6 +86,8 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._window.fixed is not None:
+            return self._update_fixed(self._window.fixed, key_states, value_states)
         start, old, first = self._window.start, self._window.end, self._window.first_row
         rows = slice(first, first + key_states.shape[0])
         end = old + key_states.shape[-2]
@@ -75,7 +97,21 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
         self.value_slab[rows, :, old:end] = value_states
         return self.key_slab[rows, :, start:end], self.value_slab[rows, :, start:end]
 
+    def _update_fixed(
+        self, fixed: FixedPass, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (
+            slab[: fixed.rows, :, fixed.first : fixed.last]
+            for slab in (self.key_slab, self.value_slab)
+        )
+        keys.index_copy_(2, fixed.column - fixed.first, key_states)
+        values.index_copy_(2, fixed.column - fixed.first, value_states)
+        return keys, values
+
     def get_seq_length(self) -> int:
+        fixed = self._window.fixed
+        if fixed is not None:
+            return fixed.last - fixed.first - 1
         return self._window.end - self._window.start
 
     def narrow(self, start: int, end: int) -> None:
@@ -92,9 +128,21 @@ class RebatchCache(Cache):  # type: ignore[misc]
         like: a tensor of the cache's dtype, on its device.
         ledger: is charged for the slabs. If they do not fit, `torch.OutOfMemoryError` is raised and
             all rows keep their values.
+        whole_rows: columns outside the window hold finite numbers too.
+
+    Attributes:
+        generation: counts the changes of the slabs' memory.
+        membership: counts the changes of which rows there are and where they begin.
     """
 
-    def __init__(self, shapes: Sequence[KVShape], like: torch.Tensor, ledger: ByteLedger) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[KVShape],
+        like: torch.Tensor,
+        ledger: ByteLedger,
+        *,
+        whole_rows: bool = False,
+    ) -> None:
         self._window = ColumnWindow()
         super().__init__(layers=[WindowLayer(self._window) for _ in shapes])
         self._shapes = shapes
@@ -102,12 +150,16 @@ class RebatchCache(Cache):  # type: ignore[misc]
         self._ledger = ledger
         self.bytes_per_token = like.itemsize * sum(k[1] * k[3] + v[1] * v[3] for k, v in shapes)
         self.row_capacity = self.columns = 0
+        self.generation = self.membership = 0
+        self._whole_rows = whole_rows
         self._held_bytes = 0
         self._begin: list[int] = []
         self._is_padded = False
-        # `_begin` as a tensor, and the columns that each row may attend to; None: to be computed.
+        # `_begin` as a tensor, and the columns from the window's first that each row may attend to,
+        # as booleans and as numbers to add; None: to be computed.
         self._begins: torch.Tensor | None = None
         self._visible: torch.Tensor | None = None
+        self._added: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -122,6 +174,16 @@ class RebatchCache(Cache):  # type: ignore[misc]
     def width(self) -> int:
         """Columns of the window: the length of the longest row."""
         return self._window.end - self._window.start
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The window's columns: the first, and the one that the next step writes."""
+        return self._window.start, self._window.end
+
+    @property
+    def begins(self) -> list[int]:
+        """The column where each row begins."""
+        return list(self._begin)
 
     @property
     def lengths(self) -> list[int]:
@@ -159,6 +221,10 @@ class RebatchCache(Cache):  # type: ignore[misc]
         for share, extra in SPARE_COLUMNS:
             columns = width + ahead + int(share * width) + extra
             spare_rows = rows // 4 if extra else 0
+            if self._whole_rows and share:
+                # Steps of fixed shapes want slabs that stay: grow, and give up nothing.
+                columns = -(-max(columns, self.columns) // COLUMN_STEP) * COLUMN_STEP
+                spare_rows = max(spare_rows, self.row_capacity - rows)
             if self._try_slabs(rows + spare_rows, columns, self._best_end(width, ahead, columns)):
                 return
         raise PastBudget(
@@ -181,11 +247,15 @@ class RebatchCache(Cache):  # type: ignore[misc]
         length = row[0][0].shape[1]
         index, end = self.rows, self._window.end
         self._grow_left_to(end - length)
+        if self._whole_rows:
+            for slab in self._slabs():
+                slab[index].zero_()
         for layer, (keys, values) in zip(self.layers, row, strict=True):
             layer.key_slab[index, :, end - length : end] = keys
             layer.value_slab[index, :, end - length : end] = values
         self._begin.append(end - length)
-        self._clear_front(index)
+        if not self._whole_rows:
+            self._clear_front(index)
         self._refresh()
 
     def read(self, index: int) -> RowKV:
@@ -220,6 +290,15 @@ class RebatchCache(Cache):  # type: ignore[misc]
         finally:
             self._window.first_row = 0
 
+    @contextmanager
+    def fixed(self, rows: int, first: int, last: int, column: torch.Tensor) -> Iterator[None]:
+        """In this context, a pass is a `FixedPass`."""
+        self._window.fixed = FixedPass(rows, first, last, column)
+        try:
+            yield
+        finally:
+            self._window.fixed = None
+
     def advance(self) -> None:
         """Add the column that a pass of one token per row has written to the window."""
         self._window.end += 1
@@ -251,27 +330,37 @@ class RebatchCache(Cache):  # type: ignore[misc]
             self._clear_front(index)
         self._refresh()
 
-    def mask(self, *, as_4d: bool) -> torch.Tensor | None:
-        """The next step's mask: [N, width + 1], True where a row may attend; None if all rows may
-        attend to all columns.
+    def mask(self, added_as: torch.dtype | None) -> torch.Tensor | None:
+        """The next step's mask; None if all rows may attend to all columns.
 
-        `as_4d` gives [N, 1, 1, width + 1], which a model uses as it is instead of building a mask.
+        With `added_as`, it is [N, 1, 1, width + 1] of this type, which attention adds to its
+        scores; else booleans [N, width + 1], True where a row may attend.
         """
         if not self._is_padded:
             return None
+        start, columns = self._window.start, slice(0, self.width + 1)
         if self._visible is None:
             self._visible = (
-                torch.arange(self.columns, device=self.device)[None, :] >= self._begin_column()
+                torch.arange(start, self.columns, device=self.device)[None, :]
+                >= self._begin_column()
             )
-        mask = self._visible[:, self._window.start : self._window.end + 1]
-        return mask[:, None, None, :] if as_4d else mask
+        if added_as is None:
+            return self._visible[:, columns]
+        if self._added is None:
+            self._added = additive(self._visible, added_as)
+        return self._added[..., columns]
 
     def positions(self) -> torch.Tensor:
         """[N, 1]: the position of each row's next token."""
         return self._window.end - self._begin_column()
 
     def shrink(self) -> None:
-        """Move to smaller slabs if these are much larger than needed, or to none without rows."""
+        """Move to smaller slabs if these are much larger than needed, or to none without rows.
+
+        With `whole_rows` the slabs stay until `fit` is called: a new slab needs new graphs.
+        """
+        if self._whole_rows:
+            return
         share, extra = SPARE_COLUMNS[0]
         columns = int((1 + share) * self.width) + extra
         if self.slab_tokens >= SHRINK_FACTOR * self.rows * columns:
@@ -288,10 +377,11 @@ class RebatchCache(Cache):  # type: ignore[misc]
             self._try_slabs(rows, columns, self._best_end(self.width, 1, columns) if rows else 0)
 
     def clear(self) -> None:
-        """Drop all rows and slabs."""
+        """Drop all rows, and the slabs too unless they stay (`shrink`)."""
         self._begin.clear()
         self._release()
-        self.fit()
+        if not self._whole_rows:
+            self.fit()
 
     def _slabs(self) -> Iterator[torch.Tensor]:
         for layer in self.layers:
@@ -330,6 +420,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     def _change_slabs(self, rows: int, columns: int, end: int, layer_bytes: int) -> bool:
         new_bytes = rows * columns * self.bytes_per_token
+        self.generation += 1
         with self._ledger.reserve(layer_bytes):
             # If the move fails half way, some of the old slabs remain.
             self._hold(max(new_bytes, self._held_bytes))
@@ -355,6 +446,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
             yield moved
         except RuntimeError:
             if moved:
+                self.generation += 1
                 old = self._window.end
                 left, right = min(old, end), min(self.columns - old, columns - end)
                 for index, layer in enumerate(self.layers):
@@ -371,7 +463,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
     def _moved(
         self, slab: torch.Tensor, shape: torch.Size, rows: int, columns: int, end: int
     ) -> torch.Tensor:
-        new = self._like.new_empty(rows, shape[1], columns, shape[3])
+        make = self._like.new_zeros if self._whole_rows else self._like.new_empty
+        new = make(rows, shape[1], columns, shape[3])
         if self.rows:
             window = slab[: self.rows, :, self._window.start : self._window.end]
             new[: self.rows, :, end - self.width : end] = window
@@ -401,6 +494,10 @@ class RebatchCache(Cache):  # type: ignore[misc]
 
     def _copy_row(self, source: int, target: int) -> None:
         """Copy with methods that need no memory; an assignment of a scalar does."""
+        if self._whole_rows:
+            for slab in self._slabs():
+                slab[target].copy_(slab[source])
+            return
         begin, end, start = self._begin[source], self._window.end, self._window.start
         for slab in self._slabs():
             slab[target, :, begin:end].copy_(slab[source, :, begin:end])
@@ -415,7 +512,8 @@ class RebatchCache(Cache):  # type: ignore[misc]
         """Discard the tensors that a step needs. The next step computes them, so that leaving needs
         no memory; they stay valid until rows come, go or move.
         """
-        self._begins = self._visible = None
+        self._begins = self._visible = self._added = None
+        self.membership += 1
         self._is_padded = any(begin > self._window.start for begin in self._begin)
 
     def _begin_column(self) -> torch.Tensor:

@@ -27,19 +27,28 @@ from typing import TypeVar
 
 import torch
 
+from toolkit.engines.fixed_step import FixedSteps
 from toolkit.engines.memory import ByteLedger, as_out_of_memory
-from toolkit.engines.protocol import LiveRow, OnStep, Part, Round, RoundOutput, Row, StepOutput
+from toolkit.engines.protocol import (
+    LiveRow,
+    OnStep,
+    Part,
+    Round,
+    RoundOutput,
+    Row,
+    SliceOutput,
+    StepOutput,
+)
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.round_parts import RoundParts
 from toolkit.engines.row_cache import BatchCache, RowCache, use_row_attention
 from toolkit.engines.running import Newcomer, PrefillBatch, Prefiller, RunningBatch
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.suspended import SuspendedRow, SuspendedRows
+from toolkit.engines.suspended import HostArena, SuspendedRow, SuspendedRows
 from toolkit.engines.tensor_parallel import RankShare
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import InputError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
-from toolkit.units import MIB
 
 PARTS_PER_TRY = (1, 1, 2, 4, 8)  # into how many parts each try splits a pass
 Result = TypeVar("Result")
@@ -105,14 +114,12 @@ class RebatchEngine(TransformersEngine):
             update={"joining": engine.joining if engine.kv_layout == "slab" else None}
         )
         self._shapes_in = engine.joining == "shape"
-        swap = engine.swap_memory_mib
-        self.host_ledger = ByteLedger(None if swap is None else int(swap * MIB))
+        self.host_ledger = ByteLedger(engine.swap_bytes(hardware.device))
         like = torch.empty(0, dtype=self._dtype, device=self._device)
-        cache = self._make_cache(engine.kv_layout, like)
-        self._batch = RunningBatch(
-            self._forward, cache, self._sampler, masks_as_4d=self._bool_masks
-        )
-        self._suspended = SuspendedRows(self._kv_shapes, like, self.ledger, self.host_ledger)
+        cache, fixed = self._make_cache(engine, like)
+        self._batch = RunningBatch(self._forward, cache, self._sampler, self._masks_as, fixed)
+        arena = HostArena(self.host_ledger.budget_bytes, pin=True) if like.is_cuda else None
+        self._suspended = SuspendedRows(self._kv_shapes, like, self.ledger, self.host_ledger, arena)
         passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
         self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
         self._parts = RoundParts(
@@ -124,6 +131,12 @@ class RebatchEngine(TransformersEngine):
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         """See `RoundEngine.run_round`."""
         return as_out_of_memory(lambda: self._run(plan, on_step))
+
+    def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
+        """See `Engine.run_slice`. Slabs that rounds keep without rows make room."""
+        if not self._batch:
+            self._batch.cache.fit()
+        return super().run_slice(rows, steps, on_step)
 
     def time_part(
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
@@ -357,17 +370,47 @@ class RebatchEngine(TransformersEngine):
         progress.count_step(step)
         progress.count_joined(numbers)
 
-    def _make_cache(self, layout: str, like: torch.Tensor) -> BatchCache:
-        if layout == "slab":
-            return RebatchCache(self._kv_shapes, like, self.ledger)
+    def _make_cache(
+        self, engine: EngineSpec, like: torch.Tensor
+    ) -> tuple[BatchCache, FixedSteps | None]:
+        """The cache, and what makes its steps in fixed shapes, if anything does."""
+        if engine.kv_layout == "slab":
+            fixed = self._takes_fixed_steps(engine.cuda_graphs)
+            cache = RebatchCache(self._kv_shapes, like, self.ledger, whole_rows=fixed)
+            if not fixed:
+                return cache, None
+            captures = like.is_cuda
+            return cache, FixedSteps(self._forward, cache, self._dtype, capture=captures)
         if self._shapes_in:
             raise InputError(
                 "engine.joining is shape: newcomers are shaped into a padded slab, but "
                 "engine.kv_layout is rows",
                 "set engine.joining to embed, or engine.kv_layout to slab",
             )
+        if engine.cuda_graphs:
+            raise InputError(
+                "engine.cuda_graphs is true, but engine.kv_layout is rows, and steps over single "
+                "rows have no fixed shape",
+                "set engine.kv_layout to slab, or leave cuda_graphs out",
+            )
         use_row_attention(self._model)
-        return RowCache(self._kv_shapes, like, self.ledger)
+        return RowCache(self._kv_shapes, like, self.ledger), None
+
+    def _takes_fixed_steps(self, wanted: bool | None) -> bool:
+        """Whether decode steps have fixed shapes: on a GPU by default, where the model can."""
+        why = ""
+        if self._masks_as is None:
+            why = "the model makes its own masks"
+        elif self._shapes_in:
+            why = "engine.joining is shape, and newcomers of any length join its steps"
+        if wanted and why:
+            raise InputError(
+                f"engine.cuda_graphs is true, but {why}", "leave engine.cuda_graphs out"
+            )
+        if wanted is None:
+            # In a process that shares a model, a capture would have to fail in all or in none.
+            wanted = self._device.type == "cuda" and self.ledger.alone
+        return wanted and not why
 
     def _usage(self) -> tuple[int, int]:
         """Tokens of KV cache on the device, and the same with padding."""

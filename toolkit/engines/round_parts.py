@@ -91,6 +91,7 @@ class RoundParts:
         try:
             self._fill(rows, max(length - STEPS, 1))
             self._batch.step()
+            self._batch.warm_up(STEPS)
             return self._time(steps, clock) / STEPS
         finally:
             self._clear(0)

@@ -11,7 +11,7 @@ attention row by row is cheap on a CPU, but on a GPU each row and layer is a ker
 
 `attend` is registered with transformers' `AttentionInterface`, its extension point for attention
 functions, so the model itself is unchanged. A pass over one padded batch goes to transformers' own
-SDPA function.
+SDPA function, except for decode steps of models with query heads that share keys.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self._positions = None if self._positions is None else self._positions.add_(1)
         self._written = None
 
-    def mask(self, *, as_4d: bool) -> torch.Tensor | None:
+    def mask(self, added_as: torch.dtype | None) -> torch.Tensor | None:
         """The next step's mask: None, because each row attends to all its tokens."""
         return None
 
@@ -262,10 +262,20 @@ def attend(
     """Attention [N, 1, heads, head_dim] of queries [N, heads, 1, head_dim], each over its own row's
     keys [kv_heads, length, head_dim].
 
-    If keys and values are tensors, the batch is padded. Query heads that share a key become more
-    queries of one head, so that keys need not be repeated.
+    If keys and values are tensors, the batch is padded, and there may be more queries. Query heads
+    that share a key become more queries of one head, so that keys need not be repeated: some
+    versions of transformers repeat them in every step, several times the traffic of the step.
     """
     if isinstance(key, torch.Tensor):
+        assert isinstance(value, torch.Tensor)
+        rows, heads, queries, dim = query.shape
+        kv_heads = key.shape[1]
+        if queries == 1 and kv_heads < heads and _is_shared(attention_mask):
+            packed = query.reshape(rows, kv_heads, heads // kv_heads, dim)
+            found = scaled_dot_product_attention(
+                packed, key, value, attn_mask=attention_mask, scale=scaling
+            )
+            return found.reshape(rows, 1, heads, dim), None
         padded: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
@@ -273,25 +283,43 @@ def attend(
     rows, heads, _, dim = query.shape
     kv_heads = key[0].shape[0]
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim)
-    found = [
+    by_row = [
         scaled_dot_product_attention(queries[None], keys[None], values[None], scale=scaling)
         for queries, keys, values in zip(grouped, key, value, strict=True)
     ]
-    return torch.cat(found).view(rows, 1, heads, dim), None
+    return torch.cat(by_row).view(rows, 1, heads, dim), None
+
+
+def _is_shared(mask: torch.Tensor | None) -> bool:
+    """Whether all heads have the same mask."""
+    return mask is None or (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Let `model` attend through `attend` if it can; else it stays as it is."""
+    if _attends_by_sdpa(model):
+        _register(model)
 
 
 def use_row_attention(model: PreTrainedModel) -> None:
     """Let `model` attend row by row when its cache is a `RowCache`. Raises `EngineError` for a
     model that does not support that.
     """
-    kind, now = model.config.model_type, model.config._attn_implementation
-    if now not in ("sdpa", ROW_ATTENTION) or not getattr(
-        model, "_supports_attention_backend", False
-    ):
+    if not _attends_by_sdpa(model):
+        kind, now = model.config.model_type, model.config._attn_implementation
         raise EngineError(
             f"model_type '{kind}' attends by '{now}' and cannot attend row by row",
             "set engine.kv_layout to slab",
         )
+    _register(model)
+
+
+def _attends_by_sdpa(model: PreTrainedModel) -> bool:
+    known = model.config._attn_implementation in ("sdpa", ROW_ATTENTION)
+    return known and getattr(model, "_supports_attention_backend", False)
+
+
+def _register(model: PreTrainedModel) -> None:
     AttentionInterface.register(ROW_ATTENTION, attend)
     AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
     model.set_attn_implementation(ROW_ATTENTION)

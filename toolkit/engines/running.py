@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from toolkit.engines.fixed_step import FixedSteps
 from toolkit.engines.memory import ByteLedger, ModelShape
 from toolkit.engines.protocol import FinishReason, LiveRow, Row, StepOutput
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
@@ -217,16 +218,24 @@ class RunningBatch:
         forward: the model.
         cache: holds the rows' keys and values.
         make_sampler: makes a sampler for rows that have drawn nothing yet.
-        masks_as_4d: whether the model takes boolean masks of four dimensions.
+        masks_as: the type of masks that attention adds to its scores; None: the model makes its
+            own from booleans.
+        fixed: makes the steps in fixed shapes; None: each step in the shape that it has.
     """
 
     def __init__(
-        self, forward: Forward, cache: BatchCache, make_sampler: MakeSampler, *, masks_as_4d: bool
+        self,
+        forward: Forward,
+        cache: BatchCache,
+        make_sampler: MakeSampler,
+        masks_as: torch.dtype | None,
+        fixed: FixedSteps | None = None,
     ) -> None:
         self.cache = cache
         self._forward = forward
         self._make_sampler = make_sampler
-        self._masks_as_4d = masks_as_4d
+        self._masks_as = masks_as
+        self._fixed = fixed
         self._rows: list[Newcomer] = []
         self._sampler = make_sampler([])
         self._draws = 0  # since the sampler was made
@@ -289,6 +298,15 @@ class RunningBatch:
         cache.advance()
         return self._take(drawn, tokens)
 
+    def warm_up(self, steps: int) -> None:
+        """Do what the first of the next `steps` steps would do once for all of them, without a
+        step: make room, and capture graphs.
+        """
+        last = self._prepared()
+        self.cache.make_room(len(self), 0, ahead=steps)
+        if self._fixed is not None:
+            self._fixed.warm_up(last, steps)
+
     def step_with(self, newcomers: Sequence[Newcomer]) -> StepOutput:
         """Decode one more token for every row, and prefill newcomers in the same pass.
 
@@ -312,7 +330,7 @@ class RunningBatch:
         column = torch.arange(width, device=device)[None, :] - (width - own)
         positions = column.clamp(min=0)
         positions[:old, -1:] = cache.positions()
-        past = cache.mask(as_4d=False)  # of the rows; newcomers attend to nothing in the window
+        past = cache.mask(None)  # of the rows; newcomers attend to nothing in the window
         window = torch.zeros(len(ids), cache.width, dtype=torch.bool, device=device)
         window[:old] = True if past is None else past[:, :-1]
         mask = torch.cat([window, column >= 0], dim=1)
@@ -336,17 +354,17 @@ class RunningBatch:
 
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of the tokens after `last` [N]."""
+        if self._fixed is not None:
+            return self._fixed.logits(last)
         cache = self.cache
-        return self._forward(
-            last[:, None], cache.mask(as_4d=self._masks_as_4d), cache.positions(), cache
-        )
+        return self._forward(last[:, None], cache.mask(self._masks_as), cache.positions(), cache)
 
     def _logits_in_parts(self, last: torch.Tensor, parts: int) -> torch.Tensor:
         """As `_logits`, in passes over some of the rows: a pass over fewer rows needs less memory
         besides the cache.
         """
         cache, size = self.cache, -(-len(self) // parts)
-        mask, positions = cache.mask(as_4d=self._masks_as_4d), cache.positions()
+        mask, positions = cache.mask(self._masks_as), cache.positions()
         found = []
         for first in range(0, len(self), size):
             rows = slice(first, first + size)

@@ -18,6 +18,21 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from toolkit.errors import EngineError
 
 KVShape = tuple[torch.Size, torch.Size]  # of a layer's keys and values
+# CUDA's attention kernels take a mask as it is if its rows are aligned to so many values; they copy
+# any other in every layer.
+MASK_ALIGNMENT = 8
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask [N, 1, 1, L] that attention adds to its scores, from booleans [N, L]: 0 where a row
+    may attend, else -inf.
+
+    Attention converts a boolean mask in every layer; this one is made once. Its rows are aligned.
+    """
+    rows, columns = visible.shape
+    wide = -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    mask = torch.zeros(rows, 1, 1, wide, dtype=dtype, device=visible.device)[..., :columns]
+    return mask.masked_fill_(~visible[:, None, None, :], -torch.inf)
 
 
 class SlabLayer(DynamicLayer):  # type: ignore[misc]
@@ -156,14 +171,18 @@ class PaddedBatch:
         self.mask = (real_column >= 0).to(device)
         self.positions = real_column.clamp(min=0, max=last_position).to(device)
         self._is_padded = bool((lengths < self.width).any())
+        self._added: torch.Tensor | None = None  # the mask of decode steps
 
-    def mask_up_to(self, column: int, *, as_4d: bool) -> torch.Tensor | None:
+    def mask_up_to(self, column: int, added_as: torch.dtype | None) -> torch.Tensor | None:
         """The mask of a decode step that sees `column` columns; None if every row sees all of them.
 
-        `as_4d` gives [N, 1, 1, column], which the model uses as it is instead of building a mask
-        for each step.
+        With `added_as`, it is [N, 1, 1, column] of this type, which attention adds to its scores;
+        else booleans [N, column], from which the model builds its own mask in every step.
         """
         if not self._is_padded:
             return None
-        mask = self.mask[:, :column]
-        return mask[:, None, None, :] if as_4d else mask
+        if added_as is None:
+            return self.mask[:, :column]
+        if self._added is None:
+            self._added = additive(self.mask, added_as)
+        return self._added[..., :column]

@@ -2,13 +2,18 @@
 memory.
 
 A row's cache is one contiguous block, so that a swap is one transfer. On CUDA, blocks in host
-memory are pinned, and transfers run on their own stream in parallel with computation. On a CPU,
-device and host memory are the same: a swap only changes which ledger is charged, and the only copy
-is the one out of the batch.
+memory come from an arena that is pinned in few large pieces, since pinning takes longer than a
+transfer and stops the thread; transfers run on their own stream in parallel with computation. On a
+CPU, device and host memory are the same: a swap only changes which ledger is charged, and the only
+copy is the one out of the batch.
+
+In this order: the arena, a suspended row, and all of them.
 """
 
 from __future__ import annotations
 
+import logging
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +23,95 @@ from toolkit.engines.memory import ByteLedger
 from toolkit.engines.protocol import LiveRow
 from toolkit.engines.rebatch_cache import RowKV
 from toolkit.engines.slab import KVShape
+
+PIECE_BYTES = 512 << 20
+ALIGNMENT_BYTES = 256
+
+_logger = logging.getLogger(__name__)
+
+
+class HostArena:
+    """Host memory for blocks, taken from the system in pieces that stay.
+
+    Args:
+        bound_bytes: of all pieces; None: no bound.
+        pin: whether the pieces are pinned. If that fails, it is logged once, and the pieces are
+            ordinary memory.
+        piece_bytes: the size of a piece, unless a block needs a larger one.
+    """
+
+    def __init__(
+        self, bound_bytes: int | None, *, pin: bool, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self._bound_bytes = bound_bytes
+        self._pin = pin
+        self._piece_bytes = piece_bytes
+        self._pieces: list[torch.Tensor] = []
+        self._free: list[tuple[int, int, int]] = []  # (piece, start, end) in bytes, sorted
+        self._taken: dict[int, tuple[int, int, int]] = {}  # by the block's address
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self._pieces)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of all blocks, with their alignment."""
+        return sum(end - start for _, start, end in self._taken.values())
+
+    def take(self, values: int, dtype: torch.dtype) -> torch.Tensor:
+        """A block [values]. If the bound leaves no room in one piece, it is ordinary memory, which
+        `give` ignores: a transfer of it is slower.
+        """
+        size = -(-values * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        place = next((place for place in self._free if place[2] - place[1] >= size), None)
+        if place is None:
+            place = self._new_piece(size)
+        if place is None or not size:
+            return torch.empty(values, dtype=dtype)
+        piece, start, end = place
+        self._free.remove(place)
+        if start + size < end:
+            insort(self._free, (piece, start + size, end))
+        block = self._pieces[piece][start : start + values * dtype.itemsize].view(dtype)
+        self._taken[block.data_ptr()] = (piece, start, start + size)
+        return block
+
+    def give(self, block: torch.Tensor) -> None:
+        """Give a block back. The next one may lie there: transfers of both must be in order."""
+        place = self._taken.pop(block.data_ptr(), None)
+        if place is None:
+            return
+        insort(self._free, place)
+        at = self._free.index(place)
+        for left in (at, at - 1):  # with the one after it, then with the one before it
+            if 0 <= left < len(self._free) - 1:
+                (piece, start, middle), (other, begin, end) = self._free[left : left + 2]
+                if (piece, middle) == (other, begin):
+                    self._free[left : left + 2] = [(piece, start, end)]
+
+    def _new_piece(self, size: int) -> tuple[int, int, int] | None:
+        """The place of a new piece with at least this size; None if the bound leaves no room."""
+        wanted = max(size, self._piece_bytes)
+        if self._bound_bytes is not None:
+            wanted = min(wanted, self._bound_bytes - self.held_bytes)
+        if wanted < size or not size:
+            return None
+        self._pieces.append(self._allocate(wanted))
+        place = (len(self._pieces) - 1, 0, wanted)
+        insort(self._free, place)
+        return place
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        if self._pin:
+            try:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._pin = False
+                why = str(error).splitlines()[0]
+                _logger.warning("host memory cannot be pinned, so swaps are slower: %s", why)
+        return torch.empty(size, dtype=torch.uint8)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +144,7 @@ class SuspendedRows:
         like: a tensor of the cache's dtype, on its device.
         device_ledger, host_ledger: are charged for blocks on the device and in host memory; they
             raise `torch.OutOfMemoryError` beyond their budgets.
+        arena: of host memory; None: blocks in host memory stay where they are, as on a CPU.
     """
 
     def __init__(
@@ -58,14 +153,15 @@ class SuspendedRows:
         like: torch.Tensor,
         device_ledger: ByteLedger,
         host_ledger: ByteLedger,
+        arena: HostArena | None = None,
     ) -> None:
         self._shapes = shapes
         self._like = like
         self._values_per_token = sum(k[1] * k[3] + v[1] * v[3] for k, v in shapes)
         self._ledgers = (device_ledger, host_ledger)
         self._rows: dict[int, SuspendedRow] = {}
+        self._arena = arena
         self._to_host: list[torch.cuda.Event] = []  # transfers that may not have ended
-        self._in_transfer: list[torch.Tensor] = []  # host blocks that the device may still read
         self._stream: torch.cuda.Stream | None = None
         if like.is_cuda:
             self._stream = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
@@ -116,9 +212,11 @@ class SuspendedRows:
         self._ledgers[1].take(row.size_bytes)
         self._rows[number] = row
         row.on_host = True
-        if row.block is not None and self._stream is not None:
-            host = torch.empty(row.block.shape, dtype=row.block.dtype, pin_memory=True)
-            self._to_host.append(self._transfer(row.block, host))
+        if row.block is not None and self._arena is not None:
+            host = self._arena.take(row.block.numel(), row.block.dtype)
+            sent = self._transfer(row.block, host)
+            if sent is not None:
+                self._to_host.append(sent)
             row.block = host
 
     def take(self, number: int) -> tuple[LiveRow, RowKV | None]:
@@ -136,11 +234,12 @@ class SuspendedRows:
         """Forget a row."""
         row = self._rows.pop(number)
         self._ledgers[row.on_host].take(-row.size_bytes)
+        if row.on_host:
+            self._give_back(row.block)
 
     def settle(self) -> None:
-        """End a round: wait for transfers, and free host blocks that returned to the device."""
+        """End a round: wait for transfers to the host."""
         self.wait()
-        self._in_transfer.clear()
 
     def unpause(self, number: int) -> SuspendedRow:
         """Remove a paused row and return it."""
@@ -158,12 +257,19 @@ class SuspendedRows:
         self._ledgers[0].take(row.size_bytes)
         self._ledgers[1].take(-row.size_bytes)
         row.on_host = False
-        if row.block is not None and self._stream is not None:
+        if row.block is not None and self._arena is not None:
             self.wait()  # its transfer to the host may not have ended
-            self._in_transfer.append(row.block)
             block = self._like.new_empty(row.block.shape)
             row.arrival = self._transfer(row.block, block)
+            self._give_back(row.block)
             row.block = block
+
+    def _give_back(self, block: torch.Tensor | None) -> None:
+        """Free a block in host memory. The transfers that still read or write it come before those
+        of the block's next row, which are on the same stream.
+        """
+        if block is not None and self._arena is not None:
+            self._arena.give(block)
 
     def wait(self) -> None:
         """Wait until all transfers to the host have ended."""
@@ -171,9 +277,12 @@ class SuspendedRows:
             event.synchronize()
         self._to_host.clear()
 
-    def _transfer(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
+    def _transfer(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
+        """Copy; the event of its end, or None if it has ended."""
         stream = self._stream
-        assert stream is not None
+        if stream is None:
+            target.copy_(source)
+            return None
         stream.wait_stream(torch.cuda.current_stream(self._like.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)

@@ -15,9 +15,11 @@ import torch
 import transformers
 from transformers.cache_utils import Cache
 
+from toolkit.engines.devices import choose_attention_kernels
 from toolkit.engines.loading import config_digest, eos_token_ids, load_model
 from toolkit.engines.memory import ByteLedger, ModelShape, as_out_of_memory, kv_budget_bytes
 from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord, remaining
+from toolkit.engines.row_cache import ROW_ATTENTION, use_packed_attention
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import KVShape, PaddedBatch, SlabCache
 from toolkit.engines.tensor_parallel import RankShare
@@ -29,6 +31,7 @@ from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 # The shortest row of a timed batch is shorter by 1/4 of the longest: about what sorting by length
 # leaves.
 SPREAD_DIVISOR = 4
+TIMED_STEPS = 2  # decode steps that are timed together
 
 
 class TransformersEngine:
@@ -64,7 +67,9 @@ class TransformersEngine:
         self._shape = ModelShape.of(config, self._dtype, shares)
         self._eos_ids = eos_token_ids(self._model)
         self._last_position = spec.max_model_len - 1
-        self._bool_masks = self._model.config._attn_implementation == "sdpa"
+        # The type of masks that attention adds to its scores; None: the model makes its own.
+        sdpa = self._model.config._attn_implementation in ("sdpa", ROW_ATTENTION)
+        self._masks_as = self._dtype if sdpa else None
         self._kv_shapes = self._probe_kv_shapes()
         self._kv_bytes_per_token = self._shape.value_bytes * sum(
             keys[1] * keys[3] + values[1] * values[3] for keys, values in self._kv_shapes
@@ -79,9 +84,7 @@ class TransformersEngine:
         budget = kv_budget_bytes(engine, self._device)
         if share:
             budget = share.least(budget, self._device)
-        on_cpu = self._device.type == "cpu"
-        limited = on_cpu or engine.kv_cache_memory_mib is not None or share is not None
-        self.ledger = ByteLedger(budget if limited else None, alone=share is None)
+        self.ledger = ByteLedger(budget, alone=share is None)
         self.facts = self._facts(spec, budget, share)
 
     def _facts(self, spec: ModelSpec, budget: int, share: RankShare | None) -> EngineFacts:
@@ -112,6 +115,9 @@ class TransformersEngine:
         self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec
     ) -> Callable[..., Any]:
         """The callable of forward passes: the loaded model, or what a subclass makes of it."""
+        if self._model.device.type == "cuda":
+            choose_attention_kernels()
+            use_packed_attention(self._model)
         model: Callable[..., Any] = self._model
         return model
 
@@ -124,7 +130,9 @@ class TransformersEngine:
         return as_out_of_memory(lambda: self._time_prefill(batch_size, input_length, clock))
 
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_decode`: the step that serves, on random keys and values."""
+        """See `Engine.time_decode`: the steps that serve, on random keys and values, the mean of a
+        few; the last one has `cached_length` cached tokens.
+        """
         return as_out_of_memory(lambda: self._time_decode(batch_size, cached_length, clock))
 
     @torch.inference_mode()
@@ -161,23 +169,28 @@ class TransformersEngine:
     def _time_decode(
         self, batch_size: int, cached_length: int, clock: Callable[[], float]
     ) -> float:
-        rows = self._timed_rows(batch_size, cached_length)
+        # Each step is one column longer than the last, as in serving: kernels that are planned for
+        # a length are planned anew in every step.
+        steps = min(TIMED_STEPS, max(cached_length - 1, 1))
+        filled = max(cached_length - steps, 1)
+        rows = self._timed_rows(batch_size, filled)
         held = batch_size * (
             cached_length + 1
         ) * self._kv_bytes_per_token + self._shape.prefill_bytes(batch_size, 1)
         with self.ledger.reserve(held):
-            batch = self._padded(rows, cached_length + 1)
+            batch = self._padded(rows, filled + 1 + steps)
             like = torch.empty(0, dtype=self._dtype, device=self._device)
-            batch.cache.fill(self._kv_shapes, batch_size, cached_length, like)
+            batch.cache.fill(self._kv_shapes, batch_size, filled, like)
             tokens = batch.input_ids[:, -1].clone()
             # An untimed step comes first, as in serving: filling the cache has evicted the weights
             # from the processor's caches.
-            self._decode(batch, tokens)
-            batch.cache.crop(-1)
+            tokens = self._decode(batch, tokens).argmax(dim=-1)
             self._synchronize()
             start = clock()
-            self._decode(batch, tokens).argmax(dim=-1).tolist()
-            return clock() - start
+            for _ in range(steps):
+                tokens = self._decode(batch, tokens).argmax(dim=-1)
+                tokens.tolist()
+            return (clock() - start) / steps
 
     def slice_bytes(self, batch_size: int, input_length: int, steps: int) -> int:
         """Peak bytes of N rows padded to L and run for S steps: the slab and the prefill."""
@@ -218,7 +231,7 @@ class TransformersEngine:
     def _decode(self, batch: PaddedBatch, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] after one more token per row, [N]."""
         column = batch.cache.get_seq_length()
-        mask = batch.mask_up_to(column + 1, as_4d=self._bool_masks)
+        mask = batch.mask_up_to(column + 1, self._masks_as)
         return self._forward(
             tokens[:, None], mask, batch.positions[:, column : column + 1], batch.cache
         )

@@ -19,7 +19,7 @@ import numpy as np
 from toolkit.errors import InputError
 from toolkit.estimators.forms import (
     Floats,
-    LawForm,
+    Form,
     Points,
     Rows,
     candidates,
@@ -170,7 +170,7 @@ def _check_points(name: str, points: Points) -> None:
             raise InputError(message, remedy.format(key))
 
 
-def _held_out(form: LawForm, points: Points, seed: int) -> Floats:
+def _held_out(form: Form, points: Points, seed: int) -> Floats:
     def predict(seen: Rows, rows: Rows) -> Floats:
         return form.predict(form.solve(points.take(seen)), points.take(rows))
 

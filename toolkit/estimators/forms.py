@@ -188,17 +188,66 @@ class LawForm:
         return [(float(value - slope * knot), float(slope)) for knot, value, slope in starts]
 
 
+@dataclass(slots=True, frozen=True)
+class FlatForm:
+    """Seconds = max(flat, a + b*N + c*N*L), all coefficients >= 0.
+
+    A decode step on a GPU takes as long as the launches of its kernels, until the weights and the
+    caches that it reads take longer. Which points are flat is not known before: they are the
+    fastest ones, and every number of them is tried.
+    """
+
+    name: str = "flat, then linear"
+
+    def solve(self, points: Points, weights: Floats | None = None) -> Floats:
+        """The coefficients [4], the flat time last, with the least sum of squared relative
+        residuals; `weights` [n], or None for equal ones.
+        """
+        weight = np.ones(len(points)) if weights is None else weights
+        order = np.argsort(points.seconds, kind="stable")
+        columns = self._columns(points)
+        best, least = np.empty(0), np.inf
+        for count in range(FLAT_POINTS_MIN, len(points) - LINEAR_POINTS_MIN + 1):
+            fast, slow = order[:count], order[count:]
+            inverse = weight[fast] / points.seconds[fast]
+            flat = inverse.sum() / (inverse / points.seconds[fast]).sum()
+            linear = solve_relative(columns[slow], points.seconds[slow], np.sqrt(weight[slow]))
+            found = np.append(linear, flat)
+            residual = self.predict(found, points) / points.seconds - 1.0
+            error = float((weight * residual**2).sum())
+            if error < least:
+                best, least = found, error
+        return best
+
+    def predict(self, coefficients: Floats, points: Points) -> Floats:
+        """Seconds [n] at the points."""
+        linear = self._columns(points) @ coefficients[:-1]
+        return np.asarray(np.maximum(linear, coefficients[-1]), dtype=np.float64)
+
+    def segments(self, coefficients: Floats) -> list[Segment]:
+        """The same law as one segment."""
+        const, rows, tokens, flat = coefficients.tolist()
+        return [Segment(batch_size_min=1, nl=tokens, n=rows, l=0.0, const=const, flat=flat)]
+
+    def _columns(self, points: Points) -> Floats:
+        size = points.batch_size
+        return np.stack([np.ones_like(size), size, size * points.length], axis=1)
+
+
+Form = LawForm | FlatForm
+FLAT_POINTS_MIN = 3
+LINEAR_POINTS_MIN = 3
 KNOTS = ((1, 2), (1, 4), (1, 2, 4), (1, 2, 3, 4), (1, 2, 4, 8), (1, 2, 4, 8, 16))
 LENGTHS_PER_KNOT = 3
 SIZES_BEYOND_LAST_KNOT = 2
 
 
-def candidates(points: Points, *, square: bool) -> list[LawForm]:
+def candidates(points: Points, *, square: bool) -> list[Form]:
     """The forms that the points can distinguish, the simplest first.
 
     A knot needs points of that batch size at three or more lengths, and the last knot needs two
     measured sizes beyond it. With `square`, each form also comes with N*L^2, if three lengths were
-    measured.
+    measured. Without, as for decode steps, the last form is flat and then linear.
     """
     sizes, counts = np.unique(points.batch_size, return_counts=True)
     points_of = dict(zip(sizes.tolist(), counts.tolist(), strict=True))
@@ -209,10 +258,14 @@ def candidates(points: Points, *, square: bool) -> list[LawForm]:
         and sum(size > knots[-1] for size in points_of) >= SIZES_BEYOND_LAST_KNOT
     ]
     squares = (False, True) if square and len(np.unique(points.length)) >= 3 else (False,)
-    return [LawForm(knots, squared) for knots in [(), *bent] for squared in squares]
+    forms: list[Form] = [LawForm(knots, squared) for knots in [(), *bent] for squared in squares]
+    fewest_seen = len(points) - -(-len(points) // HELD_OUT_PARTS)
+    if not square and fewest_seen >= FLAT_POINTS_MIN + LINEAR_POINTS_MIN:
+        forms.append(FlatForm())
+    return forms
 
 
-def form_named(name: str, points: Points, *, square: bool) -> LawForm:
+def form_named(name: str, points: Points, *, square: bool) -> Form:
     """The candidate for `points` that has this name. Raises `InputError` if there is none."""
     for form in candidates(points, square=square):
         if form.name == name:

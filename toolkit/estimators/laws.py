@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
-from toolkit.estimators.times import COEFFICIENTS, LinearTimes, by_size
+from toolkit.estimators.times import COEFFICIENTS, FlatTimes, LinearTimes, by_size, flat_by_size
 from toolkit.files.fit import PartFit, RoundsFit, Segment, SwapFit
 from toolkit.sched.protocols import LatencyLaw
 
@@ -82,7 +82,10 @@ class SegmentedLaw:
                     raise InputError(f"{name}: coefficients {values} are not all finite")
         if any(segment.nll for segment in self.decode):
             raise InputError("decode: nll is not 0, and tau(l, N) has no square (Eq. 4)")
-        times = LinearTimes(self.prefill, self.decode, self.round_s, self.leaving)
+        if any(segment.flat for segment in self.prefill):
+            raise InputError("prefill: flat is not 0, and T_prefill has no flat part (Eq. 3)")
+        made = FlatTimes if any(segment.flat for segment in self.decode) else LinearTimes
+        times = made(self.prefill, self.decode, self.round_s, self.leaving)
         object.__setattr__(self, "times", times)
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
@@ -118,7 +121,9 @@ class SegmentedLaw:
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
         """T_serve as coefficients of 1, L and L^2: a read-only array [3, max_batch_size + 1].
 
-        Column 0 is unused.
+        Column 0 is unused. If decode steps have a flat part, there are two rows more: the
+        coefficients of 1 and L where all steps of the slice are flat. T_serve is then the larger of
+        the two; that is exact unless a slice begins flat and ends linear, and then a little low.
         """
         key = (max_batch_size, steps)
         if key not in self._tables:
@@ -129,13 +134,18 @@ class SegmentedLaw:
             table[0] = prefill[0] + iterations * (decode[0] + decode[1] * (iterations + 1) * 0.5)
             table[1] = prefill[1] + iterations * decode[1]
             table[2] = prefill[2]
+            if isinstance(self.times, FlatTimes):
+                flat = prefill[:2].copy()
+                flat[0] += iterations * flat_by_size(self.decode, sizes)
+                table = np.concatenate([table, flat])
             self._tables.keep(key, table)
         return self._tables[key]
 
 
 def scaled_segment(segment: Segment, factor: float) -> Segment:
     """The segment with each coefficient times `factor`."""
-    return segment.model_copy(update={key: getattr(segment, key) * factor for key in COEFFICIENTS})
+    keys = (*COEFFICIENTS, "flat")
+    return segment.model_copy(update={key: getattr(segment, key) * factor for key in keys})
 
 
 def bilinear_law(
@@ -214,6 +224,7 @@ class WithOverhead:
         if key not in self._tables:
             table = self.stretch * self.law.serve_table(max_batch_size, steps)
             table[0] += self.batch_s
+            table[3:4] += self.batch_s
             self._tables.keep(key, table)
         return self._tables[key]
 
@@ -259,6 +270,8 @@ def _plus(segment: Segment, part: PartFit) -> Segment:
             "const": segment.const + part.flat_s,
             "n": segment.n + part.row_s,
             "nl": segment.nl + part.token_s,
+            # Under the flat part, what the part takes by rows and tokens is left out.
+            "flat": segment.flat and segment.flat + part.flat_s,
         }
     )
 

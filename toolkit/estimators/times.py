@@ -6,6 +6,7 @@ other law.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,7 @@ class LinearTimes(LawTimes):
         self._step_slope: list[float] = []
 
     def __reduce__(self) -> tuple[object, ...]:
-        return LinearTimes, (*self._segments, self.round_s, self._leaving)
+        return type(self), (*self._segments, self.round_s, self._leaving)
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """T_prefill(N, L) in seconds, Eq. 3."""
@@ -106,10 +107,44 @@ class LinearTimes(LawTimes):
         self._step_fixed, self._step_slope, _ = decode.tolist()
 
 
+class FlatTimes(LinearTimes):
+    """The times of a law with decode steps that take at least `Segment.flat`: flat, and then
+    linear, as on a GPU that waits for the launches of a step's kernels.
+    """
+
+    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
+        """Sum of tau(L + i, N) over i = 1..steps, in seconds (Eq. 2), in closed form."""
+        if batch_size >= len(self._fixed):
+            self._extend(batch_size)
+        slope, flat = self._step_slope[batch_size], self._step_flat[batch_size]
+        before = self._step_fixed[batch_size] + slope * input_length
+        if before + slope * steps <= flat:
+            return steps * flat
+        # Steps 1..under take the flat time. Where the slope is 0, all are over it.
+        under = max(math.ceil((flat - before) / slope) - 1, 0) if flat > before else 0
+        over = steps - under
+        return under * flat + over * (before + slope * (under + (over + 1) * 0.5))
+
+    def _extend(self, batch_size: int) -> None:
+        super()._extend(batch_size)
+        self._step_flat: list[float] = flat_by_size(
+            self._segments[1], np.arange(len(self._fixed))
+        ).tolist()
+
+
+def flat_by_size(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`Segment.flat` for each batch size: an array [len(sizes)]."""
+    return np.array([segment.flat for segment in segments])[_segment_of(segments, sizes)]
+
+
+def _segment_of(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    starts = np.array([segment.batch_size_min for segment in segments])
+    return np.maximum(np.searchsorted(starts, sizes, side="right") - 1, 0)
+
+
 def by_size(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Coefficients of 1, L and L^2 for each batch size: an array [3, len(sizes)]."""
-    starts = np.array([segment.batch_size_min for segment in segments])
-    chosen = np.maximum(np.searchsorted(starts, sizes, side="right") - 1, 0)
+    chosen = _segment_of(segments, sizes)
     table = np.array([[getattr(segment, key) for key in COEFFICIENTS] for segment in segments])
     nl, n, l, const, nll = table[chosen].T  # noqa: E741
     return np.array([n * sizes + const, nl * sizes + l, nll * sizes])

@@ -96,6 +96,53 @@ class Scheduling(Strict):
         return f"scheduler: {shares}; {batch}: {deciding_ms:.3f} and {hop_ms:.3f} ms"
 
 
+class CacheUse(Strict):
+    """How much of the prompts a server took from its prefix cache, measured and predicted."""
+
+    prompt_tokens: int = Field(description="of served requests, by the server's count")
+    hit_tokens: int | None = Field(
+        description="of these from the cache, by each answer's usage; none: it does not say"
+    )
+    counter_queries: float | None = Field(
+        default=None, description="tokens looked up, by the server's counters; none: not reached"
+    )
+    counter_hits: float | None = Field(default=None, description="of these found")
+    predicted_percent: float | None = Field(
+        default=None, description="share of the prompt tokens; none: not predicted"
+    )
+    blind: bool = Field(
+        default=False,
+        description="prompts share tokens, and the prediction computes every prompt whole",
+    )
+
+    @property
+    def hit_percent(self) -> float | None:
+        """By the usage, else by the counters."""
+        if self.hit_tokens is not None and self.prompt_tokens:
+            return 100.0 * self.hit_tokens / self.prompt_tokens
+        return self.counter_percent
+
+    @property
+    def counter_percent(self) -> float | None:
+        if not self.counter_queries or self.counter_hits is None:
+            return None
+        return 100.0 * self.counter_hits / self.counter_queries
+
+    def text(self) -> str:
+        """One line for a person."""
+        parts = []
+        if self.hit_tokens is not None:
+            parts.append(f"{self.hit_percent:.1f} % of {self.prompt_tokens:,} prompt tokens")
+        if self.counter_percent is not None:
+            parts.append(f"{self.counter_percent:.1f} % by the server's counters")
+        measured = ", ".join(parts) or "the server does not say what it hit"
+        if self.predicted_percent is not None:
+            measured += f"; predicted {self.predicted_percent:.1f} %"
+        if self.blind:
+            measured += "; the prediction computes every prompt whole"
+        return f"prefix cache: {measured}"
+
+
 class BenchReport(Envelope):
     """bench.json, whole."""
 
@@ -152,6 +199,9 @@ class BenchReport(Envelope):
     predicted: dict[str, float]
     predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's corrections")
     compared: list[Compared]
+    cache: CacheUse | None = Field(
+        default=None, description="none: neither the server nor the prediction speaks of one"
+    )
     targets: list[TargetResult] = Field(
         default=[], description="each target of `sla`; none where nothing was served"
     )
@@ -187,6 +237,7 @@ class WindowResult(Strict):
         default=None,
         description="as `slowdown`, from the window's own batches, afterwards; none: not known",
     )
+    cache: CacheUse | None = Field(default=None, description="as in bench.json")
     predicted_in_hindsight: dict[str, float] = Field(
         default={},
         description="with that and the window's own front, so the rest is the laws' error",

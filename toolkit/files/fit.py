@@ -14,8 +14,8 @@ from toolkit.files.strict import Envelope, Strict
 class Segment(Strict):
     """The coefficients of a law for batch sizes from `batch_size_min` to the next segment's.
 
-    seconds = nl * N * L + n * N + l * L + const + nll * N * L^2; for decode, L is the cached length
-    l, and nll is 0.
+    seconds = max(flat, nl * N * L + n * N + l * L + const + nll * N * L^2); for decode, L is the
+    cached length l, and nll is 0; for prefill, flat is 0.
     """
 
     batch_size_min: int
@@ -24,6 +24,7 @@ class Segment(Strict):
     l: float  # noqa: E741  (the papers' letter for a length)
     const: float
     nll: float = 0.0
+    flat: float = 0.0
 
 
 class HeldOutError(Strict):

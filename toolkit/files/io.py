@@ -21,6 +21,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -270,19 +271,24 @@ def _unwritable(path: AnyPath, error: OSError) -> InputError:
 
 def environment(device: str = "cpu", device_memory_bytes: int | None = None) -> Environment:
     """This machine and the versions that decide the numbers; `device` is 'cpu' or a GPU's name."""
-    packages: dict[str, str] = {}
-    for name in DECIDING_PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            packages[name] = metadata.version(name)
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),
         processor=processor(),
         cpu_count=os.cpu_count() or 1,
-        packages=packages,
+        packages=dict(_deciding_packages()),
         device=device,
         device_memory_bytes=device_memory_bytes,
     )
+
+
+@cache  # reading a version takes milliseconds
+def _deciding_packages() -> tuple[tuple[str, str], ...]:
+    found = []
+    for name in DECIDING_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append((name, metadata.version(name)))
+    return tuple(found)
 
 
 def usable_cpus() -> int:

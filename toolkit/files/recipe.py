@@ -188,6 +188,10 @@ class HardwareSpec(Strict):
     )
 
 
+# Pinned memory cannot be swapped out by the system, so it has a bound even if none is set.
+GPU_SWAP_MIB = 4096.0
+
+
 class EngineSpec(Strict):
     """What runs the model."""
 
@@ -217,6 +221,11 @@ class EngineSpec(Strict):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.9, description="share of a GPU's memory for weights and KV cache"
     )
+    share_gpus: bool = Field(
+        default=False,
+        description="workers may share GPUs where there are too few: each gets an equal part of "
+        "gpu_memory_utilization; false: that is refused",
+    )
     joining: Literal["embed", "shape"] = Field(
         default="embed",
         description="rebatch: newcomers are prefilled apart and embedded, or (for comparison) "
@@ -227,9 +236,15 @@ class EngineSpec(Strict):
         description="rebatch: one padded slab for all rows, or a slab per row, which is faster on "
         "a CPU",
     )
+    cuda_graphs: bool | None = Field(
+        default=None,
+        description="rebatch with kv_layout slab: decode steps of fixed shapes, on a GPU captured "
+        "as CUDA graphs; None: on a GPU, where they can be captured",
+    )
     swap_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="rebatch: host memory of one worker for swapped caches; None: no limit",
+        description="rebatch: host memory of one worker for swapped caches, pinned on a GPU; None: "
+        "no limit on a CPU, and 4096 on a GPU",
     )
     kernel_injection: bool | None = Field(
         default=None,
@@ -244,6 +259,18 @@ class EngineSpec(Strict):
         description="a worker reports first tokens at once, others at this interval or, where "
         "cores are scarce, a longer one",
     )
+
+    def on_part_of_gpu(self, workers: int) -> EngineSpec:
+        """The settings of one of `workers` that share a GPU."""
+        part = self.gpu_memory_utilization / workers
+        return self.model_copy(update={"gpu_memory_utilization": part}) if workers > 1 else self
+
+    def swap_bytes(self, device: str) -> int | None:
+        """Host memory of one worker for swapped caches; None: no limit."""
+        mib = self.swap_memory_mib
+        if mib is None and device == "cuda":
+            mib = GPU_SWAP_MIB
+        return None if mib is None else int(mib * (1 << 20))
 
     @model_validator(mode="after")
     def _check_settings_of_the_engine(self) -> EngineSpec:

@@ -210,11 +210,16 @@ class Outcome(Strict):
 
 
 class Trial(Strict):
-    """One trial of the search, on the search windows."""
+    """One trial of the search, on the search windows.
+
+    `screened_out`: so many requests of the first part of each window were late that the trial was
+    not simulated further; its metrics are of that part.
+    """
 
     number: int
     outcome: Outcome
     feasible: bool
+    screened_out: bool = False
 
 
 class Sensitivity(Strict):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -168,9 +169,20 @@ def _environment_changes(then: Environment, now: Environment) -> list[str]:
     changed = [
         f"{name} ({was}, now {version})" for name, was, version in versions if was != version
     ]
-    if then.model_copy(update={"packages": now.packages}) != now:
+    same: dict[str, object] = {"packages": now.packages}
+    if now.device != "cpu" and _without_kernel(then.platform) == _without_kernel(now.platform):
+        # Rented GPUs of one kind come with the kernel of whichever host or sandbox is free.
+        same["platform"] = now.platform
+    if then.model_copy(update=same) != now:
         changed.append("the machine")
     return changed
+
+
+def _without_kernel(platform: str) -> str:
+    """`platform.platform()` without the kernel's release: Linux-6.18.44-gpu-x86_64-with-glibc2.39
+    is Linux-x86_64-with-glibc2.39.
+    """
+    return re.sub(r"^Linux-.*?-(x86_64|aarch64)", r"Linux-\1", platform)
 
 
 def _same_engine(then: EngineFacts, now: EngineFacts) -> bool:

@@ -12,6 +12,8 @@ and stdout.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -147,7 +149,7 @@ class EngineProcess:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe_json = recipe.model_dump_json()
-        self._environment = engine_environment(recipe.engine.threads)
+        self._environment = engine_environment(recipe.engine.threads, recipe.hardware.device)
         self._child: subprocess.Popen[bytes] | None = None
         self._deaths = 0
 
@@ -256,14 +258,18 @@ class EngineProcess:
             write_frame(self._requests, request)
 
     def _end(self) -> str:
-        """Reap the child and return how it ended."""
+        """Reap the child, end what it has started, and return how it ended.
+
+        A process that it leaves behind, of a model that several share, would keep the device's
+        memory and compute beside the next measurement.
+        """
         child, self._child = self._child, None
         assert child
-        try:
-            code = child.wait(END_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            code = child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(END_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)  # its group: it leads a session of its own
+        code = child.wait()
         guard.forget(child.pid)
         self._replies.close()
         with contextlib.suppress(BrokenPipeError):

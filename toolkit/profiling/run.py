@@ -60,7 +60,7 @@ from toolkit.profiling.measure import (
 )
 from toolkit.profiling.process import busy_neighbours, engine_process
 from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, SliceFeed
-from toolkit.workers.process import require_gpu
+from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
 from toolkit.workers.protocol import Workers
 
 PROBES_PER_LENGTH = 2  # probes that run; those that do not fit cost next to nothing
@@ -234,6 +234,7 @@ def profile(
     dying, or no point of the grid can be measured.
     """
     require_gpu([recipe])
+    _require_gpus_of_workers(recipe)
     started_s = time.perf_counter()
     with timed(recipe) as bench:
         load_s = time.perf_counter() - started_s
@@ -251,6 +252,16 @@ def profile(
             session.run_slices(make_workers or bench.workers)
             session.run_sequences(make_workers or bench.workers)
             return session.result(made_from)
+
+
+def _require_gpus_of_workers(recipe: Recipe) -> None:
+    """Raise `EngineError` if the workers that run slices will need more GPUs than there are: before
+    the grid is measured, which takes long.
+    """
+    engine = recipe.engine
+    if recipe.hardware.device == "cuda" and traits_of(engine.name).load:
+        sizes = [engine.tensor_parallel_size] * recipe.workers
+        share_gpus(sizes, visible_gpus(), shared=engine.share_gpus)
 
 
 def _conditions(made_from: EnvelopeFields, facts: EngineFacts) -> JournalConditions:

@@ -35,7 +35,6 @@ from toolkit.profiling.grid import SliceShape, log_uniform, part_points
 from toolkit.profiling.journal import Journal
 from toolkit.profiling.measure import admission_lengths, probe_admission, round_parts, safe_tokens
 from toolkit.sched.rounds import groups_alike
-from toolkit.units import MIB
 from toolkit.workers.protocol import BatchDone, RoundDone, WorkerEvent, WorkerReady, Workers
 
 Work = TypeVar("Work")
@@ -369,9 +368,9 @@ class RoundsStage:
 
     def _host_bytes(self) -> int:
         """Bytes of one worker: the recipe's bound, else its part of half the machine's memory."""
-        bound = self._recipe.engine.swap_memory_mib
+        bound = self._recipe.engine.swap_bytes(self._recipe.hardware.device)
         if bound is not None:
-            return int(bound * MIB)
+            return bound
         total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(HOST_SHARE * total_bytes) // self._recipe.workers
 

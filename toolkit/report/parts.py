@@ -140,6 +140,7 @@ METRICS = {
     "sla_attainment_lower_percent": "requests within every target, at least",
     "oom_percent": "batches out of memory",
     "evicted_percent": "evictions per 100 requests",
+    "hit_percent": "prompt tokens found in the prefix cache",
 }
 UNITS = {
     "_tokens_per_s": lambda value: f"{number(value)} tokens/s",

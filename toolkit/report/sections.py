@@ -239,7 +239,8 @@ def _figures(fit: Fit, profile: Profile) -> list[Figure]:
 def _step_s(law: LatencyFit, size: int, length: int) -> float:
     """tau(l, N), Eq. 4."""
     segment = [candidate for candidate in law.segments if candidate.batch_size_min <= size][-1]
-    return segment.nl * size * length + segment.n * size + segment.l * length + segment.const
+    linear = segment.nl * size * length + segment.n * size + segment.l * length + segment.const
+    return max(segment.flat, linear)
 
 
 def _law_figures(
@@ -397,7 +398,7 @@ def _front(tuning: Tuning) -> Figure:
     known = [
         trial
         for trial in tuning.trials
-        if latency in trial.outcome.metrics and "goodput_rps" in trial.outcome.metrics
+        if {latency, "goodput_rps"} <= trial.outcome.metrics.keys() and not trial.screened_out
     ]
     front = [trial for trial in known if trial.number in tuning.front]
     front.sort(key=lambda trial: trial.outcome.metrics[latency])

@@ -101,6 +101,11 @@ class WorkerChange(msgspec.Struct, frozen=True, tag="worker"):
     alive: bool
 
 
+class Resize(msgspec.Struct, frozen=True, tag="resize"):
+    worker: int
+    capacity_tokens: int
+
+
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
     """So many events are missing at this point, and why. No replay reaches the state that
     follows.
@@ -119,6 +124,7 @@ Event = (
     | End
     | CancelCall
     | WorkerChange
+    | Resize
     | Lost
 )
 _encode = msgspec.json.Encoder().encode
@@ -194,6 +200,10 @@ class RecordingScheduler(Scheduler):
         super().worker_ready(index, now_s)
         self._sink(WorkerChange(now_s, index, alive=True))
 
+    def resize(self, index: int, capacity_tokens: int) -> None:
+        super().resize(index, capacity_tokens)
+        self._sink(Resize(index, capacity_tokens))
+
 
 def started(batch: Batch) -> Started:
     """The decision behind a batch, in a form that can be compared."""
@@ -259,6 +269,8 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                 scheduler.cancel(request_id, now_s)
             case WorkerChange(now_s, worker, alive):
                 (scheduler.worker_ready if alive else scheduler.worker_lost)(worker, now_s)
+            case Resize(worker, capacity_tokens):
+                scheduler.resize(worker, capacity_tokens)
             case Lost(events_lost, reason):
                 yield (
                     f"event {number}: {events_lost} events are missing here ({reason}); "

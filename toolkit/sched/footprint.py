@@ -80,13 +80,15 @@ class Footprint:
         """The most tokens that the rows could reach with another that ends with `tokens`."""
         return self.promised + tokens
 
-    def fits(self, length: int, limit: int, *, enters: bool = True, steps: int = 1) -> bool:
+    def fits(self, length: int, limit: int, enters: bool = True, steps: int = 1) -> bool:
         """Whether one more row fits: after `steps` steps, all rows together take at most `limit`.
 
         With `enters` the row is prefilled, otherwise it joins with its cache.
         """
-        rows = self.rows + 1
-        return self.used + self.fresh + length + enters * self._worker.emits + rows * steps <= limit
+        needs = self.used + self.fresh + length + (self.rows + 1) * steps
+        if enters:
+            needs += self._worker.emits
+        return needs <= limit
 
     def room(self, limit: int) -> int:
         """Decode steps until the rows take more than `limit`."""
@@ -175,7 +177,7 @@ class SlabFootprint(Footprint):
     def promised_with(self, tokens: int) -> int:
         return (self.rows + 1) * max(self.promised, tokens)
 
-    def fits(self, length: int, limit: int, *, enters: bool = True, steps: int = 1) -> bool:
+    def fits(self, length: int, limit: int, enters: bool = True, steps: int = 1) -> bool:
         longest = self._longest if enters else max(self._longest, length)
         entering = max(self._entering, length) if enters else self._entering
         stepped, passing = self._sizes(

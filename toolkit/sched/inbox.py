@@ -10,14 +10,14 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from toolkit.sched.types import Job
 
 # Deferred jobs that come forward together: few enough to defer again cheaply, and enough for one
 # attempt to admit.
-RECALL_COUNT = 64
+RECALL_COUNT: Final = 64
 
 
 class Inbox:
@@ -167,7 +167,7 @@ def _turn(job: Job) -> tuple[int, int]:
 # standing, by age, by length) answer every question of a scheduling point, at O(log n) comparisons
 # per job that comes or goes.
 
-AFTER_ALL_TICKETS = 1 << 62  # larger than any ticket
+AFTER_ALL_TICKETS: Final = 1 << 62  # larger than any ticket
 
 
 class RankedInbox(Inbox):

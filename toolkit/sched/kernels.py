@@ -39,18 +39,23 @@ def split_by_serving_time(
         max_batch: [n], the largest batch with the i-th input as its longest; one row is always
             allowed.
         table: [3, >= max(max_batch) + 1], T_serve(N, L) = table[0, N] + table[1, N] * L + table[2,
-            N] * L^2.
+            N] * L^2; with two rows more, the larger of this and the same with rows 3 and 4 in place
+            of 0 and 1.
 
     Returns:
         `starts` [n + 1]: the optimal last batch of the first i requests begins at starts[i].
         `total_s` [n + 1]: the least total serving time of the first i requests, in seconds.
     """
     n = len(input_lengths)
+    has_flat = table.shape[0] > 3
     total_s = np.zeros(n + 1)
     starts = np.zeros(n + 1, dtype=np.int64)
     for i in range(1, n + 1):
         length = float(input_lengths[i - 1])
         best = total_s[i - 1] + table[0, 1] + length * (table[1, 1] + length * table[2, 1])
+        if has_flat:
+            flat = table[3, 1] + length * (table[4, 1] + length * table[2, 1])
+            best = max(best, total_s[i - 1] + flat)
         start = i - 1
         for size in range(2, min(i, max_batch[i - 1]) + 1):
             t = (
@@ -58,6 +63,9 @@ def split_by_serving_time(
                 + table[0, size]
                 + length * (table[1, size] + length * table[2, size])
             )
+            if has_flat:
+                flat = table[3, size] + length * (table[4, size] + length * table[2, size])
+                t = max(t, total_s[i - size] + flat)
             if t < best:
                 best = t
                 start = i - size

@@ -7,6 +7,7 @@ it follows from what the scheduler saw, so a log of the calls still replays exac
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
@@ -24,6 +25,9 @@ class RoundPlanner:
 
     def __init__(self, view: View) -> None:
         self.view = view
+        # Gives each pooled job a worker, as `Policy.route`; None: the policy does.
+        self.router: Callable[[View, int], Sequence[int]] | None = None
+        self.router_rows = 0  # the most rows on a worker, for the router
 
     def has_work(self, worker: Worker) -> bool:
         """Whether a worker that runs nothing has anything to run."""

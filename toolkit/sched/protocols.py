@@ -77,7 +77,8 @@ class LatencyLaw(Protocol):
         """Coefficients t [3, max_batch_size + 1] of T_serve(N, L, S) = t[0,N] + t[1,N] L + t[2,N]
         L^2.
 
-        Column 0 is unused. A slice of S tokens takes S decode steps, or S - 1 if
+        Column 0 is unused. Laws with a flat part have two rows more: T_serve is the larger of this
+        and t[3,N] + t[4,N] L + t[2,N] L^2. A slice of S tokens takes S decode steps, or S - 1 if
         `prefill_emits_token`.
         """
         ...

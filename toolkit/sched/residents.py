@@ -10,8 +10,9 @@ host memory. `WorkerRounds` starts and ends rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from toolkit.sched.types import Batch, Job, Moves, RoundResult, Worker
 
 # The rows of `Residents.table`.
-LENGTH = 0
-GENERATED = 1
-LIMIT = 2
-JOINED = 3
-UNKNOWN = -(1 << 60)  # a sum or maximum that is computed when it is asked for
+LENGTH: Final = 0
+GENERATED: Final = 1
+LIMIT: Final = 2
+JOINED: Final = 3
+UNKNOWN: Final = -(1 << 60)  # a sum or maximum that is computed when it is asked for
 
 
 class Residents:
@@ -38,11 +39,13 @@ class Residents:
     """
 
     __slots__ = (
+        "_cells",
+        "_columns",
         "_emits",
         "_longest",
         "_longest_promise",
+        "_matrix",
         "_slots",
-        "_table",
         "base",
         "committed",
         "jobs",
@@ -60,7 +63,11 @@ class Residents:
         self._longest = UNKNOWN  # the largest length - joined
         self._longest_promise = UNKNOWN
         self._slots: list[Job] = []
-        self._table: NDArray[np.int64] | None = None
+        # The table's cells row by row; `_matrix` is a view of them. None: nothing asked for it yet.
+        # A cell of an `array` is written much faster than one of numpy's.
+        self._cells: array[int] | None = None
+        self._columns = 0
+        self._matrix: NDArray[np.int64] = np.zeros((4, 0), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -101,7 +108,7 @@ class Residents:
             self._longest = job.length - steps
         if self._longest_promise != UNKNOWN and job.limit_tokens > self._longest_promise:
             self._longest_promise = job.limit_tokens
-        if self._table is not None:
+        if self._cells is not None:
             self._write(job)
 
     def emitted(self, jobs: Iterable[Job]) -> None:
@@ -112,8 +119,8 @@ class Residents:
             self.base += 1
             if self._longest != UNKNOWN and job.length - job.joined > self._longest:
                 self._longest = job.length - job.joined
-            if self._table is not None:
-                self._table[:LIMIT, job.slot] += 1
+            if self._cells is not None:
+                self._add(job, 1)
 
     def prefill_on(self, jobs: Iterable[Job], *, emits: bool) -> None:
         """Exactly these jobs are being prefilled. `emits`: whether prefill gives a token."""
@@ -138,7 +145,7 @@ class Residents:
             self._longest_promise = UNKNOWN
         job.length += decoded
         job.generated += decoded
-        if self._table is not None:
+        if self._cells is not None:
             self._erase(job)
 
     def miss(self, job: Job, steps: int) -> None:
@@ -149,9 +156,9 @@ class Residents:
             self._longest = UNKNOWN
         job.joined += steps
         self.base -= steps
-        if self._table is not None:
-            self._table[:LIMIT, job.slot] -= steps
-            self._table[JOINED, job.slot] += steps
+        if self._cells is not None:
+            self._add(job, -steps)
+            self._cells[JOINED * self._columns + job.slot] += steps
 
     def table(self) -> NDArray[np.int64]:
         """An array [4, n] with rows LENGTH, GENERATED, LIMIT, JOINED; column `Job.slot` is the
@@ -160,32 +167,50 @@ class Residents:
         Add `steps` to the first two rows. The array is a view that is valid until a job joins or
         leaves. It is built at the first call, so policies that do not need it pay nothing.
         """
-        if self._table is None:
-            self._table = np.zeros((4, 64), dtype=np.int64)
+        if self._cells is None:
+            self._widen(64)
             for job in self.jobs:
                 self._write(job)
-        return self._table[:, : len(self._slots)]
+        return self._matrix[:, : len(self._slots)]
+
+    def _widen(self, columns: int) -> None:
+        """Make a new table of so many columns, with what the old one has."""
+        cells = array("q", bytes(8 * 4 * columns))
+        matrix = np.frombuffer(cells, dtype=np.int64).reshape(4, columns)
+        matrix[:, : self._columns] = self._matrix
+        self._cells, self._columns, self._matrix = cells, columns, matrix
 
     def _write(self, job: Job) -> None:
-        assert self._table is not None
-        job.slot = slot = len(self._slots)
+        slot = len(self._slots)
+        job.slot = slot
         self._slots.append(job)
-        if slot == self._table.shape[1]:
-            self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
-        joined = job.joined
-        self._table[:, slot] = (
-            job.length - joined,
-            job.generated - joined,
-            job.max_new_tokens,
-            joined,
-        )
+        if slot == self._columns:
+            self._widen(2 * slot)
+        cells, columns, joined = self._cells, self._columns, job.joined
+        assert cells is not None
+        cells[slot] = job.length - joined
+        cells[columns + slot] = job.generated - joined
+        cells[2 * columns + slot] = job.max_new_tokens
+        cells[3 * columns + slot] = joined
+
+    def _add(self, job: Job, tokens: int) -> None:
+        """Add to the job's length and to its generated tokens."""
+        cells, slot = self._cells, job.slot
+        assert cells is not None
+        cells[slot] += tokens
+        cells[self._columns + slot] += tokens
 
     def _erase(self, job: Job) -> None:
         """Free the job's slot and move the last slot into it."""
-        assert self._table is not None
         last = self._slots.pop()
         if last is not job:
-            self._table[:, job.slot] = self._table[:, last.slot]
+            cells, columns = self._cells, self._columns
+            assert cells is not None
+            at, end = job.slot, last.slot
+            for _ in range(4):
+                cells[at] = cells[end]
+                at += columns
+                end += columns
             self._slots[job.slot] = last
             last.slot = job.slot
 
@@ -314,7 +339,7 @@ class WorkerRounds:
         worker: Worker,
         batch: Batch,
         result: RoundResult,
-        jobs: Mapping[str, Job],
+        jobs: dict[str, Job],
         now_s: float,
     ) -> list[Job]:
         """End a round, failed or not. Returns the jobs that ended in it, also those cancelled
@@ -352,7 +377,7 @@ class WorkerRounds:
         return ended
 
     def run_out_of_memory(
-        self, worker: Worker, result: RoundResult, jobs: Mapping[str, Job]
+        self, worker: Worker, result: RoundResult, jobs: dict[str, Job]
     ) -> Job | None:
         """Handle a round in which memory ran out: half of the dropped jobs may enter with the next
         round.

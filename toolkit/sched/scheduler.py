@@ -245,7 +245,7 @@ class Scheduler:
 
     def _start_rounds(self, planner: RoundPlanner, now_s: float) -> list[Batch]:
         """Plan and start the rounds of the due workers, by index. Afterwards no worker is due."""
-        view, queues, begin = self._view, self._queues, self._rounds.begin
+        view, queues = self._view, self._queues
         due, figures = view.due, view.figures
         started: list[Batch] = []
         for worker in due:
@@ -257,7 +257,7 @@ class Scheduler:
                 worker.assigned += 1
                 for job in batch.jobs:
                     take_waiting(worker, job)
-                begin(worker, batch, now_s)
+                self._rounds.begin(worker, batch, now_s)
                 batch.started_s = now_s
                 worker.running = batch
                 if figures:
@@ -438,6 +438,13 @@ class Scheduler:
         if self._view.mixed:
             self._pool.worker_ready()
 
+    def resize(self, index: int, capacity_tokens: int) -> None:
+        """A worker's memory has room for so many tokens from now on, where an engine that also
+        schedules holds tokens that no job counts. Jobs are refused by the capacity at the start.
+        """
+        self.workers[index].capacity_tokens = capacity_tokens
+        self._view.changed(index)
+
     def take_refusals(self) -> list[Refusal]:
         """The accepted requests that were given up since the last call."""
         return self._refusals.take()
@@ -459,9 +466,13 @@ class Scheduler:
         self._pool.add(jobs)
 
     def _route(self, now_s: float) -> None:
-        homes = self.policy.route(self._view, now_s)
+        view, planner = self._view, self._planner
+        if planner is None or planner.router is None:
+            homes = self.policy.route(view, now_s)
+        else:
+            homes = planner.router(view, planner.router_rows) if view.alive() else None
         if homes is not None:
-            view, pool = self._view, self._pool.jobs
+            pool = self._pool.jobs
             for job, home in zip(pool, homes, strict=True):
                 job.home = home
                 worker = self.workers[home]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from toolkit.sched.footprint import Footprint, footprint_of
 from toolkit.sched.inbox import Inbox
@@ -22,7 +22,7 @@ from toolkit.sched.residents import ParkedCaches, Residents
 if TYPE_CHECKING:
     from toolkit.sched.protocols import LatencyLaw, MemoryLaw, SwapLaw
 
-NO_LIMIT = 1 << 40
+NO_LIMIT: Final = 1 << 40
 Until = Literal["any", "all"]
 Failure = Literal["", "oom", "crashed"]
 # How newcomers join a padded batch: `engine.joining` of a recipe.

@@ -85,8 +85,8 @@ class View:
 
     def __init__(
         self,
-        pool: Sequence[Job],
-        workers: Sequence[Worker],
+        pool: list[Job],
+        workers: list[Worker],
         due_s: float,
         finished: LengthHistory,
         rng: np.random.Generator,
@@ -116,7 +116,7 @@ class View:
         for worker in self.free:
             self.make_due(worker)
 
-    def alive(self) -> Sequence[Worker]:
+    def alive(self) -> list[Worker]:
         """The workers that are alive, by index."""
         return self._alive
 
@@ -158,9 +158,10 @@ class View:
 
     def figure(self, key: Hashable, amount: Amount) -> WorkerFigure:
         """The numbers that `amount` computes per worker, cached under `key` for the next call."""
-        if key not in self.figures:
-            self.figures[key] = WorkerFigure(self.workers, amount)
-        return self.figures[key]
+        found = self.figures.get(key)
+        if found is None:
+            found = self.figures[key] = WorkerFigure(self.workers, amount)
+        return found
 
     def changed(self, index: int) -> None:
         """For the scheduler: the jobs that wait or run at a worker changed, so its figures are

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -14,9 +15,12 @@ from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
-from toolkit.serve.access import ApiKey
 from toolkit.serve.forecast import UNLIMITED, LatencyLimits
 from toolkit.serve.stats import Stats
+
+if TYPE_CHECKING:
+    # Benchmarks without HTTP run where starlette is not installed (benchmarks/gpu).
+    from toolkit.serve.access import ApiKey
 
 MAX_BODY_BYTES = 8 << 20
 

@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.metrics import Floats, Served, latencies, sla_ratios, summarize
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
@@ -26,10 +27,12 @@ from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
 from toolkit.sim.paged_engine import Reuse, serve
+from toolkit.sim.replicas import serve_routed
+from toolkit.sim.sessions import ClosedLoop
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
 from toolkit.sim.world import World
-from toolkit.traces.types import Trace
+from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import mean_rate, scale_rate
 
 
@@ -79,17 +82,29 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         engine = world.engine()
         own_front = None if world.front == NO_DELAY else world.front
         reuse = Reuse(trace.shared, trace.sessions, world.closed_loop)
-        refusals, capacity_tokens = (
-            serve(requests, policy, engine, ledger, reuse, front=own_front, drain=world.drain),
-            engine.capacity_tokens,
-        )
+        capacity_tokens = engine.capacity_tokens
+        if world.routing is None:
+            refusals = serve(
+                requests, policy, engine, ledger, reuse, front=own_front, drain=world.drain
+            )
+        else:
+            refusals = serve_routed(
+                requests, policy, engine, ledger, reuse, world.routing, front=own_front
+            )
         rows = ledger.row_steps / max(ledger.decoding_steps, 1)
         front = engine.front(rows) if world.front == NO_DELAY else world.front
     else:
         assert not isinstance(policy, BuiltIn)
+        if world.routing is not None:
+            raise InputError(
+                f"replica_router is '{world.routing.router.name}', and policy '{policy.name}' "
+                "gives requests to workers itself",
+                f"leave it out, or simulate the policy '{VllmPolicy.name}'",
+            )
         world = world.under(policy)
+        closed = trace.sessions if world.closed_loop else None
         refusals, capacity_tokens = (
-            _run(requests, policy, world, ledger),
+            _run(requests, policy, world, ledger, closed),
             world.memory.usable_tokens,
         )
         front = world.front
@@ -99,18 +114,39 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
 
 def _run(
-    requests: Sequence[Request], policy: Policy, world: World, ledger: Ledger
+    requests: Sequence[Request],
+    policy: Policy,
+    world: World,
+    ledger: Ledger,
+    closed: Sessions | None,
 ) -> list[Refusal]:
-    """Serve under a policy of this project's scheduler; return the refused requests."""
+    """Serve under a policy of this project's scheduler, sessions in a closed loop where they are
+    given; return the refused requests.
+    """
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
-    scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)
+    known, first = world.scheduled(), requests
+    if closed is None:
+        scheduler = Scheduler(policy, known, seed=world.seed, finished=world.finished)
+    else:
+        scheduler = ClosedLoop(
+            policy,
+            known,
+            requests,
+            closed,
+            ledger,
+            world.front,
+            seed=world.seed,
+            finished=world.finished,
+        )
+        previous = closed.previous.tolist()
+        first = [request for k, request in enumerate(requests) if previous[k] < 0]
     workers = [*virtual_workers(policy, world, ledger, requests)]
     books = [ledger.of_kind() for _ in world.others]
     for kind, book in zip(world.others, books, strict=True):
         workers += virtual_workers(policy, kind, book, requests, first=len(workers))
-    refused = run(scheduler, requests, workers, drain=world.drain)
+    refused = run(scheduler, first, workers, drain=world.drain)
     for kind, book in zip(world.others, books, strict=True):
         ledger.add(book, world.memory.usable_tokens / kind.memory.usable_tokens)
     return refused
@@ -127,10 +163,8 @@ def virtual_workers(
     """
     number = {request.request_id: k for k, request in enumerate(requests)}
     latency, valid = world.latency, world.valid
-    if valid is None or valid.holds(requests, ledger.output_tokens):
-        outside = None  # nothing to count
-    else:
-        outside = valid.left_by
+    counts = valid is not None and not valid.holds(requests, ledger.output_tokens)
+    outside = valid.left_by if valid is not None and counts else None
     if policy.continuous:
         rounds: Callable[..., RoundWorker] = RoundWorker
         if world.joining is not None:

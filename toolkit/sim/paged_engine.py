@@ -31,6 +31,7 @@ from toolkit.sched.types import Refusal, Request
 from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.paged import PagedPass, PagedScheduler
+from toolkit.sim.sessions import following
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
 
@@ -115,11 +116,6 @@ class Reuse:
     def __bool__(self) -> bool:
         return self.shared is not None or self.sessions is not None
 
-    @property
-    def previous(self) -> list[int]:
-        """The turn before each request, by number; -1 for a first turn."""
-        return [] if self.sessions is None else self.sessions.previous.tolist()
-
     def dealt(self, requests: int, engines: int) -> list[int]:
         """The engine of each request: in turn, and in a closed loop session by session."""
         if self.sessions is None or not self.closed:
@@ -146,13 +142,12 @@ class Reuse:
         """In a closed loop, the turns of the requests `numbers` that follow each of them, with
         their think times in seconds.
         """
-        found: dict[int, list[tuple[int, float]]] = {}
-        if self.sessions is not None and self.closed:
-            previous, think_s = self.previous, self.sessions.think_s.tolist()
-            for number in numbers:
-                if previous[number] >= 0:
-                    found.setdefault(previous[number], []).append((number, think_s[number]))
-        return found
+        if self.sessions is None or not self.closed:
+            return {}
+        return following(self.sessions, numbers)
+
+
+NO_REUSE = Reuse()
 
 
 class PagedRun:
@@ -255,17 +250,34 @@ class PagedRun:
         `next_s` is when the next request arrives: it takes part in planning before the first pass
         that begins after it.
         """
+        steps = self._scheduler.ahead()
+        if steps > 1 and not self._scheduler.waiting:
+            steps = self._steps_before(plan.shape, steps, next_s - begin_s)
+        begun_s, end_s = self._times(plan, steps, begin_s)
+        return begun_s, end_s, self._finish(plan, steps, begin_s, begun_s, end_s)
+
+    def _steps_before(self, shape: StepShape, steps: int, seconds: float) -> int:
+        """How many of `steps` passes are made if a request arrives after so many seconds."""
+        planned = int(self._engine.ahead)
+        return planned + self._law.steps_before(shape, seconds, steps - planned)
+
+    def _times(self, plan: PagedPass, steps: int, begin_s: float) -> tuple[float, float]:
+        """When the last of `steps` passes begins and ends, if the first begins at `begin_s`."""
+        law, shape = self._law, plan.shape
+        if steps == 1:
+            return begin_s, begin_s + law.forward_s(shape)
+        begun_s = begin_s + law.stretch_s(shape, steps - 1)
+        return begun_s, begun_s + law.forward_s(_grown(shape, steps))
+
+    def _finish(
+        self, plan: PagedPass, steps: int, begin_s: float, begun_s: float, end_s: float
+    ) -> list[PagedRequest]:
+        """Record that `steps` passes were made from `begin_s` on, the last one from `begun_s` to
+        `end_s`; return the rows that ended with the last.
+        """
         scheduler, law, shape, rows = self._scheduler, self._law, plan.shape, plan.rows
-        steps = scheduler.ahead()
-        if steps > 1 and not scheduler.waiting:
-            planned = int(self._engine.ahead)
-            steps = planned + law.steps_before(shape, next_s - begin_s, steps - planned)
-        begun_s, end_s = begin_s, begin_s + law.forward_s(shape)
-        first_s = end_s
-        if steps > 1:
-            begun_s += law.stretch_s(shape, steps - 1)
-            shape = StepShape(shape.decodes, shape.decode_cached + (steps - 1) * shape.decodes)
-            end_s = begun_s + law.forward_s(shape)
+        first_s = end_s if steps == 1 else begin_s + law.forward_s(shape)
+        shape = _grown(shape, steps)
         self._give(plan, steps, first_s, law.after_s(rows) + end_s - begun_s)
         free = scheduler.pool.free
         ended = scheduler.commit(steps)
@@ -276,7 +288,7 @@ class PagedRun:
         ledger = self._ledger
         ledger.busy_s[self._index] += end_s - begin_s
         ledger.completed_s[self._index] = end_s
-        return begun_s, end_s, ended
+        return ended
 
     def _give(self, plan: PagedPass, steps: int, first_s: float, last_gap_s: float) -> None:
         """Record the tokens of every row in the pass: one at `first_s`, and one with each of the
@@ -361,12 +373,19 @@ class PagedRun:
             ledger.extrapolated += steps
 
 
+def _grown(shape: StepShape, steps: int) -> StepShape:
+    """The shape of the last of `steps` passes of the same rows."""
+    if steps == 1:
+        return shape
+    return StepShape(shape.decodes, shape.decode_cached + (steps - 1) * shape.decodes)
+
+
 def serve(
     requests: Sequence[Request],
     flags: VllmPolicy,
     engine: PagedEngine,
     ledger: Ledger,
-    reuse: Reuse,
+    reuse: Reuse = NO_REUSE,
     *,
     front: FrontDelay | None = None,
     drain: bool = True,
@@ -381,9 +400,9 @@ def serve(
     dealt: list[list[int]] = [[] for _ in range(ledger.workers)]
     places = reuse.dealt(len(requests), ledger.workers)
     for number, request in enumerate(requests):
-        refusal = _refuse(request, outputs[number], flags, engine)
-        if refusal is not None:
-            refusals[number] = refusal
+        refused = refusal(request, outputs[number], flags, engine)
+        if refused is not None:
+            refusals[number] = refused
         dealt[places[number]].append(number)
     ledger.shares = bool(reuse)
     for index, numbers in enumerate(dealt):
@@ -418,7 +437,7 @@ def serve(
     return list(refusals.values())
 
 
-def _refuse(
+def refusal(
     request: Request, output: int, flags: VllmPolicy, engine: PagedEngine
 ) -> Refusal | None:
     """The refusal of a request that, alone and at its full length, does not fit into the cache or

@@ -22,6 +22,7 @@ from toolkit.estimators.memory import MemoryEdge, ZetaMemory, uniform_draw
 from toolkit.files.fit import Fit, Range
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import ServeSpec
+from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -29,6 +30,7 @@ from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
+from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
 
@@ -136,6 +138,7 @@ class World:
         arrival_cost_s: seconds that each arriving request adds to every static batch that runs
             then, where workers compute on the front's cores.
         paged: the engine with its own scheduler, for the policy `vllm`.
+        routing: of requests to replicas of that engine; None: to each in turn.
         closed_loop: a session's turn arrives when the turn before has ended and its client has
             thought about it; False: when the trace says so.
     """
@@ -164,6 +167,7 @@ class World:
     front: FrontDelay = NO_DELAY
     arrival_cost_s: float = 0.0
     paged: PagedEngine | None = None
+    routing: Routing | None = None
     closed_loop: bool = True
     others: tuple[World, ...] = ()
 
@@ -339,6 +343,11 @@ class WorldSettings:
     closed_loop: bool = knob(
         True, doc="false: turns of sessions arrive at the trace's times, not after the turn before"
     )
+    replica_router: str = choice(
+        "in-turn",
+        ("in-turn", *ROUTERS),
+        doc="which replica of an engine with its own scheduler gets a request",
+    )
     memory: str = choice(
         "engine", ("engine", *MEMORIES), doc="how rows take memory: " + ", ".join(MEMORIES)
     )
@@ -346,6 +355,12 @@ class WorldSettings:
     def __post_init__(self) -> None:
         for f in fields(self):
             check("world", f.name, type(f.default), getattr(self, f.name), f.metadata["knob"])
+
+    @property
+    def routing(self) -> Routing | None:
+        """See `World.routing`."""
+        name = self.replica_router
+        return None if name == "in-turn" else Routing(make_router(name, {}))
 
     def joining(self, engines: Joining | None) -> Joining | None:
         """See `World.joining`; `engines` is the engine's own."""
@@ -431,6 +446,7 @@ def make_world(
         drain=settings.drain,
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
+        routing=settings.routing,
         joining=settings.joining(world.joining),
     )
 
@@ -450,6 +466,7 @@ def _unit_step_world(
         drain=settings.drain,
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
+        routing=settings.routing,
         joining=settings.joining(None),
     )
 

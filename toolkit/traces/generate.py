@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError, nearest
-from toolkit.traces.types import Trace
+from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
 Floats = NDArray[np.float64]
 
@@ -28,6 +28,9 @@ MAX_SIGMA = 10.0
 MIN_ALPHA = 0.1  # at this exponent, half of the lengths exceed 1,000 times the least
 MAX_ALPHA = 1000.0  # at this exponent, all lengths equal LOW
 MAX_REQUESTS = 10_000_000  # in one trace: about 1 GB while it is drawn and written
+MAX_TEMPLATES = 1_000_000
+MAX_ZIPF = 20.0  # at this exponent the first template has all but a millionth
+MAX_BLOCKS = 200_000_000  # of all prompts of one trace: about 8 GB while it is drawn
 # Gamma's shape is 1e-4 at this variation. Far above it every gap rounds to 0, so no trace ends.
 MAX_CV = 100.0
 # Below this variation, gaps are equal to the microsecond, and rounding loses their variance.
@@ -174,10 +177,75 @@ class Arrivals:
         return times[times < duration_s]
 
 
+def parse_times(text: str) -> Lengths:
+    """A distribution of times in ms, from one in seconds with the spelling of `parse_lengths`.
+
+    Raises `InputError` for an unknown distribution and for wrong numbers.
+    """
+    kind, *numbers = text.split(":")
+    try:
+        in_ms = [f"{1000.0 * float(value)!r}" for value in numbers]
+    except ValueError as error:
+        raise InputError(f"'{text}': {error}", f"give {kind}:{FORMS.get(kind, '')}") from error
+    if kind != "uniform":  # its second number is a time too; the others' is a shape
+        in_ms[1:] = numbers[1:]
+    return parse_lengths(":".join([kind, *in_ms]))
+
+
+@dataclass(slots=True, frozen=True)
+class SharedContent:
+    """What generated prompts share: parts that they begin with, and conversations.
+
+    Every prompt begins with the system prompt, then with one of the templates (the k-th most
+    frequent is chosen with a weight of 1 / k^zipf), then comes a part of its own. The prompt of a
+    later turn is the prompt before, its answer, and a part of its own. Impossible numbers raise
+    `InputError`.
+    """
+
+    system_tokens: int = 0
+    templates: int = 0
+    template: Lengths = Lengths("fixed", 512)
+    zipf: float = 1.0
+    turns: Lengths | None = None  # per session; None: requests are independent
+    think_ms: Lengths | None = None  # before each later turn; None: 0
+    block_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("a system prompt of {:g} tokens", self.system_tokens, 0, MAX_LENGTH),
+            ("{:g} templates", self.templates, 0, MAX_TEMPLATES),
+            ("a Zipf exponent of {:g}", self.zipf, 0.0, MAX_ZIPF),
+            ("blocks of {:g} tokens", self.block_tokens, 1, MAX_LENGTH),
+        ):
+            if not low <= value <= high:
+                raise InputError(f"{name.format(value)}: not possible", f"give {low:g} to {high:g}")
+
+    def __str__(self) -> str:
+        parts = []
+        if self.system_tokens:
+            parts.append(f"a system prompt of {self.system_tokens} tokens")
+        if self.templates:
+            parts.append(f"{self.templates} templates {self.template}, Zipf {self.zipf:g}")
+        if self.turns:
+            thought = f"after {self.think_ms} ms" if self.think_ms else "at once"
+            parts.append(
+                f"sessions of {self.turns} turns, later ones {thought}, as if answers took no time"
+            )
+        return f"{', '.join(parts)}; blocks of {self.block_tokens} tokens"
+
+
 def generate(
-    arrivals: Arrivals, duration_s: float, prompt: Lengths, output: Lengths, seed: int
+    arrivals: Arrivals,
+    duration_s: float,
+    prompt: Lengths,
+    output: Lengths,
+    seed: int,
+    content: SharedContent | None = None,
 ) -> Trace:
-    """Draw a trace of `duration_s` seconds. The same arguments give the same trace."""
+    """Draw a trace of `duration_s` seconds. The same arguments give the same trace.
+
+    With the turns of `content` first turns arrive at the rate, for `duration_s`.
+    """
     rng = np.random.default_rng(seed)
     arrival_s = arrivals.times(rng, duration_s)
     count = len(arrival_s)
@@ -186,11 +254,17 @@ def generate(
         f"generated: {arrivals} for {duration_s:g} s, "
         f"prompts {prompt}, outputs {output}, seed {seed}"
     )
-    return Trace(arrival_s, prompts, outputs, np.zeros(count, dtype=np.int64), "generated", (note,))
+    no_limits = np.zeros(count, dtype=np.int64)
+    made = Trace(arrival_s, prompts, outputs, no_limits, "generated", (note,))
+    return _with_content(made, content, prompt, output, rng) if content else made
 
 
-def backlog(count: int, prompt: Lengths, output: Lengths, seed: int) -> Trace:
-    """Draw `count` requests that all arrive at 0 s. The same arguments give the same trace."""
+def backlog(
+    count: int, prompt: Lengths, output: Lengths, seed: int, content: SharedContent | None = None
+) -> Trace:
+    """Draw `count` requests, or sessions, that all arrive at 0 s. The same arguments give the same
+    trace.
+    """
     if count < 1:
         raise InputError(f"a backlog of {count} requests is not possible", "give at least 1")
     _check_count(count, "the backlog")
@@ -199,7 +273,111 @@ def backlog(count: int, prompt: Lengths, output: Lengths, seed: int) -> Trace:
     drawn = f"prompts {prompt}, outputs {output}, seed {seed}"
     note = f"generated: a backlog of {count} requests, {drawn}"
     no_limits = np.zeros(count, dtype=np.int64)
-    return Trace(np.zeros(count), prompts, outputs, no_limits, "generated", (note,))
+    made = Trace(np.zeros(count), prompts, outputs, no_limits, "generated", (note,))
+    return _with_content(made, content, prompt, output, rng) if content else made
+
+
+def _with_content(
+    firsts: Trace,
+    content: SharedContent,
+    prompt: Lengths,
+    output: Lengths,
+    rng: np.random.Generator,
+) -> Trace:
+    """The requests of `firsts` as first turns, whose prompts follow the shared parts, and their
+    later turns.
+    """
+    count = len(firsts)
+    ones = np.ones(count, dtype=np.int64)
+    turns = ones if content.turns is None else content.turns.draw(rng, count)
+    total = int(turns.sum())
+    _check_count(total, f"{count:,} sessions of {content.turns} turns")
+    begins = np.cumsum(turns) - turns
+    session = np.repeat(np.arange(count), turns)
+    first = np.zeros(total, dtype=np.bool_)
+    first[begins] = True
+
+    def column(drawn: NDArray[np.int64], lengths: Lengths) -> NDArray[np.int64]:
+        """One value per turn: those of the first turns are drawn already."""
+        values = np.empty(total, dtype=np.int64)
+        values[first], values[~first] = drawn, lengths.draw(rng, total - count)
+        return values
+
+    own, answers = (
+        column(firsts.prompt_tokens, prompt),
+        column(firsts.output_tokens, output),
+    )
+    think_s = np.zeros(total)
+    if content.think_ms is not None:
+        think_s[~first] = content.think_ms.draw(rng, total - count) / 1000.0
+    template = np.zeros(count, dtype=np.int64)
+    ahead = np.full(count, content.system_tokens)
+    if content.templates:
+        weights = np.arange(1, content.templates + 1) ** -content.zipf
+        template = rng.choice(content.templates, count, p=weights / weights.sum())
+        ahead += content.template.draw(rng, content.templates)[template]
+    added = np.where(first, 0, np.roll(answers, 1)) + own
+    prompts = ahead[session] + _sums_by(begins, turns, added.astype(np.float64)).astype(np.int64)
+    if prompts.max() > MAX_LENGTH:
+        raise InputError(
+            f"a prompt would have {prompts.max():,} tokens", "give fewer turns, or shorter parts"
+        )
+    arrival_s = firsts.arrival_s[session] + _sums_by(begins, turns, think_s)
+    whole = Trace(
+        arrival_s,
+        prompts,
+        answers,
+        np.zeros(total, dtype=np.int64),
+        firsts.source,
+        (*firsts.notes, f"shared: {content}"),
+        shared=_content_blocks(content, prompts, session, template, ahead),
+        sessions=Sessions(np.where(first, -1, np.arange(total) - 1), think_s)
+        if content.turns
+        else None,
+    )
+    return whole.take(np.argsort(arrival_s, kind="stable"))
+
+
+def _sums_by(begins: NDArray[np.int64], turns: NDArray[np.int64], values: Floats) -> Floats:
+    """The sum of `values` from the first turn of its session to each turn."""
+    sums = np.cumsum(values)
+    return sums - np.repeat((sums - values)[begins], turns)
+
+
+def _content_blocks(
+    content: SharedContent,
+    prompts: NDArray[np.int64],
+    session: NDArray[np.int64],
+    template: NDArray[np.int64],
+    ahead: NDArray[np.int64],
+) -> SharedBlocks:
+    """The blocks of prompts. A block is shared by all prompts with the part in which it ends: the
+    system prompt, a template, or a session; the partial last block of a prompt by none.
+    """
+    size = content.block_tokens
+    counts = -(-prompts // size)
+    blocks = int(counts.sum())
+    if blocks > MAX_BLOCKS:
+        raise InputError(
+            f"prompts of {blocks:,} blocks are too many for one trace",
+            f"generate at most {MAX_BLOCKS:,}: fewer or shorter prompts, or larger --block-tokens",
+        )
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    row = np.repeat(np.arange(len(prompts)), counts)
+    place = np.arange(blocks) - offsets[row]
+    end = (place + 1) * size
+    of = session[row]
+    # The part is the one of four kinds, and its number.
+    kind, number = np.full(blocks, 2), of.copy()
+    in_template = end <= ahead[of]
+    kind[in_template], number[in_template] = 1, template[of][in_template]
+    in_system = end <= content.system_tokens
+    kind[in_system], number[in_system] = 0, 0
+    alone = end > prompts[row]
+    kind[alone], number[alone] = 3, row[alone]
+    key = (number * 4 + kind) * int(counts.max()) + place
+    ids = np.unique(key, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    return SharedBlocks(size, ids, offsets)
 
 
 def _check_count(count: float, what: str) -> None:

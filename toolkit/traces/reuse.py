@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from toolkit.traces.types import Trace
 
+CURVE_POINTS = 49  # sizes of caches in a description: four to a doubling, for 2**12 blocks
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -80,6 +82,52 @@ class ReuseCurve:
             for found in (self.hit_blocks, self.hit_tokens)
         )
         return next(hits) / max(self.blocks, 1), next(hits) / self.prompt_tokens
+
+
+@dataclass(slots=True, frozen=True)
+class CacheHits:
+    """What an LRU cache of one size reuses of a trace's prompts."""
+
+    cache_tokens: int
+    cache_bytes: int | None  # None: the bytes of a token are not known
+    hit_percent: float  # of all prompt tokens
+
+
+@dataclass(slots=True, frozen=True)
+class PromptReuse:
+    """What the prompts of a trace share, in numbers."""
+
+    block_tokens: int
+    prompt_tokens: int
+    different_tokens: int  # what a cache holds that keeps everything
+    reusable_tokens: int  # by such a cache
+    reusable_percent: float
+    caches: list[CacheHits]  # from one block to the smallest cache that reuses all
+
+
+def describe_reuse(trace: Trace, bytes_per_token: int | None = None) -> PromptReuse | None:
+    """What the prompts of `trace` share; None where it does not say."""
+    curve = reuse_curve(trace)
+    if curve is None:
+        return None
+    prompt_tokens, reusable = curve.prompt_tokens, int(reusable_tokens(trace).sum())
+    largest = max(int(curve.capacity_blocks[-1]), 1)
+    sizes = np.unique(np.geomspace(1, largest, CURVE_POINTS).round().astype(np.int64))
+    return PromptReuse(
+        curve.block_tokens,
+        prompt_tokens,
+        int(block_lengths(trace).sum()) - reusable,
+        reusable,
+        100.0 * reusable / prompt_tokens,
+        [
+            CacheHits(
+                size * curve.block_tokens,
+                bytes_per_token and size * curve.block_tokens * bytes_per_token,
+                100.0 * curve.at(size)[1],
+            )
+            for size in sizes.tolist()
+        ],
+    )
 
 
 def reuse_curve(trace: Trace) -> ReuseCurve | None:

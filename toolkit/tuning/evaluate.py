@@ -37,7 +37,15 @@ from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World, world_of
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import TraceWindow, Windows, fit_windows, mean_rate, prepare, scale_rate
+from toolkit.traces.windows import (
+    TraceWindow,
+    Windows,
+    cut,
+    fit_windows,
+    mean_rate,
+    prepare,
+    scale_rate,
+)
 
 # Blocks per window. Of 5, 8, 10 and 15, five cover best where requests are late in long stretches.
 BLOCKS = 5
@@ -46,6 +54,11 @@ Z = 1.6449  # of the normal distribution: one-sided, 95 %
 TIE_BREAK = 1e-3
 ATTAINMENT = "sla_attainment_percent"
 ATTAINMENT_LOWER = "sla_attainment_lower_percent"
+# Of each window, by time: what a screened candidate is simulated on first.
+SCREEN_SHARE = 0.25
+SCREEN_MARGIN = 2.0
+SCREEN_REQUESTS = 10  # of each part, at least
+TINY_S = 1e-9  # a window ends before its end
 CAPACITY_SAMPLE = 1000  # requests of the backlog that measures the untuned policy's capacity
 
 
@@ -106,13 +119,14 @@ def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
 
 def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
     """Requests per second that the recipe's policy serves of a backlog with the trace's lengths."""
-    sample = np.linspace(0, len(fitted) - 1, min(len(fitted), CAPACITY_SAMPLE)).astype(int)
-    backlog = Trace(
-        np.zeros(len(sample)),
-        fitted.prompt_tokens[sample],
-        fitted.output_tokens[sample],
-        fitted.max_tokens[sample],
-    )
+    count = min(len(fitted), CAPACITY_SAMPLE)
+    rows = np.linspace(0, len(fitted) - 1, count).astype(int)
+    if fitted.shared is not None or fitted.sessions is not None:
+        # what prompts share, they share with their neighbours
+        rows = np.arange(count) + (len(fitted) - count) // 2
+    sample = fitted.take(rows)
+    backlog = replace(sample, arrival_s=np.zeros(count), priority=None)
+    world = replace(world, closed_loop=False)
     policy = make_any(recipe.policy.name, recipe.policy.parameters)
     return simulate(backlog, policy, world).metrics({})["throughput_rps"]
 
@@ -128,10 +142,15 @@ class CandidateLimits:
 
 @dataclass(slots=True, frozen=True)
 class Evaluation:
-    """An outcome, and each latency target's value over its limit."""
+    """An outcome, and each latency target's value over its limit.
+
+    `whole` is False for a trial that was simulated only on the first part of each window, where it
+    already broke a limit (`Screen`).
+    """
 
     outcome: Outcome
     ratios: dict[str, float]
+    whole: bool = True
 
     @property
     def goodput_rps(self) -> float:
@@ -238,6 +257,51 @@ class Task:
         """
         within = VllmPolicy.within if self.policy == VllmPolicy.name else dict
         return make_any(self.policy, within(self.parameters))
+
+
+@dataclass(slots=True, frozen=True)
+class Screen:
+    """A cheap first look at candidates: the first part of each window, and what is hopeless there.
+
+    A candidate is hopeless if so many requests of that part miss a target that the percentile of
+    all requests would miss it even if no other request were late, `SCREEN_MARGIN` times over. The
+    margin is for schedulers under which a request would be served earlier, if more arrived later.
+    """
+
+    setup: EvaluationSetup
+    targets: Mapping[str, float]
+
+    def hopeless(self, evaluation: Evaluation) -> Evaluation | None:
+        """The evaluation of a trial on the first parts alone, if it is hopeless there."""
+        if all(evaluation.ratios[key] <= 1.0 for key in self.targets):
+            return None
+        ratios = {k: ratio for k, ratio in evaluation.ratios.items() if k not in self.targets}
+        return Evaluation(evaluation.outcome, ratios, whole=False)
+
+
+def make_screen(setup: EvaluationSetup) -> Screen | None:
+    """The screen of a setup; None where no target can tell early, or a part has few requests."""
+    ends = [SCREEN_SHARE * float(window.arrival_s[-1]) + TINY_S for window in setup.windows]
+    counts = [
+        int(np.searchsorted(window.arrival_s, end))
+        for window, end in zip(setup.windows, ends, strict=True)
+    ]
+    if min(counts) < SCREEN_REQUESTS:
+        return None
+    windows = [cut(window, 0.0, end) for window, end in zip(setup.windows, ends, strict=True)]
+    more = SCREEN_MARGIN * sum(map(len, setup.windows)) / sum(map(len, windows))
+    targets = {}
+    for key, limit in setup.sla.items():
+        metric, stat, unit = key.split("_")
+        late = more * (100.0 - float(stat[1:])) if stat[1:].isdecimal() else 100.0
+        if 0.0 < late < 100.0:
+            targets[f"{metric}_p{100.0 - late:.6f}_{unit}"] = limit
+    if not targets:
+        return None
+    sla = {**setup.sla, **targets}
+    return Screen(
+        replace(setup, windows=windows, sla=sla, label=f"{setup.label}, first part"), targets
+    )
 
 
 def lower_bound_percent(windows: Sequence[NDArray[np.bool_]]) -> float:

@@ -7,45 +7,27 @@ orders.
 
 The second half keeps evaluations so that an interrupted search can go on: the search is
 deterministic, so it asks for the same evaluations again. They are kept in a journal file beside the
-result, or in a database as trials of Optuna studies, one study for each setup (search, held out,
-...), so that Optuna's dashboard shows them during and after the search. The search does not read
-its trials from there: Optuna's samplers keep their random state in memory, and the same seed must
-give the same bytes. No message shows the password of a database's URL.
+result, or in a database (`toolkit.tuning.studies`), which processes that simulate do not import.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
-from urllib.parse import quote, quote_plus, unquote
 
-import optuna
-from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from pydantic import TypeAdapter
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.pool import NullPool
 
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.tuning import Outcome
 from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
-
-DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
-USAGE = (
-    "sqlite:///tuning.db, or postgresql://USER@HOST/DATABASE with the password in PGPASSWORD or "
-    "~/.pgpass"
-)
-KEY, OUTCOME, RATIOS = "llmctl_key", "llmctl_outcome", "llmctl_ratios"
 
 _FINGERPRINT = TypeAdapter(str)
 _LINE = TypeAdapter(tuple[str, object, object])
@@ -322,7 +304,7 @@ def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
         for line in lines[1:]:
             number += 1
             key, outcome, ratios = _LINE.validate_python(json.loads(line))
-            known[key] = _evaluation_of(outcome, ratios)
+            known[key] = evaluation_of(outcome, ratios)
     except (ValueError, RecursionError):
         raise InputError(
             f"{path.name}: line {number} is damaged, or the file is no journal of tune",
@@ -331,7 +313,7 @@ def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
     return known
 
 
-def _evaluation_of(outcome: object, ratios: object) -> Evaluation:
+def evaluation_of(outcome: object, ratios: object) -> Evaluation:
     """A kept evaluation. Raises `ValueError` for damaged data."""
     found = Evaluation(_OUTCOME.validate_python(outcome), _RATIOS.validate_python(ratios))
     if "goodput_rps" not in found.outcome.metrics:
@@ -344,136 +326,3 @@ def _drop_torn_line(path: Path) -> None:
     end = content.rfind(b"\n") + 1
     if end < len(content):
         os.truncate(path, end)
-
-
-class Studies:
-    """An `EvaluationStore` in a database.
-
-    Args:
-        url: `sqlite:///FILE` or `postgresql://USER@HOST/DATABASE`; `InputError` if unusable.
-        name: of the recipe or fleet that is tuned.
-        fingerprint: digests and settings that decide the results. Each fingerprint has its own
-            studies.
-    """
-
-    def __init__(self, url: str, name: str, fingerprint: str) -> None:
-        self._url = _parse(url)
-        self._prefix = f"llmctl {name} {hashlib.sha256(fingerprint.encode()).hexdigest()[:12]} "
-        self._studies: dict[str, optuna.Study] = {}
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        with self._plain_errors():
-            self._storage = optuna.storages.RDBStorage(
-                self._url.render_as_string(hide_password=False),
-                # Nothing tells when a search ends, so nothing could close a pool.
-                engine_kwargs={"poolclass": NullPool},
-            )
-            labels = [
-                name.removeprefix(self._prefix)
-                for name in optuna.get_all_study_names(self._storage)
-                if name.startswith(self._prefix)
-            ]
-            self.known = {
-                key: evaluation
-                for label in labels
-                for key, evaluation in _evaluations(self._study(label))
-            }
-
-    def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
-        """See `EvaluationStore.keep`. Raises `InputError` where the database is gone."""
-        numbers, distributions = _numbers(evaluation.outcome)
-        attributes = {
-            KEY: key,
-            OUTCOME: evaluation.outcome.model_dump(mode="json"),
-            RATIOS: evaluation.ratios,
-        }
-        trial = optuna.trial.create_trial(
-            value=evaluation.score,
-            params=numbers,
-            distributions=distributions,
-            user_attrs=attributes,
-        )
-        with self._plain_errors():
-            self._study(task.setup.label).add_trial(trial)
-
-    def forget(self) -> None:
-        """Do nothing: the studies stay, for the dashboard."""
-
-    def _study(self, label: str) -> optuna.Study:
-        if label not in self._studies:
-            self._studies[label] = optuna.create_study(
-                storage=self._storage,
-                study_name=self._prefix + label,
-                direction="maximize",
-                load_if_exists=True,
-            )
-        return self._studies[label]
-
-    @contextmanager
-    def _plain_errors(self) -> Iterator[None]:
-        """Turn errors of the database's libraries into one line without the password."""
-        shown = self._url.set(query={}).render_as_string(hide_password=True)
-        try:
-            yield
-        except ImportError:
-            raise InputError(
-                f"storage {shown}: its driver is not installed", "pip install 'llmctl[postgres]'"
-            ) from None
-        except (SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError) as error:
-            lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-            raise InputError(f"storage {shown}: {_masked(lines[0], self._url)}", USAGE) from None
-
-
-def _parse(url: str) -> URL:
-    """Parse the URL of a database. `InputError` omits a wrong URL: it may hold a password."""
-    scheme = url.partition(":")[0]
-    if scheme not in DRIVERS:
-        raise InputError(
-            f"--storage: '{scheme if '://' in url else '...'}' is not a database that can be used",
-            USAGE,
-        )
-    try:
-        return make_url(url).set(drivername=DRIVERS[scheme])
-    except (SQLAlchemyError, ValueError):
-        raise InputError("--storage: it is not a URL", USAGE) from None
-
-
-def _masked(text: str, url: URL) -> str:
-    """The text with asterisks for every spelling of the URL's password."""
-    secrets = [
-        str(url.password or ""),
-        *(str(value) for key, value in url.query.items() if "pass" in key),
-    ]
-    for secret in filter(None, secrets):
-        for spelling in {secret, quote(secret, safe=""), quote_plus(secret), unquote(secret)}:
-            text = text.replace(spelling, "***")
-    return text
-
-
-def _numbers(outcome: Outcome) -> tuple[dict[str, float], dict[str, BaseDistribution]]:
-    """The policy's numbers for Optuna's dashboard, each with a distribution of that one value."""
-    numbers = {
-        f"{outcome.policy}.{name}": value
-        for name, value in outcome.parameters.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    ranges = {
-        name: IntDistribution(value, value)
-        if isinstance(value, int)
-        else FloatDistribution(value, value)
-        for name, value in numbers.items()
-    }
-    return numbers, ranges
-
-
-def _evaluations(study: optuna.Study) -> Iterator[tuple[str, Evaluation]]:
-    for trial in study.get_trials(deepcopy=False):
-        attributes = trial.user_attrs
-        if KEY in attributes:
-            try:
-                found = _evaluation_of(attributes.get(OUTCOME), attributes.get(RATIOS))
-            except ValueError:
-                raise InputError(
-                    f"--storage: trial {trial.number} of study '{study.study_name}' is damaged",
-                    "delete the study, or name another database",
-                ) from None
-            yield attributes[KEY], found

@@ -13,7 +13,7 @@ the best (sensitivity, importance, the front of goodput and latency).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from typing import TypeAlias
@@ -26,7 +26,15 @@ from toolkit.files.recipe import PolicySpec
 from toolkit.files.tuning import ParameterValue, Sensitivity, Trial
 from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
 from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs, parameters
-from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task
+from toolkit.tuning.evaluate import (
+    SCREEN_SHARE,
+    CandidateLimits,
+    Evaluation,
+    EvaluationSetup,
+    Screen,
+    Task,
+    make_screen,
+)
 from toolkit.tuning.executor import Runner, collect
 
 BATCH = 8  # trials that are asked for before the first of them is told: so many can run in parallel
@@ -237,7 +245,8 @@ class Found:
     def best(self, policies: Collection[str] | None = None) -> int | None:
         """The number of the best trial, of all or of these policies; None where they have none.
 
-        Feasible trials come first, then the highest score, then the lowest number.
+        Feasible trials come first, then those on whole windows, then the highest score, then the
+        lowest number.
         """
         numbers = [
             number
@@ -245,7 +254,9 @@ class Found:
             if policies is None or evaluation.outcome.policy in policies
         ]
         return max(
-            numbers, key=lambda k: (self.fits(k), self.evaluations[k].score, -k), default=None
+            numbers,
+            key=lambda k: (self.fits(k), self.evaluations[k].whole, self.evaluations[k].score, -k),
+            default=None,
         )
 
     def fits(self, number: int) -> bool:
@@ -255,7 +266,12 @@ class Found:
     def trials(self) -> list[Trial]:
         """The trials as tuning.json has them."""
         return [
-            Trial(number=number, outcome=evaluation.outcome, feasible=self.fits(number))
+            Trial(
+                number=number,
+                outcome=evaluation.outcome,
+                feasible=self.fits(number),
+                screened_out=not evaluation.whole,
+            )
             for number, evaluation in enumerate(self.evaluations)
         ]
 
@@ -266,7 +282,8 @@ def search(
     """Run the search on `setup`.
 
     Trial 0 is the recipe's policy, then come the defaults of the other policies, then the
-    suggestions of TPE.
+    suggestions of TPE. Once a trial keeps every limit, policies without such a trial are screened
+    (`_evaluate`).
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=settings.seed, constant_liar=True)
@@ -278,8 +295,9 @@ def search(
     evaluations: list[Evaluation] = []
     found = Found(evaluations, study, settings.limits)
     next_policies = _next_policies(settings, found)
+    screen = make_screen(setup)
     best_rps = 0.0
-    size = len(settings.spaces)  # the first batch holds all starts
+    size = 1  # trial 0 alone: if it keeps the limits, the other starts are screened
     while len(evaluations) < settings.trials:
         batch = []
         for number in range(len(evaluations), min(len(evaluations) + size, settings.trials)):
@@ -288,15 +306,62 @@ def search(
             batch.append(study.ask())
         candidates = [_suggest(trial, settings.spaces) for trial in batch]
         tasks = [Task(setup, policy, parameters) for policy, parameters in candidates]
-        done = collect(runner, tasks, partial(progress, best_rps))
+        screened = _screened(found, settings) if screen else ()
+        looks = [screen if task.policy in screened else None for task in tasks]
+        done = _evaluate(runner, tasks, looks, partial(progress, best_rps))
         for trial, evaluation in zip(batch, done, strict=True):
+            # What was simulated of a window says how late requests are after that part of it: they
+            # are later and later as the queue grows.
+            part = 1.0 if evaluation.whole else SCREEN_SHARE
             for key, share in evaluation.usage(settings.limits).items():
-                trial.set_constraint(key, share - 1.0)
-            study.tell(trial, evaluation.score)
+                trial.set_constraint(key, share / part - 1.0)
+            study.tell(trial, evaluation.score * part)
         evaluations += done
-        best_rps = max(evaluation.goodput_rps for evaluation in evaluations)
-        size = BATCH
+        best_rps = max(evaluation.goodput_rps for evaluation in evaluations if evaluation.whole)
+        size = BATCH if len(evaluations) > 1 else max(len(settings.spaces) - 1, 1)
     return found
+
+
+def _screened(found: Found, settings: SearchSettings) -> set[str]:
+    """The policies with screened candidates: those without a trial that keeps every limit, once the
+    policies that the engine can run have one. The others would win in any case.
+    """
+    best = found.best(settings.served)
+    if best is None or not found.fits(best):
+        return set()
+    fitting = {
+        evaluation.outcome.policy
+        for number, evaluation in enumerate(found.evaluations)
+        if found.fits(number)
+    }
+    return {space.policy for space in settings.spaces} - fitting
+
+
+def _evaluate(
+    runner: Runner,
+    tasks: Sequence[Task],
+    screens: Sequence[Screen | None],
+    tick: Callable[[], None],
+) -> list[Evaluation]:
+    """The evaluations of `tasks`. A task with a screen is simulated on the first part of each
+    window, and on the whole windows only if it is not hopeless there.
+    """
+    looks = {
+        number: (screen, replace(task, setup=screen.setup))
+        for number, (task, screen) in enumerate(zip(tasks, screens, strict=True))
+        if screen
+    }
+    seen = collect(runner, [look for _, look in looks.values()])
+    hopeless = {
+        number: evaluation
+        for (number, (screen, _)), look in zip(looks.items(), seen, strict=True)
+        if (evaluation := screen.hopeless(look))
+    }
+    for _ in hopeless:
+        tick()
+    rest = [number for number in range(len(tasks)) if number not in hopeless]
+    whole = dict(zip(rest, collect(runner, [tasks[k] for k in rest], tick), strict=True))
+    return [hopeless.get(number) or whole[number] for number in range(len(tasks))]
 
 
 def _next_policies(settings: SearchSettings, found: Found) -> Iterator[str]:
@@ -393,7 +458,7 @@ def importance(found: Found, policy: str) -> dict[str, float]:
 
 def front(trials: Sequence[Trial], latency: str) -> list[int]:
     """The trials that no other beats in both goodput and `latency`: numbers by rising latency."""
-    known = [trial for trial in trials if latency in trial.outcome.metrics]
+    known = [t for t in trials if latency in t.outcome.metrics and not t.screened_out]
     order = sorted(
         known,
         key=lambda t: (t.outcome.metrics[latency], -t.outcome.metrics["goodput_rps"], t.number),

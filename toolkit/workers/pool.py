@@ -455,6 +455,9 @@ class ProcessWorkers(WorkerPool):
         flush_s: progress of a batch is reported at most this often, except for first tokens.
         others: further workers of other kinds, for a fleet; their numbers follow.
         backoff_s, stop_timeout_s, patience: as in `WorkerPool`.
+
+    Raises `EngineError` if there are fewer GPUs than the workers take and the recipe does not share
+    them (`engine.share_gpus`).
     """
 
     def __init__(
@@ -472,12 +475,16 @@ class ProcessWorkers(WorkerPool):
     ) -> None:
         specs = [WorkerSpec(model, engine, hardware, flush_s)] * size + list(others)
         visible = visible_gpus() if any(spec.gpus for spec in specs) else []
-        gpus = share_gpus([spec.gpus for spec in specs], visible)
+        shared = all(spec.engine.share_gpus for spec in specs if spec.gpus)
+        gpus = share_gpus([spec.gpus for spec in specs], visible, shared=shared)
 
         async def spawn(worker: int, on_frame: OnFrame) -> Body:
-            spec = specs[worker]
-            start = Start.of(spec.model, spec.engine, spec.hardware, spec.flush_s)
-            return await WorkerProcess.spawn(start, spec.engine.threads, on_frame, gpus[worker])
+            spec, share = specs[worker], gpus[worker]
+            engine = spec.engine.on_part_of_gpu(share.workers)
+            start = Start.of(spec.model, engine, spec.hardware, spec.flush_s)
+            return await WorkerProcess.spawn(
+                start, engine.threads, on_frame, share.names, spec.hardware.device
+            )
 
         super().__init__(
             len(specs),

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,16 +35,21 @@ DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu", "nvgpu")
 
 
 def visible_gpus(
-    environment: Mapping[str, str] = os.environ, driver: Path = NVIDIA_GPUS
+    environment: Mapping[str, str] = os.environ,
+    driver: Path = NVIDIA_GPUS,
+    devices: Path = DEVICES,
 ) -> list[str]:
     """The GPUs that this process may use, as CUDA names them; none if their number is unknown.
 
-    This does not load torch, because the front never does.
+    This does not load torch, because the front never does. Some sandboxes hide the driver's folder
+    in /proc and show only the device files.
     """
     named = environment.get(VARIABLE)
     if named is not None:
         return [name for name in named.split(",") if name]
     count = len(list(driver.iterdir())) if driver.is_dir() else 0
+    if not count:
+        count = sum(path.name[len("nvidia") :].isdigit() for path in devices.glob("nvidia*"))
     return [str(index) for index in range(count)]
 
 
@@ -80,22 +86,49 @@ def require_gpu(
         )
 
 
-def share_gpus(sizes: Sequence[int], visible: Sequence[str]) -> list[str | None]:
-    """The GPUs of each worker, for its environment; `sizes` are the numbers of GPUs that they take.
+@dataclass(slots=True, frozen=True)
+class GpuShare:
+    """The GPUs of one worker.
 
-    Workers get different GPUs as far as there are any, and then the first ones again. None: leave
-    the environment unchanged, because the worker takes no GPU or fewer GPUs are known than it
-    takes.
+    `names` goes into its environment; None: leave the environment unchanged, because the worker
+    takes no GPU or fewer GPUs are known than it takes. `workers` is how many workers the busiest of
+    these GPUs has: each may use that part of its memory.
     """
-    found: list[str | None] = []
+
+    names: str | None
+    workers: int = 1
+
+
+def share_gpus(
+    sizes: Sequence[int], visible: Sequence[str], *, shared: bool = False
+) -> list[GpuShare]:
+    """The GPUs of each worker; `sizes` are the numbers of GPUs that they take.
+
+    Workers get different GPUs as far as there are any. With `shared`, the others then get the first
+    ones again; without, `EngineError` is raised: two workers on one GPU would each claim its whole
+    memory and time.
+    """
+    chosen: list[Sequence[str]] = []
     first = 0
     for size in sizes:
         if first + size > len(visible):
             first = 0
-        chosen = visible[first : first + size]
-        found.append(",".join(chosen) if size and len(chosen) == size else None)
-        first += len(chosen)
-    return found
+        found = visible[first : first + size]
+        chosen.append(found if len(found) == size else ())
+        first += len(found)
+    used = Counter(name for names in chosen for name in names)
+    busiest = max(used.values(), default=1)
+    if busiest > 1 and not shared:
+        raise EngineError(
+            f"{len(sizes)} workers take {sum(sizes)} GPUs, and this machine has {len(visible)} "
+            f"({VARIABLE}={','.join(visible)})",
+            "start fewer workers, or set engine.share_gpus: true in the recipe to divide each "
+            "GPU's memory between its workers",
+        )
+    return [
+        GpuShare(",".join(names) if names else None, max((used[name] for name in names), default=1))
+        for names in chosen
+    ]
 
 
 KEEP_MEMORY = {
@@ -109,6 +142,8 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
+# The first is the name that all supported versions of torch read.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 STDERR_TAIL_BYTES = 1 << 13
 # From closing the socket to exiting: an interpreter that has loaded torch needs this to end.
 EXIT_GRACE_S = 5.0
@@ -150,7 +185,12 @@ class WorkerProcess:
 
     @classmethod
     async def spawn(
-        cls, start: Start, threads: int | None, on_frame: OnFrame, gpus: str | None = None
+        cls,
+        start: Start,
+        threads: int | None,
+        on_frame: OnFrame,
+        gpus: str | None = None,
+        device: str = "cpu",
     ) -> WorkerProcess:
         """Start a child that sees only these `gpus` (None: all), and send it `start`. `on_frame`
         receives its frames.
@@ -159,7 +199,8 @@ class WorkerProcess:
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         transport, link = await loop.create_unix_connection(lambda: _Link(on_frame), sock=ours)
-        environment = engine_environment(threads) | ({} if gpus is None else {VARIABLE: gpus})
+        environment = engine_environment(threads, device)
+        environment |= {} if gpus is None else {VARIABLE: gpus}
         try:
             process = await loop.run_in_executor(_SPAWNERS, _start, theirs, environment)
             _, errors = await loop.connect_read_pipe(_Tail, process.stderr)
@@ -278,14 +319,17 @@ class _Link(asyncio.Protocol):
             self._transport.write(pack(frame))
 
 
-def engine_environment(threads: int | None) -> dict[str, str]:
-    """This process's environment, with `engine_variables`."""
-    return os.environ | engine_variables(threads)
+def engine_environment(threads: int | None, device: str = "cpu") -> dict[str, str]:
+    """This process's environment, with `engine_variables`. The user's allocator settings stay."""
+    variables = engine_variables(threads, device)
+    if any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        variables.pop(ALLOCATOR_VARIABLES[0], None)
+    return os.environ | variables
 
 
-def engine_variables(threads: int | None) -> dict[str, str]:
-    """Variables that torch's libraries read when they are loaded: the number of threads, and
-    glibc's thresholds.
+def engine_variables(threads: int | None, device: str = "cpu") -> dict[str, str]:
+    """Variables that torch's libraries read when they are loaded: the number of threads, glibc's
+    thresholds, and on CUDA the allocator's settings.
 
     By default glibc maps and unmaps memory for every large tensor, so that on a CPU each prefill
     faults its pages in again (60 times as many faults, 6 to 18 % of a prefill of 1,024 tokens).
@@ -293,6 +337,10 @@ def engine_variables(threads: int | None) -> dict[str, str]:
     variables = {"TOKENIZERS_PARALLELISM": "false"} | KEEP_MEMORY
     if threads is not None:
         variables |= dict.fromkeys(THREAD_VARIABLES, str(threads))
+    if device == "cuda":
+        # A slab that grows is a little larger than any block that was freed before it. Segments
+        # that can be extended reuse that memory; others leave it as holes.
+        variables[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     return variables
 
 

@@ -7,14 +7,14 @@ others. All of that is in the `RoundResult`, so the scheduler's state matches wh
 and the log of a `RecordingScheduler` replays. The engine may be one step ahead: a step that began
 before an order counts to the round that the order began, and only requests in both take part in it.
 
-`AdmissionGate` is the engine's queue of waiting requests: the engine sees only those that the
-policy admits.
+`CountedBlocks` counts each block of tokens once that several requests share. `AdmissionGate` is the
+engine's queue of waiting requests: the engine sees only those that the policy admits.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -53,6 +53,12 @@ class Steps:
         self._entering: set[str] = set()  # admitted, and without a token since
         self._changed = False  # since the last tick: the policy may decide anew
         self._begin()
+
+    def resize(self, capacity_tokens: int) -> None:
+        """The engine's cache has room for so many tokens of requests."""
+        if capacity_tokens != self._worker.capacity_tokens:
+            self.scheduler.resize(self._worker.index, capacity_tokens)
+            self._changed = True
 
     def submit(self, request: Request, now_s: float) -> bool:
         """Submit a request. False if it can never fit, by the scheduler's own state.
@@ -149,6 +155,69 @@ class Steps:
 
 def _ids(jobs: Sequence[Job]) -> tuple[str, ...]:
     return tuple(job.request_id for job in jobs)
+
+
+class CountedBlocks:
+    """Which blocks of tokens are counted, and with which request.
+
+    The scheduler adds up the lengths of requests. Where an engine with prefix caching holds a block
+    once for several of them, it is counted with the one that came first and is still there. When
+    that one ends, the next that comes with the block is counted with it. Until this one runs, the
+    block is `uncounted`.
+    """
+
+    def __init__(self) -> None:
+        self.uncounted = 0  # blocks that running requests hold and none of them is counted with
+        self._counted: dict[Hashable, str] = {}
+        self._blocks: dict[str, Sequence[Hashable]] = {}
+        self._running: set[str] = set()
+        self._holders: dict[Hashable, int] = {}  # running requests with the block
+
+    def enter(self, request_id: str, blocks: Sequence[Hashable]) -> int:
+        """A request comes, with the keys of its full blocks, each of which stands for all tokens up
+        to its end. Returns how many of them are counted with other requests.
+        """
+        counted = self._counted
+        self._blocks[request_id] = blocks
+        return sum(counted.setdefault(block, request_id) != request_id for block in blocks)
+
+    def run(self, request_id: str) -> None:
+        """A request is admitted and holds its blocks."""
+        if request_id in self._running or request_id not in self._blocks:
+            return
+        self._running.add(request_id)
+        holders, counted = self._holders, self._counted
+        for block in self._blocks[request_id]:
+            before = holders.get(block, 0)
+            holders[block] = before + 1
+            owner = counted.get(block)
+            if owner == request_id:
+                self.uncounted -= before > 0
+            elif not before:
+                self.uncounted += owner not in self._running
+
+    def stop(self, request_id: str) -> None:
+        """A request holds its blocks no longer: it waits again or has ended."""
+        if request_id not in self._running:
+            return
+        self._running.remove(request_id)
+        holders, counted = self._holders, self._counted
+        for block in self._blocks[request_id]:
+            holders[block] -= 1
+            owner = counted.get(block)
+            if owner == request_id:
+                self.uncounted += holders[block] > 0
+            elif not holders[block]:
+                self.uncounted -= owner not in self._running
+            if not holders[block]:
+                del holders[block]
+
+    def leave(self, request_id: str) -> None:
+        """A request has ended, or was not accepted."""
+        self.stop(request_id)
+        for block in self._blocks.pop(request_id, ()):
+            if self._counted.get(block) == request_id:
+                del self._counted[block]
 
 
 class Queued(Protocol):

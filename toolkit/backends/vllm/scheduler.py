@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from vllm.v1.request import Request as VllmRequest
 
 from toolkit.backends.vllm.command import check_version
-from toolkit.backends.vllm.rounds import AdmissionGate, StepOrders, Steps
+from toolkit.backends.vllm.rounds import AdmissionGate, CountedBlocks, StepOrders, Steps
 from toolkit.backends.vllm.setup import Setup, make_worker, one_line, read_setup, warm_up
 from toolkit.errors import InputError
 from toolkit.files.lines import LineLog
@@ -105,6 +105,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         self.running: list[VllmRequest]
         self.waiting: AdmissionGate[VllmRequest] = AdmissionGate()
         self._ours: set[str] = set()
+        self._counted = CountedBlocks()
         self._paused: set[str] = set()
         self._leaving = False
         self.made_way = 0  # preemptions by the policy
@@ -119,6 +120,8 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         start_s = time.perf_counter()
+        uncounted = self._counted.uncounted * self.hash_block_size
+        self.steps.resize(self.capacity_tokens - uncounted)
         orders = self.steps.plan(time.monotonic())
         if orders is not None:
             self._apply(orders)
@@ -174,6 +177,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
             drop_stale_output = True
             self.waiting.close(request_id)
             self._paused.discard(request_id)
+            self._counted.stop(request_id)
             if not self._leaving:
                 self.ran_out += 1
                 self.steps.drop(request_id)
@@ -201,7 +205,8 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
     def _submit(self, request: VllmRequest) -> bool:
         """Submit a request to the policy's scheduler. False if it does not fit there.
 
-        Each row's last block is half empty on average; this rounding is added to its prompt.
+        Each row's last block is half empty on average; this rounding is added to its prompt. The
+        blocks of its prompt that are counted with other requests are subtracted.
         """
         now_s = time.monotonic()
         waited_s = max(time.time() - request.arrival_time, 0.0)
@@ -210,19 +215,35 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
             self.block_size // 2, self.capacity_tokens - request.num_prompt_tokens - max_new
         )
         prompt_tokens = request.num_prompt_tokens + max(rounding, 0)
+        if prompt_tokens + max_new <= self.capacity_tokens:  # else it does not fit alone
+            prompt_tokens -= self._shared_tokens(request)
         submitted = Request(
             request.request_id, now_s - waited_s, prompt_tokens, max_new, request.priority
         )
         if not self.steps.submit(submitted, now_s):
+            self._counted.leave(request.request_id)
             return False
         self._ours.add(request.request_id)
         return True
+
+    def _shared_tokens(self, request: VllmRequest) -> int:
+        """Tokens of a prompt in blocks that other requests in the engine have as well. The last
+        token is always computed, so its block is not shared.
+        """
+        if not self.cache_config.enable_prefix_caching:
+            return 0
+        size: int = self.hash_block_size
+        blocks = request.block_hashes[: (request.num_prompt_tokens - 1) // size]
+        block_size: int = self.block_size
+        shared: int = self._counted.enter(request.request_id, blocks) * size
+        return shared - shared % block_size
 
     def _apply(self, orders: StepOrders) -> None:
         """Preempt, pause, resume and admit requests as the policy ordered."""
         leaving = set(orders.leave)
         for request_id in orders.leave:
             self.waiting.close(request_id)
+            self._counted.stop(request_id)
         self._paused -= leaving
         victims = [request for request in self.running if request.request_id in leaving]
         if victims:
@@ -237,10 +258,13 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         self._paused.update(orders.pause)
         self._paused.difference_update(orders.resume)
         self.waiting.open(orders.enter)
+        for request_id in orders.enter:
+            self._counted.run(request_id)
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._ours.discard(request_id)
+            self._counted.leave(request_id)
             self._paused.discard(request_id)
             self.waiting.close(request_id)
 

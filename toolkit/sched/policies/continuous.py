@@ -41,14 +41,29 @@ class RoundPolicy(ABC):
     """
 
     __slots__ = ()
+    router: str  # the name of a router, a parameter
 
     @abstractmethod
     def make_planner(self, view: View) -> RoundPlanner:
         """A planner with these parameters."""
 
+    @property
+    @abstractmethod
+    def most_rows(self) -> int:
+        """The most residents that the policy allows on any worker."""
+
     def planner(self, view: View) -> RoundPlanner | None:
         """See `PlansRounds`."""
-        return self.make_planner(view) if type(self).plan is RoundPolicy.plan else None
+        if type(self).plan is not RoundPolicy.plan:
+            return None
+        planner = self.make_planner(view)
+        if type(self).route is RoundPolicy.route:
+            planner.router, planner.router_rows = ROUTERS[self.router], self.most_rows
+        return planner
+
+    def route(self, view: View, now_s: float) -> Sequence[int] | None:
+        """See `Policy`."""
+        return ROUTERS[self.router](view, self.most_rows) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         """The same rounds and interruptions as one `Decision`."""
@@ -150,9 +165,6 @@ class ContinuousPolicy(RoundPolicy):
     def most_rows(self) -> int:
         """The most residents that the policy allows on any worker."""
         return NO_LIMIT
-
-    def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        return ROUTERS[self.router](view, self.most_rows) if view.alive() else None
 
     def make_planner(self, view: View) -> RoundPlanner:
         kind = type(self)

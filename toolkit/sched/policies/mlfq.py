@@ -4,145 +4,24 @@ lengths.
 Wu et al., *Fast Distributed Inference Serving for Large Language Models* (FastServe): skip-join
 MLFQ, promotion of starving jobs, and ENST, the order in which caches are swapped.
 
-`FeedbackQueues` computes the queue of a job from its own counters and a latency law alone.
 `MlfqPolicy` is the skip-join MLFQ (and the naive one), `SrptOracle` the shortest-remaining baseline
-with true lengths.
+with true lengths. `toolkit.sched.policies.feedback_queues` has the queues.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import ClassVar
 
 from toolkit.errors import InputError
-from toolkit.sched.inbox import RankedInbox
+from toolkit.sched.planner import RoundPlanner
+from toolkit.sched.policies.feedback_queues import FeedbackQueues, FeedbackRounds, queues_of
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.policies.placement import STARVES, Rank, RankedJob
 from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.protocols import LatencyLaw, Standing
-from toolkit.sched.types import Job, Worker
-
-NEVER = 1 << 40  # returned if a job never leaves its queue, in tokens
-LONGEST_QUANTUM_TOKENS = 1 << 24  # tokens; a quantum that lasts longer counts as never used up
-JOBS_KEPT = 1 << 16  # entries of a cache of jobs
-LAWS_KEPT = 8  # entries of the caches of laws
-
-
-class FeedbackQueues:
-    """The queues under one law, numbered from 0.
-
-    A job joins the first queue with a quantum that covers its prefill, or queue 0 if joining is
-    naive or the job was promoted. It leaves a queue when it has used up the quantum. The last queue
-    has no quantum.
-
-    Service is measured in seconds of the law as if the job ran alone: T_prefill(1, L), plus the
-    time of each decode step.
-
-    Args:
-        law: the worker's latency law.
-        first_s: quantum of queue 0, in seconds.
-        growth: factor from one quantum to the next.
-        count: the number of queues.
-        skip_join: false: every job joins queue 0.
-    """
-
-    def __init__(
-        self, law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
-    ) -> None:
-        self.quanta_s = [first_s * growth**k for k in range(count)]
-        self._law, self._skip_join, self._emits = law, skip_join, int(law.prefill_emits_token)
-        self._known: dict[tuple[int, int], tuple[int, list[int]]] = {}
-
-    def find(self, prompt_tokens: int, generated: int, promoted_at: int = -1) -> tuple[int, int]:
-        """The queue of a job with so many generated tokens, and the generated tokens at which it
-        leaves it.
-
-        `promoted_at` is what it had generated when it was last promoted, -1 if it never was.
-        """
-        key = (prompt_tokens, promoted_at)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= JOBS_KEPT:
-                self._known.clear()
-            known = self._known[key] = self._path(prompt_tokens, promoted_at)
-        first, leaves = known
-        passed = bisect_right(leaves, generated)
-        return first + passed, leaves[passed] if passed < len(leaves) else NEVER
-
-    def service_s(self, prompt_tokens: int, generated: int) -> float:
-        """Seconds of prefill and decode after which a job that runs alone has so many tokens."""
-        if not generated:
-            return 0.0
-        decoded = generated - self._emits
-        prefill_s = self._law.prefill_s(1, prompt_tokens)
-        return prefill_s + (self._law.decode_s(1, prompt_tokens, decoded) if decoded else 0.0)
-
-    def _path(self, prompt_tokens: int, promoted_at: int) -> tuple[int, list[int]]:
-        """The queue that a job joins, and the generated tokens at which it leaves that and later
-        queues.
-        """
-        queue, used_s = 0, 0.0
-        if promoted_at >= 0:
-            used_s = self.service_s(prompt_tokens, promoted_at)
-        elif self._skip_join:
-            prefill_s = self._law.prefill_s(1, prompt_tokens)
-            while queue < len(self.quanta_s) - 1 and self.quanta_s[queue] < prefill_s:
-                queue += 1
-        leaves: list[int] = []
-        for quantum_s in self.quanta_s[queue:-1]:
-            used_s += quantum_s
-            tokens = self._tokens(
-                prompt_tokens, used_s, leaves[-1] if leaves else max(promoted_at, 0)
-            )
-            leaves.append(tokens)
-            if tokens == NEVER:
-                break
-        return queue, leaves
-
-    def _tokens(self, prompt_tokens: int, service_s: float, least: int) -> int:
-        """The least number of generated tokens, from `least` up, that takes at least `service_s` of
-        service.
-        """
-        high = max(least, 1)
-        while self.service_s(prompt_tokens, high) < service_s:
-            high *= 2
-            if high > LONGEST_QUANTUM_TOKENS:
-                return NEVER
-        low = max(least, high // 2)
-        while low < high:
-            middle = (low + high) // 2
-            if self.service_s(prompt_tokens, middle) >= service_s:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
-
-def queues_of(
-    law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
-) -> FeedbackQueues:
-    """The `FeedbackQueues` of these arguments, cached with what they have computed."""
-    key = (id(law), first_s, growth, count, skip_join)
-    known = _by_identity.get(key)
-    # comparing laws by value would take longer than the rest
-    if known is None or known[0] is not law:
-        if len(_by_identity) >= LAWS_KEPT:
-            _by_identity.clear()
-        known = _by_identity[key] = law, _queues_of(law, first_s, growth, count, skip_join)
-    return known[1]
-
-
-_by_identity: dict[tuple[int, float, float, int, bool], tuple[LatencyLaw, FeedbackQueues]] = {}
-
-
-@lru_cache(maxsize=LAWS_KEPT)
-def _queues_of(
-    law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
-) -> FeedbackQueues:
-    return FeedbackQueues(law, first_s, growth, count, skip_join)
+from toolkit.sched.types import Job
+from toolkit.sched.view import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,74 +59,11 @@ class MlfqPolicy(PreemptivePolicy):
         return self.starvation_s
 
     def standings(self, law: LatencyLaw) -> Standing:
-        find, queues = self._queues(law).find, self.queues
+        return self._queues(law).standing
 
-        def standing(job: Job, generated: int) -> float:
-            return job.priority * queues + find(job.prompt_tokens, generated, job.promoted_at)[0]
-
-        return standing
-
-    def next_runs(
-        self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
-    ) -> dict[Job, tuple[float, Rank]]:
-        """ENST (estimated next scheduled time) of each row in seconds, after FastServe.
-
-        It is the lesser of the time until the row's promotion and the sum of the quanta of all jobs
-        that run before it.
-        """
-        quanta_s, starvation_s, inbox = (
-            self._queues(worker.latency).quanta_s,
-            self.starvation_s,
-            worker.inbox,
-        )
-        assert isinstance(inbox, RankedInbox)
-        starving, standings, counts = inbox.standings(now_s, starvation_s)
-        ahead_s = [0.0]  # by index in `standings`: the quanta of all jobs of lesser standing
-        for standing, count in zip(standings, counts, strict=True):
-            ahead_s.append(ahead_s[-1] + count * self._quantum_s(quanta_s, standing))
-        found: dict[Job, tuple[float, Rank]] = {}
-        wanted = {row.job for row in rows}
-        before_s = 0.0
-        for row in cached:
-            standing, _, ticket = row.rank
-            own_s = self._quantum_s(quanta_s, standing)
-            if row.job in wanted:
-                if standing == STARVES:
-                    waiting_s = inbox.starving_before(now_s, row.waits_s, ticket) * quanta_s[0]
-                else:
-                    place = bisect_left(standings, standing)
-                    others_s = ahead_s[place]
-                    if place < len(standings) and standings[place] == standing:
-                        others_s += inbox.equals_before(standing, ticket) * own_s
-                    waiting_s = starving * quanta_s[0] + others_s
-                promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
-                found[row.job] = min(before_s + waiting_s, promotion_s), row.rank
-            before_s += own_s
-        return found
-
-    def _quantum_s(self, quanta_s: Sequence[float], standing: float) -> float:
-        """The quantum, in seconds, of the queue of a standing."""
-        return quanta_s[0] if standing == STARVES else quanta_s[int(standing) % self.queues]
-
-    def horizon(self, worker: Worker, running: Sequence[RankedJob], steps: int) -> int:
-        """Steps until the first of `running` has used up its quantum."""
-        find = self._queues(worker.latency).find
-        for row in running:
-            generated = row.generated + row.needs - 1 - row.tokens
-            promoted_at = row.generated if row.waits_s >= self.starvation_s else row.job.promoted_at
-            _, leaves = find(row.job.prompt_tokens, generated, promoted_at)
-            if leaves - generated < steps:
-                steps = leaves - generated
-        return steps
-
-    def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
-        find, since = self._queues(worker.latency).find, worker.residents.steps
-        for job in worker.residents.jobs:
-            generated = job.generated + since - job.joined
-            left = find(job.prompt_tokens, generated, job.promoted_at)[1] - generated
-            if left < steps:
-                steps = left
-        return steps
+    def make_planner(self, view: View) -> RoundPlanner:
+        queues = [self._queues(worker.latency) for worker in view.workers]
+        return FeedbackRounds(view, **self.rounds()).use(queues)
 
     def _queues(self, law: LatencyLaw) -> FeedbackQueues:
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)

@@ -7,11 +7,8 @@ proactive, as `toolkit.sched.policies.preemptive` describes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from operator import attrgetter
+from typing import Final
 
 from toolkit.sched.footprint import Footprint, footprint_of
 from toolkit.sched.inbox import RankedInbox
@@ -20,29 +17,78 @@ from toolkit.sched.types import Job, Moves, Worker
 
 # (standing, negative waiting time or 0, ticket): less is served first; tickets make ranks distinct.
 Rank = tuple[float, float, int]
-STARVES = -math.inf  # the standing of a starving job
-RUNS = -1.0  # `RankedJob.waits_s` of a running job
+STARVES: Final = float("-inf")  # the standing of a starving job
+RUNS: Final = -1.0  # `RankedJob.waits_s` of a running job
 
 
-class CacheLocation(Enum):
-    """Where a job's cache is."""
-
-    DEVICE = "device"
-    HOST = "host"
-    INBOX = "inbox"  # it has no cache
+# Where a job's cache is.
+ON_DEVICE: Final = 0
+IN_HOST: Final = 1
+NOWHERE: Final = 2  # it waits in the inbox
 
 
-@dataclass(slots=True, eq=False)
 class RankedJob:
-    """A job at a scheduling point, with up-to-date counters."""
+    """A job at a scheduling point, with up-to-date counters.
 
-    job: Job
-    location: CacheLocation
-    tokens: int  # prompt + generated: the size of its cache, or of its prefill
-    generated: int
-    needs: int  # device tokens to run one step, including the token of its prefill
-    waits_s: float  # seconds since it last ran; RUNS if it runs
-    rank: Rank
+    Attributes:
+        location: where its cache is.
+        tokens: prompt + generated: the size of its cache, or of its prefill.
+        needs: device tokens to run one step, including the token of its prefill.
+        waits_s: seconds since it last ran; RUNS if it runs.
+        standing, age_s: its rank, with the job's ticket; less is served first. Of starving jobs the
+            age is the negative waiting time, else it is 0.
+    """
+
+    __slots__ = (
+        "age_s",
+        "generated",
+        "job",
+        "location",
+        "needs",
+        "standing",
+        "ticket",
+        "tokens",
+        "waits_s",
+    )
+
+    def __init__(
+        self,
+        job: Job,
+        location: int,
+        tokens: int,
+        generated: int,
+        needs: int,
+        waits_s: float,
+        standing: float,
+        age_s: float,
+    ) -> None:
+        self.job = job
+        self.location = location
+        self.tokens = tokens
+        self.generated = generated
+        self.needs = needs
+        self.waits_s = waits_s
+        self.standing = standing
+        self.age_s = age_s
+        self.ticket = job.ticket
+
+    @property
+    def rank(self) -> Rank:
+        """Its place in the order in which jobs are served."""
+        return self.standing, self.age_s, self.ticket
+
+    def goes_before(self, other: RankedJob) -> bool:
+        """Whether its rank is before the other's."""
+        if self.standing != other.standing:
+            return self.standing < other.standing
+        if self.age_s != other.age_s:
+            return self.age_s < other.age_s
+        return self.ticket < other.ticket
+
+
+def rank_of(row: RankedJob) -> Rank:
+    """`RankedJob.rank`, to sort by."""
+    return row.standing, row.age_s, row.ticket
 
 
 class Newcomers:
@@ -53,7 +99,7 @@ class Newcomers:
     def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
         assert isinstance(worker.inbox, RankedInbox)
         self._inbox, self._now_s = worker.inbox, now_s
-        self._grows = 1 + worker.latency.prefill_emits_token
+        self._grows = 1 + worker.emits
         self._starving = worker.inbox.starving(now_s, patience_s)
         self._others = worker.inbox.others(now_s, patience_s)
         self._open = True
@@ -74,28 +120,27 @@ class Newcomers:
                 self._open = False
                 return None
             if needs <= free:
-                return self._row(job, waits_s, (STARVES, -waits_s, job.ticket))
+                return self._row(job, waits_s, STARVES, -waits_s)
         room = min(free, cache_room)
         for standing, job in self._others:
             if job.length + grows <= room:
-                return self._row(
-                    job, self._now_s - job.waiting_since_s, (standing, 0.0, job.ticket)
-                )
+                return self._row(job, self._now_s - job.waiting_since_s, standing, 0.0)
         return None
 
     def possible(self, cache_room: float) -> bool:
         """Whether the cache of a waiting job might fit `cache_room` tokens, as far as is known."""
         return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= cache_room
 
-    def _row(self, job: Job, waits_s: float, rank: Rank) -> RankedJob:
+    def _row(self, job: Job, waits_s: float, standing: float, age_s: float) -> RankedJob:
         return RankedJob(
             job,
-            CacheLocation.INBOX,
+            NOWHERE,
             job.length,
             job.generated,
             job.length + self._grows,
             waits_s,
-            rank,
+            standing,
+            age_s,
         )
 
 
@@ -107,44 +152,62 @@ def free_cache_tokens(worker: Worker) -> int:
     return device + worker.host_tokens - worker.swapped.tokens
 
 
-@dataclass(slots=True)
 class Chosen:
     """The jobs that should run and their footprint.
 
     `closed`: no other waiting job without a cache could get one.
     """
 
-    rows: list[RankedJob]
-    footprint: Footprint
-    closed: bool = False
+    __slots__ = ("closed", "footprint", "rows")
+
+    def __init__(self, rows: list[RankedJob], footprint: Footprint, closed: bool) -> None:
+        self.rows = rows
+        self.footprint = footprint
+        self.closed = closed
 
 
 def _add(found: Footprint, worker: Worker, row: RankedJob) -> None:
-    if row.location is CacheLocation.INBOX or row.job in worker.residents.prefilling:
+    if row.location == NOWHERE or row.job in worker.residents.prefilling:
         found.enter(row.job)
     else:
         found.join(row.tokens)
 
 
-@dataclass(slots=True)
 class Placement:
     """What a round does with every cache.
 
-    `footprint` is that of the jobs in `run`. `kept` and `fetched` are the jobs that do not run
-    and have caches on the device.
+    Attributes:
+        run: the jobs that run, of which `footprint` is.
+        kept, fetched: the jobs that do not run and have caches on the device.
+        overlap: whether transfers run beside the round's compute.
+        closed: no waiting job without a cache could get one.
+        awaited: jobs that should run are in transfer, or wait for the room that transfers make.
     """
 
-    run: list[RankedJob]
-    footprint: Footprint
-    kept: list[RankedJob] = field(default_factory=list)
-    fetched: list[RankedJob] = field(default_factory=list)
-    swap_out: list[RankedJob] = field(default_factory=list)
-    swap_in: list[RankedJob] = field(default_factory=list)
-    evict: list[RankedJob] = field(default_factory=list)
-    overlap: bool = False
-    closed: bool = False  # no waiting job without a cache could get one
-    # jobs that should run are in transfer, or wait for the room that transfers make
-    awaited: bool = False
+    __slots__ = (
+        "awaited",
+        "closed",
+        "evict",
+        "fetched",
+        "footprint",
+        "kept",
+        "overlap",
+        "run",
+        "swap_in",
+        "swap_out",
+    )
+
+    def __init__(self, run: list[RankedJob], footprint: Footprint) -> None:
+        self.run = run
+        self.footprint = footprint
+        self.kept: list[RankedJob] = []
+        self.fetched: list[RankedJob] = []
+        self.swap_out: list[RankedJob] = []
+        self.swap_in: list[RankedJob] = []
+        self.evict: list[RankedJob] = []
+        self.overlap = False
+        self.closed = False
+        self.awaited = False
 
     def moves(self, worker: Worker, promote: Sequence[Job]) -> Moves | None:
         """The placement as `Moves`; None if nothing changes."""
@@ -154,11 +217,7 @@ class Placement:
             [row.job for row in self.kept if row.job in residents and row.job.ticket not in running]
         )
         resume = tuple(
-            [
-                row.job
-                for row in self.run
-                if row.location is not CacheLocation.INBOX and row.job not in residents
-            ]
+            [row.job for row in self.run if row.location != NOWHERE and row.job not in residents]
         )
         swap_out = tuple([row.job for row in self.swap_out])
         swap_in = tuple([row.job for row in self.swap_in])
@@ -217,7 +276,7 @@ def _keep(
     placed = Placement(list(chosen.rows), chosen.footprint)
     leaving: list[RankedJob] = []
     for row in others:
-        if row.location is CacheLocation.DEVICE:
+        if row.location == ON_DEVICE:
             if row.tokens <= free:
                 free -= row.tokens
                 placed.kept.append(row)
@@ -225,7 +284,7 @@ def _keep(
                 leaving.append(row)
     for row in others if fetch else ():
         # With less room it would soon leave again.
-        if row.location is CacheLocation.HOST and row.tokens <= free - share:
+        if row.location == IN_HOST and row.tokens <= free - share:
             free -= row.tokens
             placed.fetched.append(row)
     room = worker.host_tokens - worker.swapped.tokens
@@ -251,7 +310,7 @@ def after_transfers(
 ) -> Placement:
     """The round waits for its transfers, and then runs all of `chosen`."""
     placed = _keep(worker, others, chosen, spare, share, fetch=False)
-    placed.swap_in = [row for row in chosen.rows if row.location is CacheLocation.HOST]
+    placed.swap_in = [row for row in chosen.rows if row.location == IN_HOST]
     return placed
 
 
@@ -277,25 +336,25 @@ def beside_transfers(
     )
     for row in chosen.rows:
         if (
-            row.location is CacheLocation.HOST
+            row.location == IN_HOST
             and row.tokens <= footprint.capacity - footprint.needs
             and row.waits_s < patience_s
         ):
             placed.swap_in.append(row)
             placed.awaited = True
             footprint.capacity -= row.tokens
-        elif row.location is CacheLocation.DEVICE:
+        elif row.location == ON_DEVICE:
             placed.run.append(row)
             footprint.capacity += row.needs - 1
             _add(footprint, worker, row)
-        elif row.location is CacheLocation.INBOX and footprint.fits(row.tokens, footprint.capacity):
+        elif row.location == NOWHERE and footprint.fits(row.tokens, footprint.capacity):
             placed.run.append(row)
             footprint.enter(row.job)
         elif row.waits_s >= patience_s:
             return None
         else:
             placed.awaited = True
-    for row in sorted(placed.kept, key=attrgetter("rank")):
+    for row in sorted(placed.kept, key=rank_of):
         if len(placed.run) >= most:
             break
         footprint.capacity += row.tokens

@@ -1,0 +1,136 @@
+"""How many times as fast the simulator is as that of another checkout, paired in one run.
+
+    python -m benchmarks.papers.simulator_pairs TRACE --before FOLDER [--policies mlfq] [--whole]
+
+Takes half a minute for each policy, load and number of workers. Needs a trace, and a checkout of
+the commit to compare with: git worktree add FOLDER COMMIT.
+
+Processor time of the loop, or with `--whole` of `simulate`, which also makes the requests and
+computes metrics. Each repeat runs the other checkout, this one in plain Python and, if it was
+compiled, this one compiled, one after the other, each in a process of its own; the median counts.
+The world and the trace are those of `benchmarks/papers/simulator_speed.py`, and `load` multiplies
+the trace's rate, which is scaled with the workers. The times of all tokens must be equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[2]
+POLICIES = "conservative,fcfs,aggressive,past-future,slice,mlfq,baton,past-future-sla"
+POLICIES += ",slice-continuous"
+# Requests of a run where a policy takes several times as long as the others.
+SHORTER = {"mlfq": 4000, "past-future-sla": 6000, "slice-continuous": 6000}
+
+
+def child(trace_file: str, policy: str, load: float, workers: int, whole: bool) -> None:
+    """Print the seconds per request and a digest, of the checkout that Python finds first."""
+    import numpy as np
+
+    from toolkit.estimators.laws import bilinear_law
+    from toolkit.estimators.memory import ZetaMemory
+    from toolkit.sched.policies import make_policy
+    from toolkit.sched.scheduler import Scheduler
+    from toolkit.sim.api import requests_of, simulate, virtual_workers
+    from toolkit.sim.ledger import Ledger
+    from toolkit.sim.loop import run
+    from toolkit.sim.world import World
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import Trace
+    from toolkit.traces.windows import mean_rate, scale_rate
+
+    law = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
+    world = World(law, ZetaMemory(33_792, zeta=0.9), workers, 1024)
+    read, _ = read_trace(Path(trace_file))
+    read = scale_rate(read, mean_rate(read) * load * workers / 8)
+    count = SHORTER.get(policy, len(read))
+    columns = read.arrival_s, read.prompt_tokens, read.output_tokens, read.max_tokens
+    trace = Trace(*[column[:count] for column in columns])
+    chosen = make_policy(policy, {})
+
+    def once() -> tuple[float, Any]:
+        if whole:
+            start_s = process_time()
+            served = simulate(trace, chosen, world).served
+            return process_time() - start_s, (served.first_token_s, served.finish_s)
+        requests, outputs = requests_of(trace, world.max_new_tokens)
+        ledger = Ledger(trace.arrival_s.tolist(), outputs, workers)
+        scheduler = Scheduler(chosen, world.scheduled())
+        virtual = virtual_workers(chosen, world, ledger, requests)
+        start_s = process_time()
+        run(scheduler, requests, virtual)
+        seconds = process_time() - start_s
+        return seconds, (ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s)
+
+    once()  # compiles the kernels and warms up
+    seconds, times = once()
+    found = hashlib.sha256()
+    for column in times:
+        found.update(np.asarray(column, dtype="<f8").tobytes())
+    print(json.dumps([seconds / count, found.hexdigest()]))
+
+
+def seconds_of(tree: Path, compiled: str, case: list[str]) -> tuple[float, str]:
+    """Seconds per request of a checkout, and the digest of its times."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "LLMCTL_COMPILED": compiled}
+    command = [sys.executable, __file__, "--child", *case]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{tree}: {done.stderr.strip().splitlines()[-1]}")
+    seconds, digest = json.loads(done.stdout.splitlines()[-1])
+    return seconds, digest
+
+
+def main() -> None:
+    sys.path.insert(0, str(HERE))
+    from benchmarks.common.command import make_parser
+    from toolkit.compiled import unusable
+
+    parser = make_parser(__doc__)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--before", type=Path, required=True)
+    parser.add_argument("--policies", default=POLICIES)
+    parser.add_argument("--loads", default="0.4,1")
+    parser.add_argument("--workers", default="8,512")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--whole", action="store_true")
+    options = parser.parse_args()
+    kinds = [("before", options.before.resolve(), "0"), ("plain", HERE, "0")]
+    if not unusable():
+        kinds.append(("compiled", HERE, "1"))
+    names = [name for name, _, _ in kinds]
+    columns = [f"{name}, us" for name in names] + [f"{name}, times" for name in names[1:]]
+    print(f"| policy | load | workers | {' | '.join(columns)} |")
+    print(f"|---|{'---:|' * (2 + len(columns))}")
+    for policy in options.policies.split(","):
+        for load in options.loads.split(","):
+            for workers in options.workers.split(","):
+                case = [str(options.trace), policy, load, workers, str(int(options.whole))]
+                runs = [
+                    [seconds_of(tree, compiled, case) for _, tree, compiled in kinds]
+                    for _ in range(options.repeats)
+                ]
+                if len({digest for row in runs for _, digest in row}) > 1:
+                    raise SystemExit(f"{policy}, load {load}, {workers} workers: times differ")
+                medians = [
+                    statistics.median([row[k][0] for row in runs]) for k in range(len(kinds))
+                ]
+                cells = [f"{1e6 * seconds:.1f}" for seconds in medians]
+                cells += [f"{medians[0] / seconds:.1f}" for seconds in medians[1:]]
+                print(f"| {policy} | {load} | {workers} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        file, name, rate, fleet, everything = sys.argv[2:]
+        child(file, name, float(rate), int(fleet), everything == "1")
+    else:
+        main()

@@ -1,0 +1,332 @@
+"""Prompts share what the trace says, sessions are a closed loop, and hits are reported."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import commands
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sse_server import (
+    DONE,
+    chunked,
+    event,
+    serve_request,
+    sse_server,
+    tokens_event,
+    usage_event,
+    whole,
+)
+
+from toolkit.bench.client import NOT_CONTINUED, LoadSpec, replay, run
+from toolkit.bench.prompts import Prompts
+from toolkit.bench.report import cache_use
+from toolkit.bench.session import RequestSettings, look_at
+from toolkit.bench.warmup import others
+from toolkit.endpoints.target import (
+    FULL,
+    CacheCounts,
+    Dialect,
+    Target,
+    cache_counts,
+    find_target,
+    with_answer_ids,
+)
+from toolkit.endpoints.wire import Sample
+from toolkit.errors import InputError
+from toolkit.traces.types import Sessions, SharedBlocks, Trace
+
+TEXT = Dialect(token_ids=False, ignore_eos=False, tokens_per_word=1.3, flat_tokens=2.0)
+
+
+def trace_of(lengths, ids=None, block=4, sessions=None, outputs=None, arrivals=None) -> Trace:
+    count = len(lengths)
+    shared = None
+    if ids is not None:
+        flat = np.array([one for row in ids for one in row], np.int64)
+        shared = SharedBlocks(block, flat, np.cumsum([0, *map(len, ids)]))
+    return Trace(
+        np.zeros(count) if arrivals is None else np.array(arrivals, dtype=float),
+        np.array(lengths),
+        np.full(count, 3) if outputs is None else np.array(outputs),
+        np.zeros(count, np.int64),
+        "t",
+        shared=shared,
+        sessions=sessions,
+    )
+
+
+def common(one, other) -> int:
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    return [*same, False].index(False)
+
+
+IDS = [[1, 2, 3], [1, 2, 4], [9, 10], [1, 2, 3], []]
+LENGTHS = [11, 12, 7, 11, 9]
+
+
+def test_prompts_have_their_length_and_begin_alike_where_blocks_are_shared():
+    made = Prompts(trace_of(LENGTHS, IDS), FULL, 50_000, seed=5)
+    prompts = [made.prompt(row) for row in range(5)]
+    assert [len(prompt) for prompt in prompts] == LENGTHS
+    assert (common(prompts[0], prompts[1]), prompts[0] == prompts[3]) == (8, True)
+    assert max(common(prompts[row], prompts[0]) for row in (2, 4)) == 0
+    assert all(0 <= token < 50_000 for prompt in prompts for token in prompt)
+    assert len(set(prompts[1])) > 9  # not one token all over
+
+
+def test_prompts_follow_from_the_seed_alone():
+    trace = trace_of(LENGTHS, IDS)
+    first, same, other = (Prompts(trace, FULL, 256, seed).prompt(0) for seed in (1, 1, 2))
+    assert first == same != other
+    # Pinned: another process, machine or version sends the same prompt.
+    assert first == [46, 54, 35, 255, 31, 185, 152, 118, 148, 193, 113]
+
+
+@given(
+    ids=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6),
+    tokens=st.integers(1, 24),
+    seed=st.integers(0, 2**32),
+)
+def test_any_id_and_any_seed_make_a_prompt(ids, tokens, seed):
+    ids = ids[: -(-tokens // 4)] + [7] * max(-(-tokens // 4) - len(ids), 0)
+    assert len(Prompts(trace_of([tokens], [ids]), FULL, 9, seed).prompt(0)) == tokens
+
+
+def test_text_prompts_share_words():
+    ids = [[*range(28)], [*range(14), *range(50, 66)], [*range(80, 98)]]
+    made = Prompts(trace_of([110, 120, 70], ids), TEXT, 0, seed=5)
+    words = [made.prompt(row).split() for row in range(3)]
+    assert [len(one) for one in words] == [round((n - 2) / 1.3) for n in (110, 120, 70)]
+    # 14 blocks of 4 tokens are 56 tokens: 43 words.
+    assert 43 <= common(words[0], words[1]) <= 45
+    assert common(words[0], words[2]) < 4
+
+
+SESSIONS = Sessions(np.array([-1, -1, 0, 2]), np.array([0, 0, 0.05, 0.0]))
+
+
+def answers_with_ids(body: dict) -> bytes:
+    """A server that gives token ids and says what it hit."""
+    count = body["max_tokens"]
+    if not body["stream"]:
+        return whole({"choices": [{"text": "x", "token_ids": [7]}], "usage": {"prompt_tokens": 1}})
+    start = sum(body["prompt"]) % 1000
+    events = [
+        event({"choices": [{"index": 0, "text": "x", "token_ids": [start + k]}]})
+        for k in range(count)
+    ]
+    usage = {
+        "prompt_tokens": len(body["prompt"]),
+        "completion_tokens": count,
+        "prompt_tokens_details": {"cached_tokens": 4} if len(body["prompt"]) > 11 else None,
+    }
+    return chunked(*events, event({"choices": [], "usage": usage}), DONE)
+
+
+def play(server, trace, dialect=FULL, seed=0):
+    load = LoadSpec("given", 64, 5000, seed=seed, dialect=dialect)
+    return run(find_target(server.url), trace, load, lambda: None).samples
+
+
+def test_a_turn_holds_the_prompt_before_and_the_answer_that_was_given():
+    trace = trace_of([10, 6, 17, 30], sessions=SESSIONS)
+    with sse_server(answers_with_ids) as server:
+        samples = play(server, trace, replace(FULL, answer_ids=True))
+    assert [one.failure for one in samples] == [""] * 4
+    by_length = {len(body["prompt"]): body for body in server.bodies}
+    assert sorted(by_length) == [6, 10, 17, 30]
+    first, second, third = (by_length[n]["prompt"] for n in (10, 17, 30))
+    answer = [sum(first) % 1000 + k for k in range(3)]
+    assert second[:13] == first + answer
+    assert third[:20] == second + [sum(second) % 1000 + k for k in range(3)]
+    assert [by_length[n].get("return_token_ids") for n in (10, 17, 30, 6)] == [
+        True,
+        True,
+        None,
+        None,
+    ]
+    # It thought for 50 ms after the end; its latency counts from then.
+    assert samples[2].scheduled_s == pytest.approx(samples[0].last_token_s + 0.05)
+    assert samples[2].sent_s >= samples[2].scheduled_s - 0.002
+    assert samples[3].scheduled_s == pytest.approx(samples[2].last_token_s)
+    assert [one.cached_tokens for one in samples] == [None, None, 4, 4]
+
+
+def test_without_token_ids_other_tokens_stand_for_the_answer():
+    with sse_server() as server:
+        samples = play(server, trace_of([10, 6, 17, 12], sessions=SESSIONS))
+    prompts = sorted((body["prompt"] for body in server.bodies), key=len)
+    assert [len(prompt) for prompt in prompts] == [6, 10, 17, 20]  # a prompt is never cut
+    assert prompts[2][:10] == prompts[1]
+    assert prompts[3][:17] == prompts[2]
+    assert samples[3].prompt_tokens == 20
+
+
+def test_text_turns_hold_the_text_of_the_answer():
+    trace = trace_of([20, 6, 40, 60], sessions=SESSIONS)
+
+    def answer(body):
+        usage = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": 3}
+        texts = [event({"choices": [{"index": 0, "text": f" w{k}"}]}) for k in range(3)]
+        return chunked(*texts, event({"choices": [], "usage": usage}), DONE)
+
+    with sse_server(answer) as server:
+        play(server, trace, Dialect(token_ids=False, ignore_eos=False))
+    prompts = sorted((body["prompt"] for body in server.bodies), key=len)
+    assert prompts[2].startswith(prompts[1] + " w0 w1 w2 ")
+    assert prompts[3].startswith(prompts[2] + " w0 w1 w2 ")
+    assert [len(prompt.split()) for prompt in prompts] == [6, 20, 40, 60]
+
+
+def test_turns_after_a_failed_one_are_not_sent():
+    def answer(body):
+        if len(body["prompt"]) == 10:
+            return whole({"error": {"message": "busy"}}, 503)
+        return serve_request(body)
+
+    done = []
+    trace = trace_of([10, 6, 17, 30], sessions=SESSIONS)
+    with sse_server(answer) as server:
+        load = LoadSpec("given", 64, 50)
+        samples = run(find_target(server.url), trace, load, lambda: done.append(1)).samples
+    assert [one.failure for one in samples] == ["HTTP 503: busy", "", NOT_CONTINUED, NOT_CONTINUED]
+    assert len(server.bodies) == 2
+    assert len(done) == 4
+
+
+def test_a_session_does_not_wait_for_another():
+    """The server answers the first turn of one session when it has the later turn of the other."""
+    sessions = Sessions(np.array([-1, -1, 1]), np.zeros(3))
+
+    async def main() -> list[str]:
+        later = asyncio.Event()
+
+        async def handle(reader, writer):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            size = int(head.partition("content-length:")[2].split()[0])
+            prompt = json.loads(await reader.readexactly(size))["prompt"]
+            if len(prompt) == 30:
+                later.set()
+            if len(prompt) == 10:
+                await later.wait()
+            writer.write(chunked(tokens_event(), usage_event(1), DONE))
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(handle, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            target, load = Target(url, "", "tiny", None, own=True), LoadSpec("given", 64, 50)
+            trace = trace_of([10, 6, 30], sessions=sessions)
+            result = await replay(target, trace, load, lambda: None)
+        return [one.failure for one in result.samples]
+
+    assert asyncio.run(main()) == ["", "", ""]
+
+
+def test_a_server_is_asked_whether_it_gives_token_ids():
+    with sse_server(answers_with_ids) as server:
+        assert with_answer_ids(find_target(server.url), FULL).answer_ids
+        assert server.bodies[-1]["return_token_ids"] is True
+    with sse_server() as server:
+        assert not with_answer_ids(find_target(server.url), FULL).answer_ids
+        assert with_answer_ids(find_target(server.url), TEXT) == TEXT
+    with sse_server(lambda body: whole({"error": "unknown field"}, 400)) as server:
+        assert with_answer_ids(find_target(server.url), FULL) == FULL
+
+
+def test_the_loop_is_closed_where_the_trace_has_sessions_unless_it_is_opened():
+    trace = trace_of([10, 6, 17, 30], [[1, 2, 3], [5, 6], [1, 2, 7, 8, 9], []], sessions=SESSIONS)
+    with sse_server() as server:
+        target = find_target(server.url)
+        closed = look_at(target, trace, None, RequestSettings())
+        assert closed.trace.sessions is not None
+        assert (
+            "closed loop: 2 of 4 requests are sent when the turn before has ended" in closed.notes
+        )
+        assert any("does not give its answers' token ids" in line for line in closed.notes)
+        opened = look_at(target, trace, None, RequestSettings(loop="open"))
+        assert opened.trace.sessions is None
+        assert opened.trace.shared is not None
+        assert not any("closed loop" in line for line in opened.notes)
+        with pytest.raises(InputError, match="it has no sessions"):
+            look_at(target, replace(trace, sessions=None), None, RequestSettings(loop="closed"))
+
+
+def test_a_warm_up_is_in_open_loop():
+    warm = others(trace_of([10, 6, 17, 30], sessions=SESSIONS, arrivals=[0, 1, 2, 3]), 1.0, 3)
+    assert warm.sessions is None
+    assert warm.arrival_s.tolist() == [0, 1, 2]
+
+
+def sample(prompt, cached=None, failure="") -> Sample:
+    return Sample(
+        0.0, prompt, 3, failure=failure, counted_prompt_tokens=prompt, cached_tokens=cached
+    )
+
+
+BLOCKS = trace_of([10, 10], [[1, 2, 3], [1, 2, 4]])
+PLAIN = trace_of([10, 10])
+GROWN = (CacheCounts(100.0, 10.0), CacheCounts(300.0, 60.0))
+
+
+@pytest.mark.parametrize(
+    ("samples", "trace", "counted", "predicted", "text"),
+    [
+        ([sample(100, 30), sample(100)], PLAIN, (None, None), {}, "15.0 % of 200 prompt tokens"),
+        (
+            [sample(100, 30), sample(100, 9, "lost")], PLAIN, (None, None), {},
+            "30.0 % of 100 prompt tokens",
+        ),
+        ([sample(100)], PLAIN, GROWN, {}, "25.0 % by the server's counters"),
+        (
+            [sample(200, 50)], BLOCKS, GROWN, {"query_tokens": 200.0, "hit_tokens": 48.0},
+            "25.0 % of 200 prompt tokens, 25.0 % by the server's counters; predicted 24.0 %",
+        ),
+        (
+            [sample(200)], BLOCKS, (None, None), {"throughput_rps": 1.0},
+            "the server does not say what it hit; the prediction computes every prompt whole",
+        ),
+    ],
+)  # fmt: skip
+def test_hits_are_reported_beside_their_prediction(samples, trace, counted, predicted, text):
+    assert cache_use(samples, trace, counted, predicted).text() == f"prefix cache: {text}"
+
+
+def test_nothing_is_said_where_no_cache_is_known():
+    assert cache_use([sample(10)], BLOCKS, (None, None), {}) is None
+    assert cache_use([sample(10)], PLAIN, (None, None), {"throughput_rps": 1.0}) is None
+
+
+def test_the_counters_of_all_engines_are_added():
+    lines = "".join(
+        f'vllm:prefix_cache_{name}_total{{engine="{engine}"}} {value}\n'
+        for name, value in (("queries", 50.0), ("hits", 20.0))
+        for engine in (0, 1)
+    )
+    with sse_server() as server:
+        target = find_target(server.url)
+        assert cache_counts(target) is None
+        server.metrics = lines
+        assert cache_counts(target) == CacheCounts(100.0, 40.0)
+    assert cache_counts(target) is None  # it has gone
+
+
+def test_bench_replays_sessions_and_shows_hits(capsys, tmp_path):
+    rows = [
+        {"timestamp": 0, "input_length": 10, "output_length": 3, "session": 1},
+        {"timestamp": 9, "input_length": 16, "output_length": 3, "session": 1, "think_ms": 5},
+    ]
+    path = tmp_path / "turns.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    models = {"data": [{"id": "m", "max_model_len": 100}]}
+    with sse_server(answers_with_ids, models=models) as server:
+        out = tmp_path / "b.json"
+        code = commands.llmctl("bench", "--url", server.url, "--trace", path, "--out", out)
+    err = capsys.readouterr().err
+    assert code == 0
+    assert "closed loop: 1 of 2 requests are sent when the turn before has ended" in err
+    assert "prefix cache: 15.4 % of 26 prompt tokens" in err
+    assert json.loads(out.read_text())["cache"]["hit_tokens"] == 4

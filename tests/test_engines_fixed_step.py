@@ -1,0 +1,230 @@
+"""Decode steps of fixed shapes: which shapes there are, and when they are captured.
+
+That their tokens are right is held with all other ways to serve, in test_engines_rebatch.py,
+test_engines_machine.py and test_engines_scarce.py. There is no GPU here, so a stand-in takes the
+place of a graph: like one, it reads the tensors that were there when it was captured.
+"""
+
+import random
+
+import pytest
+import torch
+from rounds import DONE, WAITS, RoundDriver, free_row, random_rows, rebatch_engine
+
+from toolkit.engines import fixed_step
+from toolkit.engines.fixed_step import FixedShape, FixedSteps, shape_for
+from toolkit.engines.protocol import Round, StepOutput
+from toolkit.engines.rebatch_engine import RebatchEngine
+from toolkit.errors import InputError
+
+ROWS = random_rows(0, 24)
+
+
+def fixed_engine(**changes: object) -> RebatchEngine:
+    return rebatch_engine(cuda_graphs=True, **changes)
+
+
+def steps_of(engine: RebatchEngine) -> FixedSteps:
+    steps = engine._batch._fixed
+    assert steps is not None
+    return steps
+
+
+class Replay:
+    """A stand-in for a graph: the same step on the same tensors, into the same output."""
+
+    def __init__(self, steps: FixedSteps, shape: FixedShape) -> None:
+        self.steps, self.shape = steps, shape
+        self.pointers = self.now()
+        self.replays = 0
+
+    def now(self) -> list[int]:
+        """Where the tensors are that a graph would read and write."""
+        steps = self.steps
+        layers = steps._cache.layers
+        slabs = [slab for layer in layers for slab in (layer.key_slab, layer.value_slab)]
+        inputs = steps._tokens, steps._begins, steps._column, steps._logits
+        assert all(len(each) for each in inputs)
+        return [each.data_ptr() for each in (*slabs, *inputs)]
+
+    def replay(self) -> None:
+        assert self.now() == self.pointers
+        self.steps._logits[: self.shape.rows].copy_(self.steps._run(self.shape))
+        self.replays += 1
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """The stand-ins that engines have captured."""
+    found: list[Replay] = []
+
+    def capture(steps: FixedSteps, shape: FixedShape) -> Replay:
+        found.append(Replay(steps, shape))
+        return found[-1]
+
+    monkeypatch.setattr(FixedSteps, "_capture", capture)
+    return found
+
+
+def capturing(engine: RebatchEngine) -> RebatchEngine:
+    steps_of(engine)._captures = True
+    return engine
+
+
+def go_on(_: StepOutput) -> bool:
+    return True
+
+
+def test_a_captured_step_gives_the_tokens_of_an_eager_one(graphs: list[Replay]) -> None:
+    engine = capturing(fixed_engine())
+    eager = rebatch_engine()
+    driver = RoundDriver(engine, ROWS)
+    rng = random.Random(3)
+    for _ in range(25):
+        driver.at_random(rng)
+    assert driver.finish() == [eager.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
+    assert sum(graph.replays for graph in graphs) > 20
+
+
+def test_a_shape_is_captured_when_it_has_run_twice_and_serves_many_steps(
+    graphs: list[Replay],
+) -> None:
+    engine = capturing(fixed_engine())
+    driver = RoundDriver(engine, [free_row(3, 40), free_row(9, 40)])
+    driver.run(2, enter=(0, 1))
+    assert not graphs
+    driver.run(20)
+    assert [graph.shape for graph in graphs] == [FixedShape(2, 0, 64)]
+    assert graphs[0].replays == 20
+
+
+def test_new_slabs_end_the_graphs_of_the_old_ones(graphs: list[Replay]) -> None:
+    engine = capturing(fixed_engine())
+    driver = RoundDriver(engine, [free_row(3, 40), *[free_row(60, 30) for _ in range(6)]])
+    driver.run(6, enter=(0,))
+    before = len(graphs)
+    driver.run(6, enter=driver.having(WAITS))  # too many rows and columns for the slabs
+    assert len(graphs) > before
+    assert steps_of(engine).captured == len(graphs) - before
+
+
+def test_slabs_stay_when_the_last_row_leaves_and_make_room_when_it_is_needed(
+    graphs: list[Replay],
+) -> None:
+    needed = fixed_engine().slice_bytes(5, 40, 8)
+    engine = capturing(fixed_engine(budget_mib=(needed + 1000) / 2**20))
+    driver = RoundDriver(engine, [free_row(3, 12), free_row(3, 12)])
+    driver.run(20, enter=(0,))
+    captured = len(graphs)
+    assert captured
+    assert engine.ledger.used_bytes > 0
+    driver.run(20, enter=(1,))
+    assert len(graphs) == captured  # the same shape, on the same slabs
+    assert engine.ledger.free_bytes < needed
+    engine.run_slice([free_row(40, 8)] * 5, 8, go_on)
+    assert engine.ledger.used_bytes == 0
+
+
+def test_where_a_capture_fails_steps_run_eagerly_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def capture(steps: FixedSteps, shape: FixedShape) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+    monkeypatch.setattr(FixedSteps, "_capture", capture)
+    engine = capturing(fixed_engine())
+    driver = RoundDriver(engine, ROWS[:4])
+    for _ in range(4):
+        driver.run(4, enter=driver.having(WAITS)[:1])
+    eager = rebatch_engine()
+    assert driver.finish() == [eager.run_slice([row], 1000, go_on).tokens[0] for row in ROWS[:4]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "decode steps are not captured as CUDA graphs, and run eagerly: "
+        "operation not permitted when stream is capturing"
+    ]
+    assert not steps_of(engine).captures
+
+
+def test_the_graphs_of_shapes_that_are_not_used_are_dropped_first(
+    graphs: list[Replay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed_step, "GRAPHS_MAX", 2)
+    engine = capturing(fixed_engine())
+    engine.run_round(Round(0, tuple(free_row(3, 90) for _ in range(8)), tuple(range(8))), go_on)
+    for rows in (8, 4, 2):
+        engine.run_round(Round(0, evict=tuple(range(rows, 8))), go_on) if rows < 8 else None
+        engine.run_round(Round(4), go_on)
+        for number in range(rows // 2, rows):
+            engine.run_round(Round(0, evict=(number,)), go_on)
+    assert [graph.shape.rows for graph in graphs] == [8, 4, 2]
+    assert [shape.rows for shape in steps_of(engine)._graphs] == [4, 2]
+
+
+def test_timed_steps_are_captured_before_they_are_timed(graphs: list[Replay]) -> None:
+    engine = capturing(fixed_engine())
+    during: list[int] = []
+
+    def clock() -> float:
+        during.append(len(graphs))
+        return 0.0
+
+    engine.time_decode(4, 66, clock)
+    assert during[0] == during[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "window", "expected"),
+    [
+        (1, (10, 40), FixedShape(1, 0, 64)),
+        (5, (70, 140), FixedShape(6, 64, 192)),
+        (5, (0, 63), FixedShape(6, 0, 64)),
+        (5, (0, 64), FixedShape(6, 0, 128)),
+        (9, (0, 1500), FixedShape(10, 0, 1536)),  # as many rows as the slab has
+    ],
+)
+def test_shapes_cover_the_window_and_little_more(
+    rows: int, window: tuple[int, int], expected: FixedShape
+) -> None:
+    class Slabs:
+        row_capacity, columns = 10, 2048
+
+    slabs = Slabs()
+    slabs.window = window  # type: ignore[attr-defined]
+    assert shape_for(slabs, rows) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("poisoned", [0, 1])
+def test_a_row_that_overflowed_does_not_reach_the_next_row_in_its_place(poisoned: int) -> None:
+    """Steps of fixed shapes read all columns of a slab, and 0 times infinity is no number."""
+    engine = fixed_engine()
+    driver = RoundDriver(engine, [free_row(40, 30), free_row(41, 30), free_row(4, 25)])
+    driver.run(3, enter=(0, 1))
+    index = engine._batch.numbers.index(poisoned)
+    with torch.inference_mode():
+        for layer in engine._batch.cache.layers:
+            layer.key_slab[index] = torch.nan
+            layer.value_slab[index] = torch.inf
+    driver.run(0, evict=(poisoned,))
+    driver.state[poisoned] = DONE
+    driver.run(5, enter=(2,))
+    eager = rebatch_engine()
+    got = driver.finish()
+    for number in {0, 1, 2} - {poisoned}:
+        assert got[number] == eager.run_slice([driver.rows[number]], 1000, go_on).tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"kv_layout": "rows"}, "engine.kv_layout is rows"),
+        ({"joining": "shape"}, "engine.joining is shape"),
+    ],
+)
+def test_what_has_no_fixed_shape_is_refused(changes: dict[str, object], why: str) -> None:
+    with pytest.raises(InputError, match=f"engine.cuda_graphs is true, but {why}"):
+        fixed_engine(**changes)
+
+
+def test_a_cpu_s_steps_keep_their_own_shapes_by_default() -> None:
+    assert rebatch_engine()._batch._fixed is None
+    assert rebatch_engine(cuda_graphs=False)._batch._fixed is None

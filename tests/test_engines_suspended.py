@@ -1,0 +1,97 @@
+"""Host memory for swapped caches: an arena that is filled and emptied in any order, and rows that
+go through it.
+"""
+
+import random
+
+import pytest
+import torch
+from rounds import RoundDriver, random_rows, rebatch_engine
+
+from toolkit.engines.protocol import StepOutput
+from toolkit.engines.suspended import ALIGNMENT_BYTES, HostArena
+
+PIECE = 1 << 16
+
+
+def go_on(_: StepOutput) -> bool:
+    return True
+
+
+def test_blocks_keep_their_values_and_pieces_are_used_again() -> None:
+    arena = HostArena(4 * PIECE, pin=False, piece_bytes=PIECE)
+    rng = random.Random(0)
+    held: list[tuple[torch.Tensor, float]] = []
+    for number in range(2000):
+        if held and (rng.random() < 0.5 or arena.taken_bytes > 3 * PIECE):
+            block, value = held.pop(rng.randrange(len(held)))
+            assert torch.equal(block, torch.full_like(block, value))
+            arena.give(block)
+        else:
+            block = arena.take(rng.randint(1, 4000), torch.float32).fill_(number)
+            assert block.data_ptr() % 4 == 0
+            held.append((block, float(number)))
+    for block, value in held:
+        assert torch.equal(block, torch.full_like(block, value))
+        arena.give(block)
+    assert arena.held_bytes <= 4 * PIECE
+    assert arena.taken_bytes == 0
+    # All free places have grown together: a block of a whole piece fits again.
+    whole = arena.take(PIECE, torch.uint8)
+    assert arena.taken_bytes == PIECE
+    arena.give(whole)
+
+
+def test_the_bound_holds_and_what_does_not_fit_is_ordinary_memory() -> None:
+    arena = HostArena(3 * PIECE // 2, pin=False, piece_bytes=PIECE)
+    blocks = [arena.take(PIECE, torch.uint8), arena.take(PIECE // 2, torch.uint8)]
+    assert arena.held_bytes == arena.taken_bytes == 3 * PIECE // 2
+    beyond = arena.take(ALIGNMENT_BYTES, torch.uint8)
+    assert arena.taken_bytes == 3 * PIECE // 2
+    arena.give(beyond)
+    for block in blocks:
+        arena.give(block)
+    assert arena.take(0, torch.uint8).numel() == 0
+    assert arena.taken_bytes == 0
+
+
+def test_a_block_that_is_larger_than_a_piece_gets_a_piece_of_its_size() -> None:
+    arena = HostArena(None, pin=False, piece_bytes=PIECE)
+    assert arena.take(3 * PIECE, torch.bfloat16).shape == (3 * PIECE,)
+    assert arena.held_bytes == 6 * PIECE
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = torch.empty
+
+    def refuse(*sizes: object, pin_memory: bool = False, **others: object) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("pinning is not permitted here\nand more")
+        return real(*sizes, **others)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    arena = HostArena(None, pin=True, piece_bytes=PIECE)
+    for _ in range(3):
+        assert arena.take(PIECE, torch.uint8).shape == (PIECE,)
+    assert [record.getMessage() for record in caplog.records] == [
+        "host memory cannot be pinned, so swaps are slower: pinning is not permitted here"
+    ]
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 20], ids=["many pieces", "one piece"])
+def test_rows_that_are_swapped_through_the_arena_get_their_own_tokens(piece_bytes: int) -> None:
+    engine = rebatch_engine()
+    arena = HostArena(1 << 16, pin=False, piece_bytes=piece_bytes)
+    engine._suspended._arena = arena
+    rows = random_rows(0, 24)
+    driver = RoundDriver(engine, rows)
+    rng = random.Random(5)
+    taken = []
+    for _ in range(25):
+        driver.at_random(rng)
+        taken.append(arena.taken_bytes)
+    assert driver.finish() == [engine.run_slice([row], 1000, go_on).tokens[0] for row in rows]
+    assert max(taken) > 0
+    assert arena.taken_bytes == 0

@@ -1,0 +1,219 @@
+"""Routers: what each chooses, what a balancer knows, and that its log replays."""
+
+import random
+
+import numpy as np
+import pytest
+
+from toolkit.errors import InputError
+from toolkit.routing.balancer import Balancer, BalancerEvent, replay_routes
+from toolkit.routing.replicas import PrefixIndex, ReplicaReport, ReplicaTraits, RoutedRequest
+from toolkit.routing.routers import ROUTERS, make_router, router_knobs
+
+
+class Law:
+    """A pass takes 10 ms, 0.1 ms per new token and 1 us per cached token."""
+
+    def pass_s(self, decodes, decode_cached, chunks, new_tokens, attended):
+        return 0.01 + 1e-4 * (decodes + new_tokens) + 1e-6 * decode_cached
+
+
+def balancer(name: str, replicas: int = 3, sink=None, **parameters) -> Balancer:
+    traits = [ReplicaTraits(4_000, 512, 8, Law()) for _ in range(replicas)]
+    return Balancer(make_router(name, parameters), traits, block_tokens=10, sink=sink)
+
+
+def request(name: str, prompt: int = 50, blocks: tuple[int, ...] = (), session: str = ""):
+    return RoutedRequest(name, prompt, 100, blocks, session)
+
+
+def test_an_index_finds_each_replicas_leading_blocks_in_one_walk():
+    index = PrefixIndex(3)
+    index.add(0, (1, 2, 3), 0.0)
+    index.add(2, (1, 2, 9), 0.0)
+    assert index.matched((1, 2, 3, 4), 0.0) == [3, 0, 2]
+    assert index.matched((2,), 0.0) == [1, 0, 1]
+    index.clear(0)
+    assert index.matched((1, 2, 3), 0.0) == [0, 0, 2]
+
+
+def test_an_index_forgets_what_was_used_longest_ago_and_a_prompts_end_first():
+    index = PrefixIndex(1, capacity=4)
+    index.add(0, (1, 2, 3), 0.0)
+    index.add(0, (7, 8), 1.0)
+    assert index.matched((1, 2, 3), 1.0) == [2]
+    assert index.sizes() == [4]
+    index.add(0, (1,), 2.0)
+    index.add(0, (9,), 3.0)
+    assert index.matched((1, 2), 3.0) == [1]
+
+
+def test_an_index_with_a_time_to_live_forgets_unused_blocks():
+    index = PrefixIndex(2, ttl_s=10.0)
+    index.add(0, (1, 2), 0.0)
+    index.add(1, (1,), 8.0)
+    assert index.matched((1, 2), 10.0) == [2, 1]
+    assert index.matched((1, 2), 10.5) == [0, 1]
+
+
+def test_an_index_agrees_with_a_plain_walk():
+    rng = random.Random(0)
+    index, plain = PrefixIndex(5), [set() for _ in range(5)]
+    for _ in range(300):
+        blocks = tuple(rng.randrange(6) + 10 * depth for depth in range(rng.randrange(1, 6)))
+        expected = []
+        for held in plain:
+            count = 0
+            while count < len(blocks) and blocks[count] in held:
+                count += 1
+            expected.append(count)
+        assert index.matched(blocks, 0.0) == expected
+        replica = rng.randrange(5)
+        index.add(replica, blocks, 0.0)
+        plain[replica].update(blocks)
+
+
+def test_round_robin_skips_replicas_that_are_down():
+    front = balancer("round-robin")
+    front.change(1, is_up=False)
+    assert [front.route(request(str(k)), 0.0) for k in range(4)] == [0, 2, 0, 2]
+
+
+def test_no_replica_up_means_none_and_a_barred_one_is_better_than_none():
+    front = balancer("least-requests", 2)
+    assert front.route(request("a"), 0.0, excluded=[0]) == 1
+    front.change(1, is_up=False)
+    assert front.route(request("b"), 0.0, excluded=[0]) == 0
+    front.change(0, is_up=False)
+    assert front.route(request("c"), 0.0) is None
+
+
+def test_least_requests_counts_until_the_end_and_least_tokens_until_the_first_token():
+    front = balancer("least-requests", 2)
+    first = front.route(request("a"), 0.0)
+    assert front.route(request("b"), 0.0) == 1 - first
+    front.ended("a", 5)
+    assert front.route(request("c"), 0.0) == first
+    tokens = balancer("least-tokens", 2)
+    long = tokens.route(request("long", 1_000), 0.0)
+    assert {tokens.route(request(str(k), 10), 0.0) for k in range(4)} == {1 - long}
+    tokens.first_token("long")
+    assert tokens.route(request("last", 10), 0.0) == long
+
+
+def test_a_session_stays_on_its_replica_and_few_move_when_one_leaves():
+    front = balancer("session-hash", 4)
+    homes = [front.route(request(str(k), session=f"s{k}"), 0.0) for k in range(400)]
+    assert [front.route(request(f"again {k}", session=f"s{k}"), 0.0) for k in range(400)] == homes
+    assert np.bincount(homes).min() > 50
+    front.change(3, is_up=False)
+    moved = [front.route(request(f"third {k}", session=f"s{k}"), 0.0) for k in range(400)]
+    assert all(new == old for new, old in zip(moved, homes, strict=True) if old != 3)
+
+
+def test_a_bounded_load_sends_a_hot_session_on():
+    front = balancer("session-hash", 4, load_factor=1.5)
+    homes = [front.route(request(str(k), session="hot"), 0.0) for k in range(40)]
+    assert np.bincount(homes, minlength=4).max() <= 15
+
+
+@pytest.mark.parametrize("name", ["prefix", "llm-d", "dynamo", "sglang", "load-aware", "by-law"])
+def test_a_prompt_goes_where_its_prefix_is(name):
+    front = balancer(name, 4)
+    blocks = tuple(range(100))
+    home = front.route(request("a", 1_005, blocks), 0.0)
+    front.first_token("a")
+    front.ended("a", 10)
+    for k in range(8):
+        assert front.route(request(f"b{k}", 1_005, (*blocks[:99], 200 + k)), 1.0) == home
+        front.first_token(f"b{k}")
+        front.ended(f"b{k}", 10)
+
+
+@pytest.mark.parametrize("name", ["llm-d", "dynamo", "sglang", "load-aware", "by-law"])
+def test_a_full_queue_outweighs_a_short_prefix(name):
+    front = balancer(name, 2, **({"abs_load": 8} if name == "sglang" else {}))
+    blocks = tuple(range(5))
+    home = front.route(request("a", 55, blocks), 0.0)
+    for k in range(60):
+        front.route(request(f"own {k}", 55, blocks), 0.0)
+    counts = [replica.requests for replica in front.replicas]
+    assert min(counts) >= 8, (home, counts)
+
+
+def test_llm_d_weighs_match_queue_and_cache():
+    front = balancer("llm-d", 2, prefix=3.0, queue=2.0, kv=2.0)
+    front.route(request("a", 100, tuple(range(10))), 0.0)
+    home = next(r.index for r in front.replicas if r.requests)
+    # a full match gives 3; an empty queue and an empty cache of the other give at most 2 + 2
+    front.report(home, ReplicaReport(9, 4, 0.4, 0.0))
+    front.report(1 - home, ReplicaReport(0, 4, 0.0, 0.0))
+    assert front.route(request("b", 100, tuple(range(10))), 0.0) == home  # 3 + 1.2 > 2 + 2
+    front.report(home, ReplicaReport(9, 4, 0.6, 0.0))
+    assert front.route(request("c", 100, tuple(range(10))), 0.0) == 1 - home  # 3.8 < 4
+
+
+def test_vllms_balancer_counts_waiting_requests_more_as_the_cache_fills():
+    front = balancer("vllm-dp", 2)
+    front.report(0, ReplicaReport(1, 4, 0.9, 0.0))  # 5 + 6 x 1 x 0.4
+    front.report(1, ReplicaReport(0, 7, 0.9, 0.0))
+    assert front.route(request("a"), 0.0) == 1
+    front.report(0, ReplicaReport(1, 4, 0.5, 0.0))
+    assert front.route(request("b"), 0.0) == 0
+
+
+def test_by_law_prefers_the_replica_on_which_rows_lose_least():
+    front = balancer("by-law", 2)
+    busy = front.route(request("a", 50), 0.0)
+    front.first_token("a")
+    assert front.route(request("b", 400), 0.0) == 1 - busy
+
+
+def test_by_law_without_a_law_is_refused():
+    front = Balancer(make_router("by-law", {}), [ReplicaTraits(100)])
+    with pytest.raises(InputError, match="needs the law of a pass"):
+        front.route(request("a"), 0.0)
+
+
+def test_unknown_routers_and_parameters_are_named():
+    with pytest.raises(InputError, match="there is no router 'llmd'"):
+        make_router("llmd", {})
+    with pytest.raises(InputError, match="router 'llm-d' has no parameter 'prefx'"):
+        make_router("llm-d", {"prefx": 1.0})
+    with pytest.raises(InputError, match="threshold is 2; the limit is from 0 to 1"):
+        make_router("sglang", {"threshold": 2})
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_log_replays_and_counts_return_to_nothing(name):
+    rng, log = random.Random(1), list[BalancerEvent]()
+    front, alive = balancer(name, 4, log.append), list[str]()
+    for k in range(300):
+        now_s = k / 10
+        blocks = tuple(rng.randrange(4) + 10 * depth for depth in range(rng.randrange(6)))
+        if front.route(request(str(k), 60, blocks, f"s{k % 7}"), now_s) is not None:
+            alive.append(str(k))
+        if k % 3 == 0:
+            front.first_token(rng.choice(alive))
+        if len(alive) > 20:
+            front.ended(alive.pop(rng.randrange(len(alive))), rng.choice((-1, 20)))
+        if k % 10 == 0:
+            report = ReplicaReport(rng.randrange(5), rng.randrange(9), rng.random(), now_s)
+            front.report(rng.randrange(4), report)
+        if k % 40 == 0:
+            front.change(rng.randrange(4), is_up=rng.random() < 0.7, is_fresh=rng.random() < 0.5)
+    assert list(replay_routes(log, balancer(name, 4))) == []
+    for name_left in alive:
+        front.ended(name_left, 5)
+    for replica in front.replicas:
+        counts = replica.requests, replica.prefills, replica.prefill_tokens, replica.blocks
+        assert (*counts, replica.decode_tokens) == (0, 0, 0, 0, 0)
+
+
+def test_every_parameter_has_a_search_range_that_is_valid():
+    for name, router in ROUTERS.items():
+        for parameter, limits in router_knobs(router).items():
+            assert limits.search is not None
+            for value in limits.search:
+                whole = int(value) if parameter == "abs_load" else float(value)
+                make_router(name, {parameter: whole})

@@ -1,0 +1,107 @@
+"""Planners of rounds: the scheduler that asks them decides as with a policy's `Decision`."""
+
+import gc
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+from around import Around
+
+from benchmarks.common.golden import rate_rps, trace_of, world_of
+from toolkit.sched.eventlog import RecordingScheduler
+from toolkit.sched.policies import ORACLES, POLICIES, make_policy
+from toolkit.sched.policies.continuous import ContinuousPolicy
+from toolkit.sched.policies.continuous_rounds import Bounds, most_below
+from toolkit.sched.policies.parameters import knob
+from toolkit.sched.protocols import PlansRounds
+from toolkit.sim.api import requests_of, simulate, virtual_workers
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.loop import run
+
+CONTINUOUS = sorted(name for name in POLICIES if POLICIES[name].continuous and name not in ORACLES)
+
+
+def events(policy, trace, world):
+    """All calls and decisions of a simulation."""
+    found = []
+    requests, outputs = requests_of(trace, world.max_new_tokens)
+    scheduler = RecordingScheduler(policy, world.scheduled(), found.append)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size)
+    run(scheduler, requests, virtual_workers(policy, world, ledger, requests))
+    assert all(ledger.ok)
+    return found
+
+
+@pytest.mark.parametrize("joining", [None, "embed"])
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_rounds_are_the_same_one_by_one_and_as_a_decision(name, joining):
+    trace, world = trace_of(40, rate_rps(1.3, 3)), world_of(3, joining=joining)
+    policy = make_policy(name, {})
+    assert isinstance(policy, PlansRounds)
+    assert not isinstance(Around(policy), PlansRounds)
+    assert events(policy, trace, world) == events(Around(policy), trace, world)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortFirst(ContinuousPolicy):
+    """A policy of a third party: it admits short prompts alone, and few rows."""
+
+    name: ClassVar[str] = "short-first"
+
+    rows: int = knob(3, low=1, doc="the most rows")
+
+    @property
+    def most_rows(self):
+        return self.rows
+
+    def bounds(self, worker):
+        return Bounds(promised=worker.capacity_tokens)
+
+    def admissible(self, worker, job, footprint):
+        return job.prompt_tokens < 100 or not footprint.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Idle(ShortFirst):
+    """It overrides `plan`, so that the scheduler must call it."""
+
+    name: ClassVar[str] = "idle"
+
+    def plan(self, view, now_s):
+        decision = ContinuousPolicy.plan(self, view, now_s)
+        for batch in decision.batches:
+            batch.steps = min(batch.steps, 2)
+        return decision
+
+
+def test_a_policy_of_a_third_party_overrides_what_it_needs():
+    trace, world = trace_of(30, rate_rps(1.0, 2)), world_of(2)
+    wide = events(ShortFirst(rows=8), trace, world)
+    narrow = events(ShortFirst(rows=1), trace, world)
+    assert wide != narrow
+    assert events(ShortFirst(rows=8), trace, world) == wide
+    started = [
+        batch for event in events(Idle(), trace, world) for batch in getattr(event, "started", ())
+    ]
+    assert started
+    assert max(batch.steps for batch in started) <= 2
+
+
+@pytest.mark.parametrize(("limit", "most"), [(10.0, 9), (10.5, 10), (0.0, -1)])
+def test_the_most_tokens_below_a_limit(limit, most):
+    assert most_below(limit) == most
+
+
+def test_a_simulation_makes_no_cycles_and_collects_none():
+    trace, world = trace_of(60, rate_rps(1.3, 2)), world_of(2)
+    policy = make_policy("mlfq", {})
+    simulate(trace, policy, world)
+    gc.collect()
+    requests, outputs = requests_of(trace, world.max_new_tokens)
+    scheduler = RecordingScheduler(policy, world.scheduled(), lambda event: None)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size)
+    workers = virtual_workers(policy, world, ledger, requests)
+    gc.collect()
+    run(scheduler, requests, workers)
+    assert gc.isenabled()
+    assert gc.collect() < 10

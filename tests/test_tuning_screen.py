@@ -1,0 +1,140 @@
+"""Policies without a trial within the limits are tried on the first part of each window first."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import samples
+
+from toolkit.files.tuning import Outcome
+from toolkit.traces.types import Trace
+from toolkit.tuning.evaluate import (
+    SCREEN_SHARE,
+    CandidateLimits,
+    Evaluation,
+    EvaluationSetup,
+    Screen,
+    Task,
+    make_screen,
+    make_world,
+)
+from toolkit.tuning.executor import InProcessRunner
+from toolkit.tuning.search import Found, SearchSettings, make_spaces, search
+
+SLA = {"ttft_p99_s": 1.0, "e2e_mean_s": 9.0}
+LIMITS = CandidateLimits(max_oom_percent=100.0)
+
+
+def window(requests: int, rate_rps: float, seed: int = 0) -> Trace:
+    rng = np.random.default_rng(seed)
+    arrival = np.cumsum(rng.exponential(1 / rate_rps, requests))
+    lengths = np.clip(rng.lognormal(4.0, 0.8, (2, requests)), 1, 200).astype(np.int64)
+    return Trace(arrival - arrival[0], *lengths, np.zeros(requests, np.int64))
+
+
+def setup(rate_rps: float, sla: dict[str, float] = SLA) -> EvaluationSetup:
+    world = make_world(samples.recipe(engine={"name": "transformers"}), samples.fit())
+    return EvaluationSetup(world, [window(400, rate_rps), window(200, rate_rps, 1)], sla)
+
+
+def screen_of(where: EvaluationSetup) -> Screen:
+    screen = make_screen(where)
+    assert screen is not None
+    return screen
+
+
+def test_it_is_the_first_part_of_each_window_by_time() -> None:
+    where = setup(20.0)
+    screen = screen_of(where)
+    for part, whole in zip(screen.setup.windows, where.windows, strict=True):
+        assert part.arrival_s.tolist() == whole.arrival_s[: len(part)].tolist()
+        assert part.arrival_s[-1] <= SCREEN_SHARE * whole.arrival_s[-1] < whole.arrival_s[len(part)]
+    assert screen.setup.label != where.label
+
+
+def test_more_than_all_windows_may_have_must_be_late_in_the_part() -> None:
+    where = setup(20.0)
+    screen = screen_of(where)
+    share = sum(map(len, screen.setup.windows)) / sum(map(len, where.windows))
+    (key,) = screen.targets  # a mean says nothing early
+    percentile = float(key.removeprefix("ttft_p").removesuffix("_s"))
+    assert percentile == pytest.approx(100 - 2 * 1 / share)
+
+
+@pytest.mark.parametrize("sla", [{}, {"e2e_mean_s": 9.0}, {"ttft_p50_s": 1.0}])
+def test_without_a_target_that_can_tell_early_nothing_is_screened(sla: dict[str, float]) -> None:
+    assert make_screen(setup(20.0, sla)) is None
+
+
+def test_windows_of_few_requests_are_not_screened() -> None:
+    few = EvaluationSetup(setup(20.0).world, [window(400, 20.0), window(5, 0.1, 2)], SLA)
+    assert make_screen(few) is None
+
+
+@pytest.mark.parametrize("policy", ["sequence", "slice"])
+def test_what_is_hopeless_on_the_part_breaks_the_limits_on_the_whole(policy: str) -> None:
+    where = setup(400.0)
+    found = screen_of(where).hopeless(Task(screen_of(where).setup, policy).run())
+    assert found is not None
+    assert (found.whole, found.feasible(LIMITS)) == (False, False)
+    assert found.ratios.keys() == SLA.keys()
+    assert not Task(where, policy).run().feasible(LIMITS)
+
+
+def test_what_keeps_the_limits_is_not_hopeless() -> None:
+    where = setup(1.0, {"ttft_p99_s": 30.0})
+    assert screen_of(where).hopeless(Task(screen_of(where).setup, "slice").run()) is None
+
+
+class Recorded(InProcessRunner):
+    """Evaluations that are made up: `late` policies miss their targets; each task is recorded."""
+
+    def __init__(self, late: set[str]) -> None:
+        self.late = late
+        self.ran: list[tuple[str, int]] = []  # the policy, and the requests of its windows
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
+        for number, task in enumerate(tasks):
+            self.ran.append((task.policy, sum(map(len, task.setup.windows))))
+            ratio = 9.0 if task.policy in self.late else 0.5
+            # a part looks better than a whole window: queues are still short
+            goodput = 50.0 if self.ran[-1][1] < 600 else 5.0 + ratio
+            metrics = {"goodput_rps": goodput, "ttft_p99_s": ratio, "e2e_mean_s": ratio}
+            outcome = Outcome(policy=task.policy, parameters=dict(task.parameters), metrics=metrics)
+            yield number, Evaluation(outcome, dict.fromkeys(task.setup.sla, ratio))
+
+
+def searched(late: set[str]) -> tuple[Found, Recorded]:
+    recipe = samples.recipe(engine={"name": "transformers"})
+    spaces = make_spaces(recipe.policy, ["sequence", "past-future"], {}, recipe.workers)
+    served = frozenset({"slice", "sequence"})
+    runner = Recorded(late)
+    settings = SearchSettings(spaces, 20, 0, LIMITS, served)
+    return search(setup(20.0), runner, settings, lambda best: None), runner
+
+
+def test_once_a_trial_keeps_the_limits_the_others_are_screened() -> None:
+    found, runner = searched({"past-future"})
+    assert runner.ran[0] == ("slice", 600)
+    # trial 0 keeps the limits: every first try of another policy is screened
+    assert {policy for policy, size in runner.ran if size < 600} == {"sequence", "past-future"}
+    assert [policy for policy, size in runner.ran if size < 600].count("sequence") == 1
+    assert "past-future" not in {policy for policy, size in runner.ran if size == 600}
+    assert {trial.outcome.policy for trial in found.trials() if trial.screened_out} == {
+        "past-future"
+    }
+    best = found.best()
+    assert best is not None
+    assert found.evaluations[best].whole
+    assert found.evaluations[best].outcome.policy != "past-future"
+
+
+def test_nothing_is_screened_before_a_trial_keeps_the_limits() -> None:
+    found, runner = searched({"slice", "sequence", "past-future"})
+    assert {size for _, size in runner.ran} == {600}
+    assert not any(trial.screened_out for trial in found.trials())
+
+
+def test_a_policy_that_the_engine_cannot_run_screens_nothing() -> None:
+    _, runner = searched({"slice", "sequence"})  # `past-future` keeps them, and cannot be served
+    assert {size for _, size in runner.ran} == {600}

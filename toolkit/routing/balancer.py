@@ -1,0 +1,193 @@
+"""The balancer: routes requests to replicas and keeps what the router may know.
+
+It is a sans-IO state machine like the scheduler: no clock, no I/O. The simulator and the front make
+the same calls. Its log, replayed into a fresh one, gives the same choices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from toolkit.routing.replicas import (
+    DEFAULT_EXPECTED_TOKENS,
+    PrefixIndex,
+    Replica,
+    ReplicaReport,
+    ReplicaTraits,
+    RoutedRequest,
+    Sent,
+)
+from toolkit.routing.routers import Router, RouterView
+
+HISTORY = 1000  # outputs that the mean length is of
+
+
+class Routed(msgspec.Struct, frozen=True, tag="route"):
+    """A request, and the replica that it went to; -1: none was up."""
+
+    now_s: float
+    request: RoutedRequest
+    replica: int
+    excluded: tuple[int, ...] = ()
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
+    request_id: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """`generated` is -1 if the request went away unanswered: its replica failed it, say."""
+
+    request_id: str
+    generated: int
+
+
+class Reported(msgspec.Struct, frozen=True, tag="report"):
+    replica: int
+    report: ReplicaReport
+
+
+class ReplicaChange(msgspec.Struct, frozen=True, tag="replica"):
+    """`is_fresh`: its cache is empty."""
+
+    replica: int
+    is_up: bool
+    is_fresh: bool = False
+
+
+BalancerEvent = Routed | FirstToken | Ended | Reported | ReplicaChange
+
+
+class Balancer:
+    """Routes requests.
+
+    Args:
+        router: chooses.
+        traits: of each replica.
+        block_tokens: of the blocks that requests carry.
+        seed: of ties.
+        sink: gets every call and every choice.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        traits: Sequence[ReplicaTraits],
+        *,
+        block_tokens: int = 16,
+        seed: int = 0,
+        sink: Callable[[BalancerEvent], None] | None = None,
+    ) -> None:
+        self.router, self._sink = router, sink
+        self.replicas = [Replica(index, each) for index, each in enumerate(traits)]
+        bound = router.index_blocks
+        if not bound:
+            bound = max(each.capacity_tokens for each in traits) // block_tokens
+        self._index = PrefixIndex(len(traits), capacity=max(bound, 0), ttl_s=router.index_ttl_s)
+        self._homes: dict[str, Replica] = {}
+        self._lengths: deque[int] = deque(maxlen=HISTORY)
+        self._length_sum = 0
+        self._view = RouterView(
+            self.replicas,
+            [],
+            [],
+            block_tokens,
+            DEFAULT_EXPECTED_TOKENS,
+            0,
+            np.random.default_rng(seed),
+        )
+
+    def route(
+        self, request: RoutedRequest, now_s: float, excluded: Iterable[int] = ()
+    ) -> int | None:
+        """The replica for a request, which is from now on counted there; None if none is up.
+
+        `excluded` are replicas that must not get it, because they failed it before. If no other is
+        up, they may.
+        """
+        view, barred = self._view, tuple(excluded)
+        up = [replica for replica in self.replicas if replica.is_up]
+        able = [replica for replica in up if replica.index not in barred] or up
+        index = -1
+        if able:
+            view.replicas = able
+            view.matched = self._index.matched(request.blocks, now_s)
+            view.cached_blocks = self._index.sizes()
+            index = self.router.choose(request, view)
+            view.routed += 1
+            replica = self.replicas[index]
+            replica.add(Sent(request, now_s, view.cached_tokens(request, replica)))
+            self._homes[request.request_id] = replica
+            self._index.add(index, request.blocks, now_s)
+        if self._sink is not None:
+            self._sink(Routed(now_s, request, index, barred))
+        return None if index < 0 else index
+
+    def first_token(self, request_id: str) -> None:
+        """The first token of a request came back."""
+        home = self._homes.get(request_id)
+        if home is not None:
+            home.first_token(request_id)
+        if self._sink is not None:
+            self._sink(FirstToken(request_id))
+
+    def ended(self, request_id: str, generated: int) -> None:
+        """A request ended with so many output tokens; -1: it was not answered to its end."""
+        home = self._homes.pop(request_id, None)
+        if home is not None:
+            home.remove(request_id)
+            if generated >= 0:
+                self._count(generated)
+        if self._sink is not None:
+            self._sink(Ended(request_id, generated))
+
+    def report(self, index: int, report: ReplicaReport) -> None:
+        """A replica's own figures came."""
+        self.replicas[index].report = report
+        if self._sink is not None:
+            self._sink(Reported(index, report))
+
+    def change(self, index: int, *, is_up: bool, is_fresh: bool = False) -> None:
+        """A replica may be sent requests from now on, or may not. Its requests stay counted there
+        until they end or are routed again.
+        """
+        replica = self.replicas[index]
+        replica.is_up = is_up
+        if is_fresh:
+            self._index.clear(index)
+            replica.report = None
+        if self._sink is not None:
+            self._sink(ReplicaChange(index, is_up, is_fresh))
+
+    def _count(self, generated: int) -> None:
+        lengths = self._lengths
+        if len(lengths) == HISTORY:
+            self._length_sum -= lengths[0]
+        lengths.append(generated)
+        self._length_sum += generated
+        self._view.expected_tokens = self._length_sum / len(lengths)
+
+
+def replay_routes(events: Iterable[BalancerEvent], balancer: Balancer) -> Iterator[str]:
+    """Make the logged calls on a fresh balancer and yield a line for each choice that differs."""
+    for number, event in enumerate(events, start=1):
+        match event:
+            case Routed(now_s, request, logged, excluded):
+                chosen = balancer.route(request, now_s, excluded)
+                if (-1 if chosen is None else chosen) != logged:
+                    yield (
+                        f"event {number}: {request.request_id} went to replica {chosen}, "
+                        f"logged {logged}"
+                    )
+            case FirstToken(request_id):
+                balancer.first_token(request_id)
+            case Ended(request_id, generated):
+                balancer.ended(request_id, generated)
+            case Reported(replica, report):
+                balancer.report(replica, report)
+            case ReplicaChange(replica, is_up, is_fresh):
+                balancer.change(replica, is_up=is_up, is_fresh=is_fresh)

@@ -1,0 +1,346 @@
+"""Plans the rounds of `PreemptivePolicy`: which jobs run, and where the caches of the others are.
+
+`toolkit.sched.policies.preemptive` says what the rounds are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+
+from mypy_extensions import mypyc_attr
+
+from toolkit.sched.footprint import footprint_of
+from toolkit.sched.inbox import RankedInbox
+from toolkit.sched.planner import RoundPlanner
+from toolkit.sched.policies.placement import (
+    IN_HOST,
+    NOWHERE,
+    ON_DEVICE,
+    RUNS,
+    STARVES,
+    Chosen,
+    Newcomers,
+    Placement,
+    Rank,
+    RankedJob,
+    after_transfers,
+    beside_transfers,
+    free_cache_tokens,
+    rank_of,
+    steps_until,
+)
+from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.view import View
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PreemptiveRounds(RoundPlanner):
+    """The planner of a `PreemptivePolicy`; the arguments are its parameters.
+
+    A subclass says with `horizon` when ranks change, and with `next_runs` which caches are needed
+    last.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        *,
+        max_batch_size: int,
+        interval_steps: int,
+        max_prefill_tokens: int,
+        proactive: bool,
+        free_share: float,
+        chunk_tokens: int,
+        patience_s: float,
+    ) -> None:
+        super().__init__(view)
+        self.max_batch_size = max_batch_size
+        self.interval_steps = interval_steps
+        self.max_prefill_tokens = max_prefill_tokens
+        self.proactive = proactive
+        self.free_share = free_share
+        self.chunk_tokens = chunk_tokens
+        self.patience_s = patience_s
+
+    def standing(self, worker: Worker, job: Job, generated: int) -> float:
+        """The standing of a job that has generated so many tokens: see `Ranks`."""
+        inbox = worker.inbox
+        assert isinstance(inbox, RankedInbox)
+        return inbox.standing(job, generated)
+
+    def next_runs(
+        self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
+    ) -> dict[Job, tuple[float, Rank]]:
+        """When each of `rows` will run next, in any unit, and its rank: the latest caches leave
+        first.
+
+        `cached` are all jobs of the worker with a cache, in order of rank; `rows` are some of them.
+        """
+        return {row.job: (0.0, row.rank) for row in rows}
+
+    def horizon(self, worker: Worker, running: Sequence[RankedJob], steps: int) -> int:
+        """The steps, at most `steps`, after which ranks change by what `running` do."""
+        return steps
+
+    def has_work(self, worker: Worker) -> bool:
+        """Whether a job waits or has a cache."""
+        return bool(
+            worker.inbox.jobs or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
+        )
+
+    def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
+        """Whether one of the last `newcomers` at the worker would run if its round stopped.
+
+        Residents are ranked as of the round's start: a change of ranks ends a round by itself.
+        """
+        running, residents, inbox = worker.running, worker.residents, worker.inbox
+        assert running is not None
+        cache_room = free_cache_tokens(worker)
+        last = list(islice(reversed(inbox.jobs), newcomers))
+        if all(job.length >= cache_room for job in last):
+            return False
+        if running.steps > self.interval_steps and inbox.waiting > newcomers:
+            return True  # no job could enter when it began, so it does not end when ranks change
+        if self._goes_first(worker, last):
+            return True
+        if len(residents) >= self._most(worker):
+            return False
+        return worker.footprint.reset().fits(inbox[-1].length, worker.capacity_tokens)
+
+    def _goes_first(self, worker: Worker, newcomers: Sequence[Job]) -> bool:
+        """Whether one of `newcomers` ranks before a resident."""
+        residents = worker.residents
+        since = residents.steps
+        new_ranks = [(self.standing(worker, job, job.generated), job.ticket) for job in newcomers]
+        best = min(new_ranks)
+        for job in residents.jobs:
+            if job not in residents.prefilling:
+                standing = self.standing(worker, job, job.generated + since - job.joined)
+                if best < (standing, job.ticket):
+                    return True
+        return False
+
+    def _most(self, worker: Worker) -> int:
+        most, limit = self.max_batch_size, worker.row_limit
+        return most if most < limit else limit
+
+    def _spare(self, worker: Worker, rows: int) -> int:
+        """Tokens left free for the growth of so many rows in an interval, bounded for a small
+        memory.
+        """
+        growth, most = rows * self.interval_steps, worker.capacity_tokens // 16
+        return growth if growth < most else most
+
+    def plan_round(self, worker: Worker, now_s: float) -> Batch:
+        """The worker's next round."""
+        if not (worker.held.jobs or worker.swapped.jobs or worker.residents.prefilling):
+            steps = self._unchanged_round(worker, now_s)
+            if steps:
+                chunk = worker.chunk_of(self.chunk_tokens)
+                return Batch(
+                    worker.index, (), steps, 0, 0.0, "any", keep_cache=True, chunk_tokens=chunk
+                )
+        cached = self._cached(worker, now_s)
+        chosen = self._choose(worker, cached, now_s)
+        running = {row.job for row in chosen.rows}
+        others = [row for row in cached if row.job not in running]
+        if others:
+            next_runs = self.next_runs(worker, cached, others, now_s)
+            others.sort(key=lambda row: next_runs[row.job])
+        proactive = self.proactive
+        most, spare = self._most(worker), self._spare(worker, len(chosen.rows))
+        share = int(self.free_share * worker.capacity_tokens) if proactive else 0
+        placed = None
+        if proactive:
+            placed = beside_transfers(worker, others, chosen, spare, share, most, self.patience_s)
+        if placed is None:
+            placed = after_transfers(worker, others, chosen, spare, share)
+        placed.closed = chosen.closed
+        return self._batch(worker, placed, cached, now_s)
+
+    def _unchanged_round(self, worker: Worker, now_s: float) -> int:
+        """Steps of a round in which all residents continue and no job enters; 0 if that is not
+        certain.
+
+        A shortcut that ranks nothing. It applies if all residents fit, no other job has a cache,
+        and no job waits that could get one.
+        """
+        footprint, capacity, inbox = worker.footprint.reset(), worker.capacity_tokens, worker.inbox
+        rows = footprint.rows
+        if not rows or rows > self._most(worker) or (rows > 1 and footprint.needs > capacity):
+            return 0
+        if inbox:
+            assert isinstance(inbox, RankedInbox)
+            place = capacity - footprint.taken + worker.host_tokens - self._spare(worker, 1)
+            if inbox.shortest + 1 + worker.emits <= place:
+                return 0
+            return max(footprint.room(capacity), 1)
+        return self.horizon_of_residents(worker, max(footprint.room(capacity), 1), now_s)
+
+    def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
+        """`horizon` if exactly the worker's residents run."""
+        return self.horizon(worker, self._cached(worker, now_s), steps)
+
+    def _cached(self, worker: Worker, now_s: float) -> list[RankedJob]:
+        """The jobs with a cache at a worker between two rounds, in order of rank."""
+        since, patience_s, standing = worker.residents.steps, self.patience_s, self.standing
+        rows: list[RankedJob] = []
+        residents = worker.residents
+        for job in residents.jobs:
+            ran = since - job.joined
+            tokens, generated = job.length + ran, job.generated + ran
+            needs = (residents.holds(job) if residents.prefilling else tokens) + 1
+            rows.append(
+                RankedJob(
+                    job,
+                    ON_DEVICE,
+                    tokens,
+                    generated,
+                    needs,
+                    RUNS,
+                    standing(worker, job, generated),
+                    0.0,
+                )
+            )
+        for location, parked in ((ON_DEVICE, worker.held), (IN_HOST, worker.swapped)):
+            for job in parked.jobs:
+                waits_s, tokens = now_s - job.waiting_since_s, job.length
+                starves = waits_s >= patience_s
+                ranks = STARVES if starves else standing(worker, job, job.generated)
+                age_s = -waits_s if starves else 0.0
+                rows.append(
+                    RankedJob(
+                        job, location, tokens, job.generated, tokens + 1, waits_s, ranks, age_s
+                    )
+                )
+        rows.sort(key=rank_of)
+        return rows
+
+    def _choose(self, worker: Worker, cached: Sequence[RankedJob], now_s: float) -> Chosen:
+        """The jobs that should run: those that fit, by rank; lower ranks fill the room that is
+        left.
+
+        A running job continues while one more step fits. A job that joins needs room for more
+        steps, otherwise every step would move a cache. No cache is dropped to compute another: a
+        newcomer needs room for the caches that it displaces. Half-made caches are not dropped
+        either: jobs that are being prefilled continue before all others.
+        """
+        prefilling = worker.residents.prefilling
+        capacity, most, prefill = worker.capacity_tokens, self._most(worker), 0
+        footprint = footprint_of(worker).emptied()
+        cache_room: float = float(free_cache_tokens(worker)) if cached else math.inf
+        newcomers = Newcomers(worker, now_s, self.patience_s)
+        chosen = [row for row in cached if row.job in prefilling] if prefilling else []
+        for prefilling_row in chosen:
+            footprint.enter(prefilling_row.job)
+            prefill += prefilling_row.tokens
+        left = [row for row in cached if row.job not in prefilling] if prefilling else cached
+        count, taken = len(left), 0
+        row: RankedJob | None = left[0] if count else None
+        closed = prefill >= self.max_prefill_tokens
+        newcomer = None if closed else newcomers.next(math.inf, cache_room - self._spare(worker, 1))
+        while len(chosen) < most and (row is not None or newcomer is not None):
+            spare = self._spare(worker, len(chosen) + 1)
+            if newcomer is not None and not (row is not None and row.goes_before(newcomer)):
+                if not chosen or (
+                    newcomer.needs + spare <= cache_room
+                    and footprint.fits(newcomer.tokens, capacity - spare)
+                ):
+                    chosen.append(newcomer)
+                    footprint.enter(newcomer.job)
+                    cache_room -= newcomer.needs
+                    prefill += newcomer.tokens
+                more = self._spare(worker, len(chosen) + 1)
+                goes_on = prefill < self.max_prefill_tokens
+                newcomer = (
+                    newcomers.next(footprint.widest(capacity - more), cache_room - more)
+                    if goes_on
+                    else None
+                )
+            elif row is not None:
+                limit = capacity - (0 if row.waits_s == RUNS else spare)
+                if not chosen or footprint.fits(row.tokens, limit, enters=False):
+                    chosen.append(row)
+                    footprint.join(row.tokens)
+                taken += 1
+                row = left[taken] if taken < count else None
+        return Chosen(
+            chosen,
+            footprint,
+            not newcomers.possible(cache_room - self._spare(worker, len(chosen) + 1)),
+        )
+
+    def _batch(
+        self, worker: Worker, placed: Placement, cached: Sequence[RankedJob], now_s: float
+    ) -> Batch:
+        enter = [row for row in placed.run if row.location == NOWHERE]
+        moves = placed.moves(
+            worker, [row.job for row in placed.run if row.waits_s >= self.patience_s]
+        )
+        return Batch(
+            worker.index,
+            tuple([row.job for row in enter]),
+            self._steps(worker, placed, cached, enter, now_s),
+            max([row.tokens for row in enter], default=0),
+            0.0,
+            "any",
+            keep_cache=True,
+            evict=tuple([row.job for row in placed.evict]),
+            moves=moves,
+            chunk_tokens=worker.chunk_of(self.chunk_tokens),
+        )
+
+    def _steps(
+        self,
+        worker: Worker,
+        placed: Placement,
+        cached: Sequence[RankedJob],
+        enter: Sequence[RankedJob],
+        now_s: float,
+    ) -> int:
+        """Steps until a new decision is needed, by the worker's laws."""
+        law, run, n, emits = worker.latency, placed.run, len(placed.run), worker.emits
+        steps = max(placed.room(worker), 1)
+        idle = placed.idle(cached)
+        if placed.closed and not idle and len(worker.inbox) > len(enter):
+            return steps  # no job can enter before a row ends, whatever the ranks
+        if idle or len(worker.inbox) > len(enter):
+            steps = min(steps, self.interval_steps)
+        steps = self.horizon(worker, run, steps)
+        starving_s = self._starving_in_s(worker, idle, enter, now_s)
+        if starving_s == math.inf and not placed.awaited:
+            return steps
+        lengths = [row.needs - 1 - emits for row in run]
+        length = max(lengths) if law.padded else sum(lengths) / n
+        begins_s = 0.0
+        inputs = [
+            row.tokens
+            for row in run
+            if row.location == NOWHERE or row.job in worker.residents.prefilling
+        ]
+        if inputs:
+            begins_s = law.prefill_s(
+                len(inputs), max(inputs) if law.padded else sum(inputs) / len(inputs)
+            )
+        transfers_s = placed.transfers_s(worker)
+        if not placed.overlap:
+            begins_s += transfers_s
+        elif placed.awaited and transfers_s:
+            steps = steps_until(law, n, length, transfers_s - begins_s, steps)
+        return steps_until(law, n, length, starving_s - begins_s, steps)
+
+    def _starving_in_s(
+        self, worker: Worker, idle: Sequence[RankedJob], enter: Sequence[RankedJob], now_s: float
+    ) -> float:
+        """Seconds until the next waiting job starves; infinity if none will."""
+        patience_s, inbox = self.patience_s, worker.inbox
+        if patience_s == math.inf:
+            return math.inf
+        assert isinstance(inbox, RankedInbox)
+        waits_s = [max(row.waits_s, 0.0) for row in idle if row.waits_s < patience_s]
+        longest_s = inbox.next_wait_s(now_s, patience_s, {row.job for row in enter})
+        if longest_s >= 0.0:
+            waits_s.append(longest_s)
+        return patience_s - max(waits_s) if waits_s else math.inf

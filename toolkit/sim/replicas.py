@@ -1,0 +1,357 @@
+"""Several paged engines behind one router, on one clock.
+
+The router is the one that serves: `Balancer` of `toolkit.routing`, with what it can know. It learns
+of a first token and of an end when a client would, and each replica's own figures come to it every
+`report_s` seconds.
+
+Each replica leaps over passes of decodes alone, as `PagedRun` does. A request that is routed to it
+in such a leap ends the leap at the pass that runs, so that a replica costs nothing while others
+work: the time that a simulation takes follows the requests, not the replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from toolkit.estimators.steps import StepLaw, StepShape
+from toolkit.routing.balancer import Balancer
+from toolkit.routing.replicas import ReplicaReport, ReplicaTraits, RoutedRequest
+from toolkit.routing.routers import RoundRobinRouter, Router
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.types import Refusal, Request
+from toolkit.sim.blocks import Node, PagedRequest
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.paged import PagedPass
+from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, refusal
+from toolkit.sim.worker import FrontDelay
+
+# At the same time: what the router learns, then arrivals, then what replicas do.
+LEARN, ARRIVE, WORK = range(3)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How requests are routed.
+
+    Attributes:
+        router: chooses; None: to each replica in turn.
+        report_s: seconds between two reports of a replica; vLLM's balancer and llm-d's scheduler
+            read them about every 0.1 and 0.05 s.
+        seed: of ties.
+    """
+
+    router: Router = field(default_factory=RoundRobinRouter)
+    report_s: float = 0.1
+    seed: int = 0
+
+
+class PassTimes:
+    """The law of an engine's passes, for a router that asks for averages."""
+
+    def __init__(self, law: StepLaw) -> None:
+        self._law = law
+
+    def pass_s(
+        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
+    ) -> float:
+        law = self._law
+        shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
+        return law.step_s(shape)
+
+
+class ReplicaContents:
+    """The contents of one replica's requests: copies of the nodes of all requests' contents, made
+    when a request comes here. Which of its blocks are cached is a matter of each replica.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[Node, Node] = {}
+
+    def of(self, leaf: Node) -> Node:
+        """The replica's copy of a node and of those before it."""
+        copies, path = self._copies, []
+        node: Node | None = leaf
+        while node is not None and node not in copies:
+            path.append(node)
+            node = node.parent
+        copy = copies[node] if node is not None else None
+        for own in reversed(path):
+            copy = copies[own] = Node(copy, own.start, own.end)
+        assert copy is not None
+        return copy
+
+
+class ReplicaRun(PagedRun):
+    """One replica, driven from outside.
+
+    Attributes:
+        next_s: when `work` is to be called next; infinity while it has nothing to do.
+        first_tokens, ends: (time, number, ...) of first tokens and ends that the caller has not
+            taken yet.
+    """
+
+    def __init__(
+        self, index: int, engine: PagedEngine, flags: VllmPolicy, ledger: Ledger, *, shares: bool
+    ) -> None:
+        super().__init__(index, engine, flags, ledger, shares=shares)
+        self.next_s = math.inf
+        self.first_tokens: list[tuple[float, int]] = []
+        self.ends: list[tuple[float, int, int]] = []
+        self._leap: tuple[PagedPass, float, int] | None = None  # plan, begin, most passes
+        self._can_cut = False
+        self._under_way: list[PagedRequest] = []
+        self._begun_s = self._done_s = -math.inf
+        self._plan_s = 0.0  # when the next pass is planned
+        self._arrived: list[PagedRequest] = []
+
+    def arrive(self, row: PagedRequest, now_s: float) -> None:
+        """A request comes."""
+        self._arrived.append(row)
+        if self._leap is not None:
+            if self._can_cut:
+                plan, begin_s, steps = self._leap
+                steps = self._steps_before(plan.shape, steps, now_s - begin_s)
+                self._set_leap(plan, begin_s, steps)
+        elif self.next_s == math.inf:
+            self.next_s = max(self._plan_s, now_s)
+
+    def work(self) -> None:
+        """Do what is due at `next_s`: finish the passes that run, or plan the next."""
+        now_s, ahead = self.next_s, self._engine.ahead
+        if self._leap is not None:
+            plan, begin_s, steps = self._leap
+            self._leap = None
+            ended = self._finish(plan, steps, begin_s, self._begun_s, self._done_s)
+            if ahead:
+                self._scheduler.settle(self._under_way)
+                self._under_way, self._plan_s = ended, self._begun_s
+            else:
+                self._scheduler.settle(ended)
+                self._plan_s = self._done_s + self._law.after_s(plan.rows)
+            if self._plan_s > now_s:
+                self.next_s = self._plan_s
+                return
+        self._plan_next(now_s)
+
+    def report(self, now_s: float) -> ReplicaReport:
+        """Its own figures."""
+        scheduler, engine = self._scheduler, self._engine
+        used = engine.blocks - scheduler.pool.free
+        if self._leap is not None and self._leap[2] > 1:
+            plan, begin_s, steps = self._leap
+            share = (now_s - begin_s) / max(self._done_s - begin_s, 1e-9)
+            used += int(share * steps * plan.shape.decodes / engine.block_tokens)
+        waiting = len(scheduler.waiting) + len(self._arrived)
+        usage = min(used / engine.blocks, 1.0)
+        return ReplicaReport(waiting, len(scheduler.running), usage, now_s)
+
+    def close(self) -> None:
+        """Write what was found in the cache into the ledger."""
+        self._count_found()
+
+    def _plan_next(self, now_s: float) -> None:
+        scheduler = self._scheduler
+        for row in self._arrived:
+            scheduler.add(row)
+        self._arrived.clear()
+        plan = scheduler.schedule()
+        if plan.preempted:
+            self._drop(plan.preempted)
+        if plan.rows:
+            steps = scheduler.ahead()
+            self._can_cut = steps > 1 and not scheduler.waiting
+            self._set_leap(plan, max(now_s, self._done_s), steps)
+        elif self._under_way:  # no other row can run before these have left
+            scheduler.settle(self._under_way)
+            self._under_way = []
+            self._plan_s = self.next_s = max(self._done_s, now_s)
+        else:
+            self._plan_s, self.next_s = now_s, math.inf
+
+    def _set_leap(self, plan: PagedPass, begin_s: float, steps: int) -> None:
+        self._leap = plan, begin_s, steps
+        self._begun_s, self._done_s = self._times(plan, steps, begin_s)
+        self.next_s = self._begun_s if self._engine.ahead else self._done_s
+
+    def _give(self, plan: PagedPass, steps: int, first_s: float, last_gap_s: float) -> None:
+        known = self._ledger.first_token_s
+        new = [c.row.number for c in plan.chunks if c.completes and known[c.row.number] < 0.0]
+        super()._give(plan, steps, first_s, last_gap_s)
+        self.first_tokens += [(first_s, number) for number in new]
+
+    def _end(self, ended: Sequence[PagedRequest], end_s: float) -> None:
+        super()._end(ended, end_s)
+        rows = len(self._scheduler.running)
+        self.ends += [(end_s, row.number, rows) for row in ended]
+
+
+def serve_routed(
+    requests: Sequence[Request],
+    flags: VllmPolicy,
+    engine: PagedEngine,
+    ledger: Ledger,
+    reuse: Reuse,
+    routing: Routing,
+    *,
+    front: FrontDelay | None = None,
+) -> list[Refusal]:
+    """Serve requests on as many replicas as the ledger has workers, behind a router. Returns the
+    refusals: requests that can never be served.
+    """
+    return _RoutedRun(requests, flags, engine, ledger, reuse, routing, front).run()
+
+
+class _RoutedRun:
+    """One simulation of replicas behind a router."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        flags: VllmPolicy,
+        engine: PagedEngine,
+        ledger: Ledger,
+        reuse: Reuse,
+        routing: Routing,
+        front: FrontDelay | None,
+    ) -> None:
+        self._requests, self._ledger, self._engine = requests, ledger, engine
+        self._flags, self._reuse, self._front = flags, reuse, front
+        self._shares = bool(reuse) and flags.prefix_caching
+        self._replicas = [
+            ReplicaRun(index, engine, flags, ledger, shares=self._shares)
+            for index in range(ledger.workers)
+        ]
+        self._leaves, self._watched = (
+            reuse.contents(range(len(requests)), requests, ledger.output_tokens)
+            if self._shares
+            else ([], [])
+        )
+        self._contents = [ReplicaContents() for _ in self._replicas]
+        traits = ReplicaTraits(
+            engine.capacity_tokens,
+            flags.max_num_batched_tokens,
+            flags.max_num_seqs,
+            PassTimes(engine.steps),
+        )
+        self._balancer = Balancer(
+            routing.router,
+            [traits] * ledger.workers,
+            block_tokens=reuse.shared.block_tokens if reuse.shared else engine.block_tokens,
+            seed=routing.seed,
+        )
+        self._report_s = routing.report_s if routing.router.reads_reports else math.inf
+        self._turns = reuse.turns(range(len(requests)))
+        self._sessions = reuse.sessions.first.tolist() if reuse.sessions else None
+        # (time, kind, number or replica, what else); an entry of WORK is stale if its replica is
+        # to work at another time
+        self._events: list[tuple[float, int, int, int]] = []
+
+    def run(self) -> list[Refusal]:
+        """Serve all; return the refusals."""
+        ledger, events, replicas = self._ledger, self._events, self._replicas
+        ledger.shares = bool(self._reuse)
+        later = {number for turns in self._turns.values() for number, _ in turns}
+        events += [
+            (ledger.arrival_s[number], ARRIVE, number, 0)
+            for number in range(len(self._requests))
+            if number not in later
+        ]
+        heapify(events)
+        refusals: list[Refusal] = []
+        report_s = self._report_s
+        while events:
+            now_s, kind, subject, generated = heappop(events)
+            while report_s <= now_s:
+                for index, replica in enumerate(replicas):
+                    self._balancer.report(index, replica.report(report_s))
+                report_s += self._report_s
+            if kind == WORK:
+                replica = replicas[subject]
+                if replica.next_s == now_s:
+                    replica.work()
+                    self._take(replica, subject)
+            elif kind == ARRIVE:
+                refused = refusal(
+                    self._requests[subject],
+                    ledger.output_tokens[subject],
+                    self._flags,
+                    self._engine,
+                )
+                if refused is None:
+                    self._route(subject, now_s)
+                else:
+                    refusals.append(refused)
+                    self._begin_turns(subject, now_s, 0)
+            elif generated < 0:
+                self._balancer.first_token(self._requests[subject].request_id)
+            else:
+                self._balancer.ended(self._requests[subject].request_id, generated)
+        for replica in replicas:
+            replica.close()
+        return refusals
+
+    def _route(self, number: int, now_s: float) -> None:
+        request = self._requests[number]
+        index = self._balancer.route(self._routed(number, request), now_s)
+        assert index is not None  # all are up
+        output = self._ledger.output_tokens[number]
+        row = PagedRequest(
+            number,
+            request.prompt_tokens,
+            output,
+            stops=output < request.max_new_tokens,
+            content=self._contents[index].of(self._leaves[number]) if self._shares else None,
+            watched=self._shares and self._watched[number],
+        )
+        replica = self._replicas[index]
+        before_s = replica.next_s
+        replica.arrive(row, now_s)
+        if replica.next_s != before_s:
+            heappush(self._events, (replica.next_s, WORK, index, 0))
+
+    def _take(self, replica: ReplicaRun, index: int) -> None:
+        """Schedule what a replica does next, and what the router learns of what it did."""
+        events, front = self._events, self._front
+        if replica.next_s < math.inf:
+            heappush(events, (replica.next_s, WORK, index, 0))
+        for first_s, number in replica.first_tokens:
+            delay_s = (front or self._engine.front(0)).first_s
+            heappush(events, (first_s + delay_s, LEARN, number, -1))
+        for end_s, number, rows in replica.ends:
+            delay_s = (front or self._engine.front(rows)).last_s
+            output = self._ledger.output_tokens[number]
+            heappush(events, (end_s + delay_s, LEARN, number, output))
+            self._begin_turns(number, end_s, rows)
+        replica.first_tokens.clear()
+        replica.ends.clear()
+
+    def _begin_turns(self, number: int, end_s: float, rows: int) -> None:
+        """A request ended when so many rows ran: its session's next turn will come."""
+        for later, think_s in self._turns.get(number, ()):
+            front = self._front or self._engine.front(rows)
+            arrival_s = end_s + (front.last_s + think_s)
+            self._ledger.arrival_s[later] = arrival_s
+            heappush(self._events, (arrival_s, ARRIVE, later, 0))
+
+    def _routed(self, number: int, request: Request) -> RoutedRequest:
+        """The request as the router sees it: the hashes of its full blocks, and its session.
+
+        Without hashes in the trace, the turns of a session have one chain of blocks.
+        """
+        shared, sessions = self._reuse.shared, self._sessions
+        blocks: tuple[int, ...] = ()
+        session = "" if sessions is None else str(sessions[number])
+        if shared is not None:
+            first = int(shared.offsets[number])
+            full = request.prompt_tokens // shared.block_tokens
+            blocks = tuple(shared.ids[first : first + full].tolist())
+        elif sessions is not None:
+            full = request.prompt_tokens // self._engine.block_tokens
+            chain = sessions[number] << 32
+            blocks = tuple(range(chain, chain + full))
+        return RoutedRequest(
+            request.request_id, request.prompt_tokens, request.max_new_tokens, blocks, session
+        )
