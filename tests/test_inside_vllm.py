@@ -11,6 +11,7 @@ from fake_vllm import FullAttentionSpec, Request, UniformTypeKVCacheSpecs, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.backends.vllm.command import link_package
 from toolkit.backends.vllm.setup import make_worker, read_setup
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
@@ -500,3 +501,23 @@ def test_it_imports_no_heavy_library_that_vllm_does_not_import():
         check=True,
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_what_vllm_s_environment_lacks_is_linked_into_it(tmp_path):
+    """The marks of compiled classes: vLLM 0.32 does not bring them along."""
+    link_package(tmp_path)
+    code = (
+        "import sys; sys.path.append(sys.argv[1]); import fake_vllm; fake_vllm.install();"
+        f"import {NAME}, mypy_extensions;"
+        f"print(mypy_extensions.__file__, sys.modules[{NAME!r}].__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, os.path.dirname(__file__)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert all(file.startswith(str(tmp_path)) for file in done.stdout.split())

@@ -535,3 +535,89 @@ def talk(folder: Path, data: bytes) -> bytes:
 
     with serving(answer) as server:
         return asyncio.run(run(server.url))
+
+
+def recorded(tmp_path: Path, *bodies: dict, tokens: int = 40, block_tokens: int = 4) -> list[dict]:
+    """The rows of requests that were recorded one after another, by one recorder."""
+    out = tmp_path / f"log{len(list(tmp_path.iterdir()))}"
+
+    def reply(body: dict) -> bytes:
+        count = len(body["prompt"]) if isinstance(body.get("prompt"), list) else tokens
+        usage = {"prompt_tokens": count, "completion_tokens": 5}
+        return whole({"choices": [{"index": 0, "text": TEXT}], "usage": usage})
+
+    async def run(url: str) -> None:
+        with TraceLog(out) as log:
+            async with Upstream(url, 30.0) as upstream:
+                app = TraceRecorder(upstream, log, block_tokens=block_tokens)
+                transport = httpx.ASGITransport(app)
+                async with httpx.AsyncClient(transport=transport, base_url="http://p") as client:
+                    for one in bodies:
+                        path = "/v1/chat/completions" if "messages" in one else "/v1/completions"
+                        assert (await client.post(path, json=one)).status_code == 200
+                await app.stop()
+
+    with serving(reply) as server:
+        asyncio.run(run(server.url))
+    assert TEXT not in out.read_text()
+    return rows(out)
+
+
+def shared_run(one: dict, other: dict) -> int:
+    same = [a == b for a, b in zip(one["hash_ids"], other["hash_ids"], strict=False)]
+    return [*same, False].index(False)
+
+
+def test_what_prompts_of_tokens_share_is_noted_exactly(tmp_path: Path):
+    system = list(range(100, 121))
+    prompts = [[*system, *range(9)], [*system, 5, 4, 3, 2, 1, 0], [7, *system], system]
+    found = recorded(tmp_path, *[body(prompt=prompt) for prompt in prompts])
+    assert [len(row["hash_ids"]) for row in found] == [8, 7, 6, 6]
+    assert [shared_run(found[0], row) for row in found] == [8, 5, 0, 5]
+    assert all(row["block_tokens"] == 4 for row in found)
+    assert all(0 <= one < 2**53 for row in found for one in row["hash_ids"])
+
+
+def test_what_texts_and_chats_share_is_noted_in_blocks_of_bytes(tmp_path: Path):
+    text = "".join(map(str, range(200)))[:400]
+    found = recorded(tmp_path, body(prompt=text), body(prompt=text[:200] + "x" * 200))
+    assert [len(row["hash_ids"]) for row in found] == [10, 10]
+    assert shared_run(*found) == 5  # 40 bytes are a block, as 4 of the first 40 tokens
+    first = {"role": "system", "content": text}
+    chats = [{"messages": [first, {"role": "user", "content": one}]} for one in ("a", "b")]
+    found = recorded(tmp_path, *[body(prompt=None) | chat for chat in chats])
+    assert 8 <= shared_run(*found) < 10
+    other_tools = recorded(tmp_path, *[body(prompt=None, tools=[one]) | chats[0] for one in (1, 2)])
+    assert shared_run(*other_tools) == 0
+
+
+def test_ids_of_two_recordings_have_nothing_in_common(tmp_path: Path):
+    one, other = (recorded(tmp_path, body(prompt=list(range(40))))[0] for _ in range(2))
+    assert not {*one["hash_ids"]} & {*other["hash_ids"]}
+
+
+@pytest.mark.slow
+def test_a_large_prompt_is_cut_as_a_small_one(tmp_path: Path):
+    small = [1] * 16
+    long = [*small, *range(20_000)]
+    assert len(json.dumps(long)) > large.LARGE_BODY_BYTES
+    found = recorded(tmp_path, body(prompt=long), body(prompt=small))
+    assert shared_run(*found) == 4
+
+
+def test_rows_that_share_a_count_have_no_blocks(tmp_path: Path):
+    several = recorded(tmp_path, body(prompt=["one", "two"]), body(prompt="one", n=2))
+    assert len(several) == 4
+    assert not any("hash_ids" in row for row in several)
+    assert "hash_ids" not in recorded(tmp_path, body(prompt=[1, 2]), block_tokens=0)[0]
+
+
+def test_a_recorded_trace_is_read_with_what_its_prompts_share(tmp_path: Path):
+    prompts = [list(range(30)), [*range(24), 9, 9]]
+    found = recorded(tmp_path, *[body(prompt=prompt) for prompt in prompts])
+    path = tmp_path / "read.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    trace, report = read_trace(path)
+    assert report.unshared.counts == {}
+    assert trace.shared.block_tokens == 4
+    assert trace.shared.counts.tolist() == [8, 7]

@@ -190,7 +190,7 @@ FUNCTION_LINES = 60
 FILE_LINES = 600
 # Longer functions, until they are divided.
 LONG_FUNCTIONS = {
-    "toolkit/sim/loop.py: run": 64,
+    "toolkit/cli/tune.py: command": 62,
     "toolkit/tuning/tune.py: _report": 61,
 }
 

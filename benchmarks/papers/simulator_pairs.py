@@ -52,8 +52,9 @@ def child(trace_file: str, policy: str, load: float, workers: int, whole: bool) 
     read, _ = read_trace(Path(trace_file))
     read = scale_rate(read, mean_rate(read) * load * workers / 8)
     count = SHORTER.get(policy, len(read))
-    columns = read.arrival_s, read.prompt_tokens, read.output_tokens, read.max_tokens
-    trace = Trace(*[column[:count] for column in columns])
+    part = slice(count)
+    lengths = read.prompt_tokens[part], read.output_tokens[part]
+    trace = Trace(read.arrival_s[part], *lengths, read.max_tokens[part])
     chosen = make_policy(policy, {})
 
     def once() -> tuple[float, Any]:
@@ -90,7 +91,6 @@ def seconds_of(tree: Path, compiled: str, case: list[str]) -> tuple[float, str]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(HERE))
     from benchmarks.common.command import make_parser
     from toolkit.compiled import unusable
 

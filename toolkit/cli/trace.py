@@ -27,29 +27,32 @@ if TYPE_CHECKING:
     from toolkit.traces.windows import Description
 
 
-def record(
-    upstream: Annotated[str, typer.Option(metavar="URL", help="URL of the server to record.")],
+@dataclass(frozen=True, slots=True)
+class RecordOptions:
+    """The command line of `llmctl trace record`."""
+
+    upstream: Annotated[str, typer.Option(metavar="URL", help="URL of the server to record.")]
     out: Annotated[
         Path,
         typer.Option(
             help="Write the trace to this file, canonical JSONL; an existing file is continued."
         ),
-    ],
+    ]
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Listen on this address for clients.")
-    ] = "127.0.0.1:8100",
+    ] = "127.0.0.1:8100"
     max_mib: Annotated[
         int,
         typer.Option(
             "--max-mib", min=1, help="Rename OUT to OUT.1 at this size, and replace an older OUT.1."
         ),
-    ] = 256,
+    ] = 256
     timeout: Annotated[
         float,
         typer.Option(
             min=1.0, help="Give up a request after the server sent nothing for this many seconds."
         ),
-    ] = 600.0,
+    ] = 600.0
     shutdown_timeout: Annotated[
         float,
         typer.Option(
@@ -57,18 +60,29 @@ def record(
             min=0.0,
             help="Give running requests this many seconds after a signal.",
         ),
-    ] = 30.0,
+    ] = 30.0
     upstream_ca: Annotated[
         Path | None,
         typer.Option(
             "--upstream-ca",
             help="For https: trust these authorities (PEM) instead of the system's.",
         ),
-    ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Accept other machines.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Record a trace in front of a running server: lengths and times, never text or keys.
+    ] = None
+    insecure: Annotated[bool, typer.Option("--insecure", help="Accept other machines.")] = False
+    block_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Note what prompts share in blocks of so many tokens, as keyed hashes; 0: do not.",
+        ),
+    ] = 16
+    as_json: JsonOption = False
+
+
+@command_of(RecordOptions)
+def record(given: RecordOptions) -> None:
+    """Record a trace in front of a running server: lengths and times, and what prompts share, never
+    text or keys.
 
     Clients send their requests to --listen instead of the server. Streams are passed on as they
     arrive. Tokens are counted by the server's own usage report: the recorder requests it where a
@@ -77,12 +91,21 @@ def record(
     """
     from toolkit.serve.recording import Recording, record
 
-    host, port = _address(listen)
+    host, port = _address(given.listen)
     order = Recording(
-        upstream, host, port, out, max_mib << 20, timeout, shutdown_timeout, insecure, upstream_ca
+        given.upstream,
+        host,
+        port,
+        given.out,
+        given.max_mib << 20,
+        given.timeout,
+        given.shutdown_timeout,
+        given.insecure,
+        given.block_tokens,
+        given.upstream_ca,
     )
-    ended = record(order, lambda url: _announce(as_json, url, upstream, out))
-    note(_summary(ended, out))
+    ended = record(order, lambda url: _announce(given.as_json, url, given.upstream, given.out))
+    note(_summary(ended, given.out))
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -118,7 +141,7 @@ BAR_WIDTH = 18
 app = typer.Typer(
     help="Inspect, convert, generate and record traces.", no_args_is_help=True, add_completion=False
 )
-app.command()(record)
+app.command("record")(record)
 
 TraceArgument = Annotated[
     str,

@@ -6,7 +6,8 @@ go only where the client sent them.
 
 `read_request`, `ask_for_usage`, `StreamReader` and `WholeReader` find what a line needs: limits,
 the first token, the usage. They do no I/O and keep no text; what they cannot read passes unread.
-`RequestReading` gives large requests to a process, so that they do not block the event loop.
+`RequestReading` gives large requests to a process, so that they do not block the event loop. What
+prompts share is noted by `toolkit.serve.prompt_blocks`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import secrets
 import socket
 import time
 from collections import Counter
@@ -25,6 +27,7 @@ from typing import Protocol
 import msgspec
 import uvloop
 from msgspec import Raw
+from msgspec.structs import replace
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
@@ -34,7 +37,9 @@ from toolkit.serve.access import check_local_host
 from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, work
 from toolkit.serve.http import HttpServer, WireLimits
+from toolkit.serve.prompt_blocks import JOB, PromptBlocks, answer
 from toolkit.serve.server import LAST_BYTES_S, Signals, first_of, is_loopback, listen, url
+from toolkit.traces.formats import MOONCAKE_BLOCK
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 
 MAX_BODY_BYTES = 64 << 20
@@ -65,6 +70,7 @@ class Recording:
     silence_s: float
     ending_s: float
     insecure: bool = False
+    block_tokens: int = 16  # of the blocks of prompts; 0: what they share is not noted
     # The certificate authorities that are trusted for the upstream; None: the system's.
     authorities: Path | None = None
 
@@ -102,7 +108,12 @@ async def _record(
                 "name the server behind it as --upstream",
             )
         await upstream.check_certificate()
-        recorder = TraceRecorder(upstream, log, local_hosts_only=is_loopback(order.host))
+        recorder = TraceRecorder(
+            upstream,
+            log,
+            local_hosts_only=is_loopback(order.host),
+            block_tokens=order.block_tokens,
+        )
         limits = WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2)
         signals, server = Signals(), HttpServer(recorder, limits, dated=False)
         try:
@@ -160,7 +171,12 @@ class TraceRecorder:
     """
 
     def __init__(
-        self, upstream: Upstream, log: TraceLog, *, local_hosts_only: bool = False
+        self,
+        upstream: Upstream,
+        log: TraceLog,
+        *,
+        local_hosts_only: bool = False,
+        block_tokens: int = 0,
     ) -> None:
         self.ended: Counter[str] = Counter()
         self.leaving = False  # new requests are refused
@@ -170,7 +186,8 @@ class TraceRecorder:
         self._local_hosts_only = local_hosts_only
         self._asks_usage = True  # until the upstream turns out not to support it
         self._running = 0
-        self._requests = RequestReading()
+        self._requests = RequestReading(block_tokens)
+        self._block_tokens = block_tokens
         self.idle.set()
 
     async def stop(self) -> None:
@@ -213,7 +230,7 @@ class TraceRecorder:
                 passing.cancel()
             await asyncio.wait({passing})
             if recorded:
-                self._write(recorded)
+                await self._write(recorded, body)
         if not passing.cancelled():
             passing.result()
 
@@ -283,9 +300,14 @@ class TraceRecorder:
             if isinstance(reader, WholeReader):
                 recorded.last_token_s = time.monotonic()
 
-    def _write(self, recorded: RecordedRequest) -> None:
+    async def _write(self, recorded: RecordedRequest, body: bytes) -> None:
         self.ended[recorded.status] += 1
-        for line in recorded.lines(self._log.timestamp(recorded.arrival_s)):
+        lines = recorded.lines(self._log.timestamp(recorded.arrival_s))
+        if self._block_tokens and recorded.status == "ok" and len(lines) == 1:
+            ids = await self._requests.blocks.ids(body, lines[0].input_length)
+            size = self._block_tokens if self._block_tokens != MOONCAKE_BLOCK else None
+            lines = [replace(lines[0], hash_ids=ids, block_tokens=size if ids else None)]
+        for line in lines:
             self._log.add(line)
 
 
@@ -349,8 +371,10 @@ class RequestReading:
     Raises `ApiError` if the process has died, or has too many bodies to read.
     """
 
-    def __init__(self) -> None:
-        self._process = ReadingProcess("toolkit.serve.recording", b"")
+    def __init__(self, block_tokens: int = 0) -> None:
+        key = secrets.token_bytes(32)  # of this recording only, and never stored
+        self._process = ReadingProcess("toolkit.serve.recording", key)
+        self.blocks = PromptBlocks(block_tokens, LARGE_BODY_BYTES, self._process.ask, key)
 
     async def read(self, body: bytes) -> TokenRequest | None:
         """As `read_request`."""
@@ -372,10 +396,12 @@ class RequestReading:
         await self._process.stop()
 
 
-def _prepare(_: bytes) -> ReadBody:
+def _prepare(key: bytes) -> ReadBody:
     def read_body(kind: str, body: bytes) -> bytes:
         if kind == READ:
             return msgspec.msgpack.encode(read_request(body))
+        if kind.startswith(JOB):
+            return answer(kind, body, key)
         return ask_for_usage(body)
 
     return read_body

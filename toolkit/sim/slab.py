@@ -16,15 +16,16 @@ dropped. New rows join in one of two ways:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.footprint import peak_to_come
+from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.rounds import PrefillGroup, groups_alike
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Joining, RoundResult
-from toolkit.sim.continuous import RoundWorker
+from toolkit.sim.continuous import Outside, RoundWorker
+from toolkit.sim.ledger import Ledger, RunsOut
 
 
 class SlabWorker(RoundWorker):
@@ -38,9 +39,29 @@ class SlabWorker(RoundWorker):
     """
 
     def __init__(
-        self, *args: Any, joining: Joining, capacity_tokens: int | None = None, **options: Any
+        self,
+        index: int,
+        latency: LatencyLaw,
+        ledger: Ledger,
+        number: dict[str, int],
+        runs_out: RunsOut | None = None,
+        *,
+        joining: Joining,
+        capacity_tokens: int | None = None,
+        swap: SwapLaw | None = None,
+        future: bool = False,
+        outside: Outside | None = None,
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(
+            index,
+            latency,
+            ledger,
+            number,
+            runs_out,
+            swap=swap,
+            future=future,
+            outside=outside,
+        )
         self._capacity = NO_LIMIT if capacity_tokens is None else capacity_tokens
         # decode steps of the current round for which memory suffices; -1: all of them
         self._spills_after = -1

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import mypy_extensions
 import psutil
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -178,11 +179,12 @@ def vllm_version(recipe: Recipe) -> str:
 
 
 def link_package(folder: Path) -> None:
-    """Link llmctl's package, and nothing else, into `folder`.
+    """Link llmctl's package into `folder`, and `mypy_extensions`, a file without imports.
 
-    vLLM's environment has its own versions of everything that is installed next to llmctl.
+    vLLM's environment has its own versions of everything else that this code imports there.
     """
     (folder / "toolkit").symlink_to(Path(toolkit.__file__).parent, target_is_directory=True)
+    (folder / "mypy_extensions.py").symlink_to(mypy_extensions.__file__)
 
 
 LOAD_S = 1800.0  # a large model from a slow disk, and its compilation

@@ -1,0 +1,135 @@
+"""Ids of the blocks of a recorded prompt, by keyed hashes: what prompts share is seen, their
+content is not.
+
+A block's id is a keyed hash of its content and of the id before it (a chain), cut to 53 bits, which
+every JSON reader holds exactly. The key is random, made for one recording, and never stored, so
+nothing can be looked up in the ids, also not by trying texts.
+
+A prompt of token ids is cut into blocks of tokens. Of text the recorder does not know the tokens.
+It takes the prompt, or of a chat the tools and the messages as the client wrote them, as bytes, and
+cuts these into blocks of as many bytes as a block of tokens had in the first text that the server
+counted. Each prompt gets as many ids as its counted tokens make.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Awaitable, Callable, Iterator
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from toolkit.serve.errors import ApiError
+
+ID_BITS = 53
+JOB = "blocks"  # of the process that reads large bodies
+
+
+class BlockedPrompt(NamedTuple):
+    """The ids of a prompt, and the bytes of a block of text; 0 for a prompt of token ids."""
+
+    ids: list[int]
+    block_bytes: int
+
+
+class _Prompt(msgspec.Struct):
+    prompt: list[int | str] | str | None = None
+    messages: list[Raw] | None = None
+    tools: Raw | None = None
+
+
+def prompt_content(body: bytes) -> list[int] | bytes | None:
+    """The tokens or the text of a request's only prompt; None where there is no such prompt."""
+    try:
+        found = msgspec.json.decode(body, type=_Prompt)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    match found.prompt:
+        case None:
+            parts = [found.tools] if found.tools else []
+            content = b"\n".join(map(bytes, [*parts, *(found.messages or ())]))
+        case str(text):
+            content = text.encode(errors="surrogatepass")
+        case [str(text)]:
+            content = text.encode(errors="surrogatepass")
+        case [int(), *_]:
+            return [token for token in found.prompt if isinstance(token, int)]
+        case _:
+            return None
+    return content or None
+
+
+def blocks_of_prompt(
+    body: bytes, prompt_tokens: int, key: bytes, block_tokens: int, block_bytes: int
+) -> BlockedPrompt | None:
+    """The ids of the prompt in a body, one for every `block_tokens` of its `prompt_tokens`.
+
+    `block_bytes` are the bytes of a block of text; 0: as many as in this one. None where the body
+    has no prompt, or several.
+    """
+    content = prompt_content(body)
+    if content is None or prompt_tokens < 1:
+        return None
+    wanted = -(-prompt_tokens // block_tokens)
+    if isinstance(content, bytes):
+        block_bytes = block_bytes or max(round(len(content) * block_tokens / prompt_tokens), 1)
+        pieces = _pieces(content, block_bytes)
+    else:
+        block_bytes = 0
+        # A server may add tokens: only what the client sent is known.
+        pieces = _pieces(array("q", content).tobytes(), 8 * block_tokens)
+    ids: list[int] = []
+    before = b""
+    for _ in range(wanted):
+        # Behind the content the chain goes on: a longer prompt has other ids there.
+        before = blake2b(before + next(pieces, b""), digest_size=16, key=key).digest()
+        ids.append(int.from_bytes(before[:8], "big") >> (64 - ID_BITS))
+    return BlockedPrompt(ids, block_bytes)
+
+
+def _pieces(content: bytes, size: int) -> Iterator[bytes]:
+    return (content[at : at + size] for at in range(0, len(content), size))
+
+
+class PromptBlocks:
+    """The ids of the prompts of one recording. `ask` has a process answer a job about a body, as
+    `answer` does; bodies up to `large_bytes` are hashed at once.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        large_bytes: int,
+        ask: Callable[[str, bytes], Awaitable[object]],
+        key: bytes,
+    ) -> None:
+        self._block_tokens, self._large_bytes = block_tokens, large_bytes
+        self._ask, self._key = ask, key
+        self._block_bytes = 0  # of text; 0: no text was counted yet
+
+    async def ids(self, body: bytes, prompt_tokens: int) -> list[int] | None:
+        """The ids of a request's prompt; None where they cannot be known."""
+        while True:
+            job = f"{JOB} {prompt_tokens} {self._block_tokens} {self._block_bytes}"
+            try:
+                large = len(body) > self._large_bytes
+                answered = await self._ask(job, body) if large else answer(job, body, self._key)
+            except ApiError:  # the process has too many bodies to read
+                return None
+            assert isinstance(answered, bytes)
+            found = msgspec.msgpack.decode(answered, type=BlockedPrompt | None)
+            if found is None:
+                return None
+            self._block_bytes = self._block_bytes or found.block_bytes
+            if found.block_bytes in (0, self._block_bytes):
+                return found.ids
+            # Another request was the first to be counted meanwhile: cut this one as that one.
+
+
+def answer(job: str, body: bytes, key: bytes) -> bytes:
+    """The answer to a job of `PromptBlocks`."""
+    prompt_tokens, block_tokens, block_bytes = map(int, job.split()[1:])
+    found = blocks_of_prompt(body, prompt_tokens, key, block_tokens, block_bytes)
+    return msgspec.msgpack.encode(found)
