@@ -60,9 +60,19 @@ def test_every_metric_that_is_printed_is_documented(
     assert all(isinstance(value, float) for value in extra.values())
 
 
-def test_every_documented_metric_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_documented_metric_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Those of the prefix cache by vLLM's scheduler, for a trace that says what prompts share."""
     assert llmctl("simulate", "--fit", "unit-step", "--policy", "past-future", *WORDS) == 0
     names = json.loads(capsys.readouterr().out)
+    shared = str(tmp_path / "shared.jsonl")
+    generate = ("trace", "generate", "--out", shared, "--backlog", "20", "--system-tokens", "64")
+    assert llmctl(*generate) == 0
+    capsys.readouterr()
+    words = ("--trace", shared, "--fit", "llama-3.1-8b-h200", "--policy", "vllm", "--json")
+    assert llmctl("simulate", *words) == 0
+    names |= json.loads(capsys.readouterr().out)
     documented = {key.replace("worker_K", "worker_0") for key in keys_under("metric")}
     expected = {
         key.replace("*", one) for key in documented for one in (STATISTICS if "*" in key else [""])

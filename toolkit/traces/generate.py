@@ -284,7 +284,7 @@ def _with_content(
     output: Lengths,
     rng: np.random.Generator,
 ) -> Trace:
-    """The requests of `firsts` as first turns, whose prompts follow the shared parts, and their
+    """The requests of `firsts` as first turns, with their prompts after the shared parts, and their
     later turns.
     """
     count = len(firsts)
