@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo demo-ray quick quick-compiled test coverage check setup compile lock clean help
+.PHONY: demo demo-ray quick quick-compiled test coverage check setup compile docs reference package lock clean help
 LOCKS  := $(wildcard locks/*.txt) locks/install.sh
 
 help:  ## this list
@@ -60,10 +60,21 @@ check: $(STAMP)  ## everything CI checks: lint, format, types, tests
 	$(BIN)/mypy
 	$(BIN)/python $(PYTEST)
 
+docs: $(STAMP)  ## the site, in build/site: offline, and a broken link is an error
+	$(BIN)/python -m docs.make_reference --check
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+
+reference: $(STAMP)  ## make the pages of docs/reference that follow from the code, and pictures, again
+	$(BIN)/python -m docs.make_reference
+	$(BIN)/python -m docs.make_pictures
+
+package: $(STAMP)  ## sdist, wheel and SBOM in dist/: reproducible, and tried in an empty environment
+	PYTHON=$(BIN)/python sh .ci/package
+
 lock: $(STAMP)  ## make locks/ again, after a change of pyproject.toml's dependencies or of constraints.txt
 	$(BIN)/python -m venv --clear $(VENV)/lock
 	$(VENV)/lock/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r locks/tools.txt
 	$(BIN)/python locks/make.py $(VENV)/lock/bin/uv
 
 clean:  ## remove what the demo and the tests leave behind (not .venv)
-	rm -rf demo-out .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo-out build dist .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@
 #
 # PYTHON is the interpreter of a virtual environment. With -e the checkout itself is what is imported.
 # An EXTRA is one of pyproject.toml's that has a lock beside this script.
+# LLMCTL_WHEEL names a wheel to install in place of the checkout.
 set -eu
 here=$(dirname "$0")
 python=$1
@@ -37,4 +38,4 @@ fi
 for extra in "$@"; do
     pip_install --require-hashes -r "$here/$extra.txt"
 done
-pip_install ${editable:+"$editable"} "$here/.."
+pip_install ${editable:+"$editable"} "${LLMCTL_WHEEL:-$here/..}"

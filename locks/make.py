@@ -30,7 +30,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 # setuptools also for packages that have no wheel; with mypy it compiles (hatch_build.py)
 BUILD = ["hatchling", "editables", "setuptools", "mypy"]
 TOOLS = ["uv"]
-UNLOCKED = {"vllm"}  # it pins a transformers of its own, and is installed beside vLLM: docs/vllm.md
+# vllm pins a transformers of its own, and is installed beside it: docs/how-to/vllm.md
+UNLOCKED = {"vllm"}
 NO_WHEEL = "deepspeed"
 CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 # Of PyTorch's own index, which uv does not ask: its wheels for CPUs on Linux, of Python 3.11, 3.12

@@ -1,6 +1,4 @@
-"""The documentation names commands, options and parameters that exist, with their defaults and
-search ranges.
-"""
+"""The documentation names commands, options and policies that exist."""
 
 import re
 from collections.abc import Iterator
@@ -10,18 +8,10 @@ import pytest
 
 from toolkit.cli import main
 from toolkit.sched.policies import KNOWN
-from toolkit.sched.policies.parameters import defaults, knobs
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 POLICY_PAGE = (ROOT / "docs" / "explanation" / "policies.md").read_text(encoding="utf-8")
-SECTIONS = {
-    name: section
-    for section in re.split(r"^## ", POLICY_PAGE, flags=re.MULTILINE)
-    for name in re.findall(r"\A`([a-z-]+)`", section)
-    if name in KNOWN
-}
-ROW = re.compile(r"^\| `([a-z_]+)` \| ([^|]*)\| ([^|]*)\|", re.MULTILINE)
 
 
 def options() -> dict[str, set[str]]:
@@ -54,21 +44,6 @@ def test_every_option_that_a_page_shows_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", KNOWN)
-def test_every_parameter_of_a_policy_is_documented(policy: str) -> None:
-    missing = [name for name in knobs(KNOWN[policy]) if f"`{name}`" not in POLICY_PAGE]
+def test_every_policy_is_explained(policy: str) -> None:
+    """Its parameters stand in docs/reference/policies.md, which is made from the code."""
     assert f"`{policy}`" in POLICY_PAGE
-    assert missing == []
-
-
-@pytest.mark.parametrize("policy", SECTIONS)
-def test_documented_defaults_and_search_ranges_are_those_of_the_code(policy: str) -> None:
-    of_code, limits = defaults(KNOWN[policy]), knobs(KNOWN[policy])
-    for name, default, searched in ROW.findall(SECTIONS[policy]):
-        value, search = of_code[name], limits[name].search
-        if default.strip():
-            assert default.strip() == (
-                f"{value:g}" if type(value) in (int, float) else str(value).lower()
-            ), name
-        assert bool(searched.strip()) == bool(search), name
-        if search:
-            assert searched.startswith(f"{search[0]:g} .. {search[1]:g}"), name

@@ -27,6 +27,7 @@ import fake_vllm_server
 import pytest
 from filelock import FileLock
 
+from toolkit.errors import LimitsBrokenError
 from toolkit.files.io import processor
 
 pytestmark = pytest.mark.slow
@@ -49,6 +50,7 @@ SHORTER = {
     ),
 }
 FEW_TRIALS = " --trials 8 --draws 2"  # for other searches that do not say how many
+VERDICT = "llmctl tune tiny-llama-cpu --fit tiny-llama-cpu --trace chat-small --policies own"
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
 T = TypeVar("T")
 
@@ -318,6 +320,12 @@ def serving(folder: Folder) -> None:
         folder.serve("llmctl serve plan.json")
 
 
+def recorded(folder: Folder) -> None:
+    """The recorder has seen traffic, and has ended."""
+    folder.stop("trace")
+    shutil.copy(folder.path / "traffic.jsonl", folder.path / "mine.jsonl")
+
+
 def quick_recipe(folder: Folder) -> None:
     """A recipe with a grid that takes seconds to measure, and a profile as if from another GPU."""
     folder.words["RECIPE"] = "quick.yaml"
@@ -346,16 +354,33 @@ sla: {ttft_p99_s: 5}
 """
 
 
-SCRIPTS = {
+RESULTS = {
+    named(page): Script(elsewhere={"llmctl": "how results were made; each takes minutes"})
+    for page in PAGES
+    if page.parent.name == "results"
+}
+SCRIPTS = RESULTS | {
     "README.md": Script(
         prepare=stand_in_for_vllm,
         before={"llmctl serve plan.json": planned_for_this_machine},
         instead={f"llmctl profile {GPU_RECIPE}": analytic_profile},
     ),
+    "docs/tutorials/first-run.md": Script(
+        instead={"llmctl profile": measured_here},
+        elsewhere={"llmctl demo": "takes five minutes; `make package` runs it where asked to"},
+    ),
+    "docs/tutorials/your-model.md": Script(
+        prepare=stand_in_for_vllm,
+        before={"llmctl serve plan.json": planned_for_this_machine},
+        instead={f"llmctl profile {GPU_RECIPE}": analytic_profile},
+    ),
+    "docs/tutorials/reading-a-verdict.md": Script(
+        codes={f"{VERDICT} --rate 60": LimitsBrokenError.exit_code}
+    ),
     "docs/how-to/measure.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
     "docs/how-to/ray.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
-    "docs/results/demo.md": Script(
-        elsewhere={"llmctl": "what `make demo` printed, which takes five minutes"}
+    "docs/how-to/record-a-trace.md": Script(
+        before={"llmctl trace record": serving, "llmctl trace inspect mine.jsonl": recorded}
     ),
     "docs/how-to/deploy.md": Script(
         before={"llmctl serve FOLDER": rendered_to_run_here, "llmctl stop": serving}
@@ -366,13 +391,10 @@ SCRIPTS = {
             "llmctl serve plan.json": "needs three GPUs",
         },
     ),
-    "docs/explanation/profiling.md": Script(prepare=quick_recipe),
-    "docs/results/index.md": Script(
-        elsewhere={"llmctl": "how results were made; each takes minutes"}
-    ),
-    "docs/how-to/serve.md": Script(before={"llmctl serve plan.json --ssl-certfile": certificate}),
-    "docs/reference/traces.md": Script(before={"llmctl trace record": serving}),
     "docs/how-to/vllm.md": Script(prepare=stand_in_for_vllm),
+    "docs/how-to/serve.md": Script(before={"llmctl serve plan.json --ssl-certfile": certificate}),
+    "docs/explanation/profiling.md": Script(prepare=quick_recipe),
+    "docs/reference/traces.md": Script(before={"llmctl trace record": serving}),
 }
 
 

@@ -249,7 +249,7 @@ def test_the_documentation_names_exactly_the_metrics():
         exposed = {
             family.name + ("_total" if family.type == "counter" else "") for family in families
         }
-        docs = (Path(__file__).parent.parent / "docs" / "how-to" / "serve.md").read_text(
+        docs = (Path(__file__).parent.parent / "docs" / "reference" / "metrics.md").read_text(
             encoding="utf-8"
         )
         assert exposed == set(re.findall(r"llmctl_(?!end_after)[a-z0-9_]+", docs))

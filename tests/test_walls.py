@@ -18,7 +18,7 @@ FLOORS = {
     "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2,
     "endpoints": 2,
     "routing": 2, "sim": 3, "profiling": 3, "serve": 3,
-    "backends": 4,
+    "backends": 4, "api": 4,
     "tuning": 5, "deploy": 5, "bench": 5, "report": 5,
     "cli": 6,
 }  # fmt: skip

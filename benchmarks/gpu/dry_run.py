@@ -6,13 +6,12 @@ Takes about 15 minutes on two cores. Needs git, a virtual environment with the p
 machine and no others (torch, transformers, numpy, scipy, numba, pytest, hypothesis, psutil, typer,
 ...), and the folder that `benchmarks.gpu.wheels` fills for that Python.
 
-It does what docs/gpu.md says, with the tiny recipe on the CPU. Each machine is a fresh copy of the
-tracked files. On the first, the preflight runs without the wheels and has to name them, and then
-with them; the tests of GPUs and the probe run; the benchmark runs with its budget and is killed
-with SIGKILL in the middle. No process of it may be left. On the second machine it continues from
-the archive and has to be done. On the third it runs once more, whole. It prints each command with
-its time and its limit, and exits with code 1 if anything was not as it should be.
-"""
+It does what docs/how-to/gpu.md says, with the tiny recipe on the CPU. Each machine is a fresh copy
+of the tracked files. On the first, the preflight runs without the wheels and has to name them, and
+then with them; the tests of GPUs and the probe run; the benchmark runs with its budget and is
+killed with SIGKILL in the middle. No process of it may be left. On the second machine it continues
+from the archive and has to be done. On the third it runs once more, whole. It prints each command
+with its time and its limit, and exits with code 1 if anything was not as it should be."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
 
-MISSING = 3  # the exit code of an engine or a device that cannot do it (docs/errors.md)
+MISSING = 3  # the exit code of an engine or a device that cannot do it (docs/reference/errors.md)
 GIB = 1 << 30
 # What the stages import, directly or through pydantic; versions are those of pyproject.toml.
 PACKAGES = (

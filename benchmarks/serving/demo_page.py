@@ -37,23 +37,14 @@ from the run's output.
 PROMISE, END = "^what tune promised", r"^rc \d|^real\t"
 # Parts of the output: from a line that matches the first pattern to before the next line that
 # matches the second.
-PROFILE = [
-    ("== 1/6", r"^\d+ points skipped|^\d+ points,"),
-    (r"points, .*measurements to go", r"^tiny"),
-]
+PROFILE = [("== 1/6", r"^\d+ points skipped|^\d+ points,")]
 FIT = [("== 2/6", "^coefficients")]
 TUNE = [
-    ("== 3/6", "^trace: "),
-    ("^policy '", "^goodput_rps of the trials"),
+    ("== 3/6", "^trace: |^warning: "),
+    ("^the best settings beside", "^how far goodput moves"),
     ("^the target that binds", "^analytic|^wrote|^validation"),
 ]
-SERVE = [
-    ("== 4/6", "^ what "),
-    (r"^\$ llmctl bench", "^trace: "),
-    ("^warm-up: batches", "== 5/6"),
-    ("== 5/6", "^trace: "),
-    ("^warm-up: batches", "== 6/6"),
-]
+SERVE = [("== 4/6", "^ what "), ("== 5/6", "^trace: |^warning: ")]
 SLS = [("== 6/6", r"^\$ "), (PROMISE, END)]
 PICTURE = [("== 4/6", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PROMISE, END)]
 

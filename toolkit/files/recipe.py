@@ -125,8 +125,12 @@ class ModelSpec(Strict):
         default=None,
         description="of a model on the hub: a commit of 40 hex digits; a branch or a tag may move",
     )
-    trust_remote_code: bool = False
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    trust_remote_code: bool = Field(
+        default=False, description="run Python code that comes with the model"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16", description="of weights and KV cache"
+    )
     tokenizer: Literal["model", "bytes"] = Field(
         default="model",
         description="'bytes' is the built-in byte-level tokenizer; it needs no download",
@@ -135,13 +139,17 @@ class ModelSpec(Strict):
         default="auto",
         description="'dummy' gives a known model random weights: profiles as well as real ones",
     )
-    seed: Seed = 0
+    seed: Seed = Field(default=0, description="of random weights")
     max_model_len: Positive = Field(description="longest prompt + output, in tokens")
     kv_bytes_per_token: Positive | None = Field(
         default=None,
         description="2 * layers * kv_heads * head_dim * bytes; checked against the loaded model",
     )
-    weight_bytes: Positive | None = None
+    weight_bytes: Positive | None = Field(
+        default=None,
+        description="parameters * bytes per value; lets `doctor` reckon the memory before "
+        "anything is loaded",
+    )
 
     @property
     def from_hub(self) -> bool:
@@ -165,7 +173,7 @@ class ModelSpec(Strict):
 class HardwareSpec(Strict):
     """The device that one worker runs on."""
 
-    device: Literal["cpu", "cuda"]
+    device: Literal["cpu", "cuda"] = Field(description="where workers run")
     name: str = Field(description="for readers and for doctor's check, like 'A100-80GB'")
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="of one device"
@@ -187,7 +195,11 @@ GPU_SWAP_MIB = 4096.0
 class EngineSpec(Strict):
     """What runs the model."""
 
-    name: EngineName = "transformers"
+    name: EngineName = Field(
+        default="transformers",
+        description="what runs the model; 'vllm' is vLLM's own server, 'openai' a server that runs "
+        "already, 'fake' has no model",
+    )
     url: str | None = Field(
         default=None, description="openai: the server, like http://127.0.0.1:8000"
     )
@@ -206,7 +218,9 @@ class EngineSpec(Strict):
         default=None,
         description="KV cache of one worker's process; None on a GPU: from gpu_memory_utilization",
     )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9, description="share of a GPU's memory for weights and KV cache"
+    )
     share_gpus: bool = Field(
         default=False,
         description="workers may share GPUs where there are too few: each gets an equal part of "
@@ -287,9 +301,14 @@ class EngineSpec(Strict):
 class ProfileSpec(Strict):
     """The grid to measure. Every point is measured `repeats` times after `warmups`."""
 
-    batch_sizes: Grid
-    input_lengths: Grid
-    cached_lengths: Grid
+    batch_sizes: Grid = Field(description="N: prefill and decode are measured at each")
+    input_lengths: Grid = Field(
+        description="L, in tokens: prefill is measured at each of batch_sizes x input_lengths"
+    )
+    cached_lengths: Grid = Field(
+        description="tokens in the cache when one more is decoded, measured at each of "
+        "batch_sizes x cached_lengths"
+    )
     slice_tokens: Grid = Field(
         default=[16, 32], description="slice lengths of the end-to-end samples"
     )
@@ -297,28 +316,35 @@ class ProfileSpec(Strict):
     sequences: Positive = Field(
         default=24, description="rebatch: end-to-end sequences of rounds, on all workers at once"
     )
-    repeats: Positive = 5
-    warmups: Annotated[int, Field(ge=0)] = 1
+    repeats: Positive = Field(default=5, description="timings of each point; all are kept")
+    warmups: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="runs before the first timing of a point, not counted"
+    )
     memory_lengths: Grid = Field(description="input lengths at which the memory edge is probed")
     clock: Literal["cpu", "wall"] = Field(
         default="wall",
         description="'cpu' is process CPU time: steadier on shared cores with one thread",
     )
-    seed: Seed = 0
+    seed: Seed = Field(default=0, description="of the tokens and the order of the points")
 
 
 class PolicySpec(Strict):
     """The policy that serves without a tuning. It is trial 0 of `llmctl tune`."""
 
-    name: str = "slice"
-    parameters: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    name: str = Field(default="slice", description="a policy that the engine runs")
+    parameters: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="values of the policy's parameters; the policy's defaults for the others",
+    )
 
 
 class TuneSpec(Strict):
     """How to search."""
 
-    trials: Annotated[int, Field(gt=0, le=MAX_TRIALS)] = 60
-    seed: Seed = 0
+    trials: Annotated[int, Field(gt=0, le=MAX_TRIALS)] = Field(
+        default=60, description="settings to try"
+    )
+    seed: Seed = Field(default=0, description="the same seed gives the same result")
     windows: Positive = Field(default=2, description="trace windows used for the search")
     held_out_windows: Positive = Field(
         default=2, description="other windows, used only for the verdict"
@@ -370,9 +396,13 @@ class TuneSpec(Strict):
 class ServeSpec(Strict):
     """The server."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    served_model_name: str | None = None
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=8000, description="0 takes a free one"
+    )
+    served_model_name: str | None = Field(
+        default=None, description="what clients call the model; None: the recipe's name"
+    )
     max_new_tokens: Positive = Field(
         default=256, description="default of a request's limit, and its upper bound"
     )
@@ -402,13 +432,16 @@ class ServeSpec(Strict):
 class Recipe(Strict):
     """recipe.yaml."""
 
-    schema_version: Literal[1] = 1
-    name: Name
-    description: str = ""
+    schema_version: Literal[1] = Field(default=1, description="of this format")
+    name: Name = Field(description="lower-case letters, digits, `.`, `_` and `-`; at most 64")
+    description: str = Field(default="", description="one line for readers")
     model: ModelSpec
     hardware: HardwareSpec
     engine: EngineSpec = EngineSpec()
-    workers: Workers = 1
+    workers: Workers = Field(
+        default=1,
+        description="engine instances, each a process with a model and a device of its own",
+    )
     profile: ProfileSpec
     sla: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
