@@ -61,11 +61,11 @@ check: $(STAMP)  ## everything CI checks: lint, format, types, tests
 	$(BIN)/python $(PYTEST)
 
 docs: $(STAMP)  ## the site, in build/site: offline, and a broken link is an error
-	$(BIN)/python -m docs.make_reference --check
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_reference --check
+	LLMCTL_COMPILED=0 $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
 
 reference: $(STAMP)  ## make the pages of docs/reference that follow from the code, and pictures, again
-	$(BIN)/python -m docs.make_reference
+	LLMCTL_COMPILED=0 $(BIN)/python -m docs.make_reference
 	$(BIN)/python -m docs.make_pictures
 
 package: $(STAMP)  ## sdist, wheel and SBOM in dist/: reproducible, and tried in an empty environment

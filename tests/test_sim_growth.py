@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common.golden import ROUTED, ROUTERS, rate_rps, trace_of, world_of
+from toolkit.compiled import running
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sim.api import requests_of, simulate, virtual_workers
@@ -18,6 +19,7 @@ from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 from toolkit.traces.types import Trace
 
+pytestmark = pytest.mark.skipif(running().compiled, reason="lines of compiled code are not counted")
 FEW, MANY = 3, 36  # workers
 PER_WORKER = 8  # requests
 BACKLOGS = (100, 600)  # requests that come almost at once, for two workers

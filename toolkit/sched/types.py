@@ -11,20 +11,21 @@ long where this module is compiled. Fields that a class gives a value are set by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from toolkit.sched.footprint import Footprint, footprint_of
 from toolkit.sched.inbox import Inbox
 from toolkit.sched.residents import ParkedCaches, Residents
+from toolkit.sched.results import BatchResult as BatchResult
+from toolkit.sched.results import Failure as Failure
+from toolkit.sched.results import RoundResult as RoundResult
 
 if TYPE_CHECKING:
     from toolkit.sched.protocols import LatencyLaw, MemoryLaw, SwapLaw
 
 NO_LIMIT: Final = 1 << 40
 Until = Literal["any", "all"]
-Failure = Literal["", "oom", "crashed"]
 # How newcomers join a padded batch: `engine.joining` of a recipe.
 Joining = Literal["embed", "shape"]
 
@@ -229,71 +230,6 @@ class Batch:
     def size(self) -> int:
         """The number of jobs."""
         return len(self.jobs)
-
-
-@dataclass
-class BatchResult:
-    """What a worker did with a static batch: new tokens and whether it ended, for each job in
-    order.
-
-    If there was a `failure`, `generated` still counts the tokens that reached the client before it.
-    """
-
-    batch_id: int
-    worker: int
-    generated: Sequence[int]
-    finished: Sequence[bool]
-    failure: Failure = ""
-
-
-@dataclass(init=False)
-class RoundResult:
-    """What a worker did with a round: all residents decoded `steps` times; `ended` jobs did so
-    last.
-
-    Attributes:
-        ended: jobs that ended in the round's last step.
-        joined: for each job that ended its prefill in the round, the steps of the round before it
-            joined, which it did not decode. None: every prefill ended before the first step. On
-            engines with a prefill that gives a token, the job has that token, and a round in which
-            a job ends with it may have 0 steps. The prefill of a job that is not named continues in
-            the next round.
-        failure: "oom" if memory ran out. "crashed" if the worker died: then no cache is left.
-        missed: residents that an engine which also schedules (`toolkit.backends.vllm`) left out of
-            so many of the steps.
-        dropped: jobs that lost their caches, the last admitted first; they wait again. Memory
-            had no room for them (then `failure` is "oom", and `dropped` may be all residents, or
-            empty if splitting a pass was enough), or an engine that also schedules made room.
-    """
-
-    batch_id: int
-    worker: int
-    steps: int
-    ended: tuple[str, ...] = ()
-    joined: tuple[tuple[str, int], ...] | None = None
-    failure: Failure = ""
-    missed: tuple[tuple[str, int], ...] = ()
-    dropped: tuple[str, ...] = ()
-
-    def __init__(
-        self,
-        batch_id: int,
-        worker: int,
-        steps: int,
-        ended: tuple[str, ...] = (),
-        joined: tuple[tuple[str, int], ...] | None = None,
-        failure: Failure = "",
-        missed: tuple[tuple[str, int], ...] = (),
-        dropped: tuple[str, ...] = (),
-    ) -> None:
-        self.batch_id = batch_id
-        self.worker = worker
-        self.steps = steps
-        self.ended = ended
-        self.joined = joined
-        self.failure = failure
-        self.missed = missed
-        self.dropped = dropped
 
 
 class Worker:

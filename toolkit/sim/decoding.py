@@ -71,8 +71,13 @@ class SwapStore:
         if not (moves.swap_out or moves.swap_in):
             return 0.0
         assert self.law is not None, "a policy swaps where there is no host memory"
-        out_s = sum([self.law.out_s(self.device[job]) for job in moves.swap_out])
-        return out_s + sum([self.law.in_s(self._host[job]) for job in moves.swap_in])
+        # by hand: compiled code takes the sum of a list of floats for an integer
+        out_s = in_s = 0.0
+        for job in moves.swap_out:
+            out_s += self.law.out_s(self.device[job])
+        for job in moves.swap_in:
+            in_s += self.law.in_s(self._host[job])
+        return out_s + in_s
 
     def waits(self, moves: Moves) -> bool:
         """Whether a round's compute waits for its transfers."""

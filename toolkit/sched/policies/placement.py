@@ -252,9 +252,13 @@ class Placement:
         law = worker.swap
         if law is None:
             return 0.0
-        return sum([law.out_s(row.tokens) for row in self.swap_out]) + sum(
-            [law.in_s(row.tokens) for row in self.swap_in]
-        )
+        # by hand: compiled code takes the sum of a list of floats for an integer
+        out_s = in_s = 0.0
+        for row in self.swap_out:
+            out_s += law.out_s(row.tokens)
+        for row in self.swap_in:
+            in_s += law.in_s(row.tokens)
+        return out_s + in_s
 
 
 def _keep(
