@@ -43,6 +43,7 @@ WORDS = {"RECIPE": "tiny-llama-cpu", "TRACE": "traffic.jsonl", "FOLDER": "deploy
 SHORTER = {
     "--duration 30": "--duration 2 --warmup 1",
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --warmup 1 --max-error 1000",
+    "profile.json --max-error 8": "profile.json --max-error 1000",  # of an engine without work
     "--check 8 --strict": "--check 2",
     # so many that one of the only policy that the engine runs is within the limits
     "llmctl tune fleet.yaml --trace chat-small": (

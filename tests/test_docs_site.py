@@ -132,6 +132,6 @@ def test_the_site_builds_without_a_warning_and_its_search_finds_terms(tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     index = (tmp_path / "site" / "searchindex.js").read_text(encoding="utf-8")
-    for term in ("slice_tokens", "mtpot", "keda"):
+    for term in ("slice_tokens?", "mtpot", "keda"):  # a stemmer may cut the plural
         assert re.search(rf'"{term}":', index), term
     assert (tmp_path / "site" / "pictures" / "status-dark.webp").exists()
