@@ -42,7 +42,6 @@ def test_an_index_forgets_what_was_used_longest_ago_and_a_prompts_end_first():
     index.add(0, (1, 2, 3), 0.0)
     index.add(0, (7, 8), 1.0)
     assert index.matched((1, 2, 3), 1.0) == [2]
-    assert index.sizes() == [4]
     index.add(0, (1,), 2.0)
     index.add(0, (9,), 3.0)
     assert index.matched((1, 2), 3.0) == [1]
@@ -207,7 +206,7 @@ def test_a_log_replays_and_counts_return_to_nothing(name):
         front.ended(name_left, 5)
     for replica in front.replicas:
         counts = replica.requests, replica.prefills, replica.prefill_tokens, replica.blocks
-        assert (*counts, replica.decode_tokens) == (0, 0, 0, 0, 0)
+        assert (*counts, replica.decode_tokens, replica.prompt_tokens) == (0,) * 6
 
 
 def test_every_parameter_has_a_search_range_that_is_valid():

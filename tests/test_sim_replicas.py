@@ -16,7 +16,7 @@ from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Routing
 from toolkit.sim.world import WorldSettings
-from toolkit.traces.types import SharedBlocks, Trace
+from toolkit.traces.types import Trace
 
 POLICY = VllmPolicy(max_num_seqs=6, max_num_batched_tokens=64)
 
@@ -60,6 +60,15 @@ def test_round_robin_is_what_dealing_in_turn_is(ahead: bool, shares: bool, worke
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+def test_without_drain_it_stops_when_the_last_request_is_admitted(ahead: bool) -> None:
+    there = world(PagedEngine(LAW, 30, 4, ahead), drain=False)
+    trace = made_up(3)
+    routed = simulate(trace, POLICY, replace(there, routing=Routing()))
+    same(routed, simulate(trace, POLICY, there))
+    assert 0 < routed.counters["unfinished"] < len(trace)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 def test_sessions_in_a_closed_loop_too(ahead: bool) -> None:
     rows, previous, prompt = [], [], 0
     for k in range(40):
@@ -95,22 +104,29 @@ def test_a_router_by_prefix_hits_more_than_dealing_in_turn() -> None:
     assert min(rates["prefix"], rates["llm-d"], rates["by-law"]) > rates["round-robin"], rates
 
 
-def test_reports_show_the_queue_and_the_cache() -> None:
-    """A replica that is told to run nothing has a queue, which its reports show to the router."""
-    trace = Trace(
-        np.array([0.0, 0.0, 0.0, 0.5]),
-        np.array([20, 20, 20, 20]),
-        np.array([40, 40, 40, 5]),
-        np.array([40, 40, 40, 5]),
-        shared=SharedBlocks(4, np.tile(np.arange(5), 4), np.arange(0, 21, 5)),
-    )
+def test_a_router_reads_reports_that_are_as_old_as_they_are_live() -> None:
+    """Two long requests on one replica each, then a third: with fresh reports the fourth goes where
+    nothing waits; without reports the router takes the rows that it sent for running.
+    """
+    rows = [(0.0, 20, 200), (0.0, 20, 200), (0.01, 20, 200), (0.3, 20, 5)]
     policy = VllmPolicy(max_num_seqs=1, max_num_batched_tokens=64)
-    routing = Routing(make_router("llm-d", {"prefix": 0.0, "kv": 0.0}), report_s=0.1)
-    there = replace(world(PagedEngine(LAW, 60, 4), 2), routing=routing)
-    result = simulate(trace, policy, there)
-    waits = result.served.first_token_s - result.served.arrival_s
-    assert result.served.ok.all()
-    assert waits[3] < 0.5
+    homes = {}
+    for report_s in (0.1, 1e9):
+        routing = Routing(make_router("llm-d", {"prefix": 0.0, "kv": 0.0}), report_s=report_s)
+        seen: list[list[int]] = []
+        choose = type(routing.router).choose
+
+        def spy(router, request, view, choose=choose, seen=seen):
+            seen.append([r.report.waiting if r.report else -1 for r in view.replicas])
+            return choose(router, request, view)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(routing.router), "choose", spy)
+            there = replace(world(PagedEngine(LAW, 60, 4), 2), routing=routing)
+            assert simulate(trace_of(rows), policy, there).served.ok.all()
+        homes[report_s] = seen[-1]
+    assert sorted(homes[0.1]) == [0, 1]
+    assert homes[1e9] == [-1, -1]
 
 
 def test_a_router_before_a_policy_that_routes_itself_is_refused() -> None:

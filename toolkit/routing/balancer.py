@@ -94,7 +94,6 @@ class Balancer:
         self._view = RouterView(
             self.replicas,
             [],
-            [],
             block_tokens,
             DEFAULT_EXPECTED_TOKENS,
             0,
@@ -116,7 +115,6 @@ class Balancer:
         if able:
             view.replicas = able
             view.matched = self._index.matched(request.blocks, now_s)
-            view.cached_blocks = self._index.sizes()
             index = self.router.choose(request, view)
             view.routed += 1
             replica = self.replicas[index]

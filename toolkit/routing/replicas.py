@@ -89,9 +89,10 @@ class Replica:
 
     Attributes:
         sent: the requests that it has, by id, in the order in which they were sent.
-        prefills: how many of these have no token yet; `prefill_tokens` is what they have to
-            compute, in tokens, and `prefill_blocks` the same in blocks of the router.
+        prefills: how many of these have no token yet.
+        prefill_tokens: what these have to compute.
         decode_tokens: prompt tokens of the others.
+        prompt_tokens: of all.
         blocks: of all prompts that it has, each counted once.
         report: its own latest figures; None before the first.
     """
@@ -104,6 +105,7 @@ class Replica:
         "is_up",
         "prefill_tokens",
         "prefills",
+        "prompt_tokens",
         "report",
         "sent",
         "traits",
@@ -113,7 +115,8 @@ class Replica:
         self.index, self.traits = index, traits
         self.is_up = True
         self.sent: dict[str, Sent] = {}
-        self.prefills = self.prefill_tokens = self.decode_tokens = self.blocks = 0
+        self.prefills = self.prefill_tokens = self.decode_tokens = 0
+        self.prompt_tokens = self.blocks = 0
         self.report: ReplicaReport | None = None
         self._uses: dict[int, int] = {}
 
@@ -139,16 +142,14 @@ class Replica:
         """The used share of its cache: as reported, or else by the prompts that it has."""
         if self.report is not None:
             return self.report.kv_usage
-        held = self.decode_tokens + sum(
-            sent.request.prompt_tokens for sent in self.sent.values() if not sent.has_token
-        )
-        return min(held / self.traits.capacity_tokens, 1.0)
+        return min(self.prompt_tokens / self.traits.capacity_tokens, 1.0)
 
     def add(self, sent: Sent) -> None:
         """A request was sent to it."""
         self.sent[sent.request.request_id] = sent
         self.prefills += 1
         self.prefill_tokens += sent.new_tokens
+        self.prompt_tokens += sent.request.prompt_tokens
         for block in sent.request.blocks:
             uses = self._uses.get(block, 0)
             self._uses[block] = uses + 1
@@ -168,6 +169,7 @@ class Replica:
         sent = self.sent.pop(request_id, None)
         if sent is None:
             return
+        self.prompt_tokens -= sent.request.prompt_tokens
         if sent.has_token:
             self.decode_tokens -= sent.request.prompt_tokens
         else:
@@ -194,10 +196,6 @@ class PrefixIndex:
         self._capacity, self._ttl_s = capacity, ttl_s
         self._holders: dict[int, int] = {}  # block to the set of replicas, as bits
         self._used: list[OrderedDict[int, float]] = [OrderedDict() for _ in range(replicas)]
-
-    def sizes(self) -> list[int]:
-        """How many blocks each replica has."""
-        return [len(used) for used in self._used]
 
     def matched(self, blocks: Sequence[int], now_s: float) -> list[int]:
         """For each replica, how many leading blocks of a prompt it has."""

@@ -30,7 +30,6 @@ class RouterView:
         replicas: those that are up, by index; at least one.
         matched: for each replica by its index, how many of the request's leading blocks it
             probably has cached.
-        cached_blocks: for each replica by its index, how many blocks it probably has cached.
         block_tokens: of a block.
         expected_tokens: mean output of the requests that ended last.
         routed: how many requests were routed before.
@@ -40,7 +39,6 @@ class RouterView:
 
     replicas: Sequence[Replica]
     matched: Sequence[int]
-    cached_blocks: Sequence[int]
     block_tokens: int
     expected_tokens: float
     routed: int

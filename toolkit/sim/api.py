@@ -89,7 +89,14 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
             )
         else:
             refusals = serve_routed(
-                requests, policy, engine, ledger, reuse, world.routing, front=own_front
+                requests,
+                policy,
+                engine,
+                ledger,
+                reuse,
+                world.routing,
+                front=own_front,
+                drain=world.drain,
             )
         rows = ledger.row_steps / max(ledger.decoding_steps, 1)
         front = engine.front(rows) if world.front == NO_DELAY else world.front

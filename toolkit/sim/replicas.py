@@ -118,8 +118,10 @@ class ReplicaRun(PagedRun):
         elif self.next_s == math.inf:
             self.next_s = max(self._plan_s, now_s)
 
-    def work(self) -> None:
-        """Do what is due at `next_s`: finish the passes that run, or plan the next."""
+    def work(self, *, drain: bool) -> None:
+        """Do what is due at `next_s`: finish the passes that run, or plan the next. Without
+        `drain` no pass is planned where no request waits.
+        """
         now_s, ahead = self.next_s, self._engine.ahead
         if self._leap is not None:
             plan, begin_s, steps = self._leap
@@ -134,7 +136,10 @@ class ReplicaRun(PagedRun):
             if self._plan_s > now_s:
                 self.next_s = self._plan_s
                 return
-        self._plan_next(now_s)
+        if drain or self._arrived or self._scheduler.waiting:
+            self._plan_next(now_s)
+        else:
+            self.next_s = math.inf
 
     def report(self, now_s: float) -> ReplicaReport:
         """Its own figures."""
@@ -197,11 +202,14 @@ def serve_routed(
     routing: Routing,
     *,
     front: FrontDelay | None = None,
+    drain: bool = True,
 ) -> list[Refusal]:
-    """Serve requests on as many replicas as the ledger has workers, behind a router. Returns the
+    """Serve requests on as many replicas as the ledger has workers, behind a router. Without
+    `drain` a replica stops when the last request has arrived and none waits there. Returns the
     refusals: requests that can never be served.
     """
-    return _RoutedRun(requests, flags, engine, ledger, reuse, routing, front).run()
+    run = _RoutedRun(requests, flags, engine, ledger, reuse, routing, front)
+    return run.serve(drain=drain)
 
 
 class _RoutedRun:
@@ -249,7 +257,7 @@ class _RoutedRun:
         # to work at another time
         self._events: list[tuple[float, int, int, int]] = []
 
-    def run(self) -> list[Refusal]:
+    def serve(self, *, drain: bool) -> list[Refusal]:
         """Serve all; return the refusals."""
         ledger, events, replicas = self._ledger, self._events, self._replicas
         ledger.shares = bool(self._reuse)
@@ -261,7 +269,7 @@ class _RoutedRun:
         ]
         heapify(events)
         refusals: list[Refusal] = []
-        report_s = self._report_s
+        report_s, left = self._report_s, len(self._requests)  # to arrive
         while events:
             now_s, kind, subject, generated = heappop(events)
             while report_s <= now_s:
@@ -271,9 +279,10 @@ class _RoutedRun:
             if kind == WORK:
                 replica = replicas[subject]
                 if replica.next_s == now_s:
-                    replica.work()
+                    replica.work(drain=drain or left > 0)
                     self._take(replica, subject)
             elif kind == ARRIVE:
+                left -= 1
                 refused = refusal(
                     self._requests[subject],
                     ledger.output_tokens[subject],
