@@ -44,10 +44,13 @@ MODULES = (
     "toolkit.sched.scheduler",
     "toolkit.sched.types",
     "toolkit.sched.view",
+    "toolkit.sim.blocks",
     "toolkit.sim.continuous",
     "toolkit.sim.decoding",
     "toolkit.sim.ledger",
     "toolkit.sim.loop",
+    "toolkit.sim.paged",
+    "toolkit.sim.paged_engine",
     "toolkit.sim.slab",
     "toolkit.sim.worker",
 )  # fmt: skip
