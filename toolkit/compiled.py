@@ -32,6 +32,7 @@ MODULES = (
     "toolkit.sched.footprint",
     "toolkit.sched.inbox",
     "toolkit.sched.planner",
+    "toolkit.sched.policies.admission",
     "toolkit.sched.policies.baton_rounds",
     "toolkit.sched.policies.continuous_rounds",
     "toolkit.sched.policies.feedback_queues",

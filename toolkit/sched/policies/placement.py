@@ -37,14 +37,20 @@ class RankedJob:
         waits_s: seconds since it last ran; RUNS if it runs.
         standing, age_s: its rank, with the job's ticket; less is served first. Of starving jobs the
             age is the negative waiting time, else it is 0.
+        own: its standing if it does not starve, which holds while it was promoted at `promoted_at`
+            and has generated at least `since` tokens and less than `leaves`.
     """
 
     __slots__ = (
         "age_s",
         "generated",
         "job",
+        "leaves",
         "location",
         "needs",
+        "own",
+        "promoted_at",
+        "since",
         "standing",
         "ticket",
         "tokens",
@@ -71,6 +77,13 @@ class RankedJob:
         self.standing = standing
         self.age_s = age_s
         self.ticket = job.ticket
+        self.own = standing
+        self.since = self.leaves = 0  # it holds nowhere
+        self.promoted_at = -1
+
+    def keeps(self, generated: int, promoted_at: int) -> bool:
+        """Whether `own` holds for a job that has generated so much and was promoted there."""
+        return self.since <= generated < self.leaves and self.promoted_at == promoted_at
 
     @property
     def rank(self) -> Rank:
