@@ -383,7 +383,7 @@ class PagedRun:
                 ledger.rows += chunk.completes
         ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
         if used > ledger.peak_tokens:
-            ledger.peak_tokens = used
+            ledger.peak_tokens = float(used)
         if valid is not None and not valid.holds(last):
             ledger.extrapolated += steps
 
