@@ -28,6 +28,7 @@ from toolkit.sched.policies.placement import (
     after_transfers,
     beside_transfers,
     free_cache_tokens,
+    mark_running,
     steps_until,
 )
 from toolkit.sched.types import Batch, Job, Worker
@@ -154,8 +155,8 @@ class PreemptiveRounds(RoundPlanner):
                 )
         cached = self._cached(worker, now_s)
         chosen = self._choose(worker, cached, now_s)
-        running = {row.job for row in chosen.rows}
-        others = [row for row in cached if row.job not in running]
+        mark_running(cached, chosen.rows)
+        others = [row for row in cached if not row.runs]
         if others:
             next_runs = self.next_runs(worker, cached, others, now_s)
             others.sort(key=lambda row: next_runs[row.job])
@@ -168,6 +169,7 @@ class PreemptiveRounds(RoundPlanner):
         if placed is None:
             placed = after_transfers(worker, others, chosen, spare, share)
         placed.closed = chosen.closed
+        mark_running(cached, placed.run)
         return self._batch(worker, placed, cached, now_s)
 
     def _unchanged_round(self, worker: Worker, now_s: float) -> int:
@@ -347,7 +349,7 @@ class PreemptiveRounds(RoundPlanner):
         """Steps until a new decision is needed, by the worker's laws."""
         law, run, n, emits = worker.latency, placed.run, len(placed.run), worker.emits
         steps = max(placed.room(worker), 1)
-        idle = placed.idle(cached)
+        idle = [row for row in cached if not row.runs]
         if placed.closed and not idle and len(worker.inbox) > len(enter):
             return steps  # no job can enter before a row ends, whatever the ranks
         if idle or len(worker.inbox) > len(enter):
