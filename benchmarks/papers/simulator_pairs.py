@@ -6,8 +6,10 @@ Takes half a minute for each policy, load and number of workers. Needs a trace, 
 the commit to compare with: git worktree add FOLDER COMMIT.
 
 Processor time of the loop, or with `--whole` of `simulate`, which also makes the requests and
-counts. Each repeat runs the other checkout, this one in plain Python and, if it was
-compiled, this one compiled, one after the other, each in a process of its own; the median counts.
+counts. For each row the other checkout runs, then this one in plain Python and, if it was compiled,
+this one compiled, one after the other, each in a process of its own that takes the median of
+`--repeats` runs.
+
 The world and the trace are those of `benchmarks/papers/simulator_speed.py`, and `load` multiplies
 the trace's rate, which is scaled with the workers. First and last tokens and the largest gaps must
 be equal to the last bit. Policies of `--changed` may differ from the other checkout: those with
@@ -36,8 +38,11 @@ WARM_UP = 500  # requests that compile the kernels
 BLOCK_TOKENS, CAPACITY_TOKENS = 16, 33_792
 
 
-def child(trace_file: str, policy: str, load: float, workers: int, whole: bool) -> None:
-    """Print the seconds per request and a digest, of the checkout that Python finds first.
+def child(
+    trace_file: str, policy: str, load: float, workers: int, whole: bool, repeats: int
+) -> None:
+    """Print the seconds per request, the median of `repeats` runs, and a digest, of the checkout
+    that Python finds first.
 
     It takes few names from the checkout, so that it runs with old ones.
     """
@@ -78,17 +83,18 @@ def child(trace_file: str, policy: str, load: float, workers: int, whole: bool) 
     if not whole:
         for name in ("run", "serve"):
             setattr(api, name, timed(getattr(api, name)))
-    for requests in (WARM_UP, count):
+    taken: list[float] = []
+    for requests in (WARM_UP, *[count] * repeats):
         part = slice(requests)
         lengths = read.prompt_tokens[part], read.output_tokens[part]
         trace = Trace(arrival_s[part], *lengths, read.max_tokens[part])
         start_s = process_time()
         served = api.simulate(trace, chosen, world).served
-        seconds = process_time() - start_s if whole else loop_s
+        taken.append(process_time() - start_s if whole else loop_s)
     found = hashlib.sha256()
     for column in (served.first_token_s, served.finish_s, served.max_gap_s):
         found.update(np.asarray(column, dtype="<f8").tobytes())
-    print(json.dumps([seconds / count, found.hexdigest()]))
+    print(json.dumps([statistics.median(taken[1:]) / count, found.hexdigest()]))
 
 
 def seconds_of(tree: Path, compiled: str, case: list[str]) -> tuple[float, str]:
@@ -126,17 +132,13 @@ def main() -> None:
     for policy in options.policies.split(","):
         for load in options.loads.split(","):
             for workers in options.workers.split(","):
-                case = [str(options.trace), policy, load, workers, str(int(options.whole))]
-                runs = [
-                    [seconds_of(tree, compiled, case) for _, tree, compiled in kinds]
-                    for _ in range(options.repeats)
-                ]
+                case = [str(options.trace), policy, load, workers]
+                case += [str(int(options.whole)), str(options.repeats)]
+                runs = [seconds_of(tree, compiled, case) for _, tree, compiled in kinds]
                 new = int(policy in options.changed.split(","))  # the first kind that is compared
-                if len({digest for row in runs for _, digest in row[new:]}) > 1:
+                if len({digest for _, digest in runs[new:]}) > 1:
                     raise SystemExit(f"{policy}, load {load}, {workers} workers: times differ")
-                medians = [
-                    statistics.median([row[k][0] for row in runs]) for k in range(len(kinds))
-                ]
+                medians = [seconds for seconds, _ in runs]
                 cells = [f"{1e6 * seconds:.1f}" for seconds in medians]
                 cells += [f"{medians[0] / seconds:.1f}" for seconds in medians[1:]]
                 print(f"| {policy} | {load} | {workers} | {' | '.join(cells)} |", flush=True)
@@ -144,7 +146,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        file, name, rate, fleet, everything = sys.argv[2:]
-        child(file, name, float(rate), int(fleet), everything == "1")
+        file, name, rate, fleet, everything, times = sys.argv[2:]
+        child(file, name, float(rate), int(fleet), everything == "1", int(times))
     else:
         main()
