@@ -27,9 +27,8 @@ from toolkit.files.fit import StepsFit
 from toolkit.sched.iterations import LoggedRow
 
 
-@dataclass(frozen=True, slots=True)
 class StepShape:
-    """What one forward pass computes.
+    """What one forward pass computes. Its constructor is by hand, as those of `Batch` are.
 
     Attributes:
         decodes: rows that compute one token, their last.
@@ -39,14 +38,42 @@ class StepShape:
         prefill_attended: new * (cached + new / 2), summed over the chunks.
     """
 
-    decodes: int
-    decode_cached: int
-    prefills: int = 0
-    prefill_tokens: int = 0
-    prefill_attended: float = 0.0
+    __slots__ = ("decode_cached", "decodes", "prefill_attended", "prefill_tokens", "prefills")
+
+    def __init__(
+        self,
+        decodes: int,
+        decode_cached: int,
+        prefills: int = 0,
+        prefill_tokens: int = 0,
+        prefill_attended: float = 0.0,
+    ) -> None:
+        self.decodes = decodes
+        self.decode_cached = decode_cached
+        self.prefills = prefills
+        self.prefill_tokens = prefill_tokens
+        self.prefill_attended = prefill_attended
+
+    def _values(self) -> tuple[int, int, int, int, float]:
+        return (
+            self.decodes,
+            self.decode_cached,
+            self.prefills,
+            self.prefill_tokens,
+            self.prefill_attended,
+        )
 
     def __reduce__(self) -> Reduced:
-        return reduced(self)
+        return StepShape, self._values()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepShape) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __repr__(self) -> str:
+        return f"StepShape{self._values()}"
 
     @property
     def rows(self) -> int:
@@ -103,7 +130,7 @@ class StepLaw:
         ]
         if bad:
             raise InputError(f"steps: a coefficient is {bad[0]}; all must be finite and >= 0")
-        ends = (*self.knots[1:], math.inf)
+        ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
         object.__setattr__(self, "_slopes", tuple(zip(self.token_s, self.knots, ends, strict=True)))
 
     @classmethod
