@@ -48,7 +48,7 @@ STARTED_S = time.monotonic()
 STAGES = ("prepare", "profile", "fit", "tune", "measure", "report")
 RECIPE = Path(__file__).with_name("prefix_live.yaml")
 DIVISOR, LONGEST = 16, 3_900
-RATES = {"mooncake": 3.0, "sessions": 1.2, "templates": 6.0}  # requests/s
+RATES = {"mooncake": 4.0, "sessions": 5.0, "templates": 7.0}  # requests/s
 GENERATED = {
     "sessions": "--rate 1 --duration 1200 --turns uniform:2:9 --think lognormal:3:0.8"
     " --prompt lognormal:150:0.7 --output lognormal:30:0.6 --longest 512 --block-tokens 32",
@@ -128,7 +128,8 @@ def tune(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Replay the windows that have no result yet, plan by plan."""
-    left = [one for one in windows_of(arguments) if not (arguments.work / one.out).exists()]
+    chosen = [one for one in windows_of(arguments) if one.out.startswith(arguments.only)]
+    left = [one for one in chosen if not (arguments.work / one.out).exists()]
     for plan in dict.fromkeys(one.plan for one in left):
         if _late(arguments):
             return
@@ -252,9 +253,10 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", required=True, help="Mooncake's conversation_trace.jsonl")
     parser.add_argument("--window", type=float, default=60.0, help="seconds of each window")
     parser.add_argument(
-        "--warmup", type=float, default=8.0, help="seconds of other requests before each window"
+        "--warmup", type=float, default=10.0, help="seconds of other requests before each window"
     )
     parser.add_argument("--minutes", type=float, help="start no window after so long")
+    parser.add_argument("--only", default="", help="windows whose files begin so, such as tuned-")
     parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), RECIPE

@@ -146,25 +146,27 @@ class Endpoint:
         Raises `Unmeasurable` with the first failure, or if an output has another length than
         requested.
         """
-        prompts = [self._prompt(sample.prompt_tokens) for sample in samples]
-        return await self._send(samples, prompts, start_s)
+        prompts = [self.prompt(sample.prompt_tokens) for sample in samples]
+        return await self.send(samples, prompts, start_s)
 
     async def twice(self, length: int) -> tuple[Sample, Sample]:
         """Send a prompt for one token, and the same prompt again when that has ended.
 
         Raises like `at_times`.
         """
-        prompts = [self._prompt(length)]
-        (new,) = await self._send([Sample(0.0, length, 1)], prompts)
-        (again,) = await self._send([Sample(0.0, length, 1)], prompts)
+        prompts = [self.prompt(length)]
+        (new,) = await self.send([Sample(0.0, length, 1)], prompts)
+        (again,) = await self.send([Sample(0.0, length, 1)], prompts)
         return new, again
 
-    def _prompt(self, tokens: int) -> Prompt:
+    def prompt(self, tokens: int) -> Prompt:
+        """A random prompt, which no cache holds."""
         return self.dialect.prompt(self._rng, tokens, self._vocab_size)
 
-    async def _send(
+    async def send(
         self, samples: list[Sample], prompts: Sequence[Prompt], start_s: float | None = None
     ) -> list[Sample]:
+        """`at_times` with these prompts."""
         dialect, model = self.dialect, self.target.model
         requests = [
             self._connection.request(dialect.request(model, prompt, sample.wanted_tokens))

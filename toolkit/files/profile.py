@@ -116,6 +116,7 @@ class StepPoint(Strict):
     prefills: int
     prefill_tokens: int
     prefill_attended: float
+    prefill_cached: int = Field(default=0, description="0 in older profiles: not recorded")
     seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
         description="from the tokens to scheduling the next pass, where there was work for one"
@@ -164,6 +165,7 @@ class FailedPoint(Strict):
         "decode",
         "mix",
         "traffic",
+        "hit",
         "slice",
         "memory",
         "rounds",

@@ -45,6 +45,7 @@ from toolkit.profiling.grid import (
     Kind,
     SliceShape,
     grid,
+    hit_points,
     mix_points,
     slice_shapes,
     traffic_points,
@@ -305,6 +306,7 @@ class _Session:
         if traits.timed_by_pass:
             self._mixes = mix_points(self._spec, facts)
             self._mixes += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
+            self._mixes += hit_points(self._spec, facts)
         parts = self._rounds.points if self._rounds else self._mixes
         self._work = Work(
             visits=visits_left([*self._points, *parts], self._spec, journal),

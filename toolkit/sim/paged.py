@@ -147,7 +147,8 @@ class PagedScheduler:
         if chunks:
             new = sum([chunk.new for chunk in chunks])
             attended = sum([chunk_attended(chunk.computed, chunk.new) for chunk in chunks])
-            shape = StepShape(decodes, cached, len(chunks), new, attended)
+            before = sum([chunk.computed for chunk in chunks])
+            shape = StepShape(decodes, cached, len(chunks), new, attended, before)
         else:
             shape = StepShape(decodes, cached)
         self._plan = PagedPass(shape, decodes + len(chunks), chunks, preempted)
