@@ -37,16 +37,16 @@ from the run's output.
 PROMISE, END = "^what tune promised", r"^rc \d|^real\t"
 # Parts of the output: from a line that matches the first pattern to before the next line that
 # matches the second.
-PROFILE = [("== 1/6", r"^\d+ points skipped|^\d+ points,")]
-FIT = [("== 2/6", "^coefficients")]
+PROFILE = [(r"== 1/\d", r"^\d+ points skipped|^\d+ points,")]
+FIT = [(r"== 2/\d", "^coefficients")]
 TUNE = [
-    ("== 3/6", "^trace: |^warning: "),
+    (r"== 3/\d", "^trace: |^warning: "),
     ("^the best settings beside", "^how far goodput moves"),
     ("^the target that binds", "^analytic|^wrote|^validation"),
 ]
-SERVE = [("== 4/6", "^ what "), ("== 5/6", "^trace: |^warning: ")]
-SLS = [("== 6/6", r"^\$ "), (PROMISE, END)]
-PICTURE = [("== 4/6", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PROMISE, END)]
+SERVE = [(r"== 4/\d", "^ what "), (r"== 5/\d", "^trace: |^warning: ")]
+SLS = [(r"== 6/\d", r"^\$ "), (r"== 7/\d", r"^wrote|^error"), (PROMISE, END)]
+PICTURE = [(r"== 4/\d", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PROMISE, END)]
 
 
 def part(lines: Sequence[str], start: str, end: str, after: int) -> tuple[list[str], int]:

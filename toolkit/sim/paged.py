@@ -153,11 +153,12 @@ class PagedScheduler:
         if self.waiting and not preempted:
             self._admit(budget, chunks)
         if chunks:
-            new, attended = 0, 0.0
+            new, before, attended = 0, 0, 0.0
             for chunk in chunks:
                 new += chunk.new
+                before += chunk.computed
                 attended += chunk_attended(chunk.computed, chunk.new)
-            shape = StepShape(decodes, cached, len(chunks), new, attended)
+            shape = StepShape(decodes, cached, len(chunks), new, attended, before)
         else:
             shape = StepShape(decodes, cached)
         self._plan = PagedPass(shape, decodes + len(chunks), chunks, preempted)
