@@ -235,7 +235,8 @@ class Container(StrictObject):
 
 
 class PodSpec(StrictObject):
-    automount_service_account_token: Literal[False] = False
+    service_account_name: DnsName | None = None
+    automount_service_account_token: bool = False
     enable_service_links: Literal[False] = False
     termination_grace_period_seconds: Count
     security_context: PodSecurity = PodSecurity()
@@ -279,6 +280,100 @@ class Deployment(StrictObject):
     spec: DeploymentSpec
 
 
+class ClaimRetention(StrictObject):
+    """Claims stay when their pod or the whole set goes: the next pod has its model at once."""
+
+    when_deleted: Literal["Retain"] = "Retain"
+    when_scaled: Literal["Retain"] = "Retain"
+
+
+class SetStrategy(StrictObject):
+    """Replaces one pod after the other, from the last, each once the one before is ready."""
+
+    type: Literal["RollingUpdate"] = "RollingUpdate"
+
+
+class ClaimResources(StrictObject):
+    requests: dict[str, str]
+
+
+class ClaimSpec(StrictObject):
+    """A claim for the cluster's default storage class."""
+
+    access_modes: list[Literal["ReadWriteOnce", "ReadWriteMany"]]
+    resources: ClaimResources
+
+
+class PersistentVolumeClaim(StrictObject):
+    api_version: Literal["v1"] = "v1"
+    kind: Literal["PersistentVolumeClaim"] = "PersistentVolumeClaim"
+    metadata: Metadata
+    spec: ClaimSpec
+
+
+class ServiceAccount(StrictObject):
+    """Pods that need its token say so themselves."""
+
+    api_version: Literal["v1"] = "v1"
+    kind: Literal["ServiceAccount"] = "ServiceAccount"
+    metadata: Metadata
+    automount_service_account_token: Literal[False] = False
+
+
+class RoleRule(StrictObject):
+    api_groups: list[str]
+    resources: list[str]
+    verbs: list[Literal["get", "list", "watch"]]
+
+
+class Role(StrictObject):
+    api_version: Literal["rbac.authorization.k8s.io/v1"] = "rbac.authorization.k8s.io/v1"
+    kind: Literal["Role"] = "Role"
+    metadata: Metadata
+    rules: list[RoleRule]
+
+
+class RoleReference(StrictObject):
+    api_group: Literal["rbac.authorization.k8s.io"] = "rbac.authorization.k8s.io"
+    kind: Literal["Role"] = "Role"
+    name: DnsName
+
+
+class RoleSubject(StrictObject):
+    kind: Literal["ServiceAccount"] = "ServiceAccount"
+    name: DnsName
+    namespace: DnsName
+
+
+class RoleBinding(StrictObject):
+    api_version: Literal["rbac.authorization.k8s.io/v1"] = "rbac.authorization.k8s.io/v1"
+    kind: Literal["RoleBinding"] = "RoleBinding"
+    metadata: Metadata
+    role_ref: RoleReference
+    subjects: list[RoleSubject]
+
+
+class StatefulSetSpec(StrictObject):
+    """All pods start at once; `volume_claim_templates` gives each a claim of its own."""
+
+    replicas: Count
+    service_name: DnsName
+    pod_management_policy: Literal["Parallel"] = "Parallel"
+    revision_history_limit: Count = 5
+    update_strategy: SetStrategy = SetStrategy()
+    persistent_volume_claim_retention_policy: ClaimRetention | None = None
+    selector: Selector
+    template: PodTemplate
+    volume_claim_templates: list[PersistentVolumeClaim] | None = None
+
+
+class StatefulSet(StrictObject):
+    api_version: Literal["apps/v1"] = "apps/v1"
+    kind: Literal["StatefulSet"] = "StatefulSet"
+    metadata: Metadata
+    spec: StatefulSetSpec
+
+
 class ServicePort(StrictObject):
     name: str
     port: Port
@@ -287,7 +382,10 @@ class ServicePort(StrictObject):
 
 
 class ServiceSpec(StrictObject):
+    """`cluster_ip` 'None': its name resolves to the addresses of its ready pods."""
+
     type: Literal["ClusterIP"] = "ClusterIP"
+    cluster_ip: Literal["None"] | None = Field(default=None, alias="clusterIP")
     selector: dict[str, str]
     ports: list[ServicePort]
 
@@ -361,24 +459,6 @@ class NetworkPolicy(StrictObject):
     spec: NetworkPolicySpec
 
 
-class ClaimResources(StrictObject):
-    requests: dict[str, str]
-
-
-class ClaimSpec(StrictObject):
-    """A claim for the cluster's default storage class."""
-
-    access_modes: list[Literal["ReadWriteOnce", "ReadWriteMany"]]
-    resources: ClaimResources
-
-
-class PersistentVolumeClaim(StrictObject):
-    api_version: Literal["v1"] = "v1"
-    kind: Literal["PersistentVolumeClaim"] = "PersistentVolumeClaim"
-    metadata: Metadata
-    spec: ClaimSpec
-
-
 class GeneratorOptions(StrictObject):
     labels: dict[str, str]
     disable_name_suffix_hash: bool
@@ -426,7 +506,7 @@ class MetricsEndpoint(StrictObject):
     port: str
     path: str
     interval: str
-    authorization: TypedSecretKey
+    authorization: TypedSecretKey | None = None
 
 
 class PodMonitorSpec(StrictObject):
@@ -473,6 +553,9 @@ class PrometheusRule(StrictObject):
 
 
 class ScaleTarget(StrictObject):
+    """By default a Deployment."""
+
+    kind: Literal["StatefulSet"] | None = None
     name: DnsName
 
 

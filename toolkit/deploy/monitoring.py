@@ -34,6 +34,7 @@ WHAT = {
 }
 
 
+FRONT_TARGETS = ("ttft", "itl", "tpot", "e2e")  # that a front before replicas measures
 Names = Literal["llmctl", "vllm"]  # the metric names that a dashboard reads
 
 SCHEMA_VERSION = 39  # of the classic model; newer Grafanas migrate it when they load it
@@ -72,20 +73,23 @@ def drift_percent(order: Order) -> Sourced[float]:
     return Sourced(round(2 * stated, 1), source)
 
 
-def job(order: Order, *, monitored: bool) -> str:
-    """The `job` label of the deployment's series.
+def job(order: Order, *, monitored: bool, of: str = "") -> str:
+    """The `job` label of the deployment's series, or of those of the pods named `of`.
 
     Prometheus puts `job` on every series that it scrapes. Prometheus' operator sets it to
     NAMESPACE/NAME of the PodMonitor (`monitored`), which has the deployment's name: API reference
     of monitoring.coreos.com/v1, PodMonitorSpec.jobLabel. Elsewhere it is the job_name of the scrape
     configuration, which EXPLAIN.md tells the operator to set.
     """
-    return f"{order.options.namespace}/{order.name}" if monitored else order.name
+    name = of or order.name
+    return f"{order.options.namespace}/{name}" if monitored else name
 
 
-def series(order: Order, *, monitored: bool) -> str:
-    """The label matchers that select only the deployment's own series."""
-    own = f'job="{job(order, monitored=monitored)}"'
+def series(order: Order, *, monitored: bool, of: str = "") -> str:
+    """The label matchers that select only the deployment's own series, or those of the pods named
+    `of`.
+    """
+    own = f'job="{job(order, monitored=monitored, of=of)}"'
     return f'namespace="{order.options.namespace}",{own}' if monitored else own
 
 
@@ -99,6 +103,60 @@ def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesF
         rule.model_copy(update={"labels": rule.labels | {"deployment": order.name}})
         for rule in found
     ]
+    return RulesFile(groups=[RuleGroup(name=order.name, rules=named)])
+
+
+def replica_rules(
+    order: Order, front: str, replicas: str, threshold: Sourced[int | None]
+) -> RulesFile:
+    """The rules for a front and the replicas behind it, by their selectors (of `series`).
+
+    The targets are checked in the front's histograms, which have the limits as bounds; the queue in
+    the replicas' own metric, as the autoscaler does.
+    """
+    found = [
+        _rule(
+            "LlmctlDown",
+            f"absent(up{{{front}}} == 1)",
+            "5m",
+            "No front of this deployment answers Prometheus",
+            f"It does not run, or Prometheus does not scrape it with these labels: {front}.",
+            "critical",
+        ),
+        _rule(
+            "LlmctlNoReplica",
+            f"sum by (instance) (llmctl_replica_up{{{front}}}) == 0",
+            "1m",
+            "The front has no replica",
+            "Requests get 503 until one is up again; the front's log says what is wrong with each.",
+            "critical",
+        ),
+        _rule(
+            "LlmctlReplicaDown",
+            f"llmctl_replica_up{{{front}}} == 0",
+            "15m",
+            "Replica {{ $labels.replica }} gets no requests",
+            "The others have its requests; the front's /replicas says what is wrong with it.",
+        ),
+        _refusing(front),
+        *(
+            _target(key, limit, front)
+            for key, limit in order.plan.recipe.sla.items()
+            if key.split("_")[0] in FRONT_TARGETS
+        ),
+    ]
+    if threshold.value is not None:
+        waiting = VLLM_NAMES["llmctl_requests_waiting"]
+        queue = _rule(
+            "LlmctlReplicaQueue",
+            f"avg({waiting}{{{replicas}}}) > {threshold.value}",
+            "2m",
+            "{{ $value | humanize }} requests wait at each replica: first tokens come too late",
+            f"More than {threshold.value} waiting break the TTFT target: add replicas.",
+        )
+        found.append(queue)
+    labelled = {"deployment": order.name}
+    named = [rule.model_copy(update={"labels": rule.labels | labelled}) for rule in found]
     return RulesFile(groups=[RuleGroup(name=order.name, rules=named)])
 
 
@@ -165,14 +223,7 @@ def _health(order: Order, selector: str) -> list[AlertRule]:
 def _targets(order: Order, selector: str, threshold: Sourced[int | None]) -> list[AlertRule]:
     """Rules about each of the recipe's latency targets, refused requests and the queue."""
     found = [_target(key, limit, selector) for key, limit in order.plan.recipe.sla.items()]
-    refusing = _rule(
-        "LlmctlRefusing",
-        f"{_per_second('llmctl_refused_total', selector)} > 0",
-        "5m",
-        "{{ $value | humanize }} requests a second get 503",
-        "For five minutes more requests came than the targets allow: add replicas, or send less.",
-    )
-    found.append(refusing)
+    found.append(_refusing(selector))
     if threshold.value is None:
         return found
     queue = _rule(
@@ -183,6 +234,16 @@ def _targets(order: Order, selector: str, threshold: Sourced[int | None]) -> lis
         f"More than {threshold.value} waiting break the TTFT target: add replicas, or send less.",
     )
     return [*found, queue]
+
+
+def _refusing(selector: str) -> AlertRule:
+    return _rule(
+        "LlmctlRefusing",
+        f"{_per_second('llmctl_refused_total', selector)} > 0",
+        "5m",
+        "{{ $value | humanize }} requests a second get 503",
+        "For five minutes more requests came than the targets allow: add replicas, or send less.",
+    )
 
 
 def _target(key: str, limit: float, selector: str) -> AlertRule:

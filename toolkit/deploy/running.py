@@ -31,6 +31,7 @@ from toolkit.files.strict import Strict, read_bytes, validate
 Where = Literal["local", "ray", "systemd", "compose"]
 SAME_START_S = 1.0  # start times that differ by less are those of one process
 BOOTED = Path("/run/systemd/system")  # exists where systemd runs the machine: sd_booted(3)
+UNITS = (".service", ".target")
 LINES_SHOWN = 3  # of a failed command's stderr
 
 
@@ -160,9 +161,9 @@ def start(folder: Path, manifest: Manifest) -> None:
     """
     if manifest.target == "systemd":
         _check_systemd()
-        unit = f"{manifest.name}.service"
-        _run(["systemctl", "link", str((folder / unit).absolute())])
-        _start_unit(unit)
+        units = [name for name in manifest.files if Path(name).suffix in UNITS]
+        _run(["systemctl", "link", *(str((folder / unit).absolute()) for unit in units)])
+        _start_unit(_unit(manifest))
     else:
         _check_compose()
         _run(["docker", "compose", "--project-directory", str(folder), "up", "--detach", "--wait"])
@@ -172,14 +173,21 @@ def stop(folder: Path, manifest: Manifest) -> None:
     """Stop a rendered server and wait for its drain. Raises `EngineError` as `start` does."""
     if manifest.target == "systemd":
         _check_systemd()
-        _run(["systemctl", "stop", f"{manifest.name}.service"])
+        _run(["systemctl", "stop", _unit(manifest)])
     else:
         _check_compose()
         _run(["docker", "compose", "--project-directory", str(folder), "stop"])
 
 
+def _unit(manifest: Manifest) -> str:
+    """The unit that starts and stops all: the target of replicas and their front, or the server."""
+    target = f"{manifest.name}.target"
+    return target if target in manifest.files else f"{manifest.name}.service"
+
+
 def _start_unit(unit: str) -> None:
-    """Run `systemctl start`, with the reason of a failure from the unit's log.
+    """Run `systemctl start`, with the reason of a failure from the unit's log, or from those of a
+    target's units.
 
     After a failure systemd would keep trying, and systemctl does not name the reason.
     """
@@ -188,13 +196,14 @@ def _start_unit(unit: str) -> None:
     if started.returncode == 0:
         return
     subprocess.run(["systemctl", "stop", unit], capture_output=True)
-    command = ["journalctl", "--unit", unit, "--since", since, "--output", "cat", "--no-pager"]
+    logs = f"{unit.removesuffix('.target')}*" if unit.endswith(".target") else unit
+    command = ["journalctl", "--unit", logs, "--since", since, "--output", "cat", "--no-pager"]
     lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     # The first error of the service, else of systemd, else of systemctl.
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     reasons += [line.partition(": ")[2] for line in lines if ": Failed to " in line]
     reason = reasons[0] if reasons else _tail(started.stderr)
-    hint = f"journalctl --unit {unit}"
+    hint = f"journalctl --unit '{logs}'" if logs != unit else f"journalctl --unit {unit}"
     if "credentials" in reason:
         hint = f"its key and plan must exist first: EXPLAIN.md says how; or see {hint}"
     raise EngineError(f"{unit} did not start: {reason}", hint)
