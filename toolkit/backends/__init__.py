@@ -84,6 +84,15 @@ class Serves(Protocol):
         ...
 
 
+@runtime_checkable
+class Checks(Protocol):
+    """A backend that can check whether its engine is on this machine."""
+
+    def check(self, recipe: Recipe) -> Check:
+        """Return one line for `llmctl doctor`."""
+        ...
+
+
 @dataclass(slots=True, frozen=True)
 class ServerCommand:
     """One server of an engine, as another program than llmctl starts it, such as a container.
@@ -116,15 +125,6 @@ class DescribesServer(Protocol):
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
         """Describe one server of the plan's recipe."""
-        ...
-
-
-@runtime_checkable
-class Checks(Protocol):
-    """A backend that can check whether its engine is on this machine."""
-
-    def check(self, recipe: Recipe) -> Check:
-        """Return one line for `llmctl doctor`."""
         ...
 
 

@@ -34,7 +34,7 @@ from toolkit.backends.vllm.command import (
     vllm_server,
     vllm_version,
 )
-from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, PLAN_VARIABLE, PYTHON_VARIABLE
+from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, PLAN_VARIABLE
 from toolkit.errors import LlmctlError
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
@@ -58,7 +58,7 @@ POLL_EVERY_S = 0.2
 
 
 class VllmBackend:
-    """`toolkit.backends.Backend`, `Serves`, `DescribesServer` and `Checks` of vLLM."""
+    """`toolkit.backends.Backend`, `Serves` and `Checks` of vLLM."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
         """See `Backend.timed`."""
@@ -70,10 +70,6 @@ class VllmBackend:
         """See `Serves.launch`."""
         return launch_vllm(order, on_ready)
 
-    def described(self, plan: Plan, served_model: str) -> ServerCommand:
-        """See `DescribesServer.described`."""
-        return described(plan, served_model)
-
     def check(self, recipe: Recipe) -> Check:
         """See `Checks.check`."""
         python = vllm_python(recipe)
@@ -81,6 +77,10 @@ class VllmBackend:
             return Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}")
         except LlmctlError as error:
             return Check("engine", "missing", error.message, error.hint)
+
+    def described(self, plan: Plan, served_model: str) -> ServerCommand:
+        """See `DescribesServer.described`."""
+        return described(plan, served_model)
 
 
 class EndRequested(Exception):  # noqa: N818  (not an error)
@@ -184,7 +184,7 @@ def described(plan: Plan, served_model: str) -> ServerCommand:
         image=image,
         image_source=source,
         plan_variable=PLAN_VARIABLE if ours else "",
-        python_variable="" if recipe.engine.vllm and recipe.engine.vllm.python else PYTHON_VARIABLE,
+        python_variable=command.python_variable,
     )
 
 

@@ -156,6 +156,11 @@ class VllmCommand:
         return available[:threads], available[threads:]
 
     @property
+    def python_variable(self) -> str:
+        """The variable that names vLLM's Python; '' where the recipe names it."""
+        return "" if self._spec.python else PYTHON_VARIABLE
+
+    @property
     def _spec(self) -> VllmSpec:
         return self.recipe.engine.vllm or VllmSpec()
 
