@@ -21,7 +21,8 @@ from toolkit.backends.vllm.backend import command_of, described
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_of_recipe
 from toolkit.deploy.folder import manifest_of
-from toolkit.deploy.manifests import PodMonitor, PrometheusRule, ScaledObject, StatefulSet
+from toolkit.deploy.manifests import StatefulSet
+from toolkit.deploy.operators import PodMonitor, PrometheusRule, ScaledObject
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import startup_s, waiting_threshold
 from toolkit.deploy.render import render_target
@@ -52,6 +53,13 @@ def order(shipped: Plan) -> Order:
 def with_engine(plan: Plan, **changes: object) -> Plan:
     engine = plan.recipe.engine.model_copy(update=changes)
     return plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"engine": engine})})
+
+
+def two_built(folder: Path, **changes: object) -> Plan:
+    """A plan of two replicas on CPUs, with a model that llmctl builds."""
+    policy = PlannedPolicy(name="vllm", parameters={})
+    made = orders.plan(folder, policy, samples.fit(workers=1), workers=1, **changes)
+    return made.model_copy(update={"workers": 2})
 
 
 def objects(order: Order) -> dict[str, Any]:
@@ -164,9 +172,7 @@ def test_the_front_stops_before_its_replicas_and_all_with_the_target(order: Orde
 
 
 def test_cpus_are_divided_where_the_recipe_sets_threads(tmp_path: Path) -> None:
-    policy = PlannedPolicy(name="vllm", parameters={})
-    plan = orders.plan(tmp_path, policy, samples.fit(workers=1), engine={
-        "name": "vllm", "threads": 2}, workers=2)  # fmt: skip
+    plan = two_built(tmp_path, engine={"name": "vllm", "threads": 2})
     files = render_target("systemd", orders.order(plan, folder="/srv/llmctl"))
     name = orders.order(plan).name
     assert "CPUS=2,3\n" in files["replica-1.env"]
@@ -346,8 +352,7 @@ def test_a_policy_of_ours_needs_an_image_with_llmctl_and_the_plan(shipped: Plan)
 
 @pytest.mark.parametrize("target", ["compose", "kubernetes"])
 def test_a_model_that_llmctl_builds_is_refused_for_containers(tmp_path: Path, target: str) -> None:
-    policy = PlannedPolicy(name="vllm", parameters={})
-    plan = orders.plan(tmp_path, policy, samples.fit(workers=1), engine={"name": "vllm"})
+    plan = two_built(tmp_path, engine={"name": "vllm"})
     with pytest.raises(InputError, match="builds its random weights"):
         render_target(target, orders.order(plan))
     assert render_target("systemd", orders.order(plan))

@@ -19,14 +19,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from toolkit.cli.basis import plan_of_recipe
-from toolkit.deploy.manifests import (
-    Deployment,
-    Kustomization,
-    PodMonitor,
-    PrometheusRule,
-    RulesFile,
-    ScaledObject,
-)
+from toolkit.deploy.manifests import Deployment, Kustomization
+from toolkit.deploy.operators import PodMonitor, PrometheusRule, RulesFile, ScaledObject
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import default_trace, waiting_threshold
 from toolkit.deploy.render import TARGETS, render_target

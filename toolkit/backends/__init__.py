@@ -121,7 +121,7 @@ class ServerCommand:
 
 @runtime_checkable
 class DescribesServer(Protocol):
-    """A backend of an engine whose servers stand as replicas behind llmctl's front."""
+    """A backend that describes its engine's server, for replicas behind llmctl's front."""
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
         """Describe one server of the plan's recipe."""

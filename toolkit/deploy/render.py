@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import toolkit
-from toolkit.deploy.manifests import RulesFile
-from toolkit.deploy.monitoring import Names, dashboard, job, replica_rules, rules, series
+from toolkit.deploy.alerts import job, replica_rules, rules, series
+from toolkit.deploy.monitoring import Names, dashboard
+from toolkit.deploy.operators import RulesFile
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill
 from toolkit.deploy.plan import LIMITS
 from toolkit.deploy.reckon import waiting_threshold

@@ -12,6 +12,7 @@ import re
 
 from pydantic import BaseModel
 
+from toolkit.deploy.alerts import drift_percent, rules, series
 from toolkit.deploy.manifests import (
     AnyPods,
     Deployment,
@@ -20,30 +21,31 @@ from toolkit.deploy.manifests import (
     Egress,
     Ingress,
     Kustomization,
-    MetricsEndpoint,
     NetworkPolicy,
     NetworkPolicySpec,
     Patch,
     PatchTarget,
     Peer,
     PodDisruptionBudget,
-    PodMonitor,
-    PodMonitorSpec,
     PodTemplate,
     PolicyPort,
-    PrometheusQuery,
-    PrometheusRule,
     RollingUpdate,
-    ScaledObject,
-    ScaledObjectSpec,
-    ScaleTarget,
     SecretKey,
     Selector,
     Strategy,
-    Trigger,
     TypedSecretKey,
 )
-from toolkit.deploy.monitoring import drift_percent, rules, series
+from toolkit.deploy.operators import (
+    MetricsEndpoint,
+    PodMonitor,
+    PodMonitorSpec,
+    PrometheusQuery,
+    PrometheusRule,
+    ScaledObject,
+    ScaledObjectSpec,
+    ScaleTarget,
+    Trigger,
+)
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,

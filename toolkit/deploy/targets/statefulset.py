@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+from toolkit.deploy.alerts import replica_rules, series
 from toolkit.deploy.manifests import (
     ClaimResources,
     ClaimRetention,
@@ -30,14 +31,12 @@ from toolkit.deploy.manifests import (
     PodMetadata,
     PodSpec,
     PodTemplate,
-    PrometheusRule,
     Role,
     RoleBinding,
     RoleReference,
     RoleRule,
     RoleSubject,
     RollingUpdate,
-    ScaleTarget,
     Service,
     ServiceAccount,
     ServicePort,
@@ -46,7 +45,7 @@ from toolkit.deploy.manifests import (
     StatefulSetSpec,
     Strategy,
 )
-from toolkit.deploy.monitoring import replica_rules, series
+from toolkit.deploy.operators import PrometheusRule, ScaleTarget
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,

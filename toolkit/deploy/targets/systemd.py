@@ -251,7 +251,7 @@ def _start(order: Order, name: str, kind: str) -> str:
     if kind == "target":
         units += [f"{name}.service", f"{name}-replica@.service"]
     links = " ".join(f'"$PWD/{unit}"' for unit in units)
-    status = " ".join(["systemctl status", units[0], *([f"'{name}*'"] if units[1:] else [])])
+    status = f"systemctl status '{name}*'" if units[1:] else f"systemctl status {units[0]}"
     return f"""\
 ```sh
 sudo install -d -m 0700 {KEY_FOLDER}
