@@ -12,7 +12,6 @@ from typing import Any
 import kubernetes_validate
 import orders
 import pytest
-import samples
 import typer
 import yaml
 
@@ -55,11 +54,14 @@ def with_engine(plan: Plan, **changes: object) -> Plan:
     return plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"engine": engine})})
 
 
-def two_built(folder: Path, **changes: object) -> Plan:
-    """A plan of two replicas on CPUs, with a model that llmctl builds."""
-    policy = PlannedPolicy(name="vllm", parameters={})
-    made = orders.plan(folder, policy, samples.fit(workers=1), workers=1, **changes)
-    return made.model_copy(update={"workers": 2})
+def built(plan: Plan, **engine: object) -> Plan:
+    """The same for two replicas on CPUs, with a model that llmctl builds."""
+    recipe = with_engine(plan, **engine).recipe
+    changes = {
+        "model": recipe.model.model_copy(update={"source": "random"}),
+        "hardware": recipe.hardware.model_copy(update={"device": "cpu"}),
+    }
+    return plan.model_copy(update={"recipe": recipe.model_copy(update=changes), "workers": 2})
 
 
 def objects(order: Order) -> dict[str, Any]:
@@ -171,8 +173,8 @@ def test_the_front_stops_before_its_replicas_and_all_with_the_target(order: Orde
         assert f"User={NAME}\n" in unit
 
 
-def test_cpus_are_divided_where_the_recipe_sets_threads(tmp_path: Path) -> None:
-    plan = two_built(tmp_path, engine={"name": "vllm", "threads": 2})
+def test_cpus_are_divided_where_the_recipe_sets_threads(shipped: Plan) -> None:
+    plan = built(shipped, threads=2)
     files = render_target("systemd", orders.order(plan, folder="/srv/llmctl"))
     name = orders.order(plan).name
     assert "CPUS=2,3\n" in files["replica-1.env"]
@@ -351,8 +353,8 @@ def test_a_policy_of_ours_needs_an_image_with_llmctl_and_the_plan(shipped: Plan)
 
 
 @pytest.mark.parametrize("target", ["compose", "kubernetes"])
-def test_a_model_that_llmctl_builds_is_refused_for_containers(tmp_path: Path, target: str) -> None:
-    plan = two_built(tmp_path, engine={"name": "vllm"})
+def test_a_model_that_llmctl_builds_is_refused_for_containers(shipped: Plan, target: str) -> None:
+    plan = built(shipped)
     with pytest.raises(InputError, match="builds its random weights"):
         render_target(target, orders.order(plan))
     assert render_target("systemd", orders.order(plan))
@@ -402,7 +404,9 @@ def test_llmctl_serve_links_all_units_and_starts_and_stops_the_target(
         f"{NAME}-replica@.service",
     }
     assert started == ["systemctl", "start", f"{NAME}.target"]
-    assert stopped == ["systemctl", "stop", f"{NAME}.target"]
+    assert stopped == [
+        *("systemctl", "stop", f"{NAME}.target", f"{NAME}.service", f"{NAME}-replica@*.service")
+    ], "for a target alone systemctl would not wait"
 
 
 def test_statefulsets_are_read_as_they_are_written(order: Order) -> None:

@@ -251,13 +251,13 @@ def _start(order: Order, name: str, kind: str) -> str:
     if kind == "target":
         units += [f"{name}.service", f"{name}-replica@.service"]
     links = " ".join(f'"$PWD/{unit}"' for unit in units)
-    status = f"systemctl status '{name}*'" if units[1:] else f"systemctl status {units[0]}"
+    named = " ".join([*units[:2], f"'{name}-replica@*'"]) if units[1:] else units[0]
     return f"""\
 ```sh
 sudo install -d -m 0700 {KEY_FOLDER}
 openssl rand -hex 32 | sudo install -m 0400 /dev/stdin {_key_file(order)}
 sudo systemctl link {links}
 sudo systemctl enable --now {units[0]}    # or: {serve}
-{status}
-sudo systemctl stop {units[0]}            # drains
+systemctl status {named}
+sudo systemctl stop {named}            # drains
 ```"""
