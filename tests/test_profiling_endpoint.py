@@ -73,6 +73,7 @@ def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path
         "toy",
     )
     assert found.engine.lacks == []
+    assert found.engine.load_s is None, "it was loaded before"
     assert len(found.prefill) == 9
     # A client that stands still for some steps, on a machine with much else to do, may miss that
     # all rows decode.
