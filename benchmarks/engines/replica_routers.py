@@ -22,7 +22,7 @@ from benchmarks.common.command import make_parser
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
-from toolkit.routing.routers import ROUTERS, make_router
+from toolkit.routing.routers import ROUTERS, make_router, targets_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
@@ -72,7 +72,7 @@ def serve(trace: Trace, replicas: int, router: str) -> SimResult:
         replicas,
         int(trace.output_tokens.max()),
         paged=engine,
-        routing=Routing(make_router(router, {})),
+        routing=Routing(make_router(router, targets_of(router, TARGETS))),
         closed_loop=False,
     )
     return simulate(trace, POLICY, world)

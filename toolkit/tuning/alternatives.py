@@ -25,6 +25,7 @@ from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow, share_used
+from toolkit.sched.policies import BUILT_IN
 from toolkit.sched.policies.servable import refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import world_of
@@ -54,7 +55,7 @@ class WorkerCounts:
         for row in self.rows:
             if (row.settings, row.workers) == (settings, workers):
                 return row.feasible
-        task = Task(at_size(self.setup, workers), outcome.policy, outcome.parameters)
+        task = Task.of(at_size(self.setup, workers), outcome)
         [done] = collect(self.runner, [task], self.tick)
         usage = done.usage(self.limits)
         binding = max(usage, key=lambda key: usage[key])
@@ -140,7 +141,7 @@ class AlternativeRuns:
 
     def run(self, setup: EvaluationSetup, outcome: Outcome) -> Evaluation:
         """Evaluate the policy and parameters of `outcome` on `setup`."""
-        [done] = collect(self.runner, [Task(setup, outcome.policy, outcome.parameters)], self.tick)
+        [done] = collect(self.runner, [Task.of(setup, outcome)], self.tick)
         return done
 
     def keeps(self, setup: EvaluationSetup, outcome: Outcome) -> bool:
@@ -230,15 +231,17 @@ def alternatives(
     workers = None
     if not feasible:
         known = {best.outcome.policy for best in searched}
+        routed = chosen.outcome.replica_router is not None
         tasks = [
             Task(runs.setup, name)
             for name in usual_policies(fit)
-            if name not in known and refusal(name, [engine]) is None
+            if name not in known and refusal(name, [engine]) is None and not routed
         ]
         done = collect(runs.runner, tasks, runs.tick)
         policies = [candidate.outcome for candidate in done if candidate.feasible(runs.limits)]
         sibling_keeps = any(sibling.feasible for sibling in siblings)
-        if not traits_of(engine).server and not policies and not sibling_keeps:
+        several = not traits_of(engine).server or chosen.outcome.policy in BUILT_IN
+        if several and not policies and not sibling_keeps:
             workers = fewest(lambda count: runs.keeps(at_size(runs.setup, count), chosen.outcome))
     # The best searched policy is worth naming where the engine cannot run it and it is better.
     best = max(searched, key=lambda candidate: (candidate.feasible(runs.limits), candidate.score))
@@ -261,7 +264,9 @@ def try_siblings(runs: AlternativeRuns, siblings: Sequence[Kind]) -> list[Siblin
     found = []
     for kind in siblings:
         spec, recipe = kind.recipe, runs.recipe
-        workers = 1 if traits_of(spec.engine.name).server else runs.setup.world.size
+        # replicas stand beside replicas; a single server stands beside several workers
+        server, own = (traits_of(each.engine.name).server for each in (spec, recipe))
+        workers = 1 if server and not own else runs.setup.world.size
         sized = kind.model_copy(update={"workers": workers})
         world = world_of([sized], max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
         setup = replace(runs.setup, world=world, label=f"{runs.setup.label}, {spec.name}")
