@@ -22,16 +22,16 @@ from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.tune import Inputs, settings_of, tune, tune_to_size
 
 SLA = {"ttft_p90_s": 0.3, "mtpot_p90_s": 1.0}
-TUNE = {"trials": 5, "draws": 0, "windows": 1, "held_out_windows": 1, "request_rate_rps": 30.0}
+TUNE = {"trials": 5, "draws": 0, "windows": 1, "held_out_windows": 1, "request_rate_rps": 90.0}
 POLICY = {"name": "vllm", "parameters": {"max_num_seqs": 32, "max_num_batched_tokens": 512}}
 
 
 def traffic(shared: bool = True) -> Trace:
-    """Short questions to a dozen long templates."""
-    content = SharedContent(templates=12, template=parse_lengths("fixed:300"), zipf=0.2)
+    """Short questions to two dozen long templates."""
+    content = SharedContent(templates=24, template=parse_lengths("fixed:300"), zipf=0.2)
     return generate(
-        Arrivals(30.0),
-        12.0,
+        Arrivals(90.0),
+        6.0,
         parse_lengths("uniform:10:60"),
         parse_lengths("uniform:5:40"),
         0,
@@ -84,6 +84,12 @@ def test_a_recipe_narrows_the_routers_and_their_parameters() -> None:
     assert (among.low, among.high) == (1.0, 3.0)  # it holds the default
 
 
+def tune_nothing(changes: dict[str, object]) -> None:
+    """Only check the settings."""
+    given = inputs(**changes)
+    settings_of(given.recipe, given.fit)
+
+
 @pytest.mark.parametrize(
     ("changes", "message", "hint"),
     [
@@ -106,8 +112,7 @@ def test_wrong_names_get_the_valid_ones(
     changes: dict[str, object], message: str, hint: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        given = inputs(**changes)
-        settings_of(given.recipe, given.fit)
+        tune_nothing(changes)
     assert message in caught.value.message
     assert hint in (caught.value.hint or "")
 
@@ -190,6 +195,7 @@ def test_neither_replicas_nor_prices_make_a_measurement_stale(tmp_path: Path) ->
 @pytest.mark.slow
 def test_auto_finds_the_fewest_replicas_and_the_router_that_needs_fewest() -> None:
     spec = TUNE | {"routers": ["prefix", "by-law", "least-tokens"], "trials": 6}
+    spec["request_rate_rps"] = 160.0
     given = inputs({"ttft_p90_s": 0.25}, workers=1, tune=spec)
     result = tune_to_size(given, InProcessRunner(), HEAD, lambda best: None)
     sizing = result.sizing
