@@ -1,7 +1,9 @@
 """Several replicas of a server: `tune` searches the router before them, and the plan names it."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import samples
 from test_tuning import HEAD
@@ -206,3 +208,33 @@ def test_auto_finds_the_fewest_replicas_and_the_router_that_needs_fewest() -> No
     assert tried[sizing.workers]
     assert not any(row.feasible for row in sizing.rows if row.workers < sizing.workers)
     assert any(line.startswith(f"workers needed: {sizing.workers}") for line in verdict(result))
+
+
+@pytest.mark.slow
+def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
+    given = inputs(tune=TUNE | {"routers": ["prefix"], "trials": 2})
+    hardware = given.recipe.hardware.model_copy(update={"usd_per_hour": 2.0})
+    priced = replace(given, recipe=given.recipe.model_copy(update={"hardware": hardware}))
+    result = tune(priced, InProcessRunner(), HEAD, lambda best: None)
+    cost, metrics = result.cost, result.recommended.metrics
+    assert cost is not None
+    assert cost.usd_per_hour == 6.0
+    prices = (cost.usd_per_million_in, cost.usd_per_million_cached, cost.usd_per_million_out)
+    windows = given.workload.held_out
+    prompt, output = (
+        np.concatenate([getattr(window.trace, name) for window in windows]).mean()
+        for name in ("prompt_tokens", "output_tokens")
+    )
+    cached = prompt * metrics["hit_percent"] / 100
+    spent = sum(
+        price * tokens
+        for price, tokens in zip(prices, (prompt - cached, cached, output), strict=True)
+        if price is not None
+    )
+    assert spent == pytest.approx(cost.usd_per_million_requests)
+    assert spent * metrics["throughput_rps"] * 3600 / 1e6 == pytest.approx(6.0)
+    assert prices[1] is not None
+    assert prices[0] is not None
+    assert prices[1] < prices[0]
+    assert any(line.startswith("cost: 6 USD an hour") for line in verdict(result))
+    assert tune(given, InProcessRunner(), HEAD, lambda best: None).cost is None

@@ -342,6 +342,9 @@ class Sibling(Strict):
     up_to_rps: float | None = Field(
         description="highest rate found at which it keeps all limits; None: no such rate"
     )
+    usd_per_hour: float | None = Field(
+        default=None, description="of all its workers, at its recipe's price or the tuned one's"
+    )
 
 
 class Alternatives(Strict):
@@ -364,6 +367,26 @@ class Alternatives(Strict):
     workers: int | None = Field(
         description="where limits are broken and no sibling keeps them: the number of workers that "
         "does, with the best settings"
+    )
+
+
+class Cost(Strict):
+    """What the recommended settings cost for the held-out traffic, in US dollars.
+
+    The price of all workers is divided among the tokens by the time that the fitted law of a pass
+    gives them: computed prompt tokens, prompt tokens found in the cache, and output tokens.
+    """
+
+    usd_per_hour: float = Field(description="of all workers")
+    usd_per_million_requests: float
+    usd_per_million_in: float | None = Field(
+        description="prompt tokens that are computed; None: the fit has no law of passes"
+    )
+    usd_per_million_cached: float | None = Field(
+        description="prompt tokens found in the cache; None: none are, or no law of passes"
+    )
+    usd_per_million_out: float | None = Field(
+        description="output tokens; None: the fit has no law of passes"
     )
 
 
@@ -451,6 +474,9 @@ class Tuning(Envelope):
         "policy that they run",
     )
     alternatives: Alternatives | None = Field(default=None, description="none for a fleet")
+    cost: Cost | None = Field(
+        default=None, description="where the recipe has a price, and requests are served"
+    )
 
     @property
     def recommended(self) -> Outcome:

@@ -59,7 +59,7 @@ def verdict(result: Tuning) -> list[str]:
         lines.append(f"gain over the defaults, held out: {result.gain_percent:+.1f} % goodput")
     else:
         lines.append("gain over the defaults, held out: the defaults have no goodput")
-    lines += router_lines(result)
+    lines += [*router_lines(result), *cost_lines(result)]
     lines += alternative_lines(result)
     lines += _how_sure(result)
     refused = next(
@@ -98,6 +98,38 @@ def router_lines(result: Tuning) -> list[str]:
         change += f", {number(hits[1] or 0.0)} % of prompt tokens cached for "
         change += f"{number(hits[0] or 0.0)} %"
     return [f"router '{name}' over requests in turn, with the same flags: {change}"]
+
+
+def cost_lines(result: Tuning) -> list[str]:
+    """What the recommended settings cost, and a recipe that is cheaper; empty without a price."""
+    cost = result.cost
+    if cost is None:
+        return []
+    prices = {
+        "in": cost.usd_per_million_in,
+        "cached": cost.usd_per_million_cached,
+        "out": cost.usd_per_million_out,
+    }
+    each = [f"{number(price)} {name}" for name, price in prices.items() if price is not None]
+    tokens = f", USD per million tokens: {', '.join(each)}" if each else ""
+    lines = [
+        f"cost: {number(cost.usd_per_hour)} USD an hour, "
+        f"{number(cost.usd_per_million_requests)} USD per million requests{tokens}"
+    ]
+    siblings = result.alternatives.siblings if result.alternatives else []
+    priced = [
+        (sibling.usd_per_hour, sibling)
+        for sibling in siblings
+        if sibling.feasible and sibling.usd_per_hour
+    ]
+    if not priced or result.sizing is None:
+        return lines
+    usd, cheapest = min(priced, key=lambda pair: pair[0])
+    if usd < cost.usd_per_hour or not result.keeps_limits:
+        lines.append(f"cheaper: {_sibling(cheapest)}, {number(usd)} USD an hour")
+    else:
+        lines.append(f"no shipped recipe for this model and GPU is cheaper: {number(usd)} USD/h")
+    return lines
 
 
 def _no_feasible_trial(result: Tuning) -> list[str]:

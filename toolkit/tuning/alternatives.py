@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -259,18 +260,32 @@ def alternatives(
     )
 
 
-def try_siblings(runs: AlternativeRuns, siblings: Sequence[Kind]) -> list[Sibling]:
-    """Simulate each sibling with its own policy, on the same windows and as many workers."""
+def _keeps_at(runs: AlternativeRuns, setup: EvaluationSetup, outcome: Outcome, count: int) -> bool:
+    return runs.keeps(at_size(setup, count), outcome)
+
+
+def try_siblings(
+    runs: AlternativeRuns, siblings: Sequence[Kind], *, sized: bool = False
+) -> list[Sibling]:
+    """Simulate each sibling with its own policy, on the same windows and as many workers; if
+    `sized`, with the fewest that keep all limits, where any number does.
+    """
     found = []
     for kind in siblings:
         spec, recipe = kind.recipe, runs.recipe
         # replicas stand beside replicas; a single server stands beside several workers
         server, own = (traits_of(each.engine.name).server for each in (spec, recipe))
         workers = 1 if server and not own else runs.setup.world.size
-        sized = kind.model_copy(update={"workers": workers})
-        world = world_of([sized], max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
+        as_many = kind.model_copy(update={"workers": workers})
+        limit, seed = recipe.serve.max_new_tokens, recipe.tune.seed
+        world = world_of([as_many], max_new_tokens=limit, seed=seed)
         setup = replace(runs.setup, world=world, label=f"{runs.setup.label}, {spec.name}")
         outcome = Outcome(policy=spec.policy.name, parameters=spec.policy.parameters, metrics={})
+        if sized and (not server or outcome.policy in BUILT_IN):
+            enough = fewest(partial(_keeps_at, runs, setup, outcome))
+            setup = at_size(setup, enough or workers)
+            world = setup.world
+        price = spec.hardware.usd_per_hour or recipe.hardware.usd_per_hour
         done = runs.run(setup, outcome)
         feasible = done.feasible(runs.limits)
         sibling = Sibling(
@@ -282,6 +297,7 @@ def try_siblings(runs: AlternativeRuns, siblings: Sequence[Kind]) -> list[Siblin
             usage=done.usage(runs.limits),
             feasible=feasible,
             up_to_rps=runs.up_to_rps(spec, setup, done.outcome, feasible),
+            usd_per_hour=price and price * world.size,
         )
         found.append(sibling)
     return found

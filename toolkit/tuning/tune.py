@@ -24,6 +24,7 @@ from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.tuning import (
     UNSERVED,
+    Cost,
     Interval,
     Outcome,
     PolicyResult,
@@ -209,7 +210,9 @@ def tune_to_size(
         if not sizes.keeps(name, result.best_held_out, 1):
             return result
         return result.model_copy(update={"sizing": answer(sizes, name, 1, None)})
-    siblings = try_siblings(_alternative_runs(inputs, runner, progress), inputs.siblings)
+    siblings = try_siblings(
+        _alternative_runs(inputs, runner, progress), inputs.siblings, sized=True
+    )
     workers = fewest(partial(sizes.keeps, name, chosen))
     if workers is None:
         raise nothing_suffices(sizes, siblings)
@@ -279,9 +282,9 @@ def _report(
     )
     trials, latency = found.trials(), _latency_metric(chosen)
     verdict = _verdict(default, chosen, limits, recipe)
+    recommended = default if verdict["keep_defaults"] else chosen
     others = None
     if not inputs.others:
-        recommended = default if verdict["keep_defaults"] else chosen
         if siblings is None:
             siblings = try_siblings(runs, inputs.siblings)
         others = alternatives(runs, inputs.fit, recommended, held_out, siblings)
@@ -314,7 +317,45 @@ def _report(
             ),
             "engines": inputs.engines,
             "alternatives": others,
+            "cost": _cost(inputs, recommended.outcome, runs.setup),
         }
+    )
+
+
+def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | None:
+    """What the settings of `outcome` cost; None without a price or without served requests."""
+    price, metrics = inputs.recipe.hardware.usd_per_hour, outcome.metrics
+    rate_rps = metrics.get("throughput_rps", 0.0)
+    if price is None or not rate_rps or inputs.others:
+        return None
+    per_hour = price * setup.world.size
+    usd = per_hour / 3600.0 / rate_rps  # of a request
+    prompt, output = (
+        float(np.concatenate([getattr(window, column) for window in setup.windows]).mean())
+        for column in ("prompt_tokens", "output_tokens")
+    )
+    cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
+    new, rows = prompt - cached, max(metrics.get("batch_size_mean", 1.0), 1.0)
+    steps = inputs.fit.steps
+    if steps is None:
+        return Cost(
+            usd_per_hour=per_hour,
+            usd_per_million_requests=1e6 * usd,
+            usd_per_million_in=None,
+            usd_per_million_cached=None,
+            usd_per_million_out=None,
+        )
+    in_s = steps.token_s[-1] + steps.attended_s * new / 2
+    cached_s = steps.attended_s * new
+    out_s = (steps.base_s + steps.host_s) / rows + steps.row_s + steps.host_row_s
+    out_s += steps.token_s[0] + steps.cached_s * (prompt + output / 2)
+    usd_per_s = usd / (new * in_s + cached * cached_s + output * out_s)
+    return Cost(
+        usd_per_hour=per_hour,
+        usd_per_million_requests=1e6 * usd,
+        usd_per_million_in=1e6 * usd_per_s * in_s,
+        usd_per_million_cached=1e6 * usd_per_s * cached_s if cached else None,
+        usd_per_million_out=1e6 * usd_per_s * out_s,
     )
 
 
