@@ -28,13 +28,18 @@ TRANSCRIPT = re.compile(r"(?<=^```text\n).*?(?=\n```$)", re.DOTALL | re.MULTILIN
 PROMISE, END = "^what tune promised", r"^rc \d|^real\t"
 # Parts of the output: from a line that matches the first pattern to before the next line that
 # matches the second.
-FIT = [("== 2/6", "^coefficients")]
+FIT = [(r"== 2/\d", "^coefficients")]
 TUNE = [
-    ("== 3/6", "^trace: |^warning: "),
+    (r"== 3/\d", "^trace: |^warning: "),
     ("^the target that binds", "^analytic|^wrote|^validation"),
 ]
-SERVE = [("== 5/6", "^trace: |^warning: "), ("== 6/6", r"^\$ "), (PROMISE, END)]
-PICTURE = [("== 4/6", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PROMISE, END)]
+SERVE = [
+    (r"== 5/\d", "^trace: |^warning: "),
+    (r"== 6/\d", r"^\$ "),
+    (r"== 7/\d", r"^wrote|^error"),
+    (PROMISE, END),
+]
+PICTURE = [(r"== 4/\d", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PROMISE, END)]
 
 
 def part(lines: Sequence[str], start: str, end: str, after: int) -> tuple[list[str], int]:
