@@ -102,9 +102,7 @@ def run(
             hang_s=hang_s,
             say=(said if said is not None else []).append,
         )
-        gateway = Gateway(
-            pool, balancer, GatewaySettings(**settings), keyring or Keyring()
-        )
+        gateway = Gateway(pool, balancer, GatewaySettings(**settings), keyring or Keyring())
         gateway.metrics = GatewayExposition(gateway).text
         sweep = asyncio.create_task(pool.sweep())
         with listen("127.0.0.1", 0) as listener:
@@ -135,7 +133,12 @@ def asked(max_tokens: int = 40, **more: Any) -> dict[str, Any]:
 
 def chatted(max_tokens: int = 40, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": PROMPT}]
-    return {"model": MODEL, "messages": messages, "max_tokens": max_tokens, "ignore_eos": True} | more
+    return {
+        "model": MODEL,
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    } | more
 
 
 USAGE = {"stream_options": {"include_usage": True}}

@@ -1,8 +1,8 @@
 """`llmctl serve`: start the server of a plan.
 
 `ServeOptions` declares the command line, in the order of `--help`. `command` finds the plan and
-starts our own server, that of an engine that is a server itself (vLLM), or a front before several of
-these; the steps in between are in `serve_start`.
+starts our own server, that of an engine that is a server itself (vLLM), or a front before several
+of these; the steps in between are in `serve_start`.
 """
 
 from __future__ import annotations
@@ -279,7 +279,8 @@ class ServeOptions:
         Path | None,
         _watch(
             "--event-log",
-            help="Write every call of the scheduler, or of the router, to this file; it replays exactly.",
+            help="Write every call of the scheduler, or of the router, to this file; it replays "
+            "exactly.",
         ),
     ] = None
     request_log: Annotated[
@@ -316,8 +317,8 @@ class ServeOptions:
         bool,
         _watch(
             "--strict",
-            help="Exit with 4 where such a point is beyond the fit's stated error, and where a replica "
-            "is of another model, context or version.",
+            help="Exit with 4 where such a point is beyond the fit's stated error, and with 2 "
+            "where a replica is of another model, context or version.",
         ),
     ] = False
     as_json: JsonOption = False

@@ -365,7 +365,7 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
 
 
 def _show_gateway(order: GatewayLaunch, url: str) -> None:
-    print(f"ready: {url} serves {order.settings.model or 'the replicas\' model'}")
+    print(f"ready: {url} serves {order.settings.model or 'the model of its replicas'}")
     print(f"router: {order.router.name}; replicas: {url}/replicas")
 
 

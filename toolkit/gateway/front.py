@@ -329,7 +329,7 @@ class PassedRequest:
             self._record()
 
     async def _until_answered(self, gone: asyncio.Future[None]) -> None:
-        gateway, strikes = self._gateway, 0
+        strikes = 0
         while True:
             tokens = self._passing.tokens
             replica = await self._choose(gone)

@@ -315,9 +315,7 @@ class OwnReplicas:
         self.error: LlmctlError | None = None
         self._own, self._pool, self._say = order.own, pool, order.ending.say
         self._ending = order.ending
-        self._order = ServerOrder(
-            order.plan, order.needs.model, "127.0.0.1", 0, order.ending, key
-        )
+        self._order = ServerOrder(order.plan, order.needs.model, "127.0.0.1", 0, order.ending, key)
         self._count = order.plan.workers
         self._servers: dict[int, ReplicaServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
@@ -410,4 +408,3 @@ class OwnReplicas:
         """Until the server has ended, or is to be restarted."""
         while server.running and not self._renewed[number].is_set():
             await asyncio.sleep(POLL_EVERY_S)
-

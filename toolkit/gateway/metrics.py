@@ -28,7 +28,11 @@ _COUNTERS = (
     ("llmctl_prompt_tokens", "Prompt tokens of ended requests.", "prompt_tokens"),
     ("llmctl_generation_tokens", "Tokens generated.", "generation_tokens"),
     ("llmctl_requests_within_targets", "Requests that met every target.", "within_targets"),
-    ("llmctl_refused", "Requests that got 503 because of overload, or without a replica.", "refused"),
+    (
+        "llmctl_refused",
+        "Requests that got 503 because of overload, or without a replica.",
+        "refused",
+    ),
 )
 _HISTOGRAMS = (
     ("llmctl_ttft_seconds", "Arrival to first token, of streams.", "ttft"),

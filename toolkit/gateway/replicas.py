@@ -39,8 +39,8 @@ SLOW_START_S = 10.0  # a replica that came back gets its share of the requests a
 SWEEP_EVERY_S = 0.25
 MAX_PROBE_BYTES = 4 << 20
 _REPORTED = re.compile(
-    rb"^(?:vllm:num_requests_(waiting|running)|vllm:(?:kv|gpu)_cache_usage_(perc)"
-    rb"|llmctl_requests_(waiting|running)|llmctl_kv_cache_usage_(ratio))(?:\{[^}]*\})? (\S+)",
+    rb"^(?:vllm:num_requests|llmctl_requests|vllm:kv|vllm:gpu|llmctl_kv)_"
+    rb"(waiting|running|cache_usage_(?:perc|ratio))(?:\{[^}]*\})? (\S+)",
     re.MULTILINE,
 )
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
@@ -317,7 +317,7 @@ class ReplicaPool:
                 wait_s = PROBE_DOWN_S
 
     def _note(self, replica: LiveReplica, problem: str) -> None:
-        foreign = problem.startswith("it serves ") or problem.startswith("it runs ")
+        foreign = problem.startswith(("it serves ", "it runs "))
         if problem != replica.problem:
             left_out = " is left out" if foreign else ""
             self._say(f"replica {replica.url}{left_out}: {problem}")
@@ -455,13 +455,13 @@ def report_of(metrics: bytes, at_s: float) -> ReplicaReport | None:
     waiting = running = 0.0
     usage, seen = 0.0, 0
     for match in _REPORTED.finditer(metrics):
-        vllm, perc, own, ratio, text = match.groups()
+        name, text = match.groups()
         try:
             value = float(text)
         except ValueError:
             continue
         seen += 1
-        match vllm or own:
+        match name:
             case b"waiting":
                 waiting += value
             case b"running":

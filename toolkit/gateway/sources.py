@@ -78,12 +78,13 @@ class NamedReplicas:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise InputError(
-                f"{self._name}: cannot be resolved: {error.strerror}", "check the name in --replicas"
+                f"{self._name}: cannot be resolved: {error.strerror}",
+                "check the name in --replicas",
             ) from None
         return sorted({_url(str(address[0]), self._port) for *_, address in found})
 
 
-class _Conditions(msgspec.Struct):
+class _Conditions(msgspec.Struct, frozen=True):
     ready: bool | None = None
     terminating: bool | None = None
 
@@ -199,9 +200,7 @@ def _read_list(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise InputError(
-            f"{path}: cannot be read: {reason}", f"--replicas takes {KINDS}"
-        ) from None
+        raise InputError(f"{path}: cannot be read: {reason}", f"--replicas takes {KINDS}") from None
     urls = [line.partition("#")[0].strip() for line in lines]
     found = list(dict.fromkeys(_checked(url) for url in urls if url))
     if len(found) > MAX_REPLICAS:

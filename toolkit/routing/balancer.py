@@ -229,9 +229,7 @@ def replay_routes(
                 pass
             case ReplicaAdded(capacity_tokens, pass_tokens, max_rows, has_law):
                 balancer.add(
-                    ReplicaTraits(
-                        capacity_tokens, pass_tokens, max_rows, law if has_law else None
-                    )
+                    ReplicaTraits(capacity_tokens, pass_tokens, max_rows, law if has_law else None)
                 )
             case Routed(now_s, request, logged, excluded):
                 chosen = balancer.route(request, now_s, excluded)
