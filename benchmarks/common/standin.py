@@ -120,11 +120,15 @@ class StandIn:
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
-    def kill(self) -> None:
-        """End at once, as by SIGKILL: the listener and all connections."""
+    def kill_listener(self) -> None:
+        """Refuse new connections."""
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    def kill(self) -> None:
+        """End at once, as by SIGKILL: the listener and all connections."""
+        self.kill_listener()
         for connection in list(self.connections):
             connection.end()
 
@@ -214,6 +218,9 @@ class StandInConnection(asyncio.Protocol):
         while not made.finish:
             await self._pause()
             text += chr(made.next())
+            for stop in body.get("stop") or []:
+                if stop in text:
+                    text, made.finish = text[: text.index(stop)], "stop"
         choice = {"index": 0, "finish_reason": "abort" if self.aborted else made.finish}
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         usage = _usage(len(prompt), len(text))

@@ -129,6 +129,10 @@ class PassingAnswer:
     def request(self, *, speaks_ids: bool, max_model_len: int | None) -> tuple[bytes, bytes] | None:
         """The path and the body of the next attempt; None if the answer cannot be continued."""
         call = self._call
+        for channel, text in self._skip.items():  # what was not generated again, the client has
+            if text:
+                self._texts.setdefault(channel, []).append(text)
+                self._length += len(text)
         self._rest, self.failure, self._skip = b"", "", {}
         if not self.begun:
             self.mode = "first"
@@ -146,8 +150,10 @@ class PassingAnswer:
             done = Progress("", 0, None, None)
         else:
             self._base_tokens = self.tokens = done.tokens
-            if done.ids is not None and mode == "ids":
+            if mode == "ids":
                 self._go_on_from(done)
+            else:
+                self._ids = None  # the tokens of the text so far may be others there
         self.mode = mode
         return call.continued(mode, done, speaks_ids=speaks_ids, max_model_len=max_model_len)
 
@@ -240,8 +246,9 @@ class PassingAnswer:
             return b""
         if not self.begun:
             self._id, self._created, self.model = read.id, read.created, read.model
-        if read.prompt_token_ids is not None and self._prompt_ids is None:
-            self._prompt_ids = read.prompt_token_ids
+        if self._prompt_ids is None and self.mode != "text":  # there it is a longer prompt
+            first = read.choices[0].prompt_token_ids if read.choices else None
+            self._prompt_ids = read.prompt_token_ids or first
         if not read.choices:
             return self._on_usage(event, read)
         return self._on_choices(event, read)
@@ -287,14 +294,12 @@ class PassingAnswer:
     def _note(self, choice: _Choice, texts: list[tuple[str, str]]) -> None:
         """Count what a choice brings to the client."""
         ids = choice.token_ids
-        if choice.prompt_token_ids is not None and self._prompt_ids is None:
-            self._prompt_ids = choice.prompt_token_ids
         if ids is None:
             if texts:
                 self._ids = None
                 self.new_tokens += 1
                 self.tokens += 1
-        elif ids:
+        elif ids and (self._ids is not None or texts):
             if self._ids is not None:
                 self._ids += ids
             self.new_tokens += len(ids)
