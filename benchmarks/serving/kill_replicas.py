@@ -91,7 +91,9 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> s
 async def _streamed(
     http: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> tuple[str, dict[str, int], int, bool]:
-    text, usage, ids, done = "", {}, set(), False
+    text, done = "", False
+    usage: dict[str, int] = {}
+    ids: set[str] = set()
     async with http.stream("POST", path, json=body) as response:
         if response.status_code != 200:
             return f"HTTP {response.status_code}", {}, 0, False
@@ -199,7 +201,11 @@ async def measure(requests: int, count: int, seed: int) -> dict[str, Any]:
     await asyncio.gather(*trouble.tasks, disturbing, return_exceptions=True)
     for replica in replicas:
         replica.kill()
-    continued = [line for line in told.splitlines() if line.startswith("llmctl_continued_total")]
+    continued = {
+        line.split('by="')[1].split('"')[0]: float(line.split()[-1])
+        for line in told.splitlines()
+        if line.startswith("llmctl_continued_total")
+    }
     return {
         "requests": requests,
         "wrong": wrong,
@@ -207,9 +213,7 @@ async def measure(requests: int, count: int, seed: int) -> dict[str, Any]:
         "attempts": sum(each["requests"] for each in shown),
         "failed_attempts": sum(each["failures"] for each in shown),
         "moved": sum(each["moved"] for each in shown),
-        "continued": {
-            line.split('by="')[1].split('"')[0]: float(line.split()[-1]) for line in continued
-        },  # fmt: skip
+        "continued": continued,
         "seconds": round(time.monotonic() - started_s, 1),
         "exit_code": front.returncode,
     }

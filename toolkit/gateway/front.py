@@ -30,6 +30,7 @@ from toolkit.routing.replicas import RoutedRequest
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, error_response, overloaded
 from toolkit.serve.forms import read_body, read_json_bytes
+from toolkit.serve.server import first_of
 from toolkit.serve.stats import Stats
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 
@@ -316,7 +317,7 @@ class PassedRequest:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
         gateway = self._gateway
         gateway.budget.request()
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.create_task(_disconnected(receive))
         try:
             async with asyncio.timeout(_or_none(gateway.settings.request_timeout_s)):
                 await self._until_answered(gone)
@@ -328,7 +329,7 @@ class PassedRequest:
             gone.cancel()
             self._record()
 
-    async def _until_answered(self, gone: asyncio.Future[None]) -> None:
+    async def _until_answered(self, gone: asyncio.Task[None]) -> None:
         strikes = 0
         while True:
             tokens = self._passing.tokens
@@ -358,7 +359,7 @@ class PassedRequest:
                 if self._passing.begun:
                     replica.moved += 1
 
-    async def _choose(self, gone: asyncio.Future[None]) -> LiveReplica | None:
+    async def _choose(self, gone: asyncio.Task[None]) -> LiveReplica | None:
         """The replica for the next attempt; None if the request has ended without one."""
         gateway = self._gateway
         while not gone.done():
@@ -384,8 +385,8 @@ class PassedRequest:
             index = gateway.balancer.route(routed, gateway.now_s(), sorted(barred))
             if index is not None:
                 return gateway.pool.by_index[index]
-            waiting = asyncio.ensure_future(gateway.pool.wait_up(gateway.settings.wait_up_s))
-            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            waiting = asyncio.create_task(gateway.pool.wait_up(gateway.settings.wait_up_s))
+            await first_of(waiting, gone)
             if not waiting.done():
                 waiting.cancel()
             elif not waiting.result():
@@ -394,17 +395,17 @@ class PassedRequest:
                 return None
         return None
 
-    async def _attempt(self, replica: LiveReplica, gone: asyncio.Future[None]) -> bool:
+    async def _attempt(self, replica: LiveReplica, gone: asyncio.Task[None]) -> bool:
         """Ask a replica. Returns whether the request has ended; raises `PassFailedError`."""
         gateway = self._gateway
         self._cut = ""
         self.heard_s, self.streaming, self.waiting = gateway.now_s(), False, True
         replica.requests += 1
         replica.attempts.add(self)
-        task = self._task = asyncio.ensure_future(self._pass(replica))
+        task = self._task = asyncio.create_task(self._pass(replica))
         generated = -1
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(task, gone)
             if not task.done():  # the client is gone
                 task.cancel()
                 await asyncio.wait({task})
@@ -577,7 +578,7 @@ class PassedRequest:
                     gateway.log.timestamp(self.arrival_s),
                     prompt,
                     tokens,
-                    self._call.max_tokens,
+                    self._call.max_tokens or gateway.settings.max_new_tokens,
                     first,
                     last,
                     "ok" if ok else self._status,

@@ -57,7 +57,8 @@ class GatewayExposition:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        text: bytes = generate_latest(self._registry)
+        return text
 
     def collect(self) -> Iterator[Metric]:
         """The registry calls this at each scrape."""

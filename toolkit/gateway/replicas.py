@@ -210,7 +210,8 @@ class ReplicaPool:
 
     def answered(self, replica: LiveReplica, status: int) -> None:
         """A replica answered with this status."""
-        replica.failed_answers = replica.failed_answers + 1 if status >= 500 != 503 else 0
+        failed = status >= 500 and status != 503
+        replica.failed_answers = replica.failed_answers + 1 if failed else 0
         if replica.failed_answers >= FAILED_ANSWERS:
             replica.failed_answers = 0
             self.failed(replica, f"{FAILED_ANSWERS} answers in a row were HTTP {status}")
@@ -295,17 +296,9 @@ class ReplicaPool:
         """Probe a replica until cancelled."""
         failed, wait_s = 0, PROBE_DOWN_S
         while True:
-            if replica.state != "draining":
-                problem = await self._probe(replica)
-                failed = failed + 1 if problem else 0
-                if replica.state == "up":
-                    if failed >= FAILED_PROBES:
-                        self.failed(replica, problem)
-                elif problem:
-                    self._note(replica, problem)
-                elif replica.state != "draining":
-                    self._come_up(replica)
-                    wait_s = PROBE_DOWN_S
+            problem = "" if replica.state == "draining" else await self._probe(replica)
+            failed = failed + 1 if problem else 0
+            self._judge(replica, problem, failed)
             if replica.state == "up":
                 pause_s = PROBE_UP_S if not failed else PROBE_DOWN_S
             else:
@@ -315,6 +308,19 @@ class ReplicaPool:
                 await asyncio.wait_for(replica.wake.wait(), pause_s)
                 await asyncio.sleep(PROBE_DOWN_S / 5)  # what has just failed needs a moment
                 wait_s = PROBE_DOWN_S
+
+    def _judge(self, replica: LiveReplica, problem: str, failed: int) -> None:
+        """A probe found a problem, for the `failed`th time in a row, or none."""
+        match replica.state:
+            case "draining" | "gone":
+                return
+            case "up":
+                if failed >= FAILED_PROBES:
+                    self.failed(replica, problem)
+            case _ if problem:
+                self._note(replica, problem)
+            case _:
+                self._come_up(replica)
 
     def _note(self, replica: LiveReplica, problem: str) -> None:
         foreign = problem.startswith(("it serves ", "it runs "))
