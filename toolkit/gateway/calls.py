@@ -83,7 +83,7 @@ COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 
 
 @dataclass(slots=True)
-class Progress:
+class ClientProgress:
     """What the client has of an answer, as far as a continuation needs it."""
 
     text: str
@@ -128,7 +128,7 @@ class GenerationCall:
             self.held_back = 0
         self.session = session or self._value("prompt_cache_key", str) or ""
 
-    def mode(self, *, speaks_ids: bool, done: Progress) -> Mode:
+    def mode(self, *, speaks_ids: bool, done: ClientProgress) -> Mode:
         """How to continue on a server; `speaks_ids`: it takes and gives token ids."""
         if not done.tokens:
             return "again"
@@ -148,7 +148,7 @@ class GenerationCall:
         return path, self._encode({**self.fields, **self._asks(speaks_ids=speaks_ids)})
 
     def continued(
-        self, mode: Mode, done: Progress, *, speaks_ids: bool, max_model_len: int | None
+        self, mode: Mode, done: ClientProgress, *, speaks_ids: bool, max_model_len: int | None
     ) -> tuple[bytes, bytes]:
         """The path and the body of a request for the rest of an answer."""
         left = None if self.max_tokens is None else self.max_tokens - done.tokens

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from toolkit.gateway.calls import GenerationCall, Mode, Progress
+from toolkit.gateway.calls import GenerationCall, Mode, ClientProgress
 
 MAX_EVENT_BYTES = 16 << 20  # the first event has the prompt's token ids
 DONE = b"data: [DONE]"
@@ -108,7 +108,7 @@ class PassingAnswer:
         """Every choice has its end, though the stream may lack its last lines."""
         return len(self._finished) >= self._call.choices
 
-    def progress(self) -> Progress:
+    def progress(self) -> ClientProgress:
         """What the client has. Tokens without text yet are generated again, unless it saw their
         ids. With stop strings a server holds back characters: of the last tokens the client has
         only a part of the text, which the next answer begins with (`overlap`).
@@ -116,15 +116,15 @@ class PassingAnswer:
         text = "".join(piece for pieces in self._texts.values() for piece in pieces)
         ids = self._ids
         if ids is None:
-            return Progress(text, self.tokens, None, self._prompt_ids)
+            return ClientProgress(text, self.tokens, None, self._prompt_ids)
         if self._call.wants_ids:
-            return Progress(text, len(ids), ids, self._prompt_ids)
+            return ClientProgress(text, len(ids), ids, self._prompt_ids)
         held = self._call.held_back
         for kept, length in reversed(self._marks):
             if length + held <= self._length:
                 overlap = self._length - length - held
-                return Progress(text, kept, ids[:kept], self._prompt_ids, overlap)
-        return Progress(text, 0, [], self._prompt_ids, self._length)
+                return ClientProgress(text, kept, ids[:kept], self._prompt_ids, overlap)
+        return ClientProgress(text, 0, [], self._prompt_ids, self._length)
 
     def request(self, *, speaks_ids: bool, max_model_len: int | None) -> tuple[bytes, bytes] | None:
         """The path and the body of the next attempt; None if the answer cannot be continued."""
@@ -147,7 +147,7 @@ class PassingAnswer:
             self._skip = {channel: "".join(texts) for channel, texts in self._texts.items()}
             self._reset()
             self._finished.clear()
-            done = Progress("", 0, None, None)
+            done = ClientProgress("", 0, None, None)
         else:
             self._base_tokens = self.tokens = done.tokens
             if mode == "ids":
@@ -157,7 +157,7 @@ class PassingAnswer:
         self.mode = mode
         return call.continued(mode, done, speaks_ids=speaks_ids, max_model_len=max_model_len)
 
-    def _go_on_from(self, done: Progress) -> None:
+    def _go_on_from(self, done: ClientProgress) -> None:
         """The next attempt begins behind these ids."""
         assert done.ids is not None
         has = len(done.text) - done.overlap
