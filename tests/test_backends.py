@@ -128,7 +128,7 @@ def test_an_engine_of_another_package_is_tuned_rendered_and_served(folder: Path)
     plan = read_file(Plan, folder / "plan.json")
     assert plan.fit.engine.engine == "toy"
     with Server(folder / "plan.json", "--port", "0") as server:
-        body = {"prompt": "one two", "max_tokens": 5}
+        body = {"prompt": "one two", "max_tokens": 5, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
     assert answer.json()["usage"]["completion_tokens"] == 5
 

@@ -22,7 +22,7 @@ from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Round, Row, SamplingParams, SliceOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
-from toolkit.workers.frames import Alive, Progress, Ready, pack
+from toolkit.workers.frames import Alive, Progress, Ready, Stop, pack
 from toolkit.workers.lifeline import ALIVE, LifeSigns
 from toolkit.workers.pool import MAX_FAILED_LOADS, OnFrame, ProcessWorkers, WorkerPool
 from toolkit.workers.protocol import (
@@ -313,7 +313,8 @@ class ManualBody:
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def send(self, frame: object) -> None:
-        pass
+        if isinstance(frame, Stop) and not self.end.done():
+            self.end.set_result("exit code 0")
 
     def kill(self) -> None:
         if not self.end.done():
@@ -489,8 +490,11 @@ def test_a_worker_without_a_first_sign_of_life_is_killed() -> None:
 def test_a_load_that_does_not_end_is_killed_despite_signs_of_life() -> None:
     async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
         body = await loading_again(pool)
-        for _ in range(31):
-            assert not body.end.done()
+        for _ in range(29):
+            body.send_frame(Alive())
+            silence.after(10.0)
+        assert not body.end.done()
+        for _ in range(2):
             body.send_frame(Alive())
             silence.after(10.0)
         assert body.end.done()  # after 300 s and three times the first load
