@@ -15,7 +15,7 @@ from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.routing.balancer import Balancer, BalancerEvent, RoutingLogHeader, replay_routes
 from toolkit.routing.replicas import ReplicaTraits
-from toolkit.routing.routers import make_router
+from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.serve.access import Keyring
 from toolkit.serve.http import HttpServer, WireLimits
 from toolkit.serve.server import listen, url
@@ -418,3 +418,67 @@ def test_reports_reach_the_balancer(monkeypatch: pytest.MonkeyPatch):
         await asyncio.gather(task, return_exceptions=True)
 
     run(test, StandIn(metrics=text), StandIn(metrics=text), router="vllm-dp")
+
+
+def test_a_deadline_ends_a_stream_and_a_whole_answer():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        told = await front.stream(asked(400))
+        assert "no end within 0.1 s" in told.events[-1]["error"]["message"]
+        assert told.done
+        whole = await front.http.post("/v1/completions", json=asked(400))
+        assert whole.status_code == 504
+        assert front.gateway.stats.ended == {"timeout": 2}
+        assert all(not each.requests for each in front.gateway.balancer.replicas)
+
+    run(test, StandIn(token_s=0.002), request_timeout_s=0.1)
+
+
+def test_a_client_that_leaves_frees_its_replica():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        body = asked(4000) | {"stream": True}
+        async with front.http.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_lines())
+        while front.gateway.running:
+            await asyncio.sleep(0.002)
+        assert front.gateway.stats.ended == {"cancelled": 1}
+        assert not any(each.attempts for each in front.pool.replicas)
+
+    run(test, StandIn(token_s=0.002))
+
+
+def test_a_replica_that_comes_back_gets_few_requests_at_first():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        first, second = servers
+        await asyncio.gather(*(front.stream(asked()) for _ in range(8)))
+        second.kill()
+        await asyncio.gather(*(front.stream(asked()) for _ in range(4)))
+        await second.start()
+        await front.until("up", 2)
+        before = second.served.total()
+        await asyncio.gather(*(front.stream(asked(60)) for _ in range(24)))
+        assert 1 <= second.served.total() - before <= 8
+
+    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002))
+
+
+def test_more_requests_than_may_wait_get_503():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for replica in front.gateway.balancer.replicas:
+            replica.traits = ReplicaTraits(100_000, max_rows=1)
+        bodies = [front.http.post("/v1/completions", json=asked(60)) for _ in range(12)]
+        codes = [each.status_code for each in await asyncio.gather(*bodies)]
+        assert codes.count(503) >= 6
+        assert codes.count(200) >= 4
+        assert front.gateway.stats.refused == codes.count(503)
+
+    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002), max_waiting=2)
+
+
+def test_replicas_that_every_router_names_serve(monkeypatch: pytest.MonkeyPatch):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        told = await asyncio.gather(*(front.stream(asked(5)) for _ in range(6)))
+        assert {each.text for each in told} == {answer_of(asked(5))}
+
+    for router in ROUTERS:
+        if router != "by-law":  # it needs the law of a fit
+            run(test, router=router)

@@ -125,7 +125,8 @@ class Client:
     async def ask(self, body: bytes, *, checks: bool = True) -> int:
         """Send a request; returns the bytes of its answer, or 0 for an error that may be."""
         self._out.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%s" % (len(body), body)
         )
         head = (await self._in.readuntil(b"\r\n\r\n")).lower()

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from toolkit.gateway.calls import GenerationCall, Mode, ClientProgress
+from toolkit.gateway.calls import ClientProgress, GenerationCall, Mode
 
 MAX_EVENT_BYTES = 16 << 20  # the first event has the prompt's token ids
 DONE = b"data: [DONE]"
