@@ -7,14 +7,18 @@ from typing import Any
 
 import httpx
 import pytest
+import samples
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
+from toolkit.files.fit import Fit
+from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.front import Gateway, GatewaySettings
+from toolkit.gateway.launch import traits_of_replica
 from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.routing.balancer import Balancer, BalancerEvent, RoutingLogHeader, replay_routes
-from toolkit.routing.replicas import ReplicaTraits
+from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
 from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.serve.access import Keyring
 from toolkit.serve.http import HttpServer, WireLimits
@@ -248,6 +252,7 @@ def test_an_answer_that_lacks_only_its_last_lines_ends():
     run(test, StandIn(token_s=0.01), StandIn(token_s=0.01))
 
 
+@pytest.mark.slow
 def test_a_hung_replica_loses_its_requests_to_another_and_comes_back():
     async def test(front: Front, servers: list[StandIn]) -> None:
         hung: list[StandIn] = []
@@ -268,6 +273,7 @@ def test_a_hung_replica_loses_its_requests_to_another_and_comes_back():
     run(test, StandIn(token_s=0.002), StandIn(token_s=0.002), hang_s=0.3)
 
 
+@pytest.mark.slow
 def test_without_a_replica_requests_get_503_at_once_until_one_is_back():
     async def test(front: Front, servers: list[StandIn]) -> None:
         (server,) = servers
@@ -446,9 +452,10 @@ def test_a_client_that_leaves_frees_its_replica():
     run(test, StandIn(token_s=0.002))
 
 
+@pytest.mark.slow
 def test_a_replica_that_comes_back_gets_few_requests_at_first():
     async def test(front: Front, servers: list[StandIn]) -> None:
-        first, second = servers
+        _, second = servers
         await asyncio.gather(*(front.stream(asked()) for _ in range(8)))
         second.kill()
         await asyncio.gather(*(front.stream(asked()) for _ in range(4)))
@@ -474,7 +481,8 @@ def test_more_requests_than_may_wait_get_503():
     run(test, StandIn(token_s=0.002), StandIn(token_s=0.002), max_waiting=2)
 
 
-def test_replicas_that_every_router_names_serve(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.slow
+def test_replicas_that_every_router_names_serve():
     async def test(front: Front, servers: list[StandIn]) -> None:
         told = await asyncio.gather(*(front.stream(asked(5)) for _ in range(6)))
         assert {each.text for each in told} == {answer_of(asked(5))}
@@ -482,3 +490,24 @@ def test_replicas_that_every_router_names_serve(monkeypatch: pytest.MonkeyPatch)
     for router in ROUTERS:
         if router != "by-law":  # it needs the law of a fit
             run(test, router=router)
+
+
+def fake_plan_of(fit: Fit) -> Plan:
+    envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+    policy = PlannedPolicy(name="vllm", parameters={"max_num_seqs": 8})
+    return Plan(
+        **envelope, recipe=samples.recipe(), fit=fit, workers=2, policy=policy, predicted={},
+        limits=[], explained={},
+    )  # fmt: skip
+
+
+def test_the_law_of_the_plans_fit_routes():
+    fit = samples.paged_fit()
+    plan = fake_plan_of(fit)
+    traits = traits_of_replica(plan)
+    assert (traits.capacity_tokens, traits.law is None) == (fit.engine.capacity_tokens, False)
+    balancer = Balancer(make_router("by-law", {}), [], block_tokens=64)
+    for _ in range(2):
+        balancer.change(balancer.add(traits), is_up=True)
+    chosen = {balancer.route(RoutedRequest(f"r{k}", 500, 50), 0.0) for k in range(2)}
+    assert chosen == {0, 1}

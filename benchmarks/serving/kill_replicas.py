@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +156,31 @@ class Trouble:
         self.away.discard(index)
 
 
+async def send_all(
+    http: httpx.AsyncClient, work: Sequence[tuple[dict[str, Any], bool]]
+) -> list[str]:
+    """Send all requests; returns what is wrong."""
+    left, wrong = iter(work), []
+
+    async def client() -> None:
+        for body, chat in left:
+            try:
+                problem = await ask(http, body, chat=chat)
+            except httpx.HTTPError as error:
+                problem = repr(error)
+            if problem:
+                wrong.append(f"{problem}: {json.dumps(body)[:300]}")
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    return wrong
+
+
 async def measure(requests: int, count: int, seed: int) -> dict[str, Any]:
     """Serve so many requests through so many replicas."""
     rng = random.Random(seed)
     replicas = [StandIn(token_s=0.004, speaks_ids=k % 2 == 0) for k in range(count)]
     for replica in replicas:
         await replica.start()
-    wrong: list[str] = []
     work = [request_of(rng) for _ in range(requests)]
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -179,18 +198,7 @@ async def measure(requests: int, count: int, seed: int) -> dict[str, Any]:
             async with httpx.AsyncClient(
                 base_url=ready["url"], timeout=120, limits=limits, trust_env=False
             ) as http:
-                left = iter(work)
-
-                async def client() -> None:
-                    for body, chat in left:
-                        try:
-                            problem = await ask(http, body, chat=chat)
-                        except httpx.HTTPError as error:
-                            problem = repr(error)
-                        if problem:
-                            wrong.append(f"{problem}: {json.dumps(body)[:300]}")
-
-                await asyncio.gather(*(client() for _ in range(CLIENTS)))
+                wrong = await send_all(http, work)
                 disturbing.cancel()
                 shown = (await http.get("/replicas")).json()["replicas"]
                 told = (await http.get("/metrics")).text
@@ -220,7 +228,7 @@ async def measure(requests: int, count: int, seed: int) -> dict[str, Any]:
 
 
 def _plan() -> Plan:
-    """A plan whose replicas count as hung after a second."""
+    """A plan with replicas that count as hung after a second."""
     with tempfile.TemporaryDirectory() as folder:
         plan = fake_plan(Path(folder))
     serve = plan.recipe.serve.model_copy(update={"hang_s": HANG_S})

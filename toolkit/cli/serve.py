@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from toolkit.cli.serve_start import Access
     from toolkit.files.plan import Plan
     from toolkit.gateway.launch import GatewayLaunch
+    from toolkit.gateway.sources import ReplicaSource
     from toolkit.serve.launch import Launch, Manager
 
 _plan = partial(typer.Option, rich_help_panel="What runs")
@@ -432,12 +433,12 @@ def _server_order(given: ServeOptions, plan: Plan, access: Access, ray: str) -> 
     from toolkit.serve.server import Ending
 
     engine = plan.recipe.engine.name
-    what = f"engine {engine} has a server of its own, which"
+    what, why = f"engine {engine}", ": it has a server of its own"
     if ray:
-        raise InputError(f"{what} does not support --ray", "leave it out")
+        raise InputError(f"{what} does not support --ray{why}", "leave it out")
     _refuse(given, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
             "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
-            "--open-metrics", "--check", "--strict", "--status-page")  # fmt: skip
+            "--open-metrics", "--check", "--strict", "--status-page", why=why)  # fmt: skip
     return ServerOrder(
         plan,
         given.served_model_name or model_name(plan),
@@ -466,7 +467,6 @@ def _gateway(
     from toolkit.files.plan import Plan
     from toolkit.gateway.front import GatewaySettings
     from toolkit.gateway.launch import GatewayLaunch, replica_key, replicas_like
-    from toolkit.gateway.sources import GivenReplicas, replica_source
     from toolkit.routing.routers import make_router
     from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.server import Ending
@@ -475,9 +475,7 @@ def _gateway(
         raise InputError("both --replica and --replicas are given", "keep one of them")
     _refuse(given, "a front before replicas", "--ray", "--allow-end-after", "--vllm-metrics",
             "--check", "--status-page")  # fmt: skip
-    source = replica_source(given.replicas) if given.replicas else None
-    if given.replica:
-        source = GivenReplicas(given.replica)
+    source = _replica_source(given)
     (api_key, keys), watched_keys = access
     needs = replicas_like(
         plan, given.served_model_name, strict=given.strict, any_version=given.force
@@ -517,13 +515,25 @@ def _gateway(
     )
 
 
-def _refuse(given: ServeOptions, what: str, *names: str) -> None:
+def _replica_source(given: ServeOptions) -> ReplicaSource | None:
+    """The replicas that run already; None: none was named."""
+    from toolkit.errors import InputError
+    from toolkit.gateway.sources import GivenReplicas, replica_source
+
+    if given.replica and given.replicas:
+        raise InputError("both --replica and --replicas are given", "keep one of them")
+    if given.replica:
+        return GivenReplicas(given.replica)
+    return replica_source(given.replicas) if given.replicas else None
+
+
+def _refuse(given: ServeOptions, what: str, *names: str, why: str = "") -> None:
     """`InputError` where one of these options is given."""
     from toolkit.errors import InputError
 
     found = [name for name in names if getattr(given, name[2:].replace("-", "_"))]
     if found:
-        raise InputError(f"{what} does not support {', '.join(found)}", "leave it out")
+        raise InputError(f"{what} does not support {', '.join(found)}{why}", "leave it out")
 
 
 def _address(given: ServeOptions, plan: Plan) -> tuple[str, int]:

@@ -144,7 +144,7 @@ def launch_gateway(order: GatewayLaunch, on_ready: Callable[[str], None]) -> Map
     if order.router.name == LawRouter.name and traits.law is None:
         raise InputError(
             "router 'by-law' needs the law of a pass of every replica",
-            "serve a plan whose fit has one (engine vllm), or choose another --router",
+            "serve a plan with a fitted law of passes (engine vllm), or choose another --router",
         )
     asks_key = bool(order.access[0] or order.access[1])
     check_exposure(order.host, asks_key=asks_key, insecure=order.insecure)
@@ -189,15 +189,8 @@ async def _serve(
     signals = Signals()
     own = OwnReplicas(order, pool, key) if order.own is not None else None
     followed, tls = _followed(order, keyring, own)
-    background: list[Coroutine[None, None, None]] = [
-        follow(followed, say),
-        order.manager.report_health(lambda: True),
-        pool.sweep(),
-    ]
-    if router.reads_reports:
-        background.append(pool.read_reports())
-    if events is not None:
-        background.append(_flush(events))
+    background = _background(order, pool, events)
+    background.append(follow(followed, say))
     tasks = [asyncio.create_task(each) for each in background]
     address = url(listener, tls=tls is not None)
     try:
@@ -220,6 +213,18 @@ async def _serve(
         await pool.stop()
         await server.stop(LAST_BYTES_S)
     return dict(stats.ended)
+
+
+def _background(
+    order: GatewayLaunch, pool: ReplicaPool, events: EventLog | None
+) -> list[Coroutine[None, None, None]]:
+    """What runs while the gateway serves."""
+    background = [order.manager.report_health(lambda: True), pool.sweep()]
+    if order.router.reads_reports:
+        background.append(pool.read_reports())
+    if events is not None:
+        background.append(_flush(events))
+    return background
 
 
 def _followed(

@@ -143,7 +143,7 @@ class ReplicaPool:
         self.headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self._balancer, self._traits, self._needs = balancer, traits, needs
         self._hang_s, self._say, self._now_s = hang_s, say, now_s
-        self._free: list[int] = []  # indexes of the balancer whose replicas are gone
+        self._free: list[int] = []  # indexes of the balancer: their replicas are gone
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
         self._slow: set[LiveReplica] = set()

@@ -198,7 +198,7 @@ class PassingAnswer:
         return b"".join(passed)
 
     def finish(self) -> bytes:
-        """The last lines of an answer whose choices have all ended, or that is as long as asked."""
+        """The last lines of an answer that has all its tokens."""
         lines = []
         if not self.finished:
             self.finish_reason = "length"
