@@ -141,6 +141,9 @@ def test_one_that_cannot_load_ends_the_front(tmp_path: Path):
         (["--replicas", "missing.txt"], "missing.txt: cannot be read"),
         (["--replica", "ftp://x"], "'ftp://x' is not the URL of a server"),
         (["--router", "by-law"], "needs the law of a pass"),
+        (["--admission", "targets"], "admits by the queue alone"),
+        (["--replica", "http://a:1", "--replicas", "x"], "both --replica and --replicas"),
+        (["--status-page"], "does not support --status-page"),
     ],
 )
 def test_wrong_input_is_named(
@@ -160,3 +163,23 @@ def test_strict_refuses_another_model(tmp_path: Path):
             _, said = server.communicate(timeout=30)
     assert server.returncode == 2
     assert "it serves 'other', not 'standin'" in said
+
+
+def test_a_server_that_llmctl_does_not_start_is_served_through_a_front(tmp_path: Path):
+    path = plan_for(tmp_path)
+    plan = json.loads(path.read_text())
+    plan["recipe"]["engine"] = {"name": "openai", "url": "http://127.0.0.1:9"}
+    path.write_text(json.dumps(plan))
+    with (
+        standins(standin := StandIn(speaks_ids=False)),
+        test_serve_vllm.start(path, "--replica", standin.url) as server,
+    ):
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        answer = httpx.post(f"{url}/v1/completions", json=BODY).json()
+        models = httpx.get(f"{url}/v1/models").json()["data"]
+        server.send_signal(signal.SIGTERM)
+        _, said = server.communicate(timeout=30)
+    assert server.returncode == 0, said
+    assert answer["choices"][0]["text"] == answer_of(BODY)
+    assert models[0]["id"] == MODEL

@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +155,7 @@ class Trouble:
         self.away.discard(index)
 
 
-async def send_all(
-    http: httpx.AsyncClient, work: Sequence[tuple[dict[str, Any], bool]]
-) -> list[str]:
+async def send_all(http: httpx.AsyncClient, work: list[tuple[dict[str, Any], bool]]) -> list[str]:
     """Send all requests; returns what is wrong."""
     left, wrong = iter(work), []
 

@@ -461,30 +461,24 @@ def _gateway(
 ) -> GatewayLaunch:
     """The front before several servers. `InputError` for options that it does not have."""
     from toolkit.cli.arguments import parse_settings
-    from toolkit.cli.serve_start import find_certificate, override
+    from toolkit.cli.serve_start import find_certificate
     from toolkit.errors import InputError
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
     from toolkit.gateway.front import GatewaySettings
     from toolkit.gateway.launch import GatewayLaunch, replica_key, replicas_like
     from toolkit.routing.routers import make_router
     from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.server import Ending
 
-    if given.replica and given.replicas:
-        raise InputError("both --replica and --replicas are given", "keep one of them")
     _refuse(given, "a front before replicas", "--ray", "--allow-end-after", "--vllm-metrics",
             "--check", "--status-page")  # fmt: skip
+    if given.admission == "targets":
+        raise InputError("a front before replicas admits by the queue alone", "--admission queue")
     source = _replica_source(given)
     (api_key, keys), watched_keys = access
     needs = replicas_like(
         plan, given.served_model_name, strict=given.strict, any_version=given.force
     )
     serve, (host, port) = plan.recipe.serve, _address(given, plan)
-
-    def reread() -> Plan:
-        found = read_file(Plan, file)
-        return override(found, given.policy, given.settings, plan.workers)
 
     return GatewayLaunch(
         plan=plan,
@@ -501,8 +495,9 @@ def _gateway(
         port=port,
         source=source,
         own=None if source is not None else own,
-        reread=reread if file.is_file() else None,
+        reread=partial(_reread, given, file, plan.workers) if file.is_file() else None,
         key=replica_key(),
+        on_foreign=warn_of_foreign if given.force else None,
         access=(api_key, keys),
         insecure=given.insecure,
         client_share=CLIENT_SHARE if given.client_share is None else given.client_share,
@@ -513,6 +508,15 @@ def _gateway(
         certificate=find_certificate(given.ssl_certfile, given.ssl_keyfile),
         manager=manager,
     )
+
+
+def _reread(given: ServeOptions, file: Path, workers: int) -> Plan:
+    """The plan as its file has it now, with the options of the command line."""
+    from toolkit.cli.serve_start import override
+    from toolkit.files.io import read_file
+    from toolkit.files.plan import Plan
+
+    return override(read_file(Plan, file), given.policy, given.settings, workers)
 
 
 def _replica_source(given: ServeOptions) -> ReplicaSource | None:

@@ -27,6 +27,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LlmctlError
 from toolkit.estimators.steps import law_of_steps
 from toolkit.files.plan import Plan
+from toolkit.files.profile import OnForeign
 from toolkit.gateway.calls import BLOCK_TOKENS
 from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.metrics import GatewayExposition
@@ -84,6 +85,8 @@ class GatewayLaunch:
     own: StartsReplicas | None = None
     reread: Callable[[], Plan] | None = None
     key: str = ""
+    # Called if an own replica's engine is not the fitted one; None: it is refused.
+    on_foreign: OnForeign | None = None
     access: Callers = ("", ())
     insecure: bool = False
     client_share: float = CLIENT_SHARE
@@ -200,9 +203,7 @@ async def _serve(
             if not pool.up:
                 say("no replica is up yet: requests get 503 until one is")
             on_ready(address)
-            failed = own.failed.wait() if own is not None else asyncio.Event().wait()
-            await first_of(signals.first.wait(), failed, _refused(pool))
-        _raise(pool, own)
+            await signals.first.wait()
         await _leave(gateway, server, order.ending, signals)
     finally:
         for task in tasks:
@@ -320,7 +321,15 @@ class OwnReplicas:
         self.error: LlmctlError | None = None
         self._own, self._pool, self._say = order.own, pool, order.ending.say
         self._ending = order.ending
-        self._order = ServerOrder(order.plan, order.needs.model, "127.0.0.1", 0, order.ending, key)
+        self._order = ServerOrder(
+            order.plan,
+            order.needs.model,
+            "127.0.0.1",
+            0,
+            order.ending,
+            key,
+            on_foreign=order.on_foreign,
+        )
         self._count = order.plan.workers
         self._servers: dict[int, ReplicaServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
@@ -386,7 +395,7 @@ class OwnReplicas:
                     await asyncio.to_thread(server.wait_until_ready)
                     was_up = True
                     replica = self._replicas[number] = self._pool.add(server.url)
-                    await self._until_over(number, server)
+                    await self._until_over(number, server, replica)
                     self._pool.remove(replica)
                     replica.cut_all("its process ended")
                 except LlmctlError as found:
@@ -409,7 +418,7 @@ class OwnReplicas:
     def _start(self, number: int, folder: Path) -> ReplicaServer:
         return self._own.replica(self._order, number, folder)
 
-    async def _until_over(self, number: int, server: ReplicaServer) -> None:
-        """Until the server has ended, or is to be restarted."""
-        while server.running and not self._renewed[number].is_set():
+    async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> None:
+        """Until the server has ended or hangs, or is to be restarted."""
+        while server.running and replica.state != "hung" and not self._renewed[number].is_set():
             await asyncio.sleep(POLL_EVERY_S)
