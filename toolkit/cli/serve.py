@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from toolkit.files.plan import Plan
     from toolkit.gateway.launch import GatewayLaunch
     from toolkit.gateway.sources import ReplicaSource
+    from toolkit.routing.routers import Router
     from toolkit.serve.launch import Launch, Manager
 
 _plan = partial(typer.Option, rich_help_panel="What runs")
@@ -156,9 +157,10 @@ class ServeOptions:
         _replicas(
             "--router",
             autocompletion=completion.router,
-            help="What chooses a request's replica.",
+            show_default=False,
+            help="What chooses a request's replica; default: the plan's, else round-robin.",
         ),
-    ] = "round-robin"
+    ] = ""
     router_settings: Annotated[
         list[str] | None,
         _replicas("--set-router", metavar="KEY=VALUE", help="Set a parameter of the router."),
@@ -460,12 +462,10 @@ def _gateway(
     file: Path,
 ) -> GatewayLaunch:
     """The front before several servers. `InputError` for options that it does not have."""
-    from toolkit.cli.arguments import parse_settings
     from toolkit.cli.serve_start import find_certificate
     from toolkit.errors import InputError
     from toolkit.gateway.front import GatewaySettings
     from toolkit.gateway.launch import GatewayLaunch, replica_key, replicas_like
-    from toolkit.routing.routers import make_router
     from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.server import Ending
 
@@ -489,7 +489,7 @@ def _gateway(
             request_timeout_s=given.request_timeout or serve.request_timeout_s or math.inf,
             open_metrics=given.open_metrics,
         ),
-        router=make_router(given.router, parse_settings(given.router_settings)),
+        router=_router(given, plan),
         needs=needs,
         host=host,
         port=port,
@@ -508,6 +508,17 @@ def _gateway(
         certificate=find_certificate(given.ssl_certfile, given.ssl_keyfile),
         manager=manager,
     )
+
+
+def _router(given: ServeOptions, plan: Plan) -> Router:
+    """The router of the command line, else the plan's, with the parameters of --set-router."""
+    from toolkit.cli.arguments import parse_settings
+    from toolkit.routing.routers import RoundRobinRouter, make_router
+
+    planned, changes = getattr(plan, "replica_router", None), parse_settings(given.router_settings)
+    if planned is None or given.router not in ("", planned.name):
+        return make_router(given.router or RoundRobinRouter.name, changes)
+    return make_router(planned.name, planned.parameters | changes)
 
 
 def _reread(given: ServeOptions, file: Path, workers: int) -> Plan:
