@@ -14,7 +14,6 @@ import samples
 
 from benchmarks.gpu import live as gpu_live
 from benchmarks.gpu import preflight
-from benchmarks.gpu import probe as gpu_probe
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu.stages import ROUNDS, SLICES, derive, write_recipes
 from benchmarks.gpu.table import tables
@@ -326,6 +325,9 @@ def test_the_table_shows_the_rows_of_sls_and_predictions_beside_measurements(tmp
 
 @pytest.mark.slow
 def test_the_probe_runs_on_a_cpu_and_says_so(tmp_path, monkeypatch, capsys):
+    # loads torch and transformers, four seconds that not every run should take
+    from benchmarks.gpu import probe as gpu_probe
+
     monkeypatch.setattr(gpu_probe, "SIZES_ON_CPU", (2,))
     monkeypatch.setattr(gpu_probe, "LENGTHS_ON_CPU", (16,))
     monkeypatch.setattr(gpu_probe, "COPY_BYTES_ON_CPU", 1 << 20)
@@ -343,7 +345,10 @@ def test_the_probe_runs_on_a_cpu_and_says_so(tmp_path, monkeypatch, capsys):
     assert [point["way"] for point in found["points"]] == ["eager", "fixed"]
 
 
+@pytest.mark.slow
 def test_the_probe_says_whether_cudnn_is_rightly_left_out():
+    from benchmarks.gpu import probe as gpu_probe
+
     def point(way, seconds):
         return {"way": way, "rows": 16, "length": 512, "floor_s": 0.004, "seconds": seconds}
 

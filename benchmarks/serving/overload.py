@@ -10,6 +10,9 @@ front and its clients. First a closed loop without refusals gives the capacity. 
 arrivals at half of it, and at `--times` of it, once with admission by the recipe's targets and once
 without. Clients are raw sockets in this process; a refusal is timed from the start of the
 connection to the last byte of the answer.
+
+With `--rate` it measures only an overload of that many requests/s with admission by targets. To
+compare two versions, alternate their order.
 """
 
 from __future__ import annotations
@@ -167,6 +170,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--times", type=float, default=5.0)
+    parser.add_argument("--rate", type=float, help="only an overload of this many requests/s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -177,15 +181,18 @@ def main() -> None:
         if options.plan is None:
             fake_plan(Path(folder), **FAKE)
         limits = LatencyLimits.of(read_file(Plan, path).recipe.sla)
-        with serve(path, policy, "queue") as server:
-            capacity = asyncio.run(closed_loop(port_of(server), options.seconds / 2, rng))
-            print(f"capacity {capacity:.1f} requests/s; targets {limits}", flush=True)
-            server.end()
-        for name, admission, load in (
-            ("half", "targets", 0.5),
-            ("overload", "targets", options.times),
-            ("overload, all admitted", "queue", options.times),
-        ):
+        capacity, phases = options.rate, [("overload", "targets", 1.0)]
+        if not options.rate:
+            with serve(path, policy, "queue") as server:
+                capacity = asyncio.run(closed_loop(port_of(server), options.seconds / 2, rng))
+                print(f"capacity {capacity:.1f} requests/s; targets {limits}", flush=True)
+                server.end()
+            phases = [
+                ("half", "targets", 0.5),
+                ("overload", "targets", options.times),
+                ("overload, all admitted", "queue", options.times),
+            ]
+        for name, admission, load in phases:
             with serve(path, policy, admission) as server:
                 front = psutil.Process(server.process.pid)
                 asyncio.run(closed_loop(port_of(server), 3.0, rng))  # warms up
@@ -196,8 +203,9 @@ def main() -> None:
                 lines[name] = phase.line(limits)
                 print(name, json.dumps(lines[name]), flush=True)
                 server.end()
-    share = lines["overload"]["attainment_percent"] / lines["half"]["attainment_percent"]
-    print(f"attainment of the admitted: {100 * share:.1f} % of the uncontended one")
+    if "half" in lines:
+        share = lines["overload"]["attainment_percent"] / lines["half"]["attainment_percent"]
+        print(f"attainment of the admitted: {100 * share:.1f} % of the uncontended one")
     print(
         "front's RSS over the overload:"
         f" {statistics.mean(lines['overload']['rss_mib'][-3:]):.1f} MiB at its end, ",
