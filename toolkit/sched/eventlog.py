@@ -149,8 +149,8 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
 
 
-def to_line(event: Event) -> bytes:
-    """The event as one JSON line. Floats keep every digit."""
+def to_line(event: msgspec.Struct) -> bytes:
+    """The event, of this log or another, as one JSON line. Floats keep every digit."""
     return _encode(event) + b"\n"
 
 

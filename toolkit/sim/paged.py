@@ -153,11 +153,12 @@ class PagedScheduler:
         if self.waiting and not preempted:
             self._admit(budget, chunks)
         if chunks:
-            new, attended = 0, 0.0
+            new, before, attended = 0, 0, 0.0
             for chunk in chunks:
                 new += chunk.new
+                before += chunk.computed
                 attended += chunk_attended(chunk.computed, chunk.new)
-            shape = StepShape(decodes, cached, len(chunks), new, attended)
+            shape = StepShape(decodes, cached, len(chunks), new, attended, before)
         else:
             shape = StepShape(decodes, cached)
         self._plan = PagedPass(shape, decodes + len(chunks), chunks, preempted)
@@ -231,6 +232,13 @@ class PagedScheduler:
                 held = row.computed + self._steps
                 # a row that stopped was in one more pass, which computed nothing that is known
                 self.pool.give(row, held, held - (self._unknown if row.stops else 0))
+
+    def abort(self) -> list[PagedRequest]:
+        """The engine dies: its unfinished requests. What they generated is off their `left`."""
+        for row in self.running:
+            if row.end:
+                self._leave(row)
+        return [row for row in (*self.running, *self.waiting) if row.left]
 
     def _make_room(self, preempted: list[PagedRequest]) -> int:
         """Preempt rows, the last admitted first, until the others have the blocks that they need
