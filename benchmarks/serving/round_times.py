@@ -59,7 +59,7 @@ def round_times(plan: Plan, events: Iterable[Event]) -> Iterator[RoundTime]:
     for event in events:
         if isinstance(event, CompleteRound) and not event.result.failure:
             yield from _held_against(
-                scheduler.workers[event.result.worker], stats, event.result, event.now_s
+                scheduler.workers[event.result.worker], stats, event.result.reported(), event.now_s
             )
         for difference in replay([event], scheduler):
             raise ValueError(difference)

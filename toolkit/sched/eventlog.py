@@ -92,6 +92,10 @@ class LoggedRound(msgspec.Struct, frozen=True):
     missed: tuple[tuple[str, int], ...] = ()
     dropped: tuple[str, ...] = ()
 
+    def reported(self) -> RoundResult:
+        """What the worker reported."""
+        return RoundResult(*msgspec.structs.astuple(self))
+
 
 class CompleteRound(msgspec.Struct, frozen=True, tag="round"):
     now_s: float
@@ -276,7 +280,7 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
             case Complete(now_s, result):
                 scheduler.complete(result, now_s)
             case CompleteRound(now_s, done):
-                scheduler.complete(RoundResult(*msgspec.structs.astuple(done)), now_s)
+                scheduler.complete(done.reported(), now_s)
             case End(now_s, request_id, generated):
                 scheduler.end(request_id, generated, now_s)
             case CancelCall(now_s, request_id):

@@ -220,11 +220,8 @@ class PreemptiveRounds(RoundPlanner):
                 row.location = ON_DEVICE if job in paused else IN_HOST
                 self._refresh_parked(worker, row, now_s)
         for k in range(1, len(rows)):
-            row, at = rows[k], k
-            while at > 0 and row.goes_before(rows[at - 1]):
-                rows[at] = rows[at - 1]
-                at -= 1
-            rows[at] = row
+            if rows[k].goes_before(rows[k - 1]):
+                _move_up(rows, k)
         return rows
 
     def _row_of(self, worker: Worker, job: Job) -> RankedJob:
@@ -390,3 +387,12 @@ class PreemptiveRounds(RoundPlanner):
         if longest_s >= 0.0:
             waits_s.append(longest_s)
         return patience_s - max(waits_s) if waits_s else math.inf
+
+
+def _move_up(rows: list[RankedJob], at: int) -> None:
+    """Move a row before those that it goes before; the rows before it are in order."""
+    row = rows[at]
+    while at > 0 and row.goes_before(rows[at - 1]):
+        rows[at] = rows[at - 1]
+        at -= 1
+    rows[at] = row

@@ -222,6 +222,8 @@ class SlicePolicy:
 
     def batch(self, pool: Sequence[Job], worker: Worker) -> list[Batch]:
         """Algorithm 1 over `pool`, by the laws of `worker`. The batches are not assigned yet."""
+        if len(pool) == 1:
+            return [self._alone(pool[0], worker)]
         lengths = np.fromiter((job.length for job in pool), np.int64, len(pool))
         order = np.argsort(lengths, kind="stable")
         lengths = lengths[order]
@@ -233,6 +235,16 @@ class SlicePolicy:
         starts, total_s = split_by_serving_time(lengths, max_batch, table)
         jobs = [pool[k] for k in order.tolist()]
         return _walk_back(jobs, starts.tolist(), total_s.tolist(), self.slice_tokens)
+
+    def _alone(self, job: Job, worker: Worker) -> Batch:
+        """Algorithm 1 over one job, which is most of what it is asked under little load."""
+        length, steps = job.length, self.slice_tokens
+        parts = worker.latency.serve_table(2, steps)[:, 1].tolist()
+        fixed, slope, square = parts[:3]
+        seconds = fixed + length * (slope + length * square)
+        if len(parts) > 3:
+            seconds = max(seconds, parts[3] + length * (parts[4] + length * square))
+        return Batch(-1, (job,), steps, length, seconds)
 
 
 def _walk_back(
