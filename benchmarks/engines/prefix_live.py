@@ -257,7 +257,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--warmup", type=float, default=10.0, help="seconds of other requests before each window"
     )
     parser.add_argument("--minutes", type=float, help="start no window after so long")
-    parser.add_argument("--only", nargs="+", help="windows whose files begin so, such as tuned-")
+    parser.add_argument("--only", nargs="+", help="beginnings of result files, such as tuned-")
     parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), RECIPE
