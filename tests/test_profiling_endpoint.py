@@ -73,6 +73,7 @@ def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path
         "toy",
     )
     assert found.engine.lacks == []
+    assert found.engine.load_s is None, "it was loaded before"
     assert len(found.prefill) == 9
     # A client that stands still for some steps, on a machine with much else to do, may miss that
     # all rows decode.
@@ -259,13 +260,14 @@ def test_the_capacity_is_read_from_the_metrics_of_known_servers(metric: Metric, 
     assert kv_tokens([metric]) == tokens
 
 
-def test_only_servers_have_an_address_and_they_are_one_worker():
+def test_only_servers_have_an_address_and_one_replica_is_measured():
     with pytest.raises(ValueError, match=r"engine\.url must be its address"):
         samples.recipe(engine={"name": "openai"}, workers=1)
     with pytest.raises(ValueError, match="for engine 'openai'"):
         samples.recipe(engine={"name": "fake", "url": "http://127.0.0.1:1"})
-    with pytest.raises(ValueError, match="a server is one worker"):
-        samples.recipe(engine={"name": "openai", "url": "http://127.0.0.1:1"}, workers=2)
+    several = samples.recipe(engine={"name": "openai", "url": "http://127.0.0.1:1"}, workers=2)
+    assert (several.workers, several.measured.workers) == (2, 1)
+    assert samples.recipe(workers=2).measured.workers == 2
 
 
 def test_a_dead_address_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

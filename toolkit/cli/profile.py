@@ -68,7 +68,7 @@ def command(
         return
     others = OtherLoad()
     with ExitStack() as stack:
-        loaded = open_recipe(recipe)
+        loaded = open_recipe(recipe).measured
         timed = backend_of(loaded.engine.name).timed
         measured = profile(loaded, recipe, out, TerminalWatch(stack), fresh=fresh, timed=timed)
     write_file(measured, out)
@@ -89,7 +89,7 @@ def _profile_analytically(
 
     if not analytic:
         raise InputError("--like needs --analytic", "add --analytic")
-    loaded = open_recipe(recipe)
+    loaded = open_recipe(recipe).measured
     basis = None
     if like is not None:
         measured, made_with = like[0], recipe_path(like[1])

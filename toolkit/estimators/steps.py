@@ -29,9 +29,8 @@ from toolkit.files.fit import StepsFit
 from toolkit.sched.iterations import LoggedRow
 
 
-@dataclass(frozen=True, slots=True)
 class StepShape:
-    """What one forward pass computes.
+    """What one forward pass computes. Its constructor is by hand, as those of `Batch` are.
 
     Attributes:
         decodes: rows that compute one token, their last.
@@ -42,15 +41,52 @@ class StepShape:
         prefill_cached: sum of the tokens in the caches before the chunks.
     """
 
-    decodes: int
-    decode_cached: int
-    prefills: int = 0
-    prefill_tokens: int = 0
-    prefill_attended: float = 0.0
-    prefill_cached: int = 0
+    __slots__ = (
+        "decode_cached",
+        "decodes",
+        "prefill_attended",
+        "prefill_cached",
+        "prefill_tokens",
+        "prefills",
+    )
+
+    def __init__(
+        self,
+        decodes: int,
+        decode_cached: int,
+        prefills: int = 0,
+        prefill_tokens: int = 0,
+        prefill_attended: float = 0.0,
+        prefill_cached: int = 0,
+    ) -> None:
+        self.decodes = decodes
+        self.decode_cached = decode_cached
+        self.prefills = prefills
+        self.prefill_tokens = prefill_tokens
+        self.prefill_attended = prefill_attended
+        self.prefill_cached = prefill_cached
+
+    def _values(self) -> tuple[int, int, int, int, float, int]:
+        return (
+            self.decodes,
+            self.decode_cached,
+            self.prefills,
+            self.prefill_tokens,
+            self.prefill_attended,
+            self.prefill_cached,
+        )
 
     def __reduce__(self) -> Reduced:
-        return reduced(self)
+        return StepShape, self._values()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepShape) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __repr__(self) -> str:
+        return f"StepShape{self._values()}"
 
     @property
     def rows(self) -> int:
@@ -109,7 +145,7 @@ class StepLaw:
         ]
         if bad:
             raise InputError(f"steps: a coefficient is {bad[0]}; all must be finite and >= 0")
-        ends = (*self.knots[1:], math.inf)
+        ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
         object.__setattr__(self, "_slopes", tuple(zip(self.token_s, self.knots, ends, strict=True)))
 
     @classmethod

@@ -213,6 +213,10 @@ class EngineFacts(Strict):
         default=1, description="processes that share a worker's model; bytes are of each"
     )
     analytic: str = Field(default="", description="the assumptions, where nothing was measured")
+    load_s: float | None = Field(
+        default=None,
+        description="seconds until the engine was loaded; none: it was not measured",
+    )
     lacks: list[str] = Field(
         default=[], description="of a server: the parts of OpenAI's API that it lacks"
     )

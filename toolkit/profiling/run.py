@@ -245,7 +245,7 @@ def profile(
         with Journal(
             journal_path(out), _conditions(made_from, bench.facts), fresh=fresh
         ) as journal:
-            session = _Session(recipe, bench.facts, journal, watch)
+            session = _Session(recipe, bench.facts, journal, watch, load_s)
             watch.planned(session.plan(bench, load_s))
             session.probe_memory(bench)
             session.probe_admission(bench)
@@ -290,9 +290,15 @@ class _Session:
     """The stages of one profile and their shared state."""
 
     def __init__(
-        self, recipe: Recipe, facts: EngineFacts, journal: Journal, watch: ProfileProgress
+        self,
+        recipe: Recipe,
+        facts: EngineFacts,
+        journal: Journal,
+        watch: ProfileProgress,
+        load_s: float,
     ) -> None:
         self._recipe = recipe
+        self._load_s = load_s
         self._spec = recipe.profile
         self._facts = facts
         self._journal = journal
@@ -396,6 +402,10 @@ class _Session:
         if self._rounds and self._work.sequences:
             self._rounds.run_sequences(make_workers(self._recipe), self._progress.advanced)
 
+    def _loaded_in_s(self) -> float | None:
+        """The measured time of loading; None for a server that ran before."""
+        return round(self._load_s, 1) if traits_of(self._facts.engine).started else None
+
     def result(self, made_from: EnvelopeFields) -> Profile:
         results = self._journal.results
         prefill, decode = grid_points(self._points, self._spec, results)
@@ -413,7 +423,7 @@ class _Session:
             recipe_name=self._recipe.name,
             workers=self._recipe.workers,
             clock=self._spec.clock,
-            engine=self._facts,
+            engine=self._facts.model_copy(update={"load_s": self._loaded_in_s()}),
             prefill=prefill,
             decode=decode,
             slices=of_kind(SlicePoint, results.values()),
