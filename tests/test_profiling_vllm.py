@@ -163,7 +163,9 @@ def test_a_stretch_of_decodes_is_one_point_and_each_chunked_pass_another():
 
 
 @pytest.mark.parametrize(("late", "tried"), [(0, 1), (2, 3), (9, 4)])
-def test_a_decode_step_whose_requests_came_apart_is_tried_again(monkeypatch, late: int, tried: int):
+def test_a_decode_step_is_tried_again_where_its_requests_came_apart(
+    monkeypatch, late: int, tried: int
+):
     bench, runs = object.__new__(VllmBench), []
 
     def measured(point: GridPoint) -> float:

@@ -128,7 +128,8 @@ def tune(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Replay the windows that have no result yet, plan by plan."""
-    chosen = [one for one in windows_of(arguments) if one.out.startswith(arguments.only)]
+    only = tuple(arguments.only or [""])
+    chosen = [one for one in windows_of(arguments) if one.out.startswith(only)]
     left = [one for one in chosen if not (arguments.work / one.out).exists()]
     for plan in dict.fromkeys(one.plan for one in left):
         if _late(arguments):
@@ -256,7 +257,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--warmup", type=float, default=10.0, help="seconds of other requests before each window"
     )
     parser.add_argument("--minutes", type=float, help="start no window after so long")
-    parser.add_argument("--only", default="", help="windows whose files begin so, such as tuned-")
+    parser.add_argument("--only", nargs="+", help="beginnings of result files, such as tuned-")
     parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), RECIPE

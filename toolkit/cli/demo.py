@@ -88,7 +88,6 @@ def command(
     fixed = ["--policy", "sequence", "--set", f"batch_size={_safe_rows(fit)}"]
     stage.llmctl("render", recipe, "--fit", fit, *fixed, "--out", plan_sls)
     stage.serve_and_bench(plan_sls, trace, excerpt, bench_sls)
-    stage.title("7/7  prompts that share a beginning: vLLM's prefix cache, simulated")
     sharing = simulate_sharing(stage, out)
     page = out / "report.html"
     stage.llmctl("report", plan, "--out", page)
@@ -314,6 +313,7 @@ def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
 
 def simulate_sharing(stage: Stages, out: Path) -> dict[str, dict[str, float]]:
     """The metrics of made prompts under vLLM, by metric with its prefix cache and without."""
+    stage.title("7/7  prompts that share a beginning: vLLM's prefix cache, simulated")
     trace = out / "shared.jsonl"
     stage.llmctl("trace", "generate", "--out", trace, *SHARING.split())
     words = ["simulate", "--trace", trace, "--fit", SHARING_FIT, "--policy", "vllm"]

@@ -119,6 +119,7 @@ class LocalTimedEngine:
             return self._engine.time_decode(rows, length, clock)
         assert point.kind != "mix"
         assert point.kind != "traffic"
+        assert point.kind != "hit"
         return self._round_engine.time_part(point.kind, rows, length, point.others, clock)
 
     @property
