@@ -2,6 +2,7 @@
 checked with the validators of their readers, and with the command line of `llmctl serve`.
 """
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,14 +16,16 @@ import pytest
 import typer
 import yaml
 
+import toolkit
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm.backend import command_of, described
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_of_recipe
+from toolkit.deploy.alerts import replica_rules
 from toolkit.deploy.folder import manifest_of
 from toolkit.deploy.manifests import StatefulSet
 from toolkit.deploy.operators import PodMonitor, PrometheusRule, ScaledObject
-from toolkit.deploy.order import Order
+from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.reckon import startup_s, waiting_threshold
 from toolkit.deploy.render import render_target
 from toolkit.deploy.replicas import Replication
@@ -30,6 +33,7 @@ from toolkit.deploy.running import start, stop
 from toolkit.errors import InputError
 from toolkit.files.io import recipe_path, shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.recipe import SLA_KEYS
 from toolkit.serve.server import Ending
 
 TARGETS = ("systemd", "compose", "kubernetes")
@@ -310,6 +314,21 @@ def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipp
     rules = {rule["alert"]: rule["expr"] for rule in group["rules"]}
     assert rules["LlmctlReplicaQueue"] == f"avg(vllm:num_requests_waiting{series}) > {alone}"
     assert rules.keys() >= {"LlmctlDown", "LlmctlNoReplica", "LlmctlTargetTtftP99S"}
+
+
+GATEWAY = Path(toolkit.__file__).parent / "gateway" / "metrics.py"
+
+
+@pytest.mark.skipif(not GATEWAY.is_file(), reason="needs the front before replicas")
+def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
+    sla = dict.fromkeys(SLA_KEYS, 1.0)
+    plan = shipped.model_copy(update={"recipe": shipped.recipe.model_copy(update={"sla": sla})})
+    rules = replica_rules(orders.order(plan), "a", "b", Sourced(7, "test")).groups[0].rules
+    read = {name for rule in rules for name in re.findall(r"\bllmctl_[a-z0-9_]+", rule.expr)}
+    bare = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in read}
+    source = GATEWAY.read_text()
+    assert {name for name in bare if f'"{name}"' not in source} == set()
+    assert len(bare) == 6, "up, refused, and four times"
 
 
 def test_the_threshold_is_that_of_one_replica_also_in_a_plan_of_several(shipped: Plan) -> None:
