@@ -84,6 +84,37 @@ class Serves(Protocol):
         ...
 
 
+class ReplicaServer(Protocol):
+    """One of several servers that llmctl starts."""
+
+    url: str
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        ...
+
+    def wait_until_ready(self) -> None:
+        """Wait until it answers. Raises `EngineError` if it ends before."""
+        ...
+
+    def stop(self) -> None:
+        """End it, with every process of its own."""
+        ...
+
+
+@runtime_checkable
+class StartsReplicas(Protocol):
+    """A backend that starts one of several servers, for a front of llmctl before them."""
+
+    def replica(self, order: ServerOrder, number: int, folder: Path) -> ReplicaServer:
+        """Start server `number` of the plan's `workers`, on a free port and its own devices.
+
+        `folder` is empty, and lasts as long as the server.
+        """
+        ...
+
+
 @runtime_checkable
 class Checks(Protocol):
     """A backend that can check whether its engine is on this machine."""

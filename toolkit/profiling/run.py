@@ -24,6 +24,7 @@ from toolkit.files.profile import (
     MEASURED_SECTIONS,
     EngineFacts,
     FailedPoint,
+    HitPoint,
     MemoryPoint,
     Profile,
     SlicePoint,
@@ -33,6 +34,7 @@ from toolkit.files.recipe import ProfileSpec, Recipe
 from toolkit.profiling.bench import (
     VISIT_S,
     VISIT_SAMPLES,
+    CachingEngine,
     TimedEngine,
     TimedPassEngine,
     TimedRoundEngine,
@@ -43,6 +45,7 @@ from toolkit.profiling.grid import (
     Kind,
     SliceShape,
     grid,
+    hit_points,
     mix_points,
     slice_shapes,
     traffic_points,
@@ -248,6 +251,7 @@ def profile(
             session.probe_admission(bench)
             session.keep_limits(bench)
             session.measure(bench)
+            session.time_hits(bench)
             bench.stop()  # frees its memory for the workers
             session.run_slices(make_workers or bench.workers)
             session.run_sequences(make_workers or bench.workers)
@@ -303,10 +307,12 @@ class _Session:
         traits = traits_of(facts.engine)
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
         self._steps: StepsProfile | None = None
+        self._hits: list[HitPoint] = []
         self._mixes: list[GridPoint] = []
         if traits.timed_by_pass:
             self._mixes = mix_points(self._spec, facts)
             self._mixes += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
+            self._mixes += hit_points(self._spec, facts)
         parts = self._rounds.points if self._rounds else self._mixes
         self._work = Work(
             visits=visits_left([*self._points, *parts], self._spec, journal),
@@ -377,6 +383,11 @@ class _Session:
         if isinstance(bench, TimedPassEngine):
             self._steps = bench.steps
 
+    def time_hits(self, bench: TimedEngine) -> None:
+        """Measure what a prefix cache saves, if the engine may have one."""
+        if isinstance(bench, CachingEngine):
+            self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
+
     def run_slices(self, make_workers: MakeWorkers) -> None:
         def record(number: int, result: SlicePoint | FailedPoint) -> None:
             self._journal.put(_slice_key(number), result)
@@ -420,6 +431,7 @@ class _Session:
             failed=[*self._skipped, *of_kind(FailedPoint, results.values())],
             rounds=self._rounds.result() if self._rounds else None,
             steps=_with_points(self._steps, results) if self._steps else None,
+            hits=self._hits,
         )
 
 

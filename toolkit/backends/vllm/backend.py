@@ -10,11 +10,13 @@ compared with the plan's laws (`toolkit.backends.vllm.counts`), in vLLM's own /m
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -30,19 +32,20 @@ from toolkit.backends.vllm.command import (
     VllmCommand,
     VllmServer,
     flags_of,
+    free_port,
     vllm_python,
     vllm_server,
     vllm_version,
 )
 from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, PLAN_VARIABLE
-from toolkit.errors import LlmctlError
+from toolkit.errors import EngineError, LlmctlError
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import refuse_foreign
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.run import ProfileBench
 from toolkit.serve.server import Ending, check_exposure, end_signals, listen
-from toolkit.workers.process import require_gpu
+from toolkit.workers.process import VARIABLE, require_gpu, share_gpus, visible_gpus
 
 POLICY_SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
 COUNTING_SCHEDULER = "toolkit.backends.vllm.counts.counted_scheduler"
@@ -58,7 +61,7 @@ POLL_EVERY_S = 0.2
 
 
 class VllmBackend:
-    """`toolkit.backends.Backend`, `Serves` and `Checks` of vLLM."""
+    """`toolkit.backends.Backend`, `Serves`, `StartsReplicas` and `Checks` of vLLM."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
         """See `Backend.timed`."""
@@ -69,6 +72,10 @@ class VllmBackend:
     def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
         """See `Serves.launch`."""
         return launch_vllm(order, on_ready)
+
+    def replica(self, order: ServerOrder, number: int, folder: Path) -> VllmServer:
+        """See `StartsReplicas.replica`."""
+        return start_replica(order, number, folder)
 
     def check(self, recipe: Recipe) -> Check:
         """See `Checks.check`."""
@@ -81,6 +88,35 @@ class VllmBackend:
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
         """See `DescribesServer.described`."""
         return described(plan, served_model)
+
+
+def start_replica(order: ServerOrder, number: int, folder: Path) -> VllmServer:
+    """Start server `number` of the plan's workers. Raises `InputError` for a plan that was fitted
+    on another CPU or version of vLLM, and `EngineError` for too few GPUs or CPUs.
+    """
+    plan = order.plan
+    recipe = plan.recipe
+    require_gpu([recipe])
+    _refuse_other(order)
+    for part in ("plan", "server"):
+        (folder / part).mkdir()
+    command = command_of(order, folder / "plan")
+    variables = dict(command.variables)
+    if recipe.hardware.device != "cpu":
+        sizes = [recipe.engine.tensor_parallel_size] * plan.workers
+        names = share_gpus(sizes, visible_gpus())[number].names
+        if names is not None:
+            variables[VARIABLE] = names
+    command = replace(command, variables=variables, number=number, servers=plan.workers)
+    cpus, threads = command.cpus[0], recipe.engine.threads
+    if recipe.hardware.device == "cpu" and threads is not None and len(cpus) < threads:
+        raise EngineError(
+            f"{plan.workers} servers of {threads} threads need {plan.workers * threads} CPUs, and "
+            f"this machine has {len(os.sched_getaffinity(0))}",
+            "start fewer with --workers, or set fewer engine.threads in the recipe",
+        )
+    host, port = "127.0.0.1", free_port("127.0.0.1")
+    return VllmServer(command, host, port, quiet=False, folder=folder / "server")
 
 
 class EndRequested(Exception):  # noqa: N818  (not an error)
@@ -96,12 +132,7 @@ def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str
     """
     require_gpu([order.plan.recipe])
     check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
-    # What will serve, as far as it is known before loading. vLLM omits a build's local version.
-    version, _, _ = vllm_version(order.plan.recipe).partition("+")
-    identity = {"engine": f"vllm {version}"}
-    if order.plan.recipe.hardware.device == "cpu":
-        identity["device"] = f"CPU {processor()}"
-    refuse_foreign(order.plan.fit.engine, [identity], order.on_foreign)
+    _refuse_other(order)
     # Report a bad address before anything slow; vLLM takes the port later.
     with listen(order.host, order.port) as probe:
         port = probe.getsockname()[1]
@@ -116,6 +147,16 @@ def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str
                 on_ready(server.url)
                 _serve(server, order.ending, signals)
         return _count_ended(Path(folder) / METRICS_FOLDER)
+
+
+def _refuse_other(order: ServerOrder) -> None:
+    """Refuse a plan of another engine or CPU, as far as both are known before loading."""
+    # vLLM omits a build's local version.
+    version, _, _ = vllm_version(order.plan.recipe).partition("+")
+    identity = {"engine": f"vllm {version}"}
+    if order.plan.recipe.hardware.device == "cpu":
+        identity["device"] = f"CPU {processor()}"
+    refuse_foreign(order.plan.fit.engine, [identity], order.on_foreign)
 
 
 def command_of(order: ServerOrder, folder: Path) -> VllmCommand:

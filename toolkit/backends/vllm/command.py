@@ -67,7 +67,7 @@ class VllmCommand:
     """A server to start.
 
     `model` is a folder or a hub id, `flags` are the scheduler's, as vLLM spells them. `variables`
-    are added to its environment.
+    are added to its environment. It is server `number` of `servers` on this machine's CPUs.
     """
 
     recipe: Recipe
@@ -75,6 +75,8 @@ class VllmCommand:
     served_model: str
     flags: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    number: int = 0
+    servers: int = 1
 
     def words(self, host: str, port: int) -> list[str]:
         """The command line, beginning with the Python."""
@@ -153,7 +155,8 @@ class VllmCommand:
         if self.recipe.hardware.device != "cpu" or threads is None:
             return [], []
         available = sorted(os.sched_getaffinity(0))
-        return available[:threads], available[threads:]
+        first = self.number * threads
+        return available[first : first + threads], available[self.servers * threads :]
 
     @property
     def python_variable(self) -> str:
