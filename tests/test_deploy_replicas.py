@@ -33,7 +33,7 @@ from toolkit.deploy.running import start, stop
 from toolkit.errors import InputError
 from toolkit.files.io import recipe_path, shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.files.recipe import SLA_KEYS
+from toolkit.files.recipe import SLA_KEYS, RouterSpec
 from toolkit.serve.server import Ending
 
 TARGETS = ("systemd", "compose", "kubernetes")
@@ -123,10 +123,6 @@ def test_the_command_line_of_llmctl_serve_takes_the_words_of_a_replica(order: Or
     assert (found["workers"], found["port"], found["host"]) == (1, 8001, "127.0.0.1")
 
 
-@pytest.mark.skipif(
-    "replica" not in {option.name for option in serve_command().params},
-    reason="needs `llmctl serve --replica`",
-)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_command_line_of_llmctl_serve_takes_the_words_of_the_front(
     order: Order, target: str
@@ -319,7 +315,6 @@ def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipp
 GATEWAY = Path(toolkit.__file__).parent / "gateway" / "metrics.py"
 
 
-@pytest.mark.skipif(not GATEWAY.is_file(), reason="needs the front before replicas")
 def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
     sla = dict.fromkeys(SLA_KEYS, 1.0)
     plan = shipped.model_copy(update={"recipe": shipped.recipe.model_copy(update={"sla": sla})})
@@ -389,6 +384,15 @@ def test_every_value_is_explained_and_the_drain_is_longer_than_the_longest_reque
         assert key in explained, key
     if target != "systemd":
         assert "| replica --max-num-seqs | 1024 | plan: policy 'vllm' |" in explained
+
+
+def test_the_router_is_the_plan_s(shipped: Plan) -> None:
+    router = RouterSpec(name="llm-d", parameters={"queue_weight": 1.5})
+    plan = shipped.model_copy(update={"replica_router": router})
+    found = Replication(orders.order(plan)).router
+    assert found.value == "llm-d queue_weight=1.5"
+    assert found.source.startswith("plan: replica_router")
+    assert Replication(orders.order(shipped)).router.value == "round-robin"
 
 
 def test_probes_rest_on_the_measured_time_of_loading(shipped: Plan) -> None:
