@@ -2,6 +2,7 @@
 checked with the validators of their readers, and with the command line of `llmctl serve`.
 """
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,14 +16,16 @@ import pytest
 import typer
 import yaml
 
+import toolkit
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm.backend import command_of, described
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_of_recipe
+from toolkit.deploy.alerts import replica_rules
 from toolkit.deploy.folder import manifest_of
 from toolkit.deploy.manifests import StatefulSet
 from toolkit.deploy.operators import PodMonitor, PrometheusRule, ScaledObject
-from toolkit.deploy.order import Order
+from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.reckon import startup_s, waiting_threshold
 from toolkit.deploy.render import render_target
 from toolkit.deploy.replicas import Replication
@@ -30,6 +33,7 @@ from toolkit.deploy.running import start, stop
 from toolkit.errors import InputError
 from toolkit.files.io import recipe_path, shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.recipe import SLA_KEYS, RouterSpec
 from toolkit.serve.server import Ending
 
 TARGETS = ("systemd", "compose", "kubernetes")
@@ -119,10 +123,6 @@ def test_the_command_line_of_llmctl_serve_takes_the_words_of_a_replica(order: Or
     assert (found["workers"], found["port"], found["host"]) == (1, 8001, "127.0.0.1")
 
 
-@pytest.mark.skipif(
-    "replica" not in {option.name for option in serve_command().params},
-    reason="needs `llmctl serve --replica`",
-)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_command_line_of_llmctl_serve_takes_the_words_of_the_front(
     order: Order, target: str
@@ -312,6 +312,20 @@ def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipp
     assert rules.keys() >= {"LlmctlDown", "LlmctlNoReplica", "LlmctlTargetTtftP99S"}
 
 
+GATEWAY = Path(toolkit.__file__).parent / "gateway" / "metrics.py"
+
+
+def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
+    sla = dict.fromkeys(SLA_KEYS, 1.0)
+    plan = shipped.model_copy(update={"recipe": shipped.recipe.model_copy(update={"sla": sla})})
+    rules = replica_rules(orders.order(plan), "a", "b", Sourced(7, "test")).groups[0].rules
+    read = {name for rule in rules for name in re.findall(r"\bllmctl_[a-z0-9_]+", rule.expr)}
+    bare = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in read}
+    source = GATEWAY.read_text()
+    assert {name for name in bare if f'"{name}"' not in source} == set()
+    assert len(bare) == 6, "up, refused, and four times"
+
+
 def test_the_threshold_is_that_of_one_replica_also_in_a_plan_of_several(shipped: Plan) -> None:
     recipe = shipped.recipe.model_copy(update={"workers": 4})
     four = shipped.model_copy(update={"workers": 4, "recipe": recipe})
@@ -370,6 +384,15 @@ def test_every_value_is_explained_and_the_drain_is_longer_than_the_longest_reque
         assert key in explained, key
     if target != "systemd":
         assert "| replica --max-num-seqs | 1024 | plan: policy 'vllm' |" in explained
+
+
+def test_the_router_is_the_plan_s(shipped: Plan) -> None:
+    router = RouterSpec(name="llm-d", parameters={"queue_weight": 1.5})
+    plan = shipped.model_copy(update={"replica_router": router})
+    found = Replication(orders.order(plan)).router
+    assert found.value == "llm-d queue_weight=1.5"
+    assert found.source.startswith("plan: replica_router")
+    assert Replication(orders.order(shipped)).router.value == "round-robin"
 
 
 def test_probes_rest_on_the_measured_time_of_loading(shipped: Plan) -> None:

@@ -34,6 +34,7 @@ from toolkit.deploy.reckon import (
 from toolkit.deploy.targets.vllm import check_servable_elsewhere, rows
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
+from toolkit.routing.routers import RoundRobinRouter
 from toolkit.serve.assemble import model_name
 
 # Host memory of a server's processes besides its workers: vLLM 0.32 on CPUs took 613 MiB for its
@@ -168,6 +169,16 @@ class Replication:
         """Seconds that a replica's load may take."""
         return startup_s(self.order)
 
+    @property
+    def router(self) -> Sourced[str]:
+        """The router that the front takes from the plan, with its parameters."""
+        planned = self.order.plan.replica_router
+        if planned is None:
+            return Sourced(RoundRobinRouter.name, "the default; the plan names none")
+        given = ", ".join(f"{name}={value}" for name, value in planned.parameters.items())
+        source = "plan: replica_router, which the front reads from plan.json"
+        return Sourced(f"{planned.name} {given}".rstrip(), source)
+
     @cached_property
     def threshold(self) -> Sourced[int | None]:
         """Requests that may wait for one replica."""
@@ -200,11 +211,7 @@ class Replication:
                 f"{self.drain.value} s",
                 "as a replica's; it ends first, so its requests still have their replicas",
             ),
-            ExplainedValue(
-                "front: router",
-                "the plan's",
-                "the front reads it from plan.json; `--router NAME` chooses another",
-            ),
+            explain_value("front: router", self.router),
             ExplainedValue(
                 "keys",
                 "the front's",
