@@ -45,6 +45,7 @@ NAVIGATION = {
     "How-to": [
         "serve",
         "deploy",
+        "replicas",
         "fleets",
         "ray",
         "vllm",

@@ -393,6 +393,11 @@ SCRIPTS = RESULTS | {
         },
     ),
     "docs/how-to/vllm.md": Script(prepare=stand_in_for_vllm),
+    "docs/how-to/replicas.md": Script(
+        elsewhere={
+            "llmctl serve plan.json --replicas": "a file, a name or a cluster of the reader's"
+        },
+    ),
     "docs/how-to/serve.md": Script(before={"llmctl serve plan.json --ssl-certfile": certificate}),
     "docs/explanation/profiling.md": Script(prepare=quick_recipe),
     "docs/reference/traces.md": Script(before={"llmctl trace record": serving}),

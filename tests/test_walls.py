@@ -19,7 +19,7 @@ FLOORS = {
     "endpoints": 2,
     "routing": 2, "sim": 3, "profiling": 3, "serve": 3,
     "backends": 4, "api": 4,
-    "tuning": 5, "deploy": 5, "bench": 5, "report": 5,
+    "tuning": 5, "deploy": 5, "bench": 5, "report": 5, "gateway": 5,
     "cli": 6,
 }  # fmt: skip
 SAME_FLOOR = {
@@ -40,8 +40,8 @@ ONLY_IN = {
     "optuna": "tuning/",
     "scipy": "estimators/",
     "numba": "sched/kernels.py",
-    "fastapi": "serve/", "starlette": "serve/", "uvicorn": "serve/",
-    "prometheus_client": ("serve/", "endpoints/", "backends/vllm/"),
+    "fastapi": "serve/", "starlette": ("serve/", "gateway/"), "uvicorn": "serve/",
+    "prometheus_client": ("serve/", "gateway/", "endpoints/", "backends/vllm/"),
     "httpx": ("endpoints/", "backends/"), "httptools": ("endpoints/", "serve/"),
     "yaml": "files/",
     "typer": "cli/",

@@ -55,6 +55,13 @@ def policy(incomplete: str) -> list[str]:
     return _words(incomplete, ABOUT)
 
 
+def router(incomplete: str) -> list[str]:
+    """The names of routers of replicas."""
+    from toolkit.routing.routers import ROUTERS
+
+    return _words(incomplete, ROUTERS)
+
+
 def policies(incomplete: str) -> list[str]:
     """The same after the last comma, for options that take several."""
     before, comma, last = incomplete.rpartition(",")

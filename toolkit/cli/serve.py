@@ -1,12 +1,13 @@
 """`llmctl serve`: start the server of a plan.
 
 `ServeOptions` declares the command line, in the order of `--help`. `command` finds the plan and
-starts our own server, or that of an engine that is a server itself (vLLM); the steps in between are
-in `serve_start`.
+starts our own server, that of an engine that is a server itself (vLLM), or a front before several
+of these; the steps in between are in `serve_start`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,16 @@ from toolkit.cli.basis import accept, warn_of_foreign
 from toolkit.cli.output import note
 
 if TYPE_CHECKING:
-    from toolkit.backends import ServerOrder
+    from toolkit.backends import ServerOrder, StartsReplicas
     from toolkit.cli.serve_start import Access
     from toolkit.files.plan import Plan
+    from toolkit.gateway.launch import GatewayLaunch
+    from toolkit.gateway.sources import ReplicaSource
+    from toolkit.routing.routers import Router
     from toolkit.serve.launch import Launch, Manager
 
 _plan = partial(typer.Option, rich_help_panel="What runs")
+_replicas = partial(typer.Option, rich_help_panel="Replicas")
 _network = partial(typer.Option, rich_help_panel="Network and access")
 _load = partial(typer.Option, rich_help_panel="Overload and shutdown")
 _watch = partial(typer.Option, rich_help_panel="Logs, metrics and checks")
@@ -129,6 +134,37 @@ class ServeOptions:
             help="Serve although the plan is predicted to break limits of the recipe.",
         ),
     ] = False
+    replica: Annotated[
+        list[str] | None,
+        _replicas(
+            "--replica",
+            metavar="URL",
+            help="Serve through this server, which runs already; again for each further one.",
+        ),
+    ] = None
+    replicas: Annotated[
+        str,
+        _replicas(
+            "--replicas",
+            metavar="FILE|dns://NAME:PORT|k8s://NAMESPACE/SERVICE:PORT",
+            show_default=False,
+            help="As --replica, with a list that may change: a URL a line in a file, all addresses "
+            "of a name, or the endpoints of a Kubernetes Service.",
+        ),
+    ] = ""
+    router: Annotated[
+        str,
+        _replicas(
+            "--router",
+            autocompletion=completion.router,
+            show_default=False,
+            help="What chooses a request's replica; default: the plan's, else round-robin.",
+        ),
+    ] = ""
+    router_settings: Annotated[
+        list[str] | None,
+        _replicas("--set-router", metavar="KEY=VALUE", help="Set a parameter of the router."),
+    ] = None
     host: Annotated[
         str | None, _network("--host", help="Listen on this address; default: the recipe's.")
     ] = None
@@ -246,7 +282,8 @@ class ServeOptions:
         Path | None,
         _watch(
             "--event-log",
-            help="Write every call of the scheduler to this file; it replays exactly.",
+            help="Write every call of the scheduler, or of the router, to this file; it replays "
+            "exactly.",
         ),
     ] = None
     request_log: Annotated[
@@ -283,7 +320,8 @@ class ServeOptions:
         bool,
         _watch(
             "--strict",
-            help="Exit with 4 where such a point is beyond the fit's stated error.",
+            help="Exit with 4 where such a point is beyond the fit's stated error, and with 2 "
+            "where a replica is of another model, context or version.",
         ),
     ] = False
     as_json: JsonOption = False
@@ -298,8 +336,11 @@ def command(given: ServeOptions) -> None:
     and notifies systemd where it started the server. SIGTERM or Ctrl-C shuts the server down:
     /ready turns 503, and running requests get --shutdown-timeout seconds; a second signal ends it
     at once. Files of keys and certificates are read again when they change.
+
+    With --replica or --replicas the server is a front before replicas that run already; with
+    engine vllm and several workers it starts them. SIGHUP restarts its own one at a time.
     """
-    from toolkit.backends import Serves, backend_of
+    from toolkit.backends import Serves, StartsReplicas, backend_of
     from toolkit.cli.serve_start import (
         check_engine,
         find_keys,
@@ -309,6 +350,7 @@ def command(given: ServeOptions) -> None:
         plan_to_serve,
         serve_managed,
         start,
+        start_gateway,
         start_server,
     )
     from toolkit.serve.launch import Manager
@@ -328,9 +370,14 @@ def command(given: ServeOptions) -> None:
     check_engine(plan, given.engine)
     ray = given.ray or ("auto" if location.target == "ray" else "")
     backend = backend_of(plan.recipe.engine.name)
-    if isinstance(backend, Serves):
+    own = backend if isinstance(backend, StartsReplicas) and plan.workers > 1 else None
+    if given.replica or given.replicas or own is not None:
+        file = Path(location.plan) if location.plan else given.plan or Path(given.source or "")
+        gateway = _gateway(given, plan, access, manager, own, file)
+        start_gateway(gateway, certificate=given.ssl_certfile, as_json=given.as_json)
+    elif isinstance(backend, Serves):
         order = _server_order(given, plan, access, ray)
-        start_server(backend, order, as_json=given.as_json)
+        start_server(backend, order, manager, as_json=given.as_json)
     else:
         launch = _launch(given, plan, access, ray, manager)
         start(launch, certificate=given.ssl_certfile, strict=given.strict, as_json=given.as_json)
@@ -387,28 +434,13 @@ def _server_order(given: ServeOptions, plan: Plan, access: Access, ray: str) -> 
     from toolkit.serve.assemble import model_name
     from toolkit.serve.server import Ending
 
-    unsupported = {
-        "--ray": ray,
-        "--api-keys": given.api_keys,
-        "--ssl-certfile": given.ssl_certfile,
-        "--ssl-keyfile": given.ssl_keyfile,
-        "--request-log": given.request_log,
-        "--request-timeout": given.request_timeout,
-        "--client-share": given.client_share,
-        "--allow-end-after": given.allow_end_after,
-        "--vllm-metrics": given.vllm_metrics,
-        "--open-metrics": given.open_metrics,
-        "--check": given.check,
-        "--strict": given.strict,
-        "--status-page": given.status_page,
-    }
-    found = [name for name, value in unsupported.items() if value]
-    if found:
-        raise InputError(
-            f"engine {plan.recipe.engine.name} does not support {', '.join(found)}:"
-            " it has a server of its own",
-            "leave it out",
-        )
+    engine = plan.recipe.engine.name
+    what, why = f"engine {engine}", ": it has a server of its own"
+    if ray:
+        raise InputError(f"{what} does not support --ray{why}", "leave it out")
+    _refuse(given, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
+            "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
+            "--open-metrics", "--check", "--strict", "--status-page", why=why)  # fmt: skip
     return ServerOrder(
         plan,
         given.served_model_name or model_name(plan),
@@ -419,6 +451,104 @@ def _server_order(given: ServeOptions, plan: Plan, access: Access, ray: str) -> 
         given.event_log,
         warn_of_foreign if given.force else None,
     )
+
+
+def _gateway(
+    given: ServeOptions,
+    plan: Plan,
+    access: Access,
+    manager: Manager,
+    own: StartsReplicas | None,
+    file: Path,
+) -> GatewayLaunch:
+    """The front before several servers. `InputError` for options that it does not have."""
+    from toolkit.cli.serve_start import find_certificate
+    from toolkit.errors import InputError
+    from toolkit.gateway.front import GatewaySettings
+    from toolkit.gateway.launch import GatewayLaunch, replica_key, replicas_like
+    from toolkit.serve.http import CLIENT_SHARE
+    from toolkit.serve.server import Ending
+
+    _refuse(given, "a front before replicas", "--ray", "--allow-end-after", "--vllm-metrics",
+            "--check", "--status-page")  # fmt: skip
+    if given.admission == "targets":
+        raise InputError("a front before replicas admits by the queue alone", "--admission queue")
+    source = _replica_source(given)
+    (api_key, keys), watched_keys = access
+    needs = replicas_like(
+        plan, given.served_model_name, strict=given.strict, any_version=given.force
+    )
+    serve, (host, port) = plan.recipe.serve, _address(given, plan)
+
+    return GatewayLaunch(
+        plan=plan,
+        settings=GatewaySettings(
+            model=needs.model,
+            max_new_tokens=serve.max_new_tokens,
+            max_waiting=serve.max_waiting,
+            request_timeout_s=given.request_timeout or serve.request_timeout_s or math.inf,
+            open_metrics=given.open_metrics,
+        ),
+        router=_router(given, plan),
+        needs=needs,
+        host=host,
+        port=port,
+        source=source,
+        own=None if source is not None else own,
+        reread=partial(_reread, given, file, plan.workers) if file.is_file() else None,
+        key=replica_key(),
+        on_foreign=warn_of_foreign if given.force else None,
+        access=(api_key, keys),
+        insecure=given.insecure,
+        client_share=CLIENT_SHARE if given.client_share is None else given.client_share,
+        event_log=given.event_log,
+        request_log=given.request_log,
+        ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
+        callers=watched_keys,
+        certificate=find_certificate(given.ssl_certfile, given.ssl_keyfile),
+        manager=manager,
+    )
+
+
+def _router(given: ServeOptions, plan: Plan) -> Router:
+    """The router of the command line, else the plan's, with the parameters of --set-router."""
+    from toolkit.cli.arguments import parse_settings
+    from toolkit.routing.routers import RoundRobinRouter, make_router
+
+    planned, changes = getattr(plan, "replica_router", None), parse_settings(given.router_settings)
+    if planned is None or given.router not in ("", planned.name):
+        return make_router(given.router or RoundRobinRouter.name, changes)
+    return make_router(planned.name, planned.parameters | changes)
+
+
+def _reread(given: ServeOptions, file: Path, workers: int) -> Plan:
+    """The plan as its file has it now, with the options of the command line."""
+    from toolkit.cli.serve_start import override
+    from toolkit.files.io import read_file
+    from toolkit.files.plan import Plan
+
+    return override(read_file(Plan, file), given.policy, given.settings, workers)
+
+
+def _replica_source(given: ServeOptions) -> ReplicaSource | None:
+    """The replicas that run already; None: none was named."""
+    from toolkit.errors import InputError
+    from toolkit.gateway.sources import GivenReplicas, replica_source
+
+    if given.replica and given.replicas:
+        raise InputError("both --replica and --replicas are given", "keep one of them")
+    if given.replica:
+        return GivenReplicas(given.replica)
+    return replica_source(given.replicas) if given.replicas else None
+
+
+def _refuse(given: ServeOptions, what: str, *names: str, why: str = "") -> None:
+    """`InputError` where one of these options is given."""
+    from toolkit.errors import InputError
+
+    found = [name for name in names if getattr(given, name[2:].replace("-", "_"))]
+    if found:
+        raise InputError(f"{what} does not support {', '.join(found)}{why}", "leave it out")
 
 
 def _address(given: ServeOptions, plan: Plan) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 In order: where to serve (`locate`, and `serve_managed` for service managers); the plan
 (`plan_to_serve`, `override`, `check_engine`); keys and certificates; starting the server (`start`,
-`start_server`), which records it for `llmctl status` and `llmctl stop`.
+`start_server`, `start_gateway`), which records it for `llmctl status` and `llmctl stop`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from toolkit.deploy.folder import Manifest
     from toolkit.deploy.running import Running, Where
     from toolkit.files.plan import Plan, PlannedPolicy
+    from toolkit.gateway.launch import GatewayLaunch
     from toolkit.serve.access import Callers
     from toolkit.serve.drift import DriftCheck
-    from toolkit.serve.launch import Launch
+    from toolkit.serve.launch import Launch, Manager
     from toolkit.serve.rereading import WatchedFiles
 
     Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
@@ -327,8 +328,11 @@ def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: boo
         memory.ended(launch(order, on_ready, lambda found: judge(found, strict=strict, say=note)))
 
 
-def start_server(backend: Serves, order: ServerOrder, *, as_json: bool) -> None:
-    """Start the server of an engine that is one itself, and serve until a signal ends it."""
+def start_server(backend: Serves, order: ServerOrder, manager: Manager, *, as_json: bool) -> None:
+    """Start the server of an engine that is one itself, and serve until a signal ends it.
+
+    `manager` is told when it is ready.
+    """
     from toolkit.sched.policies import make_any, refuse_unservable
 
     plan = order.plan
@@ -339,9 +343,34 @@ def start_server(backend: Serves, order: ServerOrder, *, as_json: bool) -> None:
 
         def on_ready(url: str) -> None:
             memory.ready(url, order.served_model, plan)
+            manager.tell("READY=1")
             _announce(as_json, url, order.served_model, plan)
 
         memory.ended(backend.launch(order, on_ready))
+
+
+def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bool) -> None:
+    """Start the front before replicas, and its own replicas, until a signal ends it."""
+    from toolkit.gateway.launch import launch_gateway
+
+    plan = order.plan
+    if order.own is not None:
+        note(f"starting {plan.workers} servers of {plan.recipe.engine.name}")
+    with remembering("local") as memory:
+
+        def on_ready(url: str) -> None:
+            memory.ready(url, order.settings.model, plan, certificate)
+            order.manager.tell("READY=1")
+            facts = {"url": url, "model": order.settings.model, "router": order.router.name}
+            emit(as_json, facts, lambda: _show_gateway(order, url))
+            sys.stdout.flush()
+
+        memory.ended(launch_gateway(order, on_ready))
+
+
+def _show_gateway(order: GatewayLaunch, url: str) -> None:
+    print(f"ready: {url} serves {order.settings.model or 'the model of its replicas'}")
+    print(f"router: {order.router.name}; replicas: {url}/replicas")
 
 
 def _announce(

@@ -108,6 +108,9 @@ class Link(asyncio.Protocol):
         if self._closed:
             raise WireError
         self._event.clear()
+        if silence_s == math.inf:  # the caller watches the time itself
+            await self._event.wait()
+            return
         try:
             async with asyncio.timeout(silence_s):
                 await self._event.wait()

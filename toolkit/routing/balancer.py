@@ -14,6 +14,7 @@ import numpy as np
 
 from toolkit.routing.replicas import (
     DEFAULT_EXPECTED_TOKENS,
+    PassLaw,
     PrefixIndex,
     Replica,
     ReplicaReport,
@@ -24,6 +25,25 @@ from toolkit.routing.replicas import (
 from toolkit.routing.routers import Router, RouterView
 
 HISTORY = 1000  # outputs that the mean length is of
+
+
+class RoutingLogHeader(msgspec.Struct, frozen=True, tag="routing"):
+    """The configuration of the balancer: with the law of a pass, enough to create an equal one."""
+
+    router: str
+    parameters: dict[str, bool | int | float | str]
+    block_tokens: int
+    index_limit: int
+    seed: int = 0
+
+
+class ReplicaAdded(msgspec.Struct, frozen=True, tag="added"):
+    """A further replica, which is not up yet, with its traits except the law of its passes."""
+
+    capacity_tokens: int
+    pass_tokens: int
+    max_rows: int
+    has_law: bool
 
 
 class Routed(msgspec.Struct, frozen=True, tag="route"):
@@ -59,7 +79,9 @@ class ReplicaChange(msgspec.Struct, frozen=True, tag="replica"):
     is_fresh: bool = False
 
 
-BalancerEvent = Routed | FirstToken | Ended | Reported | ReplicaChange
+BalancerEvent = (
+    RoutingLogHeader | ReplicaAdded | Routed | FirstToken | Ended | Reported | ReplicaChange
+)
 
 
 class Balancer:
@@ -70,6 +92,8 @@ class Balancer:
         traits: of each replica.
         block_tokens: of the blocks that requests carry.
         seed: of ties.
+        index_limit: of the blocks that are remembered for each replica, where the router has no
+            bound of its own or a greater one; 0: none.
         sink: gets every call and every choice.
     """
 
@@ -80,14 +104,14 @@ class Balancer:
         *,
         block_tokens: int = 16,
         seed: int = 0,
+        index_limit: int = 0,
         sink: Callable[[BalancerEvent], None] | None = None,
     ) -> None:
         self.router, self._sink = router, sink
         self.replicas = [Replica(index, each) for index, each in enumerate(traits)]
-        bound = router.index_blocks
-        if not bound:
-            bound = max(each.capacity_tokens for each in traits) // block_tokens
-        self._index = PrefixIndex(len(traits), capacity=max(bound, 0), ttl_s=router.index_ttl_s)
+        self._block_tokens, self._index_limit = block_tokens, index_limit
+        bound = self._index_bound(traits)
+        self._index = PrefixIndex(len(traits), capacity=bound, ttl_s=router.index_ttl_s)
         self._homes: dict[str, Replica] = {}
         self._lengths: deque[int] = deque(maxlen=HISTORY)
         self._length_sum = 0
@@ -99,6 +123,18 @@ class Balancer:
             0,
             np.random.default_rng(seed),
         )
+
+    def add(self, traits: ReplicaTraits) -> int:
+        """A further replica, which is not up yet. Returns its index."""
+        replica = Replica(len(self.replicas), traits)
+        replica.is_up = False
+        self.replicas.append(replica)
+        self._index.add_replica(self._index_bound([each.traits for each in self.replicas]))
+        if self._sink is not None:
+            has_law = traits.law is not None
+            sizes = traits.capacity_tokens, traits.pass_tokens, traits.max_rows
+            self._sink(ReplicaAdded(*sizes, has_law))
+        return replica.index
 
     def route(
         self, request: RoutedRequest, now_s: float, excluded: Iterable[int] = ()
@@ -165,6 +201,16 @@ class Balancer:
         if self._sink is not None:
             self._sink(ReplicaChange(index, is_up, is_fresh))
 
+    def _index_bound(self, traits: Sequence[ReplicaTraits]) -> int:
+        """The most blocks to remember for a replica; 0: no bound."""
+        bound = self.router.index_blocks
+        if not bound:
+            capacity = max((each.capacity_tokens for each in traits), default=0)
+            bound = capacity // self._block_tokens
+        if bound <= 0:
+            return self._index_limit
+        return min(bound, self._index_limit) if self._index_limit else bound
+
     def _count(self, generated: int) -> None:
         lengths = self._lengths
         if len(lengths) == HISTORY:
@@ -174,10 +220,21 @@ class Balancer:
         self._view.expected_tokens = self._length_sum / len(lengths)
 
 
-def replay_routes(events: Iterable[BalancerEvent], balancer: Balancer) -> Iterator[str]:
-    """Make the logged calls on a fresh balancer and yield a line for each choice that differs."""
+def replay_routes(
+    events: Iterable[BalancerEvent], balancer: Balancer, law: PassLaw | None = None
+) -> Iterator[str]:
+    """Make the logged calls on a fresh balancer and yield a line for each choice that differs.
+
+    `law` is that of the replicas that the log adds.
+    """
     for number, event in enumerate(events, start=1):
         match event:
+            case RoutingLogHeader():
+                pass
+            case ReplicaAdded(capacity_tokens, pass_tokens, max_rows, has_law):
+                balancer.add(
+                    ReplicaTraits(capacity_tokens, pass_tokens, max_rows, law if has_law else None)
+                )
             case Routed(now_s, request, logged, excluded):
                 chosen = balancer.route(request, now_s, excluded)
                 if (-1 if chosen is None else chosen) != logged:

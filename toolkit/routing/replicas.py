@@ -232,6 +232,11 @@ class PrefixIndex:
         self._holders: dict[int, int] = {}  # block to the set of replicas, as bits
         self._used: list[OrderedDict[int, float]] = [OrderedDict() for _ in range(replicas)]
 
+    def add_replica(self, capacity: int) -> None:
+        """A further replica; `capacity` is from now on that of all."""
+        self._used.append(OrderedDict())
+        self._capacity = capacity
+
     def matched(self, blocks: Sequence[int], now_s: float) -> list[int]:
         """For each replica, how many leading blocks of a prompt it has."""
         used = self._used

@@ -64,7 +64,8 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
         raise InputError(
             f"engine '{engine.name}' is a server already, at {engine.url}; "
             "there is nothing to start",
-            f"replay a trace against it with: llmctl bench --plan plan.json --url {engine.url}",
+            f"put a front before it with --replica {engine.url}; or replay a trace against it: "
+            f"llmctl bench --plan plan.json --url {engine.url}",
         )
     workers: list[Worker] = []
     for kind in plan.kinds:

@@ -28,6 +28,7 @@ from toolkit.errors import InputError
 from toolkit.files.lines import LineLog
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, OnForeign, identity, refuse_foreign
+from toolkit.routing.balancer import BalancerEvent
 from toolkit.sched.eventlog import Event, lost_line, to_line
 from toolkit.sched.types import Request
 from toolkit.serve.access import Callers, Keyring
@@ -272,7 +273,7 @@ async def _flush(events: EventLog) -> None:
 
 
 class EventLog:
-    """The scheduler's calls, in a new file.
+    """The calls of a scheduler or a balancer, in a new file.
 
     The owner calls `flush`; a killed process loses the events since. Only whole lines are written,
     so the file of a killed process can be replayed to its end. Events that cannot be written are
@@ -301,7 +302,7 @@ class EventLog:
         """The number of events that could not be written."""
         return self._log.lost
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event | BalancerEvent) -> None:
         self._pending += to_line(event)
         if len(self._pending) >= PENDING_BYTES_MAX:
             self.flush()

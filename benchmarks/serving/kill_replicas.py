@@ -1,0 +1,250 @@
+"""Replicas killed, hung, drained and restarted under load: every answer must equal the undisturbed
+one.
+
+    python -m benchmarks.serving.kill_replicas [--requests 5000] [--replicas 4] [--seed 0]
+
+Takes about two minutes on two shared cores. Needs nothing but the package.
+
+`llmctl serve --replica ...` runs in a process of its own, before stand-in replicas in this one
+(`benchmarks.common.standin`). Their next token is a hash of all tokens before it, so a token that
+was lost, doubled or made from something else changes all that follow. Clients stream, and ask for
+whole answers, of both APIs; some with stop strings, some with log probabilities, which must be
+generated again from the start. Half of the replicas give token ids as vLLM does, the others are
+continued by text. Every fraction of a second one replica is killed, hangs, aborts its requests as a
+server does that shuts down, or answers 500 for a while; it comes back a little later. At least one
+replica stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common.command import make_parser
+from benchmarks.common.serving import fake_plan
+from benchmarks.common.standin import MODEL, StandIn, answer_of, prompt_of
+from toolkit.files.io import write_file
+from toolkit.files.plan import Plan
+
+CLIENTS = 48
+HANG_S = 1.0
+DISTURB_S = 0.15  # mean time between two disturbances
+AWAY_S = 1.0  # mean time that a replica is away
+KINDS = ("kill", "hang", "drain", "errors")
+
+
+def request_of(rng: random.Random) -> tuple[dict[str, Any], bool]:
+    """A random request, and whether it is a chat."""
+    chat = rng.random() < 0.5
+    text = "".join(rng.choices("abcdefgh ", k=rng.randint(5, 400)))
+    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": rng.randint(5, 120)}
+    if chat:
+        body["messages"] = [{"role": "user", "content": text}]
+    else:
+        body["prompt"] = text
+    if rng.random() < 0.8:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    kind = rng.random()
+    if kind < 0.1:
+        body["stop"] = ["".join(rng.choices("abc", k=2)), "qqqq"]
+    elif kind < 0.2:
+        body["logprobs"] = 1
+    return body, chat
+
+
+async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> str:
+    """Send a request; returns what is wrong with its answer, or ''."""
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    expected = answer_of(body, chat=chat)
+    if body.get("stream"):
+        text, usage, ids, done = await _streamed(http, path, body)
+    else:
+        answer = await http.post(path, json=body)
+        if answer.status_code != 200:
+            return f"HTTP {answer.status_code}: {answer.text[:200]}"
+        read = answer.json()
+        choice, usage, ids, done = read["choices"][0], read["usage"], 1, True
+        text = choice["message"]["content"] if chat else choice["text"]
+    if not done or ids > 1:
+        return f"{ids} ids, ended: {done}: {usage}"
+    if text != expected:
+        at = next((k for k, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), -1)
+        return f"another text at {at}: {len(text)} for {len(expected)} characters"
+    prompt = len(prompt_of(body, chat=chat))
+    if usage["prompt_tokens"] != prompt:
+        return f"usage {usage} for a prompt of {prompt}"
+    if "stop" not in body and usage["completion_tokens"] != len(expected):
+        return f"usage {usage} for an answer of {len(expected)}"
+    return ""
+
+
+async def _streamed(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> tuple[str, dict[str, int], int, bool]:
+    text, done = "", False
+    usage: dict[str, int] = {}
+    ids: set[str] = set()
+    async with http.stream("POST", path, json=body) as response:
+        if response.status_code != 200:
+            return f"HTTP {response.status_code}", {}, 0, False
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                done = True
+            elif line.startswith("data: "):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return str(event["error"]), {}, 0, False
+                ids.add(event["id"])
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+    return text, usage, len(ids), done
+
+
+class Trouble:
+    """Disturbs the replicas but the first."""
+
+    def __init__(self, replicas: list[StandIn], rng: random.Random) -> None:
+        self.replicas, self.rng = replicas, rng
+        self.done: Counter[str] = Counter()
+        self.away: set[int] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Disturb until cancelled."""
+        while True:
+            await asyncio.sleep(self.rng.expovariate(1 / DISTURB_S))
+            here = [k for k in range(1, len(self.replicas)) if k not in self.away]
+            if here:
+                task = asyncio.create_task(self._disturb(self.rng.choice(here)))
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+
+    async def _disturb(self, index: int) -> None:
+        replica, kind = self.replicas[index], self.rng.choice(KINDS)
+        self.away.add(index)
+        self.done[kind] += 1
+        away_s = self.rng.expovariate(1 / AWAY_S)
+        if kind == "kill":
+            replica.kill()
+            await asyncio.sleep(away_s)
+            await replica.start()
+        elif kind == "hang":
+            replica.hung = True
+            await asyncio.sleep(away_s + 2 * HANG_S)
+            replica.hung = False
+        elif kind == "drain":
+            replica.abort_requests()
+            replica.kill_listener()
+            await asyncio.sleep(away_s)
+            await replica.start()
+        else:
+            replica.status = 500
+            await asyncio.sleep(min(away_s, 0.5))
+            replica.status = 0
+        self.away.discard(index)
+
+
+async def send_all(http: httpx.AsyncClient, work: list[tuple[dict[str, Any], bool]]) -> list[str]:
+    """Send all requests; returns what is wrong."""
+    left, wrong = iter(work), []
+
+    async def client() -> None:
+        for body, chat in left:
+            try:
+                problem = await ask(http, body, chat=chat)
+            except httpx.HTTPError as error:
+                problem = repr(error)
+            if problem:
+                wrong.append(f"{problem}: {json.dumps(body)[:300]}")
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    return wrong
+
+
+async def measure(requests: int, count: int, seed: int) -> dict[str, Any]:
+    """Serve so many requests through so many replicas."""
+    rng = random.Random(seed)
+    replicas = [StandIn(token_s=0.004, speaks_ids=k % 2 == 0) for k in range(count)]
+    for replica in replicas:
+        await replica.start()
+    work = [request_of(rng) for _ in range(requests)]
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        write_file(_plan(), path)
+        words = ["--served-model-name", MODEL, "--port", "0", "--json"]
+        words += [part for replica in replicas for part in ("--replica", replica.url)]
+        command = [sys.executable, "-m", "toolkit", "serve", str(path), *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as front:
+            assert front.stdout is not None
+            ready = json.loads(await asyncio.to_thread(front.stdout.readline))
+            trouble = Trouble(replicas, rng)
+            disturbing = asyncio.create_task(trouble.run())
+            limits = httpx.Limits(max_connections=CLIENTS)
+            async with httpx.AsyncClient(
+                base_url=ready["url"], timeout=120, limits=limits, trust_env=False
+            ) as http:
+                wrong = await send_all(http, work)
+                disturbing.cancel()
+                shown = (await http.get("/replicas")).json()["replicas"]
+                told = (await http.get("/metrics")).text
+            front.terminate()
+            await asyncio.to_thread(front.communicate)
+    for replica in replicas:
+        replica.kill()
+    await asyncio.gather(*trouble.tasks, disturbing, return_exceptions=True)
+    for replica in replicas:
+        replica.kill()
+    continued = {
+        line.split('by="')[1].split('"')[0]: float(line.split()[-1])
+        for line in told.splitlines()
+        if line.startswith("llmctl_continued_total")
+    }
+    return {
+        "requests": requests,
+        "wrong": wrong,
+        "disturbances": dict(trouble.done),
+        "attempts": sum(each["requests"] for each in shown),
+        "failed_attempts": sum(each["failures"] for each in shown),
+        "moved": sum(each["moved"] for each in shown),
+        "continued": continued,
+        "seconds": round(time.monotonic() - started_s, 1),
+        "exit_code": front.returncode,
+    }
+
+
+def _plan() -> Plan:
+    """A plan with replicas that count as hung after a second."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = fake_plan(Path(folder))
+    serve = plan.recipe.serve.model_copy(update={"hang_s": HANG_S})
+    return plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": serve})})
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    found = asyncio.run(measure(given.requests, given.replicas, given.seed))
+    wrong = found.pop("wrong")
+    for line in wrong[:20]:
+        print(line)
+    print(json.dumps(found | {"wrong": len(wrong)}, indent=1))
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

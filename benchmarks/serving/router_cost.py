@@ -1,0 +1,268 @@
+"""What a front before replicas costs: ours beside `sglang-router` and `vllm-router`.
+
+    python -m benchmarks.serving.router_cost [--bin FOLDER] [--requests 3000]
+
+Takes about two minutes on two idle cores. Needs the two routers in FOLDER, the `bin`
+of a virtual environment with `pip install sglang-router vllm-router`; without it ours is measured
+alone.
+
+Each front stands before the same two stand-in replicas, which answer at once. Requests per CPU
+second count the CPU time of the front's process alone, so they hold whatever the load generator and
+the replicas, which share the machine, cost. Prompts have 1.2 kB and share beginnings. Whole answers
+come over 32 connections, streams of 64 events over 32, an event every 5 ms; the latency that a
+front adds is that of one connection, less that without a front.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import uvloop
+
+from benchmarks.common.command import make_parser
+from benchmarks.common.serving import fake_plan
+from benchmarks.common.standin import MODEL, StandIn
+
+CONNECTIONS = 32
+EVENTS = 64
+EVENT_S = 0.005
+ALONE = 400  # requests over one connection
+STREAMS = 320
+
+
+class Cost(NamedTuple):
+    """What a front costs. `added` are the percentiles 50 and 99 of one connection, in ms."""
+
+    front: str
+    requests_s: float
+    requests_cpu_s: float
+    events_cpu_s: float
+    added: tuple[float, float]
+    rss_mb: float
+
+
+def _replica(port: int, token_s: float) -> None:
+    async def serve() -> None:
+        await StandIn(port=port, token_s=token_s, speaks_ids=False).start()
+        await asyncio.Event().wait()
+
+    uvloop.run(serve())
+
+
+@contextmanager
+def replicas(ports: Sequence[int], token_s: float) -> Iterator[None]:
+    """Stand-in replicas, each in a process."""
+    context = multiprocessing.get_context("spawn")
+    made = [context.Process(target=_replica, args=(port, token_s)) for port in ports]
+    for process in made:
+        process.start()
+    try:
+        for port in ports:
+            wait_for(port)
+        yield
+    finally:
+        for process in made:
+            process.terminate()
+            process.join()
+
+
+def wait_for(port: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", port)):
+                return
+        time.sleep(0.05)
+    raise SystemExit(f"nothing listens on port {port}")
+
+
+async def wait_served(port: int) -> None:
+    """Wait until the front has found its replicas."""
+    for _ in range(300):
+        client = Client(port)
+        await client.open()
+        if await client.ask(bodies(1)[0], checks=False):
+            await asyncio.sleep(1.0)
+            return
+        await asyncio.sleep(0.2)
+    raise SystemExit("the front finds no replicas")
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+class Client:
+    """One connection that is kept."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def open(self) -> None:
+        self._in, self._out = await asyncio.open_connection("127.0.0.1", self._port)
+
+    async def ask(self, body: bytes, *, checks: bool = True) -> int:
+        """Send a request; returns the bytes of its answer, or 0 for an error that may be."""
+        self._out.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        head = (await self._in.readuntil(b"\r\n\r\n")).lower()
+        if b" 200 " not in head.split(b"\r\n")[0]:
+            if not checks:
+                return 0
+            raise SystemExit(f"the front answered {head!r}")
+        if b"content-length: " in head:
+            size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+            return len(await self._in.readexactly(size))
+        size = 0
+        while True:
+            chunk = int(await self._in.readuntil(b"\r\n"), 16)
+            await self._in.readexactly(chunk + 2)
+            size += chunk
+            if not chunk:
+                return size
+
+
+async def load(port: int, bodies: Sequence[bytes], connections: int) -> list[float]:
+    """Send all; returns the latencies in seconds."""
+    left, took = iter(bodies), []
+
+    async def work() -> None:
+        client = Client(port)
+        await client.open()
+        for body in left:
+            start_s = time.perf_counter()
+            await client.ask(body)
+            took.append(time.perf_counter() - start_s)
+
+    await asyncio.gather(*(work() for _ in range(connections)))
+    return took
+
+
+def bodies(count: int, **more: Any) -> list[bytes]:
+    rng = random.Random(0)
+    heads = ["".join(rng.choices("abcdefgh ", k=800)) for _ in range(16)]
+    return [
+        json.dumps(
+            {"model": MODEL, "prompt": rng.choice(heads) + "".join(rng.choices("xyz", k=400)),
+             "max_tokens": 1, "ignore_eos": True} | more
+        ).encode()
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds of a process and of its children."""
+    all_times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(times.user + times.system for times in all_times)
+
+
+def measure(front: str, command: Sequence[str], ports: Sequence[int], requests: int) -> Cost:
+    """The cost of one front."""
+    (port,) = free_ports(1)
+    words = [word.replace("PORT", str(port)) for word in command]
+    with replicas(ports, 0.0), open_front(words, port) as process:
+        uvloop.run(load(port, bodies(200), CONNECTIONS))  # warm
+        before_s, start_s = cpu_s(process), time.perf_counter()
+        uvloop.run(load(port, bodies(requests), CONNECTIONS))
+        took_s, used_s = time.perf_counter() - start_s, cpu_s(process) - before_s
+        through = sorted(uvloop.run(load(port, bodies(ALONE), 1)))
+        direct = sorted(uvloop.run(load(ports[0], bodies(ALONE), 1)))
+        rss = process.memory_info().rss / 1e6
+    with replicas(ports, EVENT_S), open_front(words, port) as process:
+        asked = bodies(STREAMS, stream=True, max_tokens=EVENTS)
+        before_s = cpu_s(process)
+        uvloop.run(load(port, asked, CONNECTIONS))
+        streamed_s = cpu_s(process) - before_s
+    added = [1000 * (through[int(p * ALONE)] - direct[int(p * ALONE)]) for p in (0.5, 0.99)]
+    return Cost(
+        front,
+        requests / took_s,
+        requests / used_s,
+        STREAMS * EVENTS / streamed_s,
+        (added[0], added[1]),
+        rss,
+    )
+
+
+@contextmanager
+def open_front(words: Sequence[str], port: int) -> Iterator[psutil.Process]:
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_for(port)
+        uvloop.run(wait_served(port))
+        try:
+            yield psutil.Process(process.pid)
+        finally:
+            process.terminate()
+
+
+def commands(folder: Path, plan: Path, urls: Sequence[str]) -> dict[str, list[str]]:
+    """The fronts that are there."""
+    ours = [sys.executable, "-m", "toolkit", "serve", str(plan), "--port", "PORT"]
+    ours += ["--served-model-name", MODEL, *(word for url in urls for word in ("--replica", url))]
+    found = {
+        "llmctl, round-robin": ours,
+        "llmctl, sglang": [*ours, "--router", "sglang"],
+    }
+    where = ["--host", "127.0.0.1", "--port", "PORT", "--worker-urls", *urls]
+    if (folder / "sglang-router").is_file():
+        words = [str(folder / "sglang-router"), "launch", *where, "--policy", "cache_aware"]
+        found["sglang-router, cache_aware"] = [*words, "--prometheus-port", str(free_ports(1)[0])]
+    if (folder / "vllm-router").is_file():
+        words = [str(folder / "vllm-router"), *where, "--policy", "cache_aware"]
+        found["vllm-router, cache_aware"] = [*words, "--prometheus-port", str(free_ports(1)[0])]
+    return found
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--bin", type=Path, default=Path(sys.executable).parent)
+    parser.add_argument("--requests", type=int, default=3000)
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = read_arguments()
+    ports = free_ports(2)
+    with tempfile.TemporaryDirectory() as name:
+        fake_plan(Path(name))
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        fronts = commands(given.bin, Path(name) / "plan.json", urls)
+        costs = [measure(front, words, ports, given.requests) for front, words in fronts.items()]
+    print("| front | requests/s | requests per CPU s | events per CPU s | added p50 / p99 | RSS |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for cost in costs:
+        p50, p99 = cost.added
+        print(
+            f"| {cost.front} | {cost.requests_s:,.0f} | {cost.requests_cpu_s:,.0f} "
+            f"| {cost.events_cpu_s:,.0f} | {p50:.2f} / {p99:.2f} ms | {cost.rss_mb:.0f} MB |"
+        )
+    best = statistics.mean(cost.requests_cpu_s for cost in costs if cost.front.startswith("llmctl"))
+    print(f"llmctl serves {best:,.0f} requests per CPU second on average")
+
+
+if __name__ == "__main__":
+    main()

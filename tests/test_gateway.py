@@ -1,0 +1,513 @@
+"""The gateway in front of stand-in replicas that are killed, hung, drained and restarted."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+import samples
+
+from benchmarks.common.standin import MODEL, StandIn, answer_of
+from toolkit.files.fit import Fit
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.gateway import replicas as pools
+from toolkit.gateway.front import Gateway, GatewaySettings
+from toolkit.gateway.launch import traits_of_replica
+from toolkit.gateway.metrics import GatewayExposition
+from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
+from toolkit.routing.balancer import Balancer, BalancerEvent, RoutingLogHeader, replay_routes
+from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
+from toolkit.routing.routers import ROUTERS, make_router
+from toolkit.serve.access import Keyring
+from toolkit.serve.http import HttpServer, WireLimits
+from toolkit.serve.server import listen, url
+
+PROMPT = "Once upon a time"
+
+
+class Front:
+    """A gateway under test."""
+
+    def __init__(self, http: httpx.AsyncClient, gateway: Gateway) -> None:
+        self.http, self.gateway, self.pool = http, gateway, gateway.pool
+
+    async def stream(self, body: dict[str, Any], *, chat: bool = False, on: Any = None) -> "Told":
+        """Send a streamed request; `on` is called with each event's number."""
+        told, path = Told(), "/v1/chat/completions" if chat else "/v1/completions"
+        async with self.http.stream("POST", path, json=body | {"stream": True}) as response:
+            told.status = response.status_code
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    told.add(line[6:])
+                    if on is not None:
+                        await on(len(told.events))
+        return told
+
+    async def until(self, state: str, count: int) -> None:
+        while sum(each.state == state for each in self.pool.replicas) < count:
+            await asyncio.sleep(0.005)
+
+
+class Told:
+    """What a client was told in a stream."""
+
+    def __init__(self) -> None:
+        self.status, self.done = 0, False
+        self.events: list[dict[str, Any]] = []
+
+    def add(self, data: str) -> None:
+        assert not self.done
+        if data == "[DONE]":
+            self.done = True
+        else:
+            self.events.append(json.loads(data))
+
+    @property
+    def text(self) -> str:
+        choices = [each["choices"][0] for each in self.events if each.get("choices")]
+        return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return self.events[-1]["usage"]
+
+    @property
+    def finish(self) -> str:
+        return [e["choices"][0].get("finish_reason") for e in self.events if e.get("choices")][-1]
+
+
+Test = Callable[[Front, list[StandIn]], Awaitable[None]]
+
+
+def run(
+    test: Test,
+    *standins: StandIn,
+    router: str = "least-requests",
+    needs: ReplicaNeeds = ReplicaNeeds(MODEL),  # noqa: B008
+    hang_s: float = 5.0,
+    sink: Callable[[BalancerEvent], None] | None = None,
+    keyring: Keyring | None = None,
+    said: list[str] | None = None,
+    **settings: Any,
+) -> None:
+    async def both() -> None:
+        servers = list(standins) or [StandIn(), StandIn()]
+        for server in servers:
+            await server.start()
+        balancer = Balancer(
+            make_router(router, {}), [], block_tokens=64, index_limit=1000, sink=sink
+        )
+        pool = ReplicaPool(
+            balancer,
+            ReplicaTraits(100_000),
+            needs,
+            hang_s=hang_s,
+            say=(said if said is not None else []).append,
+        )
+        gateway = Gateway(pool, balancer, GatewaySettings(**settings), keyring or Keyring())
+        gateway.metrics = GatewayExposition(gateway).text
+        sweep = asyncio.create_task(pool.sweep())
+        with listen("127.0.0.1", 0) as listener:
+            server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
+            await server.start(listener)
+            pool.renew([each.url for each in servers])
+            async with httpx.AsyncClient(base_url=url(listener), timeout=30) as http:
+                front = Front(http, gateway)
+                if needs.model == MODEL:
+                    await front.until("up", sum(each.model == MODEL for each in servers))
+                async with asyncio.timeout(30):
+                    await test(front, servers)
+            sweep.cancel()
+            await asyncio.gather(sweep, return_exceptions=True)
+            await pool.stop()
+            await server.stop(1)
+        for each in servers:
+            each.kill()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(both())
+
+
+def asked(max_tokens: int = 40, **more: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True}
+    return body | more
+
+
+def chatted(max_tokens: int = 40, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": PROMPT}]
+    return {
+        "model": MODEL,
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    } | more
+
+
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+def test_a_stream_passes_with_nothing_that_only_the_gateway_asked_for():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        plain = await front.stream(asked())
+        counted = await front.stream(asked(**USAGE))
+        assert plain.text == counted.text == answer_of(asked())
+        assert plain.done
+        assert plain.finish == "length"
+        assert len(plain.events) == 40
+        assert "token_ids" not in json.dumps(plain.events)
+        assert counted.usage == {
+            "prompt_tokens": len(PROMPT), "completion_tokens": 40,
+            "total_tokens": len(PROMPT) + 40,
+        }  # fmt: skip
+        ids = await front.stream(asked(return_token_ids=True))
+        assert [e["choices"][0]["token_ids"] for e in ids.events] == [[ord(c)] for c in plain.text]
+
+    run(test)
+
+
+def test_whole_answers_models_and_pages():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        whole = (await front.http.post("/v1/completions", json=asked())).json()
+        assert whole["choices"][0]["text"] == answer_of(asked())
+        chat = (await front.http.post("/v1/chat/completions", json=chatted())).json()
+        assert chat["choices"][0]["message"]["content"] == answer_of(chatted(), chat=True)
+        models = (await front.http.get("/v1/models")).json()["data"]
+        assert [(each["id"], each["max_model_len"]) for each in models] == [(MODEL, 4096)]
+        assert (await front.http.get("/ready")).json() == {"status": "ready"}
+        assert (await front.http.get("/health")).status_code == 200
+        told = (await front.http.get("/metrics")).text
+        assert 'llmctl_requests_total{finish_reason="length"' in told
+        shown = (await front.http.get("/replicas")).json()
+        assert [each["state"] for each in shown["replicas"]] == ["up", "up"]
+        assert (await front.http.get("/nothing")).status_code == 404
+        assert (await front.http.head("/health")).status_code == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("router", ["round-robin", "least-requests", "prefix", "session-hash"])
+def test_every_choice_replays_from_the_log(router: str):
+    events: list[BalancerEvent] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        bodies = [asked(prompt=PROMPT * (1 + k % 5) * 20) for k in range(24)]
+        await asyncio.gather(*(front.stream(body) for body in bodies))
+        servers[0].kill()
+        await asyncio.gather(*(front.stream(body) for body in bodies))
+
+    run(test, router=router, sink=events.append)
+    fresh = Balancer(make_router(router, {}), [], block_tokens=64, index_limit=1000)
+    header = RoutingLogHeader(router, {}, 64, 1000)
+    assert list(replay_routes([header, *events], fresh)) == []
+    assert sum(type(event).__name__ == "Routed" for event in events) >= 48
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("how", ["ids", "text", "stops", "again"])
+@pytest.mark.parametrize("end", ["kill", "abort_requests"])
+def test_a_stream_goes_on_elsewhere_without_a_token_twice(chat: bool, how: str, end: str):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        body = chatted(**USAGE) if chat else asked(**USAGE)
+        if how == "stops":
+            body |= {"stop": ["zzzzz"], "temperature": 0}
+        if how == "again":
+            body |= {"logprobs": 1}
+        ended = False
+
+        async def on(number: int) -> None:
+            nonlocal ended
+            if number == 12 and not ended:
+                ended = True
+                busy = max(servers, key=lambda each: len(each.served))
+                getattr(busy, end)()
+
+        told = await front.stream(body, chat=chat, on=on)
+        prompt = len(PROMPT) + (len("<user><assistant>") if chat else 0)
+        assert told.text == answer_of(body, chat=chat)
+        assert (told.finish, told.done) == ("length", True)
+        assert told.usage["completion_tokens"] == 40
+        assert told.usage["prompt_tokens"] == prompt
+        assert len({each["id"] for each in told.events}) == 1
+        assert front.gateway.moved == {"stops": {"ids": 1}}.get(how, {how: 1})
+        assert front.gateway.stats.ended == {"length": 1}
+
+    ids = how != "text"
+    run(test, *(StandIn(token_s=0.002, speaks_ids=ids) for _ in range(2)))
+
+
+def test_an_answer_that_lacks_only_its_last_lines_ends():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        async def on(number: int) -> None:
+            if number == 10:
+                for server in servers:
+                    server.kill()
+
+        told = await front.stream(asked(10, **USAGE), on=on)
+        assert told.text == answer_of(asked(10))
+        assert told.done
+        assert told.usage["completion_tokens"] == 10
+
+    run(test, StandIn(token_s=0.01), StandIn(token_s=0.01))
+
+
+@pytest.mark.slow
+def test_a_hung_replica_loses_its_requests_to_another_and_comes_back():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        hung: list[StandIn] = []
+
+        async def on(number: int) -> None:
+            if number == 5 and not hung:
+                hung.append(max(servers, key=lambda each: each.served.total()))
+                hung[0].hung = True
+
+        told = await front.stream(asked(), on=on)
+        assert told.text == answer_of(asked())
+        waiting = asyncio.create_task(front.http.post("/v1/completions", json=asked()))
+        again = await waiting
+        assert again.json()["choices"][0]["text"] == answer_of(asked())
+        hung[0].hung = False
+        await front.until("up", 2)
+
+    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002), hang_s=0.3)
+
+
+@pytest.mark.slow
+def test_without_a_replica_requests_get_503_at_once_until_one_is_back():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        (server,) = servers
+        server.kill()
+        refused = await front.http.post("/v1/completions", json=asked())
+        while refused.status_code != 503:  # the first one finds it out, and waits
+            refused = await front.http.post("/v1/completions", json=asked())
+        assert refused.headers["retry-after"] == "5"
+        assert refused.json()["error"]["code"] in ("overloaded", "replicas")
+        assert (await front.http.get("/ready")).status_code == 503
+        await server.start()
+        await front.until("up", 1)
+        assert (await front.stream(asked())).text == answer_of(asked())
+
+    run(test, StandIn(), wait_up_s=0.05)
+
+
+def test_an_accepted_request_waits_for_a_replica():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        (server,) = servers
+
+        async def on(number: int) -> None:
+            if number == 5:
+                server.kill()
+                await server.start()
+
+        told = await front.stream(asked(), on=on)
+        assert told.text == answer_of(asked())
+
+    run(test, StandIn(token_s=0.002))
+
+
+def test_a_request_that_every_replica_breaks_off_ends():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        told = await front.http.post("/v1/completions", json=asked())
+        assert told.status_code == 500
+        assert told.json()["error"]["message"] == "made so"
+        assert sum(each.served.total() for each in servers) == 2
+
+    run(test, StandIn(status=500), StandIn(status=500))
+
+
+def test_a_busy_replica_sends_a_request_elsewhere():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for _ in range(4):
+            assert (await front.stream(asked())).text == answer_of(asked())
+
+    run(test, StandIn(status=503), StandIn())
+
+
+def test_a_request_that_a_replica_refuses_is_refused():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        told = await front.http.post("/v1/completions", json=asked())
+        assert told.status_code == 400
+        assert sum(each.served.total() for each in servers) == 1
+
+    run(test, StandIn(status=400), StandIn(status=400))
+
+
+def test_another_model_context_or_version_is_named_and_left_out():
+    said: list[str] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        await front.until("left out", 3)
+        assert [each.state for each in front.pool.replicas] == ["up", *["left out"] * 3]
+        text = "\n".join(said)
+        assert "is left out: it serves 'other', not 'standin'" in text
+        assert "is left out: it serves 100 tokens of context, fewer than 4096" in text
+        assert "is left out: it runs version 0.31.0, not 0.32.0" in text
+
+    async def strict(front: Front, servers: list[StandIn]) -> None:
+        while front.pool.refused is None:
+            await asyncio.sleep(0.005)
+        assert "serves 'other'" in front.pool.refused.message
+
+    others = [StandIn(model="other"), StandIn(max_model_len=100), StandIn(version="0.31.0")]
+    run_needs = ReplicaNeeds(MODEL, 4096, "0.32.0")
+
+    async def first(front: Front, servers: list[StandIn]) -> None:
+        await test(front, servers)
+
+    standins = [StandIn(), *others]
+    # only the first one ever is up
+    original = Front.until
+
+    async def until(self: Front, state: str, count: int) -> None:
+        await original(self, state, 1 if state == "up" else count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Front, "until", until)
+        run(first, *standins, needs=run_needs, said=said)
+        run(strict, StandIn(), StandIn(model="other"), needs=ReplicaNeeds(MODEL, strict=True))
+
+
+def test_the_list_of_replicas_may_change_under_requests():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        extra = StandIn(token_s=0.002)
+        await extra.start()
+
+        async def on(number: int) -> None:
+            if number == 5:
+                front.pool.renew([extra.url])
+
+        told = await front.stream(asked(), on=on)
+        assert told.text == answer_of(asked())
+        await front.until("up", 1)
+        assert (await front.stream(asked())).text == answer_of(asked())
+        assert extra.served.total() == 1
+        assert [each.url for each in front.pool.replicas] == [extra.url]
+        extra.kill()
+
+    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002))
+
+
+def test_wrong_requests_and_keys():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        http = front.http
+        assert (await http.post("/v1/completions", json=asked())).status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        other = await http.post("/v1/completions", json=asked(model="x"), headers=headers)
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+        bad = await http.post(
+            "/v1/completions", content=b"[", headers=headers | {"content-type": "application/json"}
+        )
+        assert bad.status_code == 400
+        large = await http.post("/v1/completions", json=asked(x="y" * 5000), headers=headers)
+        assert large.status_code == 413
+        good = await http.post("/v1/completions", json=asked(), headers=headers)
+        assert good.status_code == 200
+
+    run(test, keyring=Keyring("secret"), max_body_bytes=4000)
+
+
+def test_reports_reach_the_balancer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pools, "REPORT_EVERY_S", 0.01)
+    text = (
+        'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+    )
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        task = asyncio.create_task(front.pool.read_reports())
+        known = front.gateway.balancer.replicas
+        while any(each.report is None for each in known):
+            await asyncio.sleep(0.005)
+        assert {(each.waiting, each.kv_usage) for each in known} == {(2, 0.25)}
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(test, StandIn(metrics=text), StandIn(metrics=text), router="vllm-dp")
+
+
+def test_a_deadline_ends_a_stream_and_a_whole_answer():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        told = await front.stream(asked(400))
+        assert "no end within 0.1 s" in told.events[-1]["error"]["message"]
+        assert told.done
+        whole = await front.http.post("/v1/completions", json=asked(400))
+        assert whole.status_code == 504
+        assert front.gateway.stats.ended == {"timeout": 2}
+        assert all(not each.requests for each in front.gateway.balancer.replicas)
+
+    run(test, StandIn(token_s=0.002), request_timeout_s=0.1)
+
+
+def test_a_client_that_leaves_frees_its_replica():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        body = asked(4000) | {"stream": True}
+        async with front.http.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_lines())
+        while front.gateway.running:
+            await asyncio.sleep(0.002)
+        assert front.gateway.stats.ended == {"cancelled": 1}
+        assert not any(each.attempts for each in front.pool.replicas)
+
+    run(test, StandIn(token_s=0.002))
+
+
+@pytest.mark.slow
+def test_a_replica_that_comes_back_gets_few_requests_at_first():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        _, second = servers
+        await asyncio.gather(*(front.stream(asked()) for _ in range(8)))
+        second.kill()
+        await asyncio.gather(*(front.stream(asked()) for _ in range(4)))
+        await second.start()
+        await front.until("up", 2)
+        before = second.served.total()
+        await asyncio.gather(*(front.stream(asked(60)) for _ in range(24)))
+        assert 1 <= second.served.total() - before <= 8
+
+    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002))
+
+
+def test_more_requests_than_may_wait_get_503():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for replica in front.gateway.balancer.replicas:
+            replica.traits = ReplicaTraits(100_000, max_rows=1)
+        bodies = [front.http.post("/v1/completions", json=asked(60)) for _ in range(12)]
+        codes = [each.status_code for each in await asyncio.gather(*bodies)]
+        assert codes.count(503) >= 6
+        assert codes.count(200) >= 4
+        assert front.gateway.stats.refused == codes.count(503)
+
+    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002), max_waiting=2)
+
+
+@pytest.mark.slow
+def test_replicas_that_every_router_names_serve():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        told = await asyncio.gather(*(front.stream(asked(5)) for _ in range(6)))
+        assert {each.text for each in told} == {answer_of(asked(5))}
+
+    for router in ROUTERS:
+        if router != "by-law":  # it needs the law of a fit
+            run(test, router=router)
+
+
+def fake_plan_of(fit: Fit) -> Plan:
+    envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+    policy = PlannedPolicy(name="vllm", parameters={"max_num_seqs": 8})
+    return Plan(
+        **envelope, recipe=samples.recipe(), fit=fit, workers=2, policy=policy, predicted={},
+        limits=[], explained={},
+    )  # fmt: skip
+
+
+def test_the_law_of_the_plans_fit_routes():
+    fit = samples.paged_fit()
+    plan = fake_plan_of(fit)
+    traits = traits_of_replica(plan)
+    assert (traits.capacity_tokens, traits.law is None) == (fit.engine.capacity_tokens, False)
+    balancer = Balancer(make_router("by-law", {}), [], block_tokens=64)
+    for _ in range(2):
+        balancer.change(balancer.add(traits), is_up=True)
+    chosen = {balancer.route(RoutedRequest(f"r{k}", 500, 50), 0.0) for k in range(2)}
+    assert chosen == {0, 1}

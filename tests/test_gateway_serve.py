@@ -1,0 +1,185 @@
+"""`llmctl serve` as a front: before replicas that run, and before those that it starts."""
+
+import asyncio
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import test_serve_vllm
+from commands import llmctl
+
+from benchmarks.common.standin import MODEL, StandIn, answer_of
+from toolkit.files.io import read_file, write_file
+from toolkit.files.plan import Plan
+
+pytestmark = pytest.mark.slow
+
+BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 30, "ignore_eos": True}
+
+
+@contextmanager
+def standins(*servers: StandIn) -> Iterator[asyncio.AbstractEventLoop]:
+    """Stand-in replicas on a thread of their own."""
+    loop, started = asyncio.new_event_loop(), threading.Event()
+
+    async def begin() -> None:
+        for server in servers:
+            await server.start()
+        started.set()
+
+    def work() -> None:
+        loop.run_until_complete(begin())
+        loop.run_forever()
+        for server in servers:
+            server.kill()
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+def plan_for(folder: Path, workers: int = 1) -> Path:
+    path = test_serve_vllm.plan_for(folder)
+    write_file(read_file(Plan, path).model_copy(update={"workers": workers}), path)
+    return path
+
+
+def test_a_front_before_servers_that_run_already(tmp_path: Path):
+    first, second = StandIn(token_s=0.02), StandIn(token_s=0.02)
+    with standins(first, second) as loop:
+        listed = tmp_path / "replicas.txt"
+        listed.write_text(f"{first.url}\n{second.url}  # the second\n")
+        log = tmp_path / "events.jsonl"
+        words = ["--replicas", listed, "--served-model-name", MODEL, "--router", "least-tokens"]
+        words += ["--event-log", log, "--request-log", tmp_path / "requests.jsonl"]
+        with test_serve_vllm.start(plan_for(tmp_path), *map(str, words)) as server:
+            assert server.stdout is not None
+            ready = json.loads(server.stdout.readline())
+            answer = httpx.post(f"{ready['url']}/v1/completions", json=BODY).json()
+            assert answer["choices"][0]["text"] == answer_of(BODY)
+            text, killed = "", False
+            with httpx.stream(
+                "POST", f"{ready['url']}/v1/completions", json=BODY | {"stream": True}
+            ) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        text += json.loads(line[6:])["choices"][0]["text"]
+                    if len(text) == 5 and not killed:
+                        killed = True
+                        busy = max((first, second), key=lambda each: each.served.total())
+                        gone = second if first.served.total() == second.served.total() else busy
+                        for each in (first, second):
+                            if any(c.task and not c.task.done() for c in each.connections):
+                                gone = each
+                        loop.call_soon_threadsafe(gone.kill)
+            assert text == answer_of(BODY)
+            server.send_signal(signal.SIGTERM)
+            _, said = server.communicate(timeout=30)
+    assert server.returncode == 0, said
+    assert ready["router"] == "least-tokens"
+    kinds = [json.loads(line)["type"] for line in log.read_text().splitlines()]
+    assert kinds[:3] == ["routing", "added", "added"]
+    assert kinds.count("route") == 3
+    logged = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    assert [each["output_length"] for each in logged] == [30, 30]
+
+
+def test_several_workers_are_servers_behind_a_front_and_restart_one_at_a_time(tmp_path: Path):
+    path = plan_for(tmp_path, workers=2)
+    with test_serve_vllm.start(path, "--served-model-name", MODEL) as server:
+        assert server.stdout is not None
+        ready = json.loads(server.stdout.readline())
+        shown = httpx.get(f"{ready['url']}/replicas").json()["replicas"]
+        assert [each["state"] for each in shown] == ["up", "up"]
+        asked = {"model": MODEL, "prompt": [1, 2], "max_tokens": 3, "stream": False}
+        for _ in range(4):
+            answer = httpx.post(f"{ready['url']}/v1/completions", json=asked)
+            assert answer.json()["usage"]["completion_tokens"] == 3
+        server.send_signal(signal.SIGHUP)
+        before = {each["url"] for each in shown}
+        while True:
+            answer = httpx.post(f"{ready['url']}/v1/completions", json=asked)
+            assert answer.status_code == 200
+            shown = httpx.get(f"{ready['url']}/replicas").json()["replicas"]
+            if len(shown) == 2 and not before & {each["url"] for each in shown}:
+                break
+        server.send_signal(signal.SIGTERM)
+        _, said = server.communicate(timeout=60)
+    assert server.returncode == 0, said
+    assert "restarting 2 replicas, one at a time" in said
+
+
+def test_one_that_cannot_load_ends_the_front(tmp_path: Path):
+    path = test_serve_vllm.plan_for(tmp_path, source="dies")
+    write_file(read_file(Plan, path).model_copy(update={"workers": 2}), path)
+    with test_serve_vllm.start(path) as server:
+        _, said = server.communicate(timeout=60)
+    assert server.returncode == 3
+    assert "the fake dies" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--router", "least-request"], "there is no router 'least-request'"),
+        (["--router", "sglang", "--set-router", "x=1"], "has no parameter 'x'"),
+        (["--replicas", "dns://x"], "--replicas dns://x: not a list of replicas"),
+        (["--replicas", "http://x:1"], "give it as --replica"),
+        (["--replicas", "k8s://a/b:1"], "KUBERNETES_SERVICE_HOST is not set"),
+        (["--replicas", "missing.txt"], "missing.txt: cannot be read"),
+        (["--replica", "ftp://x"], "'ftp://x' is not the URL of a server"),
+        (["--router", "by-law"], "needs the law of a pass"),
+        (["--admission", "targets"], "admits by the queue alone"),
+        (["--replica", "http://a:1", "--replicas", "x"], "both --replica and --replicas"),
+        (["--status-page"], "does not support --status-page"),
+    ],
+)
+def test_wrong_input_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+):
+    given = (
+        words if words[0].startswith("--replica") else [*words, "--replica", "http://127.0.0.1:9"]
+    )
+    assert llmctl("serve", plan_for(tmp_path), "--port", "0", *given) == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_strict_refuses_another_model(tmp_path: Path):
+    with standins(StandIn(model="other")) as _, standins(other := StandIn(model="other")):
+        words = ["--replica", other.url, "--strict", "--served-model-name", MODEL]
+        with test_serve_vllm.start(plan_for(tmp_path), *words) as server:
+            _, said = server.communicate(timeout=30)
+    assert server.returncode == 2
+    assert "it serves 'other', not 'standin'" in said
+
+
+def test_a_server_that_llmctl_does_not_start_is_served_through_a_front(tmp_path: Path):
+    path = plan_for(tmp_path)
+    plan = json.loads(path.read_text())
+    plan["recipe"]["engine"] = {"name": "openai", "url": "http://127.0.0.1:9"}
+    path.write_text(json.dumps(plan))
+    with (
+        standins(standin := StandIn(speaks_ids=False)),
+        test_serve_vllm.start(path, "--replica", standin.url) as server,
+    ):
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        answer = httpx.post(f"{url}/v1/completions", json=BODY).json()
+        models = httpx.get(f"{url}/v1/models").json()["data"]
+        server.send_signal(signal.SIGTERM)
+        _, said = server.communicate(timeout=30)
+    assert server.returncode == 0, said
+    assert answer["choices"][0]["text"] == answer_of(BODY)
+    assert models[0]["id"] == MODEL

@@ -1,0 +1,425 @@
+"""From a plan to a running gateway: before replicas that run already, or before its own.
+
+`launch_gateway` builds everything, and tears it down at the end. `OwnReplicas` starts the servers
+of an engine that is one itself, starts those again that end, and renews all of them one at a time
+at SIGHUP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from ssl import SSLContext
+from typing import Any
+
+import uvloop
+
+from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
+from toolkit.backends.openai import KEY_VARIABLE
+from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError, LlmctlError
+from toolkit.estimators.steps import law_of_steps
+from toolkit.files.plan import Plan
+from toolkit.files.profile import OnForeign
+from toolkit.gateway.calls import BLOCK_TOKENS
+from toolkit.gateway.front import Gateway, GatewaySettings
+from toolkit.gateway.metrics import GatewayExposition
+from toolkit.gateway.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
+from toolkit.gateway.sources import ReplicaSource, follow_source
+from toolkit.routing.balancer import Balancer, RoutingLogHeader
+from toolkit.routing.replicas import ReplicaTraits
+from toolkit.routing.routers import LawRouter, Router
+from toolkit.sched.policies.parameters import Value, parameters
+from toolkit.serve.access import Callers, Keyring
+from toolkit.serve.assemble import model_name
+from toolkit.serve.http import CLIENT_SHARE, HttpServer, WireLimits
+from toolkit.serve.launch import FLUSH_EVERY_S, EventLog, Manager
+from toolkit.serve.rereading import Certificate, Followed, WatchedFiles, follow
+from toolkit.serve.server import (
+    ACCEPT_LAST_S,
+    LAST_BYTES_S,
+    Ending,
+    Signals,
+    check_exposure,
+    first_of,
+    is_loopback,
+    listen,
+    url,
+)
+from toolkit.serve.stats import Stats
+from toolkit.sim.replicas import PassTimes
+from toolkit.traces.write import TraceLog
+
+INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
+FIRST_PROBES_S = 15.0  # the first line is printed after this long even if no replica is up
+POLL_EVERY_S = 0.2
+RESTART_S, RESTART_MAX_S = 1.0, 60.0  # before a replica that ended is started again
+LOADED_S = 60.0  # one that ran for so long is started again at once
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLaunch:
+    """A gateway to start.
+
+    Attributes:
+        source: the replicas; None: `own` starts them.
+        own: starts the plan's number of servers.
+        reread: reads the plan again for `own`, at SIGHUP.
+        key: sent to the replicas of `source`.
+    """
+
+    plan: Plan
+    settings: GatewaySettings
+    router: Router
+    needs: ReplicaNeeds
+    host: str
+    port: int
+    source: ReplicaSource | None = None
+    own: StartsReplicas | None = None
+    reread: Callable[[], Plan] | None = None
+    key: str = ""
+    # Called if an own replica's engine is not the fitted one; None: it is refused.
+    on_foreign: OnForeign | None = None
+    access: Callers = ("", ())
+    insecure: bool = False
+    client_share: float = CLIENT_SHARE
+    event_log: Path | None = None
+    request_log: Path | None = None
+    ending: Ending = field(default_factory=Ending)
+    callers: WatchedFiles[Callers] | None = None
+    certificate: WatchedFiles[SSLContext] | None = None
+    manager: Manager = field(default_factory=Manager)
+
+
+def traits_of_replica(plan: Plan) -> ReplicaTraits:
+    """What the plan knows of each of its replicas."""
+    engine, given = plan.fit.engine, plan.policy.parameters
+    steps = plan.fit.steps
+    return ReplicaTraits(
+        engine.capacity_tokens,
+        int(given.get("max_num_batched_tokens", ReplicaTraits(1).pass_tokens)),
+        int(given.get("max_num_seqs", engine.max_rows or ReplicaTraits(1).max_rows)),
+        None if steps is None else PassTimes(law_of_steps(steps)),
+    )
+
+
+def replicas_like(
+    plan: Plan, served_model: str, *, strict: bool, any_version: bool
+) -> ReplicaNeeds:
+    """What the replicas of a plan must be like.
+
+    Of a server that runs already, the recipe's `served_model` is the name; without one, any. The
+    context is at least the recipe's, and the version the one that was fitted.
+    """
+    engine, recipe = plan.fit.engine, plan.recipe
+    started = traits_of(recipe.engine.name).started
+    name = recipe.engine.served_model or (model_name(plan) if started else "")
+    version = "" if any_version or not engine.engine_version else engine.engine_version
+    return ReplicaNeeds(
+        served_model or name,
+        recipe.model.max_model_len,
+        version if traits_of(recipe.engine.name).timed_by_pass else "",
+        strict,
+    )
+
+
+def replica_key() -> str:
+    """The key that is sent to replicas that run already."""
+    return os.environ.get(KEY_VARIABLE, "")
+
+
+def launch_gateway(order: GatewayLaunch, on_ready: Callable[[str], None]) -> Mapping[str, int]:
+    """Serve until a signal ends the gateway. Returns the number of ended requests by status.
+
+    `on_ready` gets the URL: when all own replicas are loaded, or a given one is up, or none was
+    within `FIRST_PROBES_S`. Raises `InputError` for an address, a list or a log that cannot be
+    used, and for a replica of another kind where the order is strict; `EngineError` if an own
+    replica never loads.
+    """
+    traits = traits_of_replica(order.plan)
+    if order.router.name == LawRouter.name and traits.law is None:
+        raise InputError(
+            "router 'by-law' needs the law of a pass of every replica",
+            "serve a plan with a fitted law of passes (engine vllm), or choose another --router",
+        )
+    asks_key = bool(order.access[0] or order.access[1])
+    check_exposure(order.host, asks_key=asks_key, insecure=order.insecure)
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(order.host, order.port))
+        events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
+        log = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        return runner.run(_serve(order, traits, listener, events, log, on_ready))
+
+
+async def _serve(
+    order: GatewayLaunch,
+    traits: ReplicaTraits,
+    listener: socket.socket,
+    events: EventLog | None,
+    log: TraceLog | None,
+    on_ready: Callable[[str], None],
+) -> Mapping[str, int]:
+    router, say = order.router, order.ending.say
+    if events is not None:
+        given: dict[str, Value] = dict(parameters(router))  # type: ignore[arg-type]
+        events.add(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT))
+    balancer = Balancer(
+        router,
+        [],
+        block_tokens=BLOCK_TOKENS,
+        index_limit=INDEX_LIMIT,
+        sink=events.add if events is not None else None,
+    )
+    serve_spec = order.plan.recipe.serve
+    key = secrets.token_urlsafe(24) if order.own is not None else order.key
+    pool = ReplicaPool(balancer, traits, order.needs, hang_s=serve_spec.hang_s, key=key, say=say)
+    keyring = Keyring(*order.access)
+    local = is_loopback(order.host) and not (order.access[0] or order.access[1])
+    settings = replace(order.settings, local_hosts_only=local)
+    stats = Stats(sla=order.plan.recipe.sla)
+    gateway = Gateway(pool, balancer, settings, keyring, stats=stats, log=log)
+    gateway.metrics = GatewayExposition(gateway).text
+    limits = WireLimits(client_share=order.client_share, descriptors_each=2)
+    server = HttpServer(gateway.access, limits, on_share=stats.count_share)
+    signals = Signals()
+    own = OwnReplicas(order, pool, key) if order.own is not None else None
+    followed, tls = _followed(order, keyring, own)
+    background = _background(order, pool, events)
+    background.append(follow(followed, say))
+    tasks = [asyncio.create_task(each) for each in background]
+    address = url(listener, tls=tls is not None)
+    try:
+        await server.start(listener, tls)
+        await _begin(order, pool, own, signals, tasks)
+        if not signals.first.is_set():
+            if not pool.up:
+                say("no replica is up yet: requests get 503 until one is")
+            on_ready(address)
+            await signals.first.wait()
+        await _leave(gateway, server, order.ending, signals)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if own is not None:
+            await own.stop()
+        await pool.stop()
+        await server.stop(LAST_BYTES_S)
+        signals.close()
+    return dict(stats.ended)
+
+
+def _background(
+    order: GatewayLaunch, pool: ReplicaPool, events: EventLog | None
+) -> list[Coroutine[None, None, None]]:
+    """What runs while the gateway serves."""
+    background = [order.manager.report_health(lambda: True), pool.sweep()]
+    if order.router.reads_reports:
+        background.append(pool.read_reports())
+    if events is not None:
+        background.append(_flush(events))
+    return background
+
+
+def _followed(
+    order: GatewayLaunch, keyring: Keyring, own: OwnReplicas | None
+) -> tuple[list[Followed[Any]], SSLContext | None]:
+    """What is read again while the gateway serves, and the TLS context."""
+    followed: list[Followed[Any]] = []
+    if order.callers:
+        followed.append(Followed(order.callers, keyring.renew))
+    if own is not None and order.reread is not None:
+        followed.append(Followed(WatchedFiles([], order.reread), own.renew))  # at SIGHUP alone
+    if order.certificate is None:
+        return followed, None
+    certificate = Certificate(order.certificate)
+    followed.append(Followed(order.certificate, certificate.renew))
+    return followed, certificate.context
+
+
+async def _begin(
+    order: GatewayLaunch,
+    pool: ReplicaPool,
+    own: OwnReplicas | None,
+    signals: Signals,
+    tasks: list[asyncio.Task[None]],
+) -> None:
+    """Find or start the replicas, and wait for the first of them, or for all that are our own."""
+    if own is not None:
+        own.start()
+        await first_of(own.loaded(), own.failed.wait(), signals.first.wait())
+    elif order.source is not None:
+        order.ending.say(pool.renew(await order.source.read()))
+        following = follow_source(order.source, pool.renew, order.ending.say)
+        tasks.append(asyncio.create_task(following))
+        waits = [_refused(pool), signals.first.wait(), asyncio.sleep(FIRST_PROBES_S)]
+        await first_of(_first_probes(pool, strict=order.needs.strict), *waits)
+    _raise(pool, own)
+
+
+async def _first_probes(pool: ReplicaPool, *, strict: bool) -> None:
+    """Wait for one replica to be up; with `strict` for a word of each."""
+    while True:
+        states = [replica.problem != "not asked yet" for replica in pool.replicas]
+        if pool.replicas and (all(states) if strict else pool.up or all(states)):
+            return
+        await asyncio.sleep(POLL_EVERY_S / 10)
+
+
+async def _refused(pool: ReplicaPool) -> None:
+    while pool.refused is None:
+        await asyncio.sleep(POLL_EVERY_S)
+
+
+def _raise(pool: ReplicaPool, own: OwnReplicas | None) -> None:
+    if pool.refused is not None:
+        raise pool.refused
+    if own is not None and own.error is not None:
+        raise own.error
+
+
+async def _leave(gateway: Gateway, server: HttpServer, ending: Ending, signals: Signals) -> None:
+    """Announce the end, serve for the notice, then wait for running requests."""
+    gateway.leaving = True
+    if left := gateway.running:
+        requests = "1 request has" if left == 1 else f"{left} requests have"
+        ending.say(
+            f"ending: {requests} {ending.timeout_s:g} s to finish; "
+            "a second signal or Ctrl-C ends it now"
+        )
+    with suppress(TimeoutError):
+        await asyncio.wait_for(signals.second.wait(), ending.notice_s)
+    await asyncio.sleep(ACCEPT_LAST_S)
+    gateway.draining = True
+    server.close_listener()
+    await first_of(gateway.idle.wait(), asyncio.sleep(ending.timeout_s), signals.second.wait())
+
+
+async def _flush(events: EventLog) -> None:
+    while True:
+        await asyncio.sleep(FLUSH_EVERY_S)
+        events.flush()
+
+
+class OwnReplicas:
+    """The servers that the gateway starts, each with its own port and devices.
+
+    Attributes:
+        failed: a replica could not be loaded the first time; `error` says why.
+    """
+
+    def __init__(self, order: GatewayLaunch, pool: ReplicaPool, key: str) -> None:
+        assert order.own is not None
+        self.failed = asyncio.Event()
+        self.error: LlmctlError | None = None
+        self._own, self._pool, self._say = order.own, pool, order.ending.say
+        self._ending = order.ending
+        self._order = ServerOrder(
+            order.plan,
+            order.needs.model,
+            "127.0.0.1",
+            0,
+            order.ending,
+            key,
+            on_foreign=order.on_foreign,
+        )
+        self._count = order.plan.workers
+        self._servers: dict[int, ReplicaServer] = {}
+        self._replicas: dict[int, LiveReplica] = {}
+        self._renewed = [asyncio.Event() for _ in range(self._count)]  # restart it now
+        self._tasks: list[asyncio.Task[None]] = []
+        self._rolling: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        for number in range(self._count):
+            self._tasks.append(asyncio.create_task(self._keep(number)))
+
+    async def loaded(self) -> None:
+        """Wait until all are up."""
+        while len(self._pool.up) < self._count:
+            await asyncio.sleep(POLL_EVERY_S / 4)
+
+    def renew(self, plan: Plan) -> str:
+        """Restart the replicas one at a time, with the flags of `plan`. Returns a message."""
+        if self._rolling is not None and not self._rolling.done():
+            return "the replicas are being restarted already"
+        self._order = replace(self._order, plan=plan)
+        self._rolling = asyncio.create_task(self._roll())
+        return f"restarting {self._count} replicas, one at a time"
+
+    async def stop(self) -> None:
+        """End all servers."""
+        tasks = [*self._tasks, *([self._rolling] if self._rolling else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        stops = [asyncio.to_thread(server.stop) for server in self._servers.values()]
+        await asyncio.gather(*stops, return_exceptions=True)
+
+    async def _roll(self) -> None:
+        for number in range(self._count):
+            replica = self._replicas.get(number)
+            if replica is not None:
+                self._pool.drain(replica)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._ending.timeout_s):
+                        while replica.attempts:
+                            await asyncio.sleep(POLL_EVERY_S / 4)
+                replica.cut_all("it is restarted")
+            self._renewed[number].set()
+            while True:
+                await asyncio.sleep(POLL_EVERY_S)
+                now = self._replicas.get(number)
+                if now is not None and now is not replica and now.state == "up":
+                    break
+        self._say("all replicas were restarted")
+
+    async def _keep(self, number: int) -> None:
+        """Keep one server running, until cancelled."""
+        loop, wait_s, was_up = asyncio.get_running_loop(), RESTART_S, False
+        while True:
+            self._renewed[number].clear()
+            begin_s, error = loop.time(), None
+            with tempfile.TemporaryDirectory(prefix="llmctl-replica-") as name:
+                server: ReplicaServer | None = None
+                try:
+                    server = await asyncio.to_thread(self._start, number, Path(name))
+                    self._servers[number] = server
+                    await asyncio.to_thread(server.wait_until_ready)
+                    was_up = True
+                    replica = self._replicas[number] = self._pool.add(server.url)
+                    await self._until_over(number, server, replica)
+                    self._pool.remove(replica)
+                    replica.cut_all("its process ended")
+                except LlmctlError as found:
+                    error = found
+                finally:
+                    if server is not None:
+                        await asyncio.shield(asyncio.to_thread(server.stop))
+                        self._servers.pop(number, None)
+            if error is not None and not was_up:
+                self.error = error
+                self.failed.set()
+                return
+            if self._renewed[number].is_set():
+                continue
+            self._say(f"replica {number} ended{': ' + error.message if error else ''}; restarting")
+            wait_s = RESTART_S if loop.time() - begin_s > LOADED_S else wait_s
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, RESTART_MAX_S)
+
+    def _start(self, number: int, folder: Path) -> ReplicaServer:
+        return self._own.replica(self._order, number, folder)
+
+    async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> None:
+        """Until the server has ended or hangs, or is to be restarted."""
+        while server.running and replica.state != "hung" and not self._renewed[number].is_set():
+            await asyncio.sleep(POLL_EVERY_S)

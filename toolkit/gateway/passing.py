@@ -1,0 +1,425 @@
+"""One request for tokens: attempts at replicas until the client has the whole answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.types import Receive, Send
+
+from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
+from toolkit.gateway.calls import GenerationCall
+from toolkit.gateway.replicas import LiveReplica
+from toolkit.gateway.stream import DIVERGED, PassingAnswer, StreamedUsage
+from toolkit.routing.replicas import RoutedRequest
+from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body
+from toolkit.serve.server import first_of
+from toolkit.traces.write import TraceLine, ms_or_none
+
+if TYPE_CHECKING:
+    from toolkit.gateway.front import Gateway
+
+_logger = logging.getLogger(__name__)
+
+MAX_STRIKES = 4  # attempts in a row that failed without a new token, of one request
+RETRY_SHARE = 0.2  # of all requests may be tried again after an answer of 500 and above
+RETRY_BURST = 20.0
+BUSY = (429, 503)  # a replica refuses a request; another one may take it
+MAX_WHOLE_BYTES = 64 << 20
+PAUSE_S = 0.05  # before a replica is asked again that refused before
+PASSED_BACK = (b"content-type", b"retry-after", b"x-should-retry")
+NO_REPLICA = "no replica is up"
+
+
+class RetryBudget:
+    """How often answers with errors may be asked for again: a share of the requests, and a few."""
+
+    def __init__(self) -> None:
+        self._left = RETRY_BURST
+
+    def request(self) -> None:
+        self._left = min(self._left + RETRY_SHARE, RETRY_BURST)
+
+    def take(self) -> bool:
+        """Whether there is one left; it is used then."""
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+class PassFailedError(Exception):
+    """An attempt failed. `struck`: it had reached the replica, which may have failed because of
+    it."""
+
+    def __init__(self, why: str, *, struck: bool = True) -> None:
+        super().__init__(why)
+        self.struck = struck
+
+
+class PassedRequest:
+    """One request for tokens, from its acceptance to its end.
+
+    It is also `toolkit.gateway.replicas.Attempt`: at most one attempt runs at a time.
+    """
+
+    def __init__(
+        self, gateway: Gateway, call: GenerationCall, send: Send, arrival_s: float
+    ) -> None:
+        self.heard_s = self.arrival_s = arrival_s
+        self.streaming, self.waiting = False, True
+        self.prompt_tokens = gateway.gauge.tokens(call.prompt)
+        self._gateway, self._call, self._send = gateway, call, send
+        self._passing = PassingAnswer(call)
+        self._id = gateway.next_id()
+        self._blocks = gateway.gauge.blocks(call.prompt)
+        self._task: asyncio.Task[bool] | None = None
+        self._cut = ""
+        self._first_s = self._last_s = math.nan
+        self._max_gap_s = 0.0
+        self._head_sent = False
+        self._excluded: set[int] = set()
+        self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+        self._usage: StreamedUsage | None = None
+        self._status = "cancelled"
+
+    @property
+    def used(self) -> int:
+        """Tokens that the request took."""
+        usage = self._usage or self._passing.usage
+        if usage is not None:
+            return usage.prompt_tokens + usage.completion_tokens
+        return self.prompt_tokens + self._passing.tokens
+
+    def cut(self, reason: str) -> None:
+        """See `Attempt.cut`."""
+        if self._task is not None and not self._cut:
+            self._cut = reason
+            self._task.cancel()
+
+    async def run(self, receive: Receive) -> None:
+        """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
+        gateway = self._gateway
+        gateway.budget.request()
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            async with asyncio.timeout(_or_none(gateway.settings.request_timeout_s)):
+                await self._until_answered(gone)
+        except TimeoutError:
+            self._status = "timeout"
+            seconds = gateway.settings.request_timeout_s
+            await self._give_up(f"no end within {seconds:g} s", 504)
+        finally:
+            gone.cancel()
+            self._record()
+
+    async def _until_answered(self, gone: asyncio.Task[None]) -> None:
+        strikes = 0
+        while True:
+            tokens = self._passing.tokens
+            replica = await self._choose(gone)
+            if replica is None:
+                return
+            try:
+                if await self._attempt(replica, gone):
+                    return
+            except PassFailedError as failed:
+                replica.failures += 1
+                _logger.info("%s: %s: %s", self._id, replica.url, failed)
+                if self._passing.complete and self._head_sent:
+                    await self._complete()
+                    return
+                if str(failed) == DIVERGED:
+                    self._status = "failed"
+                    await self._give_up(f"the answer broke off, and {failed}", 503)
+                    return
+                strikes = 1 if self._passing.tokens > tokens else strikes + failed.struck
+                if strikes >= MAX_STRIKES:
+                    self._status = "failed"
+                    text = f"the request failed on {strikes} replicas; the last: {failed}"
+                    await self._give_up(text, 503)
+                    return
+                self._excluded.add(replica.index)
+                if self._passing.begun:
+                    replica.moved += 1
+
+    async def _choose(self, gone: asyncio.Task[None]) -> LiveReplica | None:
+        """The replica for the next attempt; None if the request has ended without one."""
+        gateway = self._gateway
+        while not gone.done():
+            up = {replica.index for replica in gateway.pool.up}
+            if up and up <= self._excluded:
+                if self._refusal is not None and not self._head_sent:
+                    self._status = f"HTTP {self._refusal[0]}"
+                    await send_whole(self._send, *self._refusal)
+                    return None
+                self._excluded.clear()
+                await asyncio.sleep(PAUSE_S)
+            barred = self._excluded | set(gateway.pool.barred())
+            if up <= barred:
+                barred = self._excluded
+            done = self._passing.progress() if self._passing.begun else None
+            routed = RoutedRequest(
+                self._id,
+                self.prompt_tokens + (done.tokens if done else 0),
+                self._call.max_tokens or gateway.settings.max_new_tokens,
+                self._blocks,
+                self._call.session,
+            )
+            index = gateway.balancer.route(routed, gateway.now_s(), sorted(barred))
+            if index is not None:
+                return gateway.pool.by_index[index]
+            waiting = asyncio.create_task(gateway.pool.wait_up(gateway.settings.wait_up_s))
+            await first_of(waiting, gone)
+            if not waiting.done():
+                waiting.cancel()
+            elif not waiting.result():
+                self._status = "failed"
+                await self._give_up(NO_REPLICA, 503)
+                return None
+        return None
+
+    async def _attempt(self, replica: LiveReplica, gone: asyncio.Task[None]) -> bool:
+        """Ask a replica. Returns whether the request has ended; raises `PassFailedError`."""
+        gateway = self._gateway
+        self._cut = ""
+        self.heard_s, self.streaming, self.waiting = gateway.now_s(), False, True
+        replica.requests += 1
+        replica.attempts.add(self)
+        task = self._task = asyncio.create_task(self._pass(replica))
+        generated = -1
+        try:
+            await first_of(task, gone)
+            if not task.done():  # the client is gone
+                task.cancel()
+                await asyncio.wait({task})
+                return True
+            if task.cancelled():
+                raise PassFailedError(self._cut or "cancelled")
+            ended = task.result()
+            usage = self._usage or self._passing.usage
+            if ended and self._status in ("stop", "length"):
+                generated = usage.completion_tokens if usage else self._passing.tokens
+            return ended
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+            self._task = None
+            gateway.balancer.ended(self._id, generated)
+            gateway.pool.ended(replica, self)
+
+    async def _pass(self, replica: LiveReplica) -> bool:
+        """One attempt. Returns whether the request has ended; False: another replica may take
+        it.
+        """
+        gateway, passing, call = self._gateway, self._passing, self._call
+        was_begun = passing.begun
+        made = passing.request(
+            speaks_ids=replica.speaks_ids and call.stream, max_model_len=replica.max_model_len
+        )
+        if made is None:
+            self._status = "failed"
+            await self._give_up("the answer broke off and cannot be continued", 503)
+            return True
+        answer = None
+        headers = [*gateway.pool.headers, (b"content-type", b"application/json")]
+        try:
+            answer = await replica.upstream.send("POST", made[0], headers, made[1])
+            self._hear(replica)
+            gateway.pool.answered(replica, answer.status)
+            if answer.status != 200:
+                return await self._on_status(replica, answer)
+            if was_begun:
+                mode = passing.mode
+                gateway.moved[mode] = gateway.moved.get(mode, 0) + 1
+            if call.stream:
+                await self._stream(replica, answer)
+            else:
+                await self._pass_whole(replica, answer)
+            return True
+        except UpstreamError as error:
+            reached = answer is not None or "lost" in str(error)
+            why = "the connection broke off" if reached else "it cannot be reached"
+            gateway.pool.failed(replica, why)
+            raise PassFailedError(why, struck=reached) from None
+        finally:
+            if answer is not None:
+                await answer.close()
+
+    async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> bool:
+        """A replica answered with an error. Returns whether that ends the request."""
+        content = await whole_body(answer)
+        gateway, status = self._gateway, answer.status
+        if self._passing.begun:
+            if status >= 500 or status in BUSY:
+                raise PassFailedError(f"it answered {status}", struck=status not in BUSY)
+            if self._passing.falls_back():
+                return False
+            self._status = "failed"
+            await self._give_up("the answer broke off and cannot be continued", 503)
+            return True
+        refusal = status, kept_headers(answer), content
+        if status in BUSY or (status >= 500 and gateway.budget.take()):
+            self._refusal = refusal
+            self._excluded.add(replica.index)
+            raise PassFailedError(f"it answered {status}", struck=status not in BUSY)
+        self._status = f"HTTP {status}"
+        await send_whole(self._send, *refusal)
+        return True
+
+    async def _stream(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
+        passing, send, now_s = self._passing, self._send, self._gateway.now_s
+        if not self._head_sent:
+            kind = answer.header("content-type") or "text/event-stream"
+            headers = [(b"content-type", kind.encode("latin-1")), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._head_sent = True
+        async for piece in answer.body():
+            out = passing.feed(piece)
+            self.heard_s = replica.heard_s = now_s()
+            if passing.new_tokens:
+                self._on_tokens(passing.new_tokens)
+            if out:
+                self.waiting = False
+                await send({"type": "http.response.body", "body": out, "more_body": True})
+                self.waiting, self.heard_s = True, now_s()
+            if passing.failure:
+                raise PassFailedError(passing.failure)
+            if passing.ended:
+                await self._close_stream(b"")
+                return
+        raise PassFailedError("the answer ended early")
+
+    async def _complete(self) -> None:
+        """The client has all tokens, but not the last lines."""
+        await self._close_stream(self._passing.finish())
+
+    async def _close_stream(self, last: bytes) -> None:
+        self._status = self._passing.finish_reason or "stop"
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _pass_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
+        content = await whole_body(answer)
+        self._hear(replica)
+        read = _read_whole(content)
+        if any(reason in ("abort", "error") for reason in read.reasons):
+            raise PassFailedError("the server aborted the request")
+        self._usage = read.usage
+        self._status = read.reasons[0] if read.reasons else "stop"
+        self._first_s = math.nan
+        self._last_s = self._gateway.now_s()
+        await send_whole(self._send, 200, kept_headers(answer), content)
+
+    def _hear(self, replica: LiveReplica) -> None:
+        self.heard_s = replica.heard_s = self._gateway.now_s()
+
+    def _on_tokens(self, count: int) -> None:
+        """Tokens came, at `heard_s`."""
+        gateway, now_s = self._gateway, self.heard_s
+        if math.isnan(self._first_s):
+            self._first_s = now_s
+        else:
+            self._max_gap_s = max(self._max_gap_s, now_s - self._last_s)
+        if not self.streaming:
+            self.streaming = True
+            gateway.balancer.first_token(self._id)
+        gateway.stats.count_tokens(count, self.arrival_s, self._last_s, now_s)
+        self._last_s = now_s
+
+    async def _give_up(self, text: str, status: int) -> None:
+        """End with an error: in the stream, if the client has a part of it."""
+        error = ApiError(text, status=status, code="replicas")
+        if not self._head_sent:
+            error.headers["Retry-After"] = str(RETRY_AFTER_S)
+            raise error
+        last = b"data: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _record(self) -> None:
+        """Count the request, and write it to the log."""
+        gateway, usage = self._gateway, self._usage or self._passing.usage
+        stats = gateway.stats
+        tokens = usage.completion_tokens if usage else self._passing.tokens
+        prompt = usage.prompt_tokens if usage else self.prompt_tokens
+        stats.prompt_tokens += prompt
+        if usage is not None and self._call.choices == 1:
+            gateway.gauge.count(self._call.prompt, usage.prompt_tokens)
+        if math.isnan(self._first_s) and self._status in ("stop", "length"):
+            stats.ended[self._status] += 1  # an answer in one piece
+            stats.generation_tokens += tokens
+            stats.e2e.observe(self._last_s - self.arrival_s)
+        else:
+            times = self.arrival_s, self._first_s, self._last_s
+            stats.count_end(self._status, *times, tokens, self._max_gap_s)
+        if gateway.log is not None:
+            first, last = (
+                ms_or_none(at_s - self.arrival_s) for at_s in (self._first_s, self._last_s)
+            )
+            ok = self._status in ("stop", "length")
+            gateway.log.add(
+                TraceLine(
+                    gateway.log.timestamp(self.arrival_s),
+                    prompt,
+                    tokens,
+                    self._call.max_tokens or gateway.settings.max_new_tokens,
+                    first,
+                    last,
+                    "ok" if ok else self._status,
+                )
+            )
+
+
+class _WholeChoice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _WholeAnswer(msgspec.Struct):
+    choices: list[_WholeChoice] = []
+    usage: StreamedUsage | None = None
+
+    @property
+    def reasons(self) -> list[str]:
+        return [choice.finish_reason for choice in self.choices if choice.finish_reason]
+
+
+def _read_whole(content: bytes) -> _WholeAnswer:
+    try:
+        return msgspec.json.decode(content, type=_WholeAnswer)
+    except (msgspec.DecodeError, RecursionError):
+        return _WholeAnswer()
+
+
+async def whole_body(answer: UpstreamAnswer) -> bytes:
+    """The whole body. Raises `UpstreamError` if it breaks off or is too long."""
+    pieces, size = [], 0
+    async for piece in answer.body():
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_WHOLE_BYTES:
+            raise UpstreamError("the answer is too long")
+    return b"".join(pieces)
+
+
+async def send_whole(
+    send: Send, status: int, headers: list[tuple[bytes, bytes]], content: bytes
+) -> None:
+    headers = [*headers, (b"content-length", b"%d" % len(content))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content, "more_body": False})
+
+
+def kept_headers(answer: UpstreamAnswer) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in answer.headers if name.lower() in PASSED_BACK]
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _or_none(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds

@@ -1,0 +1,477 @@
+"""The replicas behind the gateway: which there are, which are up, and what they report.
+
+`ReplicaPool` follows a changing list of URLs. A replica may be sent requests once it has shown that
+it is healthy and serves the right model. It is taken out by traffic (a refused connection, an
+answer that breaks off, silence) and by probes, and comes back by probes alone, with few requests at
+first. A replica that is silent while requests run there has to generate a token; if it does not, it
+is hung, and its requests go elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import msgspec
+
+from toolkit.endpoints.target import Models, Version
+from toolkit.endpoints.upstream import Upstream, UpstreamError
+from toolkit.errors import InputError
+from toolkit.routing.balancer import Balancer
+from toolkit.routing.replicas import ReplicaReport, ReplicaTraits
+
+State = Literal["joining", "up", "down", "hung", "left out", "draining", "gone"]
+
+PROBE_UP_S = 2.0  # between two probes of a replica that is up
+PROBE_DOWN_S = 0.5  # and of one that is not, at first
+PROBE_DOWN_MAX_S = 5.0
+PROBE_TIMEOUT_S = 5.0
+FAILED_PROBES = 2  # in a row take a replica out
+FAILED_ANSWERS = 5  # in a row, with a status of 500 and above
+REPORT_EVERY_S = 0.25  # a replica's own figures are read this often, where the router reads them
+SLOW_START_S = 10.0  # a replica that came back gets its share of the requests after this long
+SWEEP_EVERY_S = 0.25
+MAX_PROBE_BYTES = 4 << 20
+_REPORTED = re.compile(
+    rb"^(?:vllm:num_requests|llmctl_requests|vllm:kv|vllm:gpu|llmctl_kv)_"
+    rb"(waiting|running|cache_usage_(?:perc|ratio))(?:\{[^}]*\})? (\S+)",
+    re.MULTILINE,
+)
+IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
+
+
+class Attempt(Protocol):
+    """A request at a replica."""
+
+    heard_s: float  # when its last byte came, or when it was sent
+    streaming: bool  # it has had tokens, and awaits the next
+    waiting: bool  # for the replica, not for its client
+
+    def cut(self, reason: str) -> None:
+        """End the attempt: its request goes elsewhere."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class LiveReplica:
+    """One replica.
+
+    Attributes:
+        index: of the balancer.
+        problem: why it is not up.
+        speaks_ids: it gives and takes token ids.
+        attempts: the requests that are there.
+        heard_s: when the last byte of any answer came.
+        requests, failures, moved: how many requests it was sent, how many attempts failed there,
+            and how many answers went on elsewhere.
+    """
+
+    url: str
+    upstream: Upstream
+    index: int
+    state: State = "joining"
+    problem: str = "not asked yet"
+    model: str = ""
+    version: str = ""
+    max_model_len: int | None = None
+    speaks_ids: bool = False
+    attempts: set[Attempt] = field(default_factory=set)
+    heard_s: float = 0.0
+    slow_since_s: float = -math.inf
+    failed_answers: int = 0
+    requests: int = 0
+    failures: int = 0
+    moved: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def cut_all(self, reason: str) -> None:
+        for attempt in list(self.attempts):
+            attempt.cut(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaNeeds:
+    """What a replica must be like.
+
+    Attributes:
+        model: its name there; '': that of the first replica that answers.
+        max_model_len: the least; None: any.
+        version: of its server; '': any.
+        strict: another one ends the gateway where it would be left out.
+    """
+
+    model: str = ""
+    max_model_len: int | None = None
+    version: str = ""
+    strict: bool = False
+
+
+class ReplicaPool:
+    """The replicas, and the tasks that watch them.
+
+    Args:
+        balancer: is told which replicas are up, and what they report.
+        traits: of every replica.
+        needs: what a replica must be like.
+        hang_s: a replica is suspect after so many seconds without a byte.
+        key: sent to the replicas; '': none.
+        say: prints what happens to replicas.
+    """
+
+    def __init__(
+        self,
+        balancer: Balancer,
+        traits: ReplicaTraits,
+        needs: ReplicaNeeds,
+        *,
+        hang_s: float,
+        key: str = "",
+        say: Callable[[str], None] = lambda _: None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.replicas: list[LiveReplica] = []  # without those that are gone
+        self.by_index: dict[int, LiveReplica] = {}
+        self.model = needs.model
+        self.refused: InputError | None = None  # a replica is not as needed, and `strict`
+        self.changed = asyncio.Event()  # a replica came up, or one was refused
+        self.headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        self._balancer, self._traits, self._needs = balancer, traits, needs
+        self._hang_s, self._say, self._now_s = hang_s, say, now_s
+        self._free: list[int] = []  # indexes of the balancer: their replicas are gone
+        self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
+        self._checks: set[asyncio.Task[None]] = set()
+        self._slow: set[LiveReplica] = set()
+
+    @property
+    def up(self) -> list[LiveReplica]:
+        return [replica for replica in self.replicas if replica.state == "up"]
+
+    def renew(self, urls: Sequence[str]) -> str:
+        """Use these replicas from now on. Returns a message about the change.
+
+        Requests that run on a replica that is no longer listed may end there. Raises `InputError`
+        for an invalid URL, and changes nothing then.
+        """
+        wanted = {url.rstrip("/"): None for url in urls}
+        made = {
+            url: Upstream(url, math.inf)
+            for url in wanted
+            if all(replica.url != url for replica in self.replicas)
+        }
+        gone = [replica for replica in self.replicas if replica.url not in wanted]
+        for replica in gone:
+            self.remove(replica)
+        for url, upstream in made.items():
+            self.add(url, upstream)
+        parts = [f"{len(wanted)} replica{'s' * (len(wanted) != 1)}"]
+        parts += [f"new: {', '.join(made)}"] if made else []
+        parts += [f"gone: {', '.join(replica.url for replica in gone)}"] if gone else []
+        return "; ".join(parts)
+
+    def add(self, url: str, upstream: Upstream | None = None) -> LiveReplica:
+        """Watch a further replica."""
+        upstream = upstream or Upstream(url, math.inf)
+        index = self._free.pop() if self._free else self._balancer.add(self._traits)
+        replica = LiveReplica(url, upstream, index)
+        self.replicas.append(replica)
+        self.by_index[index] = replica
+        self._tasks[replica] = asyncio.create_task(self._watch(replica))
+        return replica
+
+    def remove(self, replica: LiveReplica) -> None:
+        """Send a replica nothing more."""
+        self._take_out(replica, "gone", "no longer listed")
+        self.replicas.remove(replica)
+        self._tasks.pop(replica).cancel()
+        self._release(replica)
+
+    def drain(self, replica: LiveReplica) -> None:
+        """Send a replica nothing more until it is `restarted`."""
+        self._take_out(replica, "draining", "draining")
+
+    def restarted(self, replica: LiveReplica) -> None:
+        """A replica may have come back: probe it now."""
+        if replica.state in ("draining", "left out"):
+            replica.state = "down"
+        replica.wake.set()
+
+    def failed(self, replica: LiveReplica, why: str) -> None:
+        """A replica broke off, or refused the connection: send it nothing until a probe answers."""
+        if replica.state == "up":
+            self._take_out(replica, "down", why)
+            self._say(f"replica {replica.url} is down: {why}")
+        replica.wake.set()
+
+    def answered(self, replica: LiveReplica, status: int) -> None:
+        """A replica answered with this status."""
+        failed = status >= 500 and status != 503
+        replica.failed_answers = replica.failed_answers + 1 if failed else 0
+        if replica.failed_answers >= FAILED_ANSWERS:
+            replica.failed_answers = 0
+            self.failed(replica, f"{FAILED_ANSWERS} answers in a row were HTTP {status}")
+
+    def ended(self, replica: LiveReplica, attempt: Attempt) -> None:
+        """An attempt at a replica is over."""
+        replica.attempts.discard(attempt)
+        if replica.state == "gone":
+            self._release(replica)
+
+    def barred(self) -> list[int]:
+        """Replicas that came back shortly and have their share for now."""
+        if not self._slow:
+            return []
+        now_s, found = self._now_s(), []
+        up = self.up
+        mean = sum(len(replica.attempts) for replica in up) / max(len(up), 1)
+        for replica in list(self._slow):
+            part = (now_s - replica.slow_since_s) / SLOW_START_S
+            if part >= 1.0 or replica.state != "up":
+                self._slow.discard(replica)
+            elif len(replica.attempts) >= 1 + mean * part:
+                found.append(replica.index)
+        return found
+
+    async def wait_up(self, timeout_s: float) -> bool:
+        """Wait until a replica is up; False: none was in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.up:
+                    self.changed.clear()
+                    await self.changed.wait()
+        return bool(self.up)
+
+    async def sweep(self) -> None:
+        """Find answers that stand still, and replicas that are silent, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_EVERY_S)
+            now_s = self._now_s()
+            for replica in list(self.by_index.values()):
+                for attempt in list(replica.attempts):
+                    late = attempt.waiting and now_s - attempt.heard_s > self._hang_s
+                    if late and attempt.streaming:
+                        attempt.cut(f"it was silent for {self._hang_s:g} s")
+                if replica.state != "up" or not replica.attempts:
+                    continue
+                sent_s = min(attempt.heard_s for attempt in replica.attempts)
+                if now_s - max(replica.heard_s, sent_s) > self._hang_s:
+                    replica.heard_s = now_s
+                    task = asyncio.create_task(self._check_hung(replica))
+                    self._checks.add(task)
+                    task.add_done_callback(self._checks.discard)
+
+    async def read_reports(self) -> None:
+        """Give the balancer the replicas' own figures, until cancelled."""
+        while True:
+            start_s = self._now_s()
+            await asyncio.gather(*(self._report(replica) for replica in self.up))
+            await asyncio.sleep(max(REPORT_EVERY_S - (self._now_s() - start_s), 0.01))
+
+    async def stop(self) -> None:
+        tasks = [*self._tasks.values(), *self._checks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in self.by_index.values():
+            await replica.upstream.__aexit__(None, None, None)
+
+    def _take_out(self, replica: LiveReplica, state: State, why: str) -> None:
+        was_up = replica.state == "up"
+        replica.state, replica.problem = state, why
+        if was_up:
+            self._balancer.change(replica.index, is_up=False)
+
+    def _release(self, replica: LiveReplica) -> None:
+        """Forget a replica that is gone once its last request has ended."""
+        if not replica.attempts and self.by_index.get(replica.index) is replica:
+            del self.by_index[replica.index]
+            self._free.append(replica.index)
+
+    async def _watch(self, replica: LiveReplica) -> None:
+        """Probe a replica until cancelled."""
+        failed, wait_s = 0, PROBE_DOWN_S
+        while True:
+            problem = "" if replica.state == "draining" else await self._probe(replica)
+            failed = failed + 1 if problem else 0
+            self._judge(replica, problem, failed)
+            if replica.state == "up":
+                pause_s = PROBE_UP_S if not failed else PROBE_DOWN_S
+            else:
+                pause_s, wait_s = wait_s, min(wait_s * 1.5, PROBE_DOWN_MAX_S)
+            replica.wake.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(replica.wake.wait(), pause_s)
+                await asyncio.sleep(PROBE_DOWN_S / 5)  # what has just failed needs a moment
+                wait_s = PROBE_DOWN_S
+
+    def _judge(self, replica: LiveReplica, problem: str, failed: int) -> None:
+        """A probe found a problem, for the `failed`th time in a row, or none."""
+        match replica.state:
+            case "draining" | "gone":
+                return
+            case "up":
+                if failed >= FAILED_PROBES:
+                    self.failed(replica, problem)
+            case _ if problem:
+                self._note(replica, problem)
+            case _:
+                self._come_up(replica)
+
+    def _note(self, replica: LiveReplica, problem: str) -> None:
+        foreign = problem.startswith(("it serves ", "it runs "))
+        if problem != replica.problem:
+            left_out = " is left out" if foreign else ""
+            self._say(f"replica {replica.url}{left_out}: {problem}")
+        if replica.state != "hung":
+            replica.state = "left out" if foreign else "down"
+        replica.problem = problem
+        if foreign and self._needs.strict and self.refused is None:
+            self.refused = InputError(
+                f"replica {replica.url}: {problem}", "leave it out of the list, or drop --strict"
+            )
+            self.changed.set()
+
+    def _come_up(self, replica: LiveReplica) -> None:
+        first = replica.state == "joining"
+        others = any(other.requests for other in self.replicas)
+        if others:
+            replica.slow_since_s = self._now_s()
+            self._slow.add(replica)
+        replica.state, replica.problem, replica.failed_answers = "up", "", 0
+        self._balancer.change(replica.index, is_up=True, is_fresh=not first)
+        self._say(f"replica {replica.url} is up")
+        self.changed.set()
+
+    async def _probe(self, replica: LiveReplica) -> str:
+        """Why a replica cannot serve; '' if it can."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                status, _ = await self._get(replica, b"/health")
+                if status not in (200, 404):
+                    return f"/health answered {status}"
+                if replica.state == "up" and status == 200:
+                    return ""
+                problem = await self._identify(replica)
+            if problem or replica.state != "hung":
+                return problem
+            return "" if await self._generates(replica) else "it generates nothing"
+        except TimeoutError:
+            return f"no answer within {PROBE_TIMEOUT_S:g} s"
+        except UpstreamError as error:
+            text = str(error).replace("the server behind this one", "it")
+            return text.replace("the connection to it", "the connection")
+
+    async def _identify(self, replica: LiveReplica) -> str:
+        """What is wrong with a replica's model, context or version; '' if nothing is."""
+        status, body = await self._get(replica, b"/v1/models")
+        if status != 200:
+            return f"/v1/models answered {status}"
+        try:
+            models = msgspec.json.decode(body, type=Models).data
+        except msgspec.DecodeError:
+            return "/v1/models is not OpenAI's"
+        needs, wanted = self._needs, self.model
+        if not models:
+            return "it serves no model"
+        found = next((model for model in models if model.id == wanted), None)
+        if wanted and found is None:
+            return f"it serves '{models[0].id[:80]}', not '{wanted}'"
+        model = found or models[0]
+        length = model.max_model_len
+        if needs.max_model_len and length is not None and length < needs.max_model_len:
+            return f"it serves {length} tokens of context, fewer than {needs.max_model_len}"
+        replica.version = await self._version(replica)
+        known = replica.version.partition("+")[0]  # without what a build adds
+        if needs.version and known and known != needs.version:
+            return f"it runs version {replica.version}, not {needs.version}"
+        self.model = self.model or model.id
+        replica.model, replica.max_model_len = model.id, length
+        replica.speaks_ids = model.owned_by in IDS_FROM
+        return ""
+
+    async def _version(self, replica: LiveReplica) -> str:
+        status, body = await self._get(replica, b"/version")
+        if status != 200:
+            return ""
+        try:
+            return msgspec.json.decode(body, type=Version).version
+        except msgspec.DecodeError:
+            return ""
+
+    async def _get(self, replica: LiveReplica, path: bytes) -> tuple[int, bytes]:
+        answer = await replica.upstream.send("GET", path, self.headers, b"")
+        body = bytearray()
+        try:
+            async for piece in answer.body():
+                body += piece
+                if len(body) > MAX_PROBE_BYTES:
+                    break
+        finally:
+            await answer.close()
+        return answer.status, bytes(body)
+
+    async def _generates(self, replica: LiveReplica) -> bool:
+        """Whether a replica generates a token within `hang_s`."""
+        asked = {"model": self.model, "prompt": "a", "max_tokens": 1}
+        headers = [*self.headers, (b"content-type", b"application/json")]
+        body = msgspec.json.encode(asked)
+        try:
+            async with asyncio.timeout(self._hang_s):
+                answer = await replica.upstream.send("POST", b"/v1/completions", headers, body)
+                try:
+                    async for _ in answer.body():
+                        pass
+                finally:
+                    await answer.close()
+                return answer.status < 500
+        except (TimeoutError, UpstreamError):
+            return False
+
+    async def _check_hung(self, replica: LiveReplica) -> None:
+        if not await self._generates(replica) and replica.state == "up":
+            why = f"it was silent for {self._hang_s:g} s and generated no token when asked"
+            self._take_out(replica, "hung", why)
+            self._say(f"replica {replica.url} hangs: {why}")
+            replica.cut_all(why)
+            replica.wake.set()
+
+    async def _report(self, replica: LiveReplica) -> None:
+        at_s = self._now_s()
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                status, body = await self._get(replica, b"/metrics")
+        except (TimeoutError, UpstreamError):
+            return
+        if status == 200 and replica.state == "up":
+            found = report_of(body, at_s)
+            if found is not None:
+                self._balancer.report(replica.index, found)
+
+
+def report_of(metrics: bytes, at_s: float) -> ReplicaReport | None:
+    """A replica's figures from its /metrics, vLLM's or llmctl's; None where they are missing.
+
+    Requests of several engines are added, and of their caches the fullest counts.
+    """
+    waiting = running = 0.0
+    usage, seen = 0.0, 0
+    for match in _REPORTED.finditer(metrics):
+        name, text = match.groups()
+        try:
+            value = float(text)
+        except ValueError:
+            continue
+        seen += 1
+        match name:
+            case b"waiting":
+                waiting += value
+            case b"running":
+                running += value
+            case _:
+                usage = max(usage, value)
+    return ReplicaReport(int(waiting), int(running), usage, at_s) if seen else None

@@ -1,0 +1,226 @@
+"""Where the list of replicas comes from: the command line, a file, DNS, or Kubernetes.
+
+A source is read again every few seconds. One that cannot be read leaves the list as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from toolkit.endpoints.upstream import Upstream, UpstreamError
+from toolkit.errors import InputError
+from toolkit.serve.rereading import WatchedFiles
+
+MAX_REPLICAS = 1024
+FILE_EVERY_S = 1.0
+DNS_EVERY_S = 3.0
+SLICES_EVERY_S = 2.0
+ANSWER_S = 10.0
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+KINDS = "FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
+
+
+class ReplicaSource(Protocol):
+    """A list of URLs that may change. `every_s` is how often to read it; 0: once."""
+
+    every_s: float
+
+    async def read(self) -> list[str]:
+        """The URLs now. Raises `InputError` if they cannot be known."""
+        ...
+
+
+class GivenReplicas:
+    """URLs of the command line."""
+
+    every_s = 0.0
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = list(dict.fromkeys(map(_checked, urls)))
+
+    async def read(self) -> list[str]:
+        return self._urls
+
+
+class ListedReplicas:
+    """A file with one URL a line; `#` begins a comment."""
+
+    every_s = FILE_EVERY_S
+
+    def __init__(self, path: Path) -> None:
+        self._files = WatchedFiles([path], lambda: _read_list(path))
+
+    async def read(self) -> list[str]:
+        self._files.changed()
+        return self._files.value
+
+
+class NamedReplicas:
+    """All addresses of a name, as a headless Service of Kubernetes or round-robin DNS has them."""
+
+    every_s = DNS_EVERY_S
+
+    def __init__(self, name: str, port: int) -> None:
+        self._name, self._port = name, port
+
+    async def read(self) -> list[str]:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise InputError(
+                f"{self._name}: cannot be resolved: {error.strerror}",
+                "check the name in --replicas",
+            ) from None
+        return sorted({_url(str(address[0]), self._port) for *_, address in found})
+
+
+class _Conditions(msgspec.Struct, frozen=True):
+    ready: bool | None = None
+    terminating: bool | None = None
+
+
+class _Endpoint(msgspec.Struct):
+    addresses: list[str]
+    conditions: _Conditions = _Conditions()
+
+
+class _Slice(msgspec.Struct):
+    endpoints: list[_Endpoint] | None = None
+
+
+class _Slices(msgspec.Struct):
+    items: list[_Slice]
+
+
+class SlicedReplicas:
+    """The endpoints of a Kubernetes Service, from its EndpointSlices.
+
+    The API server is asked with the pod's service account, which needs `list` on `endpointslices`
+    of `discovery.k8s.io`. Endpoints that terminate are left out, so that a pod that is about to end
+    gets no more requests; those that are not ready yet are found by the gateway's own probes.
+    """
+
+    every_s = SLICES_EVERY_S
+
+    def __init__(
+        self, namespace: str, service: str, port: int, *, api: str = "", account: Path = ACCOUNT
+    ) -> None:
+        host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+        if not api and not host:
+            raise InputError(
+                "--replicas k8s://: KUBERNETES_SERVICE_HOST is not set: this is no pod",
+                "outside a cluster, give a FILE or --replica URL",
+            )
+        if not api:
+            where = f"[{host}]" if ":" in host else host
+            api = f"https://{where}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
+        authorities = account / "ca.crt" if api.startswith("https:") else None
+        self._api, self._token, self._port = Upstream(api, ANSWER_S, authorities), account, port
+        self._path = (
+            f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+            f"?labelSelector=kubernetes.io%2Fservice-name%3D{service}"
+        ).encode("ascii")
+        self._where = f"{namespace}/{service}"
+
+    async def read(self) -> list[str]:
+        headers = [(b"accept", b"application/json")]
+        with suppress(OSError):  # a token is replaced while the pod runs
+            token = (self._token / "token").read_text(encoding="ascii").strip()
+            headers.append((b"authorization", f"Bearer {token}".encode("ascii")))
+        hint = "its service account needs `list` on endpointslices of discovery.k8s.io"
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer = await self._api.send("GET", self._path, headers, b"")
+                body = b"".join([piece async for piece in answer.body()])
+                await answer.close()
+            if answer.status != 200:
+                raise InputError(f"the API server answered {answer.status} for {self._where}", hint)
+            slices = msgspec.json.decode(body, type=_Slices).items
+        except (TimeoutError, UpstreamError, msgspec.DecodeError):
+            raise InputError(
+                f"the API server gave no EndpointSlices of {self._where}", hint
+            ) from None
+        return sorted(
+            {
+                _url(address, self._port)
+                for each in slices
+                for endpoint in each.endpoints or ()
+                if not endpoint.conditions.terminating
+                for address in endpoint.addresses
+            }
+        )
+
+
+def replica_source(text: str) -> ReplicaSource:
+    """The source that `--replicas` names. Raises `InputError` for one that cannot be used."""
+    scheme, has_scheme, rest = text.partition("://")
+    if not has_scheme:
+        return ListedReplicas(Path(text))
+    hint = f"--replicas takes {KINDS}"
+    name = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?"
+    if scheme == "dns" and (found := re.fullmatch(rf"({name}):(\d{{1,5}})", rest)):
+        return NamedReplicas(found[1], _port(found[3], text))
+    if scheme == "k8s" and (found := re.fullmatch(rf"({name})/({name}):(\d{{1,5}})", rest)):
+        return SlicedReplicas(found[1], found[3], _port(found[5], text))
+    if scheme in ("http", "https"):
+        raise InputError(f"--replicas {text}: this is one replica", f"give it as --replica; {hint}")
+    raise InputError(f"--replicas {text}: not a list of replicas", hint)
+
+
+async def follow_source(
+    source: ReplicaSource, apply: Callable[[list[str]], str], say: Callable[[str], None]
+) -> None:
+    """Read a source again and again, and apply each change, until cancelled."""
+    last, problem = await source.read(), ""
+    while source.every_s:
+        await asyncio.sleep(source.every_s)
+        try:
+            urls = await source.read()
+            if urls != last:
+                say(apply(urls))
+            last, problem = urls, ""
+        except InputError as error:
+            if error.message != problem:
+                say(f"warning: {error.message}; the replicas stay as they are")
+            problem = error.message
+
+
+def _read_list(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise InputError(f"{path}: cannot be read: {reason}", f"--replicas takes {KINDS}") from None
+    urls = [line.partition("#")[0].strip() for line in lines]
+    found = list(dict.fromkeys(_checked(url) for url in urls if url))
+    if len(found) > MAX_REPLICAS:
+        raise InputError(
+            f"{path}: {len(found)} replicas; the limit is {MAX_REPLICAS}", "list fewer"
+        )
+    return found
+
+
+def _checked(url: str) -> str:
+    url = url.rstrip("/")
+    Upstream(url if not url.startswith("https") else "http" + url[5:], ANSWER_S)
+    return url
+
+
+def _port(text: str, source: str) -> int:
+    if not 0 < int(text) < 65536:
+        raise InputError(f"--replicas {source}: {text} is not a port", "1 to 65535")
+    return int(text)
+
+
+def _url(address: str, port: int) -> str:
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
