@@ -266,7 +266,7 @@ def unfinished_notes(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _routed(world: World, targets: Mapping[str, float], failures: Path | None) -> World:
-    """The world whose router has the targets, and whose replicas fail as a file says."""
+    """The world with the targets given to its router, and failures of replicas from a file."""
     from dataclasses import replace
 
     from toolkit.routing.routers import make_router, router_parameters, targets_of

@@ -314,7 +314,7 @@ def sweep(distribution: Distribution, points: int) -> list[Value]:
 class SearchSettings:
     """What to search and how. The first of `spaces` belongs to the recipe's own policy.
 
-    `served` are the keys of the spaces whose policy the recipe's engine can run.
+    `served` are the keys of the spaces with a policy that the recipe's engine can run.
     """
 
     spaces: Sequence[PolicySpace]
