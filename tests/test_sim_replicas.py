@@ -11,7 +11,7 @@ from test_sim_prefix import LAW, trace_of, world
 from toolkit.errors import InputError
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
-from toolkit.routing.routers import ROUTERS, make_router
+from toolkit.routing.routers import ROUTERS, LawRouter, make_router
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
@@ -251,3 +251,23 @@ def test_the_law_s_router_makes_few_requests_late() -> None:
         balancer.replicas[1].in_time = 0
         homes[gap_s] = balancer.route(RoutedRequest("long", 1_500, 50), 0.1)
     assert list(homes.values()) == [0, 1]
+
+
+def test_of_many_replicas_the_law_weighs_few_and_finds_the_one_with_the_prompt() -> None:
+    traits = ReplicaTraits(10_000, 2048, 64, PassTimes(LAW))
+    balancer = Balancer(make_router("by-law", {}), [traits] * 64, block_tokens=4)
+    blocks = tuple(range(20))
+    balancer.route(RoutedRequest("first", 80, 5, blocks), 0.0, [k for k in range(64) if k != 41])
+    balancer.first_token("first")
+    with pytest.MonkeyPatch.context() as patch:
+        weighed: list[int] = []
+        whole = LawRouter._weighed
+        patch.setattr(
+            LawRouter,
+            "_weighed",
+            lambda router, request, replica, view: (
+                weighed.append(replica.index) or whole(router, request, replica, view)
+            ),
+        )
+        assert balancer.route(RoutedRequest("again", 80, 5, blocks), 1.0) == 41
+    assert len(weighed) <= 14

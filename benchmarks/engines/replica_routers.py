@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import process_time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -111,14 +111,14 @@ def print_regret(trace: Trace, replicas: int, loads: list[float], names: list[st
         asked = np.linspace(0.3, 0.7, n) * len(scaled)
         for name in names:
             recorded = RecordedRouter(make_router(name, targets_of(name, TARGETS)))
-            own = serve(scaled, replicas, recorded)
+            own = serve(scaled, replicas, cast(Router, recorded))
             found = []
             for k in asked.astype(int).tolist():
                 options = {recorded.made[k]: _worth(own)}
                 for other in set(range(replicas)) - options.keys():
                     given = [*recorded.made[:k], other, *recorded.made[k + 1 :]]
                     forced = RecordedRouter(recorded.inner, given=given)
-                    options[other] = _worth(serve(scaled, replicas, forced))
+                    options[other] = _worth(serve(scaled, replicas, cast(Router, forced)))
                 good, seconds = options[recorded.made[k]]
                 most = max(each[0] for each in options.values())
                 least_s = min(each[1] for each in options.values())

@@ -266,11 +266,10 @@ def unfinished_notes(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _routed(world: World, targets: Mapping[str, float], failures: Path | None) -> World:
-    """The world whose router has the targets, and whose replicas fail as a file says."""
+    """The world with the targets given to its router, and failures of replicas from a file."""
     from dataclasses import replace
 
-    from toolkit.routing.routers import make_router, targets_of
-    from toolkit.sched.policies.parameters import parameters
+    from toolkit.routing.routers import make_router, router_parameters, targets_of
     from toolkit.sim.replicas import Routing, read_outages
 
     routing = world.routing or Routing()
@@ -278,7 +277,7 @@ def _routed(world: World, targets: Mapping[str, float], failures: Path | None) -
         routing = replace(routing, outages=read_outages(failures, world.size))
     elif world.routing is None:
         return world
-    router, own = routing.router, parameters(routing.router)
+    router, own = routing.router, router_parameters(routing.router)
     given = {k: v for k, v in targets_of(router.name, targets).items() if not own[k]}
     routing = replace(routing, router=make_router(router.name, own | given))
     return replace(world, routing=routing)

@@ -214,7 +214,8 @@ class Outcome(Strict):
     @property
     def key(self) -> str:
         """What is searched apart from others: the policy, or the policy behind a router."""
-        return searched_key(self.policy, self.replica_router and self.replica_router.name)
+        router = self.replica_router
+        return searched_key(self.policy, router.name if router else None)
 
     def same_settings(self, other: Outcome) -> bool:
         """Whether both have the same settings."""

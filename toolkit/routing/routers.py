@@ -11,6 +11,7 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.routing.replicas import Replica, RequestOutlook, RoutedRequest
 from toolkit.sched.policies.parameters import Knob, Value, check, defaults, knob, knobs, parameters
 
+MOST_WEIGHED = 12  # replicas that `by-law` computes the costs of
 SHARPNESS = 16  # how fast the chance to miss a target rises near it
 TARGETS = {"ttft": "ttft_s", "mtpot": "gap_s"}  # a kind of target to a router's parameter
 RING_POINTS = 160  # of each replica on the ring of `session-hash`
@@ -358,6 +360,7 @@ class LawRouter(_Checked):
                 "router 'by-law' needs the law of a pass of every replica",
                 "tune from a fit of the engine, or choose another router",
             )
+        view.replicas = _likely(view)
         found = [self._weighed(request, replica, view) for replica in view.replicas]
         index = view.least([cost for cost, _ in found])
         view.outlook = next(
@@ -448,6 +451,11 @@ def router_defaults(router: type[Router]) -> dict[str, Value]:
     return defaults(router)  # type: ignore[arg-type]
 
 
+def router_parameters(router: Router) -> dict[str, Value]:
+    """The parameters of one router object."""
+    return parameters(router)  # type: ignore[arg-type]
+
+
 def refuse_unknown_router(name: str, where: str = "") -> None:
     """`InputError` with the valid names for a router that does not exist."""
     if name not in ROUTERS:
@@ -492,7 +500,7 @@ def router_of(recipe: Recipe, name: str | None = None) -> RouterSpec | None:
     name = name or own.name
     refuse_unknown_router(name, "replica_router: ")
     router = make_router(name, targets_of(name, recipe.sla) | given)
-    return RouterSpec(name=name, parameters=parameters(router))  # type: ignore[arg-type]
+    return RouterSpec(name=name, parameters=router_parameters(router))
 
 
 def _ring(up: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -503,6 +511,21 @@ def _ring(up: Sequence[int]) -> tuple[list[int], list[int]]:
 
 def _point(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _likely(view: RouterView) -> Sequence[Replica]:
+    """The replicas that may be best: where more than `MOST_WEIGHED` are up, those with the longest
+    matches, with the fewest tokens to compute, the fewest requests, and the fewest in time.
+    """
+    replicas = view.replicas
+    if len(replicas) <= MOST_WEIGHED:
+        return replicas
+    part, matched = MOST_WEIGHED // 3, view.matched
+    found = {r.index for r in nsmallest(part, replicas, key=lambda r: -matched[r.index])}
+    found |= {r.index for r in nsmallest(part, replicas, key=lambda r: r.prefill_tokens)}
+    found |= {r.index for r in nsmallest(part, replicas, key=lambda r: r.requests)}
+    found |= {r.index for r in nsmallest(2, replicas, key=lambda r: r.in_time)}
+    return [replica for replica in replicas if replica.index in found]
 
 
 def _chance(expected_s: float, target_s: float) -> float:

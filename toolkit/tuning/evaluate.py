@@ -236,7 +236,7 @@ class Task:
     @property
     def key(self) -> str:
         """See `Outcome.key`."""
-        return searched_key(self.policy, self.router and self.router.name)
+        return searched_key(self.policy, self.router.name if self.router else None)
 
     def on(self, window: int) -> Task:
         """The same candidate on one window of the setup."""

@@ -81,7 +81,7 @@ class PolicySpace:
     @property
     def key(self) -> str:
         """What is searched apart from other spaces; see `Outcome.key`."""
-        return searched_key(self.policy, self.router and self.router.name)
+        return searched_key(self.policy, self.router.name if self.router else None)
 
     def first(self) -> dict[str, Value]:
         """The searched parameters at the start, as they would be drawn."""
@@ -117,7 +117,7 @@ class PolicySpace:
             or not distribution.log
         ):
             return 0
-        known = defaults(KNOWN[self.policy]) | self.start | self._of_router()
+        known = defaults(KNOWN[self.policy]) | dict(self.start) | self._of_router()
         return 0 if known[name] else int(distribution.high)
 
 
@@ -314,7 +314,7 @@ def sweep(distribution: Distribution, points: int) -> list[Value]:
 class SearchSettings:
     """What to search and how. The first of `spaces` belongs to the recipe's own policy.
 
-    `served` are the keys of the spaces whose policy the recipe's engine can run.
+    `served` are the keys of the spaces with a policy that the recipe's engine can run.
     """
 
     spaces: Sequence[PolicySpace]
