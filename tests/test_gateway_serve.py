@@ -16,6 +16,7 @@ from commands import llmctl
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
+from toolkit.routing.balancer import read_routes, replay_routes
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +90,9 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
             _, said = server.communicate(timeout=30)
     assert server.returncode == 0, said
     assert ready["router"] == "least-tokens"
+    with log.open("rb") as lines:
+        balancer, events = read_routes(lines)
+    assert list(replay_routes(events, balancer)) == []
     kinds = [json.loads(line)["type"] for line in log.read_text().splitlines()]
     assert kinds[:3] == ["routing", "added", "added"]
     assert kinds.count("route") == 3
