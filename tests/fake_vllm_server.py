@@ -50,7 +50,7 @@ class Row:
 
     def __init__(self, name: str, prompt: int, limit: int) -> None:
         self.name, self.prompt, self.limit = name, prompt, limit
-        self.computed = self.generated = 0
+        self.computed = self.generated = 0  # computed: also what was found in the cache
         self.tokens: asyncio.Queue[bool] = asyncio.Queue()
 
 
@@ -60,6 +60,9 @@ class Engine:
     def __init__(self, flags: dict[str, str]) -> None:
         self.slots = int(flags.get("--max-num-seqs", 256))
         self.budget = int(flags.get("--max-num-batched-tokens", 2048))
+        self.caches = "--enable-prefix-caching" in sys.argv
+        self.block = int(flags.get("--block-size", 16))
+        self.kept: set[tuple[int, ...]] = set()  # beginnings of whole blocks
         self.rows: list[Row] = []
         self.news = asyncio.Event()
         path = os.environ.get("LLMCTL_VLLM_ITERATIONS")
@@ -89,6 +92,14 @@ class Engine:
                 kv_bytes_per_token=4096,
             )
         )
+
+    def found(self, prompt: list[int]) -> int:
+        """The leading tokens of a prompt that are cached; all of its whole blocks are from now."""
+        ends = range(self.block, len(prompt), self.block)
+        beginnings = [tuple(prompt[:end]) for end in ends] if self.caches else []
+        count = sum(one in self.kept for one in beginnings)
+        self.kept.update(beginnings)
+        return count * self.block
 
     async def run(self) -> None:
         from toolkit.sched.iterations import LoggedPass, to_line
@@ -175,6 +186,7 @@ class Front:
             len(asked["prompt"]),
             asked["max_tokens"],
         )
+        row.computed = self.engine.found(asked["prompt"])
         self.engine.rows.append(row)
         self.engine.news.set()
         usage = {"prompt_tokens": row.prompt, "completion_tokens": row.limit}

@@ -15,6 +15,7 @@ import multiprocessing.util
 import os
 import platform
 import re
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ STARTS = {
     "os.spawn",
     "os.system",
 }
+# what a test must leave as it was
+HANDLERS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler}
 # Minutes of commands that share only what is made once for all workers: each of these tests goes
 # where there is room.
 APART = "test_docs_commands.py"
@@ -53,12 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin("lanes-watch"):
         platform.processor()  # starts `uname -p` once in a process, in whichever test is first
         config.pluginmanager.register(Watch(), "lanes-watch")
+        HANDLERS.update({each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)})
         platform.processor()  # on Arm it starts `uname`, once per process: not in a test
         sys.addaudithook(_see)
 
 
 class Watch:
-    """Reports tests that lack the mark."""
+    """Reports tests that lack the mark, and those that leave handlers of signals."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -76,7 +80,15 @@ class Watch:
             pytest.fail(
                 f"it starts a process, so mark it @pytest.mark.slow: {_started[0]}", pytrace=False
             )
+        left = [number.name for number in HANDLERS if not _restored(number)]
+        if left:  # the next test that sends one would wait for ever
+            pytest.fail(f"it leaves a handler of {' and '.join(left)}", pytrace=False)
         return result
+
+
+def _restored(number: signal.Signals) -> bool:
+    """Whether a signal's handler is Python's own. It is afterwards."""
+    return signal.signal(number, HANDLERS[number]) is HANDLERS[number]
 
 
 _spawnv_passfds = multiprocessing.util.spawnv_passfds

@@ -55,6 +55,10 @@ def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_resu
         bench["measured"]["goodput_rps"],
     )
     assert found["overload"]["throughput_rps"].keys() == {"sls", "scls"}
+    sharing = found["sharing"]
+    assert sharing["hit_percent"]["without"] == 0.0
+    assert sharing["hit_percent"]["with"] > 80.0
+    assert sharing["ttft_mean_s"]["with"] < sharing["ttft_mean_s"]["without"]
     assert Path(found["report"]).is_file()
 
 

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.serving import HandWorkers, make_driver
-from toolkit.deploy.manifests import AlertRule
-from toolkit.deploy.monitoring import rules, series
+from toolkit.deploy.alerts import rules, series
+from toolkit.deploy.operators import AlertRule
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.render import render_target
 from toolkit.files.recipe import SLA_KEYS

@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import toolkit
 from benchmarks.common.serving import HandWorkers, make_driver
-from toolkit.deploy.monitoring import COLUMNS, dashboard, expressions, rules
+from toolkit.deploy.alerts import rules
+from toolkit.deploy.monitoring import COLUMNS, dashboard, expressions
 from toolkit.deploy.order import Sourced
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.serve.access import Account

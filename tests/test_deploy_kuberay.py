@@ -18,7 +18,7 @@ import yaml
 import toolkit
 from toolkit.cluster.linger import actors, main, peers, wait
 from toolkit.cluster.workers import MachineShare, node_labels
-from toolkit.deploy.manifests import RayCluster
+from toolkit.deploy.operators import RayCluster
 from toolkit.deploy.render import render_target
 from toolkit.deploy.targets.raycluster import RAY
 from toolkit.errors import InputError

@@ -19,14 +19,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from toolkit.cli.basis import plan_of_recipe
-from toolkit.deploy.manifests import (
-    Deployment,
-    Kustomization,
-    PodMonitor,
-    PrometheusRule,
-    RulesFile,
-    ScaledObject,
-)
+from toolkit.deploy.manifests import Deployment, Kustomization
+from toolkit.deploy.operators import PodMonitor, PrometheusRule, RulesFile, ScaledObject
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import default_trace, waiting_threshold
 from toolkit.deploy.render import TARGETS, render_target
@@ -500,15 +494,17 @@ def test_vllms_own_policy_becomes_its_own_flags(tmp_path: Path) -> None:
     assert "--scheduler-cls" not in script
 
 
-@pytest.mark.parametrize("target", ["systemd", "compose", "kubernetes", "kuberay", "ray"])
-def test_vllm_s_own_server_is_refused_for_targets_that_expect_ours(
+@pytest.mark.parametrize("target", ["kuberay", "ray"])
+def test_vllm_s_own_server_is_refused_for_ray_which_runs_our_workers(
     tmp_path: Path, target: str
 ) -> None:
     changes = orders.GPU | {"workers": 1, "sla": {}, "engine": {"name": "vllm"}}
     plan = orders.plan(
         tmp_path, PlannedPolicy(name="vllm", parameters={}), samples.fit(workers=1), **changes
     )
-    with pytest.raises(InputError, match=f"engine 'vllm' cannot be rendered for '{target}': it "):
+    with pytest.raises(
+        InputError, match=f"engine 'vllm' cannot be rendered for '{target}': a Ray "
+    ):
         render_target(target, orders.order(plan))
 
 

@@ -97,8 +97,8 @@ def test_a_python_without_vllm_says_where_to_name_another(tmp_path: Path):
 def test_flags_are_written_for_policy_vllm_only():
     with pytest.raises(ValueError, match=r"engine\.vllm is for engine 'vllm'"):
         samples.recipe(engine={"name": "fake", "vllm": {}})
-    with pytest.raises(ValueError, match="a server is one worker"):
-        samples.recipe(engine={"name": "vllm"}, workers=2)
+    with pytest.raises(ValueError, match="engine 'fake' has no replicas"):
+        samples.recipe(engine={"name": "fake"}, replica_router={"name": "by-law"})
 
 
 def test_lines_of_the_iteration_log_are_read_back():

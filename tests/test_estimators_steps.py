@@ -21,7 +21,7 @@ shapes = st.builds(
     prefill_tokens=st.integers(0, 8192),
     prefill_attended=st.floats(0, 1e8),
 )
-coefficients = st.lists(st.floats(0, 1e-2), min_size=7, max_size=7)
+coefficients = st.lists(st.floats(0, 1e-2), min_size=8, max_size=8)
 
 
 def test_decodes_pay_base_rows_tokens_and_what_they_read():
@@ -98,7 +98,7 @@ def test_steps_before_a_tiny_time_in_which_a_first_pass_costs_nothing(seconds):
 
 
 def test_steps_before_is_the_limit_for_a_law_without_cost():
-    assert StepLaw.of([0.0] * 6).steps_before(StepShape(1, 1), 1.0, 50) == 50
+    assert StepLaw.of([0.0] * 7).steps_before(StepShape(1, 1), 1.0, 50) == 50
 
 
 @given(shape=shapes, values=coefficients, more=st.integers(1, 100))

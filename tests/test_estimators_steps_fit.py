@@ -55,6 +55,33 @@ def measured(count: int = 300, noise: float = 0.0, outliers: float = 0.0) -> Ste
     )
 
 
+def test_reading_the_cache_before_a_chunk_is_told_from_computing_the_chunk():
+    law = StepLaw(5e-3, 1e-4, 2e-4, 3e-7, 4e-8, (2e-5,), behind_s=3e-6)
+    rng = np.random.default_rng(1)
+    profile = measured()
+    points = [point for point in profile.points if not point.prefills]
+    for _ in range(100):
+        new, cached = int(rng.integers(8, 400)), int(rng.integers(0, 3000))
+        shape = StepShape(0, 0, 1, new, new * (cached + new / 2), cached)
+        points.append(
+            StepPoint(
+                decodes=0,
+                decode_cached=0,
+                prefills=1,
+                prefill_tokens=new,
+                prefill_attended=shape.prefill_attended,
+                prefill_cached=cached,
+                seconds=[law.forward_s(shape)],
+                host_s=[2e-4],
+            )
+        )
+    fit = fit_steps(profile.model_copy(update={"points": points}), 0)
+    assert fit is not None
+    assert fit.behind_s == pytest.approx(3e-6, rel=0.05)
+    shape = StepShape(0, 0, 1, 40, 40 * 2020.0, 2000)
+    assert law_of_steps(fit).forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.03)
+
+
 def test_the_fitted_law_equals_the_law_of_the_passes():
     fit = fit_steps(measured(), 0)
     assert fit is not None

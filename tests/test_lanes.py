@@ -17,7 +17,7 @@ SETTINGS = (
     "[pytest]\nmarkers = slow\naddopts = -p lanes -p no:cacheprovider -q -rA --strict-markers\n"
 )
 LANES = """
-import asyncio, multiprocessing, os, subprocess, sys
+import asyncio, multiprocessing, os, signal, subprocess, sys
 import lanes, pytest, uvloop
 
 lanes.LONG_S = -1.0  # everything takes long
@@ -39,6 +39,8 @@ def test_starts_another_python():
 def test_starts_one_on_uvloop():
     async def start(): await (await asyncio.create_subprocess_exec(sys.executable, "-c", "")).wait()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner: runner.run(start())
+
+def test_leaves_a_handler(): signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 @pytest.mark.slow
 def test_is_marked(): subprocess.run([sys.executable, "-c", ""])
@@ -77,16 +79,18 @@ def test_a_test_that_starts_a_process_needs_the_mark(tmp_path: Path) -> None:
         "test_forks",
         "test_starts_another_python",
         "test_starts_one_on_uvloop",
+        "test_leaves_a_handler",
     ]
     assert "it starts a process, so mark it @pytest.mark.slow: subprocess.Popen ['" in said
-    assert "6 passed, 4 errors" in said
+    assert "it leaves a handler of SIGINT" in said
+    assert "7 passed, 5 errors" in said
     assert "took longer" not in said  # nothing was left out
 
 
 def test_the_quick_lane_names_what_took_long(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(LANES)
     said = run(tmp_path, "-m", "not slow", "-k", "nothing or marked")
-    assert "1 passed, 5 deselected" in said
+    assert "1 passed, 6 deselected" in said
     assert "1 tests took longer than -1 s and are not marked slow" in said
     assert re.search(r"^ +\d+\.\d s  test_some.py::test_starts_nothing$", said, re.M)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import samples
-from sse_server import chunked, serve_request, sse_server, tokens_event, usage_event, whole
+from sse_server import chunked, event, serve_request, sse_server, tokens_event, usage_event, whole
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.backends.openai import EndpointBench, OpenaiBackend, kv_tokens
@@ -73,6 +73,7 @@ def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path
         "toy",
     )
     assert found.engine.lacks == []
+    assert found.engine.load_s is None, "it was loaded before"
     assert len(found.prefill) == 9
     # A client that stands still for some steps, on a machine with much else to do, may miss that
     # all rows decode.
@@ -80,6 +81,7 @@ def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path
     assert len(found.decode) + len(found.failed) == 9
     assert len(found.decode) >= 6
     assert len(found.slices) == 6
+    assert [one.prompt_tokens for one in found.hits] == [8, 16, 32]
     assert min(min(point.seconds) for point in found.decode) > 0.0
     fitted = fit_profile(found)
     assert (fitted.memory.zeta, fitted.memory.zeta_std) == (1.0, 0.0)
@@ -147,6 +149,38 @@ def one_after_the_other(prompts: Sequence[int], max_tokens: Sequence[int]) -> li
         )
         for number, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True))
     ]
+
+
+def test_each_prompt_is_sent_twice_to_see_what_a_prefix_cache_saves():
+    seen: list[object] = []
+
+    def keeps_prompts(body: dict) -> bytes:
+        prompt, count = body["prompt"], body["max_tokens"]
+        cached = len(prompt) - 1 if prompt in seen else 0
+        seen.append(prompt)
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": count,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        last = event({"id": "cmpl-1", "choices": [], "usage": usage})
+        return chunked(*[tokens_event()] * count, last)
+
+    with sse_server(keeps_prompts) as stub:
+        bench = EndpointBench(recipe_for(stub.url))
+        found = bench.time_hits([8, 32, 128])
+        bench.stop()
+    assert [(one.prompt_tokens, one.cached_tokens) for one in found] == [(8, 7), (32, 31)]
+    assert {len(one.new_s) for one in found} == {len(found[0].again_s)} == {5}
+    assert min(min(one.new_s) for one in found) > 0.0
+
+
+def test_a_server_that_does_not_say_what_it_cached_still_has_times():
+    with sse_server() as stub:
+        bench = EndpointBench(recipe_for(stub.url))
+        (found,) = bench.time_hits([8])
+        bench.stop()
+    assert found.cached_tokens is None
 
 
 def test_early_rows_get_more_tokens_until_all_decode_at_once(
@@ -226,13 +260,14 @@ def test_the_capacity_is_read_from_the_metrics_of_known_servers(metric: Metric, 
     assert kv_tokens([metric]) == tokens
 
 
-def test_only_servers_have_an_address_and_they_are_one_worker():
+def test_only_servers_have_an_address_and_one_replica_is_measured():
     with pytest.raises(ValueError, match=r"engine\.url must be its address"):
         samples.recipe(engine={"name": "openai"}, workers=1)
     with pytest.raises(ValueError, match="for engine 'openai'"):
         samples.recipe(engine={"name": "fake", "url": "http://127.0.0.1:1"})
-    with pytest.raises(ValueError, match="a server is one worker"):
-        samples.recipe(engine={"name": "openai", "url": "http://127.0.0.1:1"}, workers=2)
+    several = samples.recipe(engine={"name": "openai", "url": "http://127.0.0.1:1"}, workers=2)
+    assert (several.workers, several.measured.workers) == (2, 1)
+    assert samples.recipe(workers=2).measured.workers == 2
 
 
 def test_a_dead_address_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

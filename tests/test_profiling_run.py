@@ -162,6 +162,7 @@ def test_a_profile_holds_all_points_of_its_recipe(source):
     assert len(found.prefill) + len(found.decode) == POINTS
     assert all(len(point.seconds) >= 2 for point in [*found.prefill, *found.decode])
     assert len(found.slices) == 8
+    assert found.engine.load_s > 0
     assert len(found.rounds.sequences) == 5
     assert {point.part for point in found.rounds.parts} == {
         "join",

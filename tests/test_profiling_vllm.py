@@ -7,10 +7,11 @@ import pytest
 import samples
 
 from toolkit.backends.vllm.backend import VllmBackend
-from toolkit.backends.vllm.profile import points, timed
+from toolkit.backends.vllm.profile import NeverAtOnce, VllmBench, points, timed
 from toolkit.errors import EngineError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.steps import StepShape, law_of_steps, shape_of_rows
+from toolkit.profiling.grid import GridPoint
 from toolkit.profiling.run import profile
 from toolkit.sched.iterations import LoggedPass, LoggedRow
 
@@ -61,6 +62,10 @@ def test_vllm_is_profiled_and_fitted_pass_by_pass(tmp_path: Path):
     assert found.steps is not None
     assert {bool(point.prefills) for point in found.steps.points} == {False, True}
     assert any(point.prefills and point.decodes for point in found.steps.points)
+    # 32 and 8 (three times, being short), 64 and 8, 64 and 32: four prompts behind cached blocks
+    hits = [one.prefill_cached for one in found.steps.points if one.prefill_cached]
+    assert [hits.count(cached) for cached in (32, 64)] == [12, 8]
+    assert not found.failed
     fitted = fit_profile(found)
     assert fitted.steps is not None
     assert (fitted.steps.blocks, fitted.steps.block_tokens) == (256, 16)
@@ -126,7 +131,7 @@ def test_a_pass_is_described_by_its_sums():
             LoggedRow("d", 0, 16, 16),
         ]
     )
-    assert shape == StepShape(2, 51, 2, 20, 4 * (8 + 2) + 16 * 8)
+    assert shape == StepShape(2, 51, 2, 20, 4 * (8 + 2) + 16 * 8, 8)
 
 
 def test_gaps_count_while_requests_wait_and_a_pass_begins_after_the_last_one():
@@ -155,3 +160,23 @@ def test_a_stretch_of_decodes_is_one_point_and_each_chunked_pass_another():
         (1, 1, 1),
     ]
     assert found[0].decode_cached == 21.5
+
+
+@pytest.mark.parametrize(("late", "tried"), [(0, 1), (2, 3), (9, 4)])
+def test_a_decode_step_whose_requests_came_apart_is_tried_again(monkeypatch, late: int, tried: int):
+    bench, runs = object.__new__(VllmBench), []
+
+    def measured(point: GridPoint) -> float:
+        runs.append(point)
+        if len(runs) <= late:
+            raise NeverAtOnce("its rows never decoded all at once")
+        return 0.25
+
+    monkeypatch.setattr(VllmBench, "_measure_once", lambda self, point: measured(point))
+    point = GridPoint("decode", 4, 64)
+    if late < tried:
+        assert bench._measure(point) == 0.25
+    else:
+        with pytest.raises(NeverAtOnce):
+            bench._measure(point)
+    assert len(runs) == tried

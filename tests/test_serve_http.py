@@ -4,9 +4,11 @@ The tests set the server's clock, and call `sweep` to apply timers that have run
 """
 
 import asyncio
+import gc
 import json
 import re
 import socket
+import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -701,6 +703,24 @@ def test_small_bodies_that_wait_their_turn_are_not_kept_once_too_much_is_held():
         await first.has(b"1048576 bytes")
 
     serve(test, held_bytes=(1 << 20) + 500)
+
+
+@pytest.mark.parametrize("sent", [STREAM, KEPT, b"\0\r\n\r\n"])
+def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(sent: bytes):
+    async def test(wire: Wire) -> None:
+        peer = await wire.open()
+        await wire.connections(1)
+        connection = weakref.ref(next(iter(wire.server.connections)))
+        gc.disable()
+        try:
+            peer.send(sent)
+            await peer.has(b"HTTP/1.1 ")
+            peer.close()
+            await until(lambda: connection() is None)
+        finally:
+            gc.enable()
+
+    serve(test)
 
 
 def test_an_exception_of_the_application_is_a_bare_500(caplog: pytest.LogCaptureFixture):

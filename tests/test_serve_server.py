@@ -262,5 +262,6 @@ def test_sighup_ends_the_server_only_in_a_terminal(
         await turns()
         await asyncio.sleep(0)
         assert signals.first.is_set() == terminal
+        signals.close()
 
     asyncio.run(main())

@@ -9,12 +9,14 @@ import pytest
 from test_sim_prefix import LAW, trace_of, world
 
 from toolkit.errors import InputError
+from toolkit.routing.balancer import Balancer
+from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
 from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.replicas import Routing
+from toolkit.sim.replicas import Outage, PassTimes, Routing, read_outages
 from toolkit.sim.world import WorldSettings
 from toolkit.traces.types import Trace
 
@@ -136,9 +138,116 @@ def test_a_router_before_a_policy_that_routes_itself_is_refused() -> None:
 
 
 def test_the_world_s_setting_names_a_router() -> None:
-    assert WorldSettings().routing is None
-    routing = WorldSettings(replica_router="llm-d").routing
+    assert WorldSettings().routing({}) is None
+    routing = WorldSettings(replica_router="llm-d").routing({"queue": 3.0})
     assert routing is not None
     assert routing.router.name == "llm-d"
     with pytest.raises(InputError, match="replica_router is 'llmd'; it is one of in-turn, round"):
         WorldSettings(replica_router="llmd")
+
+
+def outages_of(*lines: dict[str, object]) -> tuple[Outage, ...]:
+    return tuple(Outage(**line) for line in lines)
+
+
+def failing(trace: Trace, outages: tuple[Outage, ...], engine: PagedEngine, name="least-requests"):
+    """The result on three replicas, and the balancer's log of choices."""
+    routing = Routing(make_router(name, {}), outages=outages)
+    return simulate(trace, POLICY, replace(world(engine, 3), routing=routing))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
+def test_requests_of_a_replica_that_dies_go_on_elsewhere(ahead: bool, shares: bool) -> None:
+    for seed in range(4):
+        trace = made_up(seed, gap_s=0.01)
+        if not shares:
+            trace = replace(trace, shared=None)
+        engine = PagedEngine(LAW, 60, 4, ahead)
+        quiet = failing(trace, (), engine)
+        died = outages_of({"replica": 1, "from_s": 0.3, "to_s": 0.9}, {"replica": 0, "from_s": 1.0})
+        found = failing(trace, died, engine)
+        assert found.served.ok.all()
+        assert found.counters["moved_requests"] > 0
+        assert found.counters["recomputed_tokens"] > found.counters["moved_requests"]
+        same(found, failing(trace, died, engine))
+        np.testing.assert_array_equal(found.served.output_tokens, quiet.served.output_tokens)
+        assert (found.served.first_token_s <= found.served.finish_s).all()
+
+
+def test_tokens_that_a_client_has_are_not_generated_again() -> None:
+    trace = trace_of([(0.0, 20, 40), (0.0, 20, 40), (0.0, 20, 40)])
+    engine = PagedEngine(LAW, 60, 4)
+    quiet = failing(trace, (), engine)
+    at_s = float(quiet.served.finish_s.min()) * 0.9
+    found = failing(trace, outages_of({"replica": 0, "from_s": at_s}), engine)
+    late = found.served.finish_s - quiet.served.finish_s
+    whole = quiet.served.finish_s - quiet.served.arrival_s
+    assert found.counters["moved_requests"] == 1
+    assert found.counters["recomputed_tokens"] > 20 + 30
+    assert 0 < late.max() < 0.5 * whole.max()
+    assert (found.served.first_token_s == quiet.served.first_token_s).all()
+
+
+def test_a_replica_that_drains_loses_nothing_and_gets_nothing() -> None:
+    trace = made_up(1, gap_s=0.02)
+    engine = PagedEngine(LAW, 60, 4)
+    drained = outages_of({"replica": 2, "from_s": 0.5, "to_s": 1.8, "drain": True})
+    found = failing(trace, drained, engine)
+    assert found.served.ok.all()
+    assert "moved_requests" not in found.counters
+
+
+def test_with_all_replicas_away_requests_are_refused_and_those_under_way_wait() -> None:
+    trace = trace_of([(0.0, 20, 40), (0.0, 20, 40), (0.0, 20, 40), (0.1, 20, 4), (5.0, 20, 4)])
+    away = outages_of(*({"replica": k, "from_s": 0.05, "to_s": 2.0} for k in range(3)))
+    found = failing(trace, away, PagedEngine(LAW, 60, 4))
+    assert [refused.request_id for refused in found.refusals] == ["3"]
+    assert found.served.ok.tolist() == [True, True, True, False, True]
+    assert found.served.finish_s[0] > 2.0
+
+
+def test_outages_are_read_and_wrong_lines_are_named(tmp_path) -> None:
+    file = tmp_path / "failures.jsonl"
+    file.write_text('{"replica": 1, "from_s": 2, "to_s": 3}\n\n{"replica": 0, "from_s": 1}\n')
+    assert [one.replica for one in read_outages(file, 2)] == [0, 1]
+    for text, message in [
+        ("{", "line 1: Input data was truncated"),
+        ('{"replica": 0}', "line 1: Object missing required field `from_s`"),
+        ('{"replica": 0, "from_s": 1, "x": 1}', "unknown field `x`"),
+        ('{"replica": 2, "from_s": 1}', "replicas are 0 to 1"),
+        ('{"replica": 1, "from_s": 3, "to_s": 2}', "from_s is below to_s"),
+        ('{"replica": 1, "from_s": 1}\n{"replica": 1, "from_s": 2}', "goes away at 2 s"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(InputError, match=message):
+            read_outages(file, 2)
+
+
+def test_reports_come_as_late_as_they_are_live() -> None:
+    trace = made_up(3, gap_s=0.01)
+    found = []
+    for age_s in (0.0, 5.0):
+        routing = Routing(make_router("vllm-dp", {}), report_age_s=age_s)
+        there = replace(world(PagedEngine(LAW, 60, 4), 4), routing=routing)
+        found.append(simulate(trace, POLICY, there))
+    assert not np.array_equal(found[0].served.finish_s, found[1].served.finish_s)
+
+
+def test_the_law_s_router_makes_few_requests_late() -> None:
+    """Two replicas decode; on one of them the rows are late anyway. A prompt that would stall the
+    rows goes there; without targets it goes where fewer rows lose time.
+    """
+    law = PassTimes(LAW)
+    traits = ReplicaTraits(10_000, 2048, 64, law)
+    long = law.pass_s(4, 80, 1, 1_500, 1e6)
+    homes = {}
+    for gap_s in (0.0, 0.9 * long):
+        balancer = Balancer(make_router("by-law", {"gap_s": gap_s, "work": 0.0}), [traits] * 2)
+        for k in range(8):  # 2 to replica 0, 6 to replica 1
+            where = (1,) if k < 2 else (0,)
+            balancer.route(RoutedRequest(str(k), 20, 50), 0.0, where)
+            balancer.first_token(str(k))
+        balancer.replicas[1].in_time = 0
+        homes[gap_s] = balancer.route(RoutedRequest("long", 1_500, 50), 0.1)
+    assert list(homes.values()) == [0, 1]

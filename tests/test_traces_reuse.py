@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from toolkit.errors import InputError
 from toolkit.traces.generate import Arrivals, draw_arrivals
-from toolkit.traces.reuse import cold_tokens, reusable_tokens, reuse_curve
+from toolkit.traces.reuse import cold_tokens, describe_reuse, reusable_tokens, reuse_curve
 from toolkit.traces.sharing import scale_blocks
 from toolkit.traces.types import Sessions, SharedBlocks, Trace
 from toolkit.traces.windows import cut, divide_lengths, scale_lengths
@@ -219,3 +219,26 @@ def test_a_trace_without_blocks_has_no_curve():
     assert reusable_tokens(trace).tolist() == [0]
     assert cold_tokens(trace, 0, 1) == 0
     assert reuse_curve(trace_of(4, [3], [[]])) is None
+
+
+def test_sessions_without_blocks_get_blocks():
+    """A turn repeats the whole blocks of the turn before; sessions share nothing."""
+    bare = Trace(
+        np.arange(4) * 1.0,
+        np.array([40, 33, 90, 100]),
+        np.array([10, 1, 5, 1]),
+        np.zeros(4, np.int64),
+        "made",
+        sessions=Sessions(np.array([-1, -1, 0, 2]), np.zeros(4)),
+    )
+    found = describe_reuse(bare)
+    assert found.derived
+    assert found.block_tokens == 16
+    assert found.reusable_tokens == 32 + 80
+    assert found.caches[-1].hit_percent == pytest.approx(100 * 112 / 263)
+    assert bare.shared is None
+
+
+def test_without_blocks_and_sessions_nothing_is_said():
+    alone = replace(trace_of(16, [40], [[0, 1, 2]]), shared=None)
+    assert describe_reuse(alone) is None

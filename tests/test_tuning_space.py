@@ -83,7 +83,11 @@ def test_every_policy_can_be_searched(policy):
             "tune.space: memory_reserve: [a, true] is not a range within [0, 0.99]",
         ),
         ([], {"past-future.router": ["x"]}, "tune.space: router: x is not one of its choices"),
-        ([], {"slices.eager": [True]}, "tune.space: slices.eager: there is no policy 'slices'"),
+        (
+            [],
+            {"slices.eager": [True]},
+            "tune.space: slices.eager: there is no policy or router 'slices'",
+        ),
         (["slices"], {}, "tune.policies: there is no policy 'slices'"),
         (
             ["past-future-oracle"],

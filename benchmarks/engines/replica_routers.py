@@ -1,20 +1,29 @@
 """Routers side by side: replicas of a paged engine, simulated, on traces with and without sharing.
 
-    python -m benchmarks.engines.replica_routers [TRACE ...] [--replicas 8] [--loads 0.6 0.8 1.0]
+    python -m benchmarks.engines.replica_routers [TRACE ...] [--replicas 8] [--loads 0.8 1.0]
 
 Takes about two minutes for a trace of 12,000 requests. Needs nothing but the package: without TRACE
-it makes up a trace of sessions. Mooncake's conversation_trace.jsonl says what its prompts share.
+it makes up one of sessions and one of templates. Mooncake's conversation_trace.jsonl says what its
+prompts share.
 
 The engine has a made-up law of passes with the orders of magnitude of an 8B model on an H200. A
 load is a share of what round-robin serves when all requests wait at the start. The targets are a
 first token within 2 s and no gap between tokens above 0.2 s. With `--sizes` it measures instead
 what a request costs to simulate at several numbers of replicas, at the same load per replica.
+
+With `--regret N` it asks of N requests what would have been best: each is sent to every replica in
+turn, the others go where they went, and all is simulated again. So this oracle knows all lengths,
+caches and arrivals, past and to come, but decides one request at a time. The regret of a request is
+how many more requests would have met their targets, and how much lower the sum of all E2E latencies
+would have been, on the best replica for either.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from time import process_time
+from typing import Any
 
 import numpy as np
 
@@ -22,12 +31,15 @@ from benchmarks.common.command import make_parser
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
-from toolkit.routing.routers import ROUTERS, make_router
+from toolkit.metrics import meets_sla
+from toolkit.routing.replicas import RoutedRequest
+from toolkit.routing.routers import ROUTERS, Router, RouterView, make_router, targets_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Routing
 from toolkit.sim.world import World
+from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Sessions, Trace, trace_path
 from toolkit.traces.windows import scale_rate
@@ -63,31 +75,101 @@ def sessions(count: int, seed: int = 0) -> Trace:
     )
 
 
-def serve(trace: Trace, replicas: int, router: str) -> SimResult:
+def templates(seed: int = 0) -> Trace:
+    """Questions to 200 templates of 500 to 6,000 tokens, some of them asked often."""
+    content = SharedContent(256, 200, parse_lengths("uniform:500:6000"), zipf=0.9)
+    lengths = parse_lengths("uniform:50:800"), parse_lengths("uniform:50:400")
+    return replace(generate(Arrivals(40.0), 400.0, *lengths, seed, content), source="templates")
+
+
+@dataclass
+class RecordedRouter:
+    """Chooses as `inner` does and keeps the choices, or makes the choices that it is given."""
+
+    inner: Router
+    made: list[int] = field(default_factory=list)
+    given: Sequence[int] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+        if self.given:
+            return self.given[view.routed]
+        self.made.append(self.inner.choose(request, view))
+        return self.made[-1]
+
+
+def print_regret(trace: Trace, replicas: int, loads: list[float], names: list[str], n: int) -> None:
+    """The regret of `n` requests in the middle of a trace, under each router."""
+    print(f"\n## {trace.source}: regret per request, {n} of {len(trace):,} requests\n")
+    print("| load | router | goodput/s | best replica | good requests lost | seconds lost |")
+    print("|---|---|---|---|---|---|")
+    capacity = capacity_rps(trace, replicas)
+    for load in loads:
+        scaled = scale_rate(trace, load * capacity)
+        asked = np.linspace(0.3, 0.7, n) * len(scaled)
+        for name in names:
+            recorded = RecordedRouter(make_router(name, targets_of(name, TARGETS)))
+            own = serve(scaled, replicas, recorded)
+            found = []
+            for k in asked.astype(int).tolist():
+                options = {recorded.made[k]: _worth(own)}
+                for other in set(range(replicas)) - options.keys():
+                    given = [*recorded.made[:k], other, *recorded.made[k + 1 :]]
+                    forced = RecordedRouter(recorded.inner, given=given)
+                    options[other] = _worth(serve(scaled, replicas, forced))
+                good, seconds = options[recorded.made[k]]
+                most = max(each[0] for each in options.values())
+                least_s = min(each[1] for each in options.values())
+                found.append((most - good, seconds - least_s, least_s == seconds))
+            lost, late_s, best = np.array(found, dtype=float).mean(axis=0).tolist()
+            goodput = own.metrics(TARGETS)["goodput_rps"]
+            print(
+                f"| {load} | {name} | {goodput:.2f} | {100 * best:.0f} % | {lost:.2f} |"
+                f" {late_s:.2f} |",
+                flush=True,
+            )
+
+
+def _worth(result: SimResult) -> tuple[int, float]:
+    """How many requests met their targets, and the sum of all E2E latencies."""
+    served = result.served
+    return int(meets_sla(served, TARGETS).sum()), float((served.finish_s - served.arrival_s).sum())
+
+
+def capacity_rps(trace: Trace, replicas: int) -> float:
+    """Requests/s of round-robin when all requests wait at the start."""
+    waiting = replace(trace, arrival_s=np.zeros(len(trace)), sessions=None)
+    return serve(waiting, replicas, "round-robin").metrics(TARGETS)["throughput_rps"]
+
+
+def serve(trace: Trace, replicas: int, router: str | Router) -> SimResult:
     """The trace on so many replicas behind a router; turns of sessions arrive as the trace says."""
     engine = PagedEngine(LAW, BLOCKS, 16)
+    if isinstance(router, str):
+        router = make_router(router, targets_of(router, TARGETS))
     world = World(
         unit_step(),
         ZetaMemory(engine.capacity_tokens),
         replicas,
         int(trace.output_tokens.max()),
         paged=engine,
-        routing=Routing(make_router(router, {})),
+        routing=Routing(router),
         closed_loop=False,
     )
     return simulate(trace, POLICY, world)
 
 
-def print_routers(trace: Trace, replicas: int, loads: list[float]) -> None:
+def print_routers(trace: Trace, replicas: int, loads: list[float], names: list[str]) -> None:
     """One table for a trace: all routers at each load."""
-    waiting = replace(trace, arrival_s=np.zeros(len(trace)), sessions=None)
-    capacity = serve(waiting, replicas, "round-robin").metrics(TARGETS)["throughput_rps"]
+    capacity = capacity_rps(trace, replicas)
     print(f"\n## {trace.source}: {len(trace):,} requests, {replicas} replicas\n")
     print("| load | router | goodput/s | hits % | TTFT mean, p99 s | E2E mean s | CPU s |")
     print("|---|---|---|---|---|---|---|")
     for load in loads:
         scaled = scale_rate(trace, load * capacity)
-        for name in ROUTERS:
+        for name in names:
             start_s = process_time()
             found = serve(scaled, replicas, name).metrics(TARGETS)
             print(
@@ -99,14 +181,13 @@ def print_routers(trace: Trace, replicas: int, loads: list[float]) -> None:
             )
 
 
-def print_sizes(trace: Trace, loads: list[float]) -> None:
+def print_sizes(trace: Trace, loads: list[float], names: list[str]) -> None:
     """What a request costs at each number of replicas, at the same rate per replica."""
     print(f"\n## {trace.source}: microseconds of CPU per request\n")
     print("| router | " + " | ".join(f"{size} replicas" for size in SIZES) + " | ratio |")
     print("|---" * (len(SIZES) + 2) + "|")
-    waiting = replace(trace, arrival_s=np.zeros(len(trace)), sessions=None)
-    rate = loads[0] * serve(waiting, SIZES[0], "round-robin").metrics(TARGETS)["throughput_rps"]
-    for name in ROUTERS:
+    rate = loads[0] * capacity_rps(trace, SIZES[0])
+    for name in names:
         costs = []
         for size in SIZES:
             scaled = scale_rate(trace, rate * size / SIZES[0])
@@ -121,15 +202,24 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("traces", nargs="*")
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.6, 0.8, 1.0])
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0])
+    parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
+    parser.add_argument("--requests", type=int, help="of each trace: the first ones")
+    parser.add_argument("--regret", type=int, metavar="N")
     parser.add_argument("--sizes", action="store_true")
     given = parser.parse_args()
-    traces = [read_trace(trace_path(name))[0] for name in given.traces] or [sessions(2_000)]
-    for trace in traces:
+    traces = [read_trace(trace_path(name))[0] for name in given.traces] or [
+        sessions(2_000),
+        templates(),
+    ]
+    for whole in traces:
+        trace = whole.take(np.arange(min(given.requests or len(whole), len(whole))))
         if given.sizes:
-            print_sizes(trace, given.loads)
+            print_sizes(trace, given.loads, given.routers)
+        elif given.regret:
+            print_regret(trace, given.replicas, given.loads, given.routers, given.regret)
         else:
-            print_routers(trace, given.replicas, given.loads)
+            print_routers(trace, given.replicas, given.loads, given.routers)
 
 
 if __name__ == "__main__":

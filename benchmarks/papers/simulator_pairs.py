@@ -6,10 +6,14 @@ Takes half a minute for each policy, load and number of workers. Needs a trace, 
 the commit to compare with: git worktree add FOLDER COMMIT.
 
 Processor time of the loop, or with `--whole` of `simulate`, which also makes the requests and
-computes metrics. Each repeat runs the other checkout, this one in plain Python and, if it was
-compiled, this one compiled, one after the other, each in a process of its own; the median counts.
+counts. For each row the other checkout runs, then this one in plain Python and, if it was compiled,
+this one compiled, one after the other, each in a process of its own that takes the median of
+`--repeats` runs.
+
 The world and the trace are those of `benchmarks/papers/simulator_speed.py`, and `load` multiplies
-the trace's rate, which is scaled with the workers. The times of all tokens must be equal.
+the trace's rate, which is scaled with the workers. First and last tokens and the largest gaps must
+be equal to the last bit. Policies of `--changed` may differ from the other checkout: those with
+decisions that were corrected since.
 """
 
 from __future__ import annotations
@@ -20,63 +24,77 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[2]
 POLICIES = "conservative,fcfs,aggressive,past-future,slice,mlfq,baton,past-future-sla"
-POLICIES += ",slice-continuous"
+POLICIES += ",slice-continuous,vllm"
 # Requests of a run where a policy takes several times as long as the others.
 SHORTER = {"mlfq": 4000, "past-future-sla": 6000, "slice-continuous": 6000}
+WARM_UP = 500  # requests that compile the kernels
+BLOCK_TOKENS, CAPACITY_TOKENS = 16, 33_792
 
 
-def child(trace_file: str, policy: str, load: float, workers: int, whole: bool) -> None:
-    """Print the seconds per request and a digest, of the checkout that Python finds first."""
+def child(
+    trace_file: str, policy: str, load: float, workers: int, whole: bool, repeats: int
+) -> None:
+    """Print the seconds per request, the median of `repeats` runs, and a digest, of the checkout
+    that Python finds first.
+
+    It takes few names from the checkout, so that it runs with old ones.
+    """
     import numpy as np
 
     from toolkit.estimators.laws import bilinear_law
     from toolkit.estimators.memory import ZetaMemory
+    from toolkit.estimators.steps import StepLaw
     from toolkit.sched.policies import make_policy
-    from toolkit.sched.scheduler import Scheduler
-    from toolkit.sim.api import requests_of, simulate, virtual_workers
-    from toolkit.sim.ledger import Ledger
-    from toolkit.sim.loop import run
+    from toolkit.sched.policies.vllm import VllmPolicy
+    from toolkit.sim import api
+    from toolkit.sim.paged_engine import PagedEngine
     from toolkit.sim.world import World
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import Trace
-    from toolkit.traces.windows import mean_rate, scale_rate
 
     law = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
-    world = World(law, ZetaMemory(33_792, zeta=0.9), workers, 1024)
+    passes = StepLaw(0.022956, 2e-4, 1e-3, 3.5421e-6, 0.0, (1.3e-4,))
+    engine = PagedEngine(passes, CAPACITY_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS)
+    memory = ZetaMemory(CAPACITY_TOKENS, zeta=0.9)
+    world = World(law, memory, workers, 1024, paged=engine)
     read, _ = read_trace(Path(trace_file))
-    read = scale_rate(read, mean_rate(read) * load * workers / 8)
+    arrival_s = read.arrival_s * (8 / load / workers)
     count = SHORTER.get(policy, len(read))
-    part = slice(count)
-    lengths = read.prompt_tokens[part], read.output_tokens[part]
-    trace = Trace(read.arrival_s[part], *lengths, read.max_tokens[part])
-    chosen = make_policy(policy, {})
+    chosen = VllmPolicy() if policy == VllmPolicy.name else make_policy(policy, {})
+    loop_s = 0.0
 
-    def once() -> tuple[float, Any]:
-        if whole:
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def loop(*args: Any, **options: Any) -> Any:
+            nonlocal loop_s
             start_s = process_time()
-            served = simulate(trace, chosen, world).served
-            return process_time() - start_s, (served.first_token_s, served.finish_s)
-        requests, outputs = requests_of(trace, world.max_new_tokens)
-        ledger = Ledger(trace.arrival_s.tolist(), outputs, workers)
-        scheduler = Scheduler(chosen, world.scheduled())
-        virtual = virtual_workers(chosen, world, ledger, requests)
-        start_s = process_time()
-        run(scheduler, requests, virtual)
-        seconds = process_time() - start_s
-        return seconds, (ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s)
+            found = call(*args, **options)
+            loop_s = process_time() - start_s
+            return found
 
-    once()  # compiles the kernels and warms up
-    seconds, times = once()
+        return loop
+
+    if not whole:
+        for name in ("run", "serve"):
+            setattr(api, name, timed(getattr(api, name)))
+    taken: list[float] = []
+    for requests in (WARM_UP, *[count] * repeats):
+        part = slice(requests)
+        lengths = read.prompt_tokens[part], read.output_tokens[part]
+        trace = Trace(arrival_s[part], *lengths, read.max_tokens[part])
+        start_s = process_time()
+        served = api.simulate(trace, chosen, world).served
+        taken.append(process_time() - start_s if whole else loop_s)
     found = hashlib.sha256()
-    for column in times:
+    for column in (served.first_token_s, served.finish_s, served.max_gap_s):
         found.update(np.asarray(column, dtype="<f8").tobytes())
-    print(json.dumps([seconds / count, found.hexdigest()]))
+    print(json.dumps([statistics.median(taken[1:]) / count, found.hexdigest()]))
 
 
 def seconds_of(tree: Path, compiled: str, case: list[str]) -> tuple[float, str]:
@@ -100,6 +118,7 @@ def main() -> None:
     parser.add_argument("--policies", default=POLICIES)
     parser.add_argument("--loads", default="0.4,1")
     parser.add_argument("--workers", default="8,512")
+    parser.add_argument("--changed", default="", metavar="POLICIES")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--whole", action="store_true")
     options = parser.parse_args()
@@ -113,16 +132,13 @@ def main() -> None:
     for policy in options.policies.split(","):
         for load in options.loads.split(","):
             for workers in options.workers.split(","):
-                case = [str(options.trace), policy, load, workers, str(int(options.whole))]
-                runs = [
-                    [seconds_of(tree, compiled, case) for _, tree, compiled in kinds]
-                    for _ in range(options.repeats)
-                ]
-                if len({digest for row in runs for _, digest in row}) > 1:
+                case = [str(options.trace), policy, load, workers]
+                case += [str(int(options.whole)), str(options.repeats)]
+                runs = [seconds_of(tree, compiled, case) for _, tree, compiled in kinds]
+                new = int(policy in options.changed.split(","))  # the first kind that is compared
+                if len({digest for _, digest in runs[new:]}) > 1:
                     raise SystemExit(f"{policy}, load {load}, {workers} workers: times differ")
-                medians = [
-                    statistics.median([row[k][0] for row in runs]) for k in range(len(kinds))
-                ]
+                medians = [seconds for seconds, _ in runs]
                 cells = [f"{1e6 * seconds:.1f}" for seconds in medians]
                 cells += [f"{medians[0] / seconds:.1f}" for seconds in medians[1:]]
                 print(f"| {policy} | {load} | {workers} | {' | '.join(cells)} |", flush=True)
@@ -130,7 +146,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        file, name, rate, fleet, everything = sys.argv[2:]
-        child(file, name, float(rate), int(fleet), everything == "1")
+        file, name, rate, fleet, everything, times = sys.argv[2:]
+        child(file, name, float(rate), int(fleet), everything == "1", int(times))
     else:
         main()

@@ -7,12 +7,13 @@ Takes minutes: about one per policy, more with `--most 1000000`, and about a min
 `--quick`. Needs nothing; a C compiler for the loop in C.
 
 Requests per second of processor time, loop only, on one core. The world is that of
-`benchmarks/papers/simulator_speed.py`; the trace is made up, and its
-rate is `load` times what the workers can serve, approximately. To compare machines, the same run
-also measures a loop in Python and, with a compiler, one in C. They do the least that a simulator of
-one queue can do: compute the start and the end of each request. Each row is divided by them as
-well. `--policies all` takes every policy but the oracles. The first line says whether compiled code
-or plain Python ran; `LLMCTL_COMPILED=0` forces the latter. `--json` keeps the rows.
+`benchmarks/papers/simulator_speed.py`; the trace is made up, and its rate is `load` times what the
+workers can serve, approximately. To compare machines, the same run also measures a loop in Python
+and, with a compiler, one in C. They do the least that a simulator of one queue can do: compute the
+start and the end of each request. Each row is divided by them as well. Two ratios follow: the cost
+of a request with 512 workers over that with 8, and with ten times the backlog. `--policies all`
+takes every policy but the oracles. The first line says whether compiled code or plain Python ran;
+`LLMCTL_COMPILED=0` forces the latter. `--json` keeps the rows.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from toolkit.sim.loop import run
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
-WORKERS = (8, 64, 256, 1024)
+WORKERS = (8, 64, 512, 1024)
 LOADS = (0.3, 1.0, 3.0)
 REQUESTS = (10_000, 100_000, 1_000_000)
 DEFAULT = 8, 0.5, 10_000  # workers, load and requests of the rows in which another of them varies
+BACKLOG = 8, 3.0, 100_000  # ten times the requests, and so the backlog, of another row
 PER_WORKER = 60  # requests of a row with many workers, at least
 SERVED_RPS = (
     0.25  # requests per second that a worker of this world serves, approximately: conservative 0.27
@@ -160,7 +162,7 @@ def measure(policies: Sequence[str], most: int, repeats: int, per_worker: int) -
     for policy in policies:
         plans = {(count, load, max(requests, per_worker * count)) for count in WORKERS}
         plans |= {(workers, other, requests) for other in LOADS}
-        plans |= {(workers, load, count) for count in REQUESTS}
+        plans |= {(workers, load, count) for count in REQUESTS} | {BACKLOG}
         for plan in sorted(plans):
             if plan[2] > most:
                 continue
@@ -173,6 +175,32 @@ def measure(policies: Sequence[str], most: int, repeats: int, per_worker: int) -
                 flush=True,
             )
     return Measured(code.compiled, python_rps, c_rps, found)
+
+
+def print_growth(rows: Sequence[Row]) -> None:
+    """Print how the cost of a request grows with workers and with the backlog."""
+    workers, load, _ = DEFAULT
+    seconds = {
+        (row.policy, row.workers, row.load, row.requests >= BACKLOG[2]): 1.0 / row.rate_rps
+        for row in rows
+        if row.load != load or row.requests < BACKLOG[2]
+    }
+    print("\n| policy | us/request, 512 workers over 8 | 10 times the backlog |\n|---|---:|---:|")
+    for policy in dict.fromkeys(row.policy for row in rows):
+        few, many, short, long = (
+            seconds.get((policy, *key))
+            for key in (
+                (workers, load, False),
+                (512, load, False),
+                (workers, BACKLOG[1], False),
+                (workers, BACKLOG[1], True),
+            )
+        )
+        cells = [
+            f"{after / before:.2f}" if before and after else ""
+            for before, after in ((few, many), (short, long))
+        ]
+        print(f"| {policy} | {' | '.join(cells)} |")
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
@@ -235,6 +263,7 @@ def main() -> None:
         policies = sorted(POLICIES.keys() - ORACLES)
     size = options.most, options.repeats, PER_WORKER
     measured = measure(policies, *(QUICK if options.quick else size))
+    print_growth(measured.rows)
     if options.json:
         options.json.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
         print(f"\nwrote {options.json}")

@@ -4,8 +4,8 @@
 
 Takes seconds. Needs the log of `make demo`, which takes about five minutes.
 
-Writes docs/pictures/demo.svg and docs/results/demo.md. Dots in the transcript mark what is left
-out; nothing else is edited.
+Writes docs/pictures/demo.svg, and the transcript in docs/results/demo.md. Dots there mark what is
+left out; nothing else is edited. Write the page's tables by hand, from the same output.
 """
 
 from __future__ import annotations
@@ -24,29 +24,22 @@ from benchmarks.common.command import make_parser
 DOCS = ROOT / "docs"
 DOTS = "..."
 WIDTH = 82
-HEAD = """\
-# What `make demo` prints
-
-{about} Dots mark omitted lines. `python -m benchmarks.serving.demo_page demo.log` makes this page
-from the run's output.
-
-```text
-{text}
-```
-"""
+TRANSCRIPT = re.compile(r"(?<=^```text\n).*?(?=\n```$)", re.DOTALL | re.MULTILINE)
 PROMISE, END = "^what tune promised", r"^rc \d|^real\t"
 # Parts of the output: from a line that matches the first pattern to before the next line that
 # matches the second.
-PROFILE = [("== 1/6", r"^\d+ points skipped|^\d+ points,")]
-FIT = [("== 2/6", "^coefficients")]
+FIT = [(r"== 2/\d", "^coefficients")]
 TUNE = [
-    ("== 3/6", "^trace: |^warning: "),
-    ("^the best settings beside", "^how far goodput moves"),
+    (r"== 3/\d", "^trace: |^warning: "),
     ("^the target that binds", "^analytic|^wrote|^validation"),
 ]
-SERVE = [("== 4/6", "^ what "), ("== 5/6", "^trace: |^warning: ")]
-SLS = [("== 6/6", r"^\$ "), (PROMISE, END)]
-PICTURE = [("== 4/6", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PROMISE, END)]
+SERVE = [
+    (r"== 5/\d", "^trace: |^warning: "),
+    (r"== 6/\d", r"^\$ "),
+    (r"== 7/\d", r"^wrote|^error"),
+    (PROMISE, END),
+]
+PICTURE = [(r"== 4/\d", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PROMISE, END)]
 
 
 def part(lines: Sequence[str], start: str, end: str, after: int) -> tuple[list[str], int]:
@@ -82,8 +75,8 @@ def picture(lines: Sequence[str]) -> str:
 
 
 def transcript(lines: Sequence[str]) -> str:
-    """All stages, shortened."""
-    return "\n".join(parts(lines, [*PROFILE, *FIT, *TUNE, *SERVE, *SLS], dots=True)).rstrip()
+    """The fit, the tuning and the comparison, shortened."""
+    return "\n".join(parts(lines, [*FIT, *TUNE, *SERVE], dots=True)).rstrip()
 
 
 def read(path: Path) -> list[str]:
@@ -95,13 +88,12 @@ def read(path: Path) -> list[str]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("log", type=Path)
-    parser.add_argument("--about", default="On two shared virtual cores (AMD EPYC), no GPU.")
     given = parser.parse_args()
     lines = read(given.log)
     (DOCS / "pictures" / "demo.svg").write_text(picture(lines), encoding="utf-8")
-    (DOCS / "results" / "demo.md").write_text(
-        HEAD.format(about=given.about, text=transcript(lines)), encoding="utf-8"
-    )
+    page = DOCS / "results" / "demo.md"
+    before = page.read_text(encoding="utf-8")
+    page.write_text(TRANSCRIPT.sub(lambda _: transcript(lines), before, count=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

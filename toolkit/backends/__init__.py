@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 from toolkit.engine_traits import attribute, traits_of
 
 if TYPE_CHECKING:  # for types only: code inside an engine's own process imports this package too
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -121,6 +121,41 @@ class Checks(Protocol):
 
     def check(self, recipe: Recipe) -> Check:
         """Return one line for `llmctl doctor`."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class ServerCommand:
+    """One server of an engine, as another program than llmctl starts it, such as a container.
+
+    Attributes:
+        command: the program and what it serves; `flags`, the address and the drain follow.
+        flags: words with the source of their values, in the order of the command line.
+        environment: what it needs, besides writable folders.
+        drain: the flag for the seconds that running requests get after SIGTERM.
+        health: the path that answers 200 once the server is loaded, and while it lives.
+        image: the pinned image that has the engine; `image_source` says where it comes from.
+        plan_variable: names the plan's file for code of llmctl inside the engine; '': it runs none.
+        python_variable: names the engine's Python for `llmctl serve`; '': the plan names it.
+    """
+
+    command: Sequence[str]
+    flags: Sequence[tuple[Sequence[str], str]]
+    environment: Mapping[str, str]
+    drain: str
+    health: str
+    image: str
+    image_source: str
+    plan_variable: str = ""
+    python_variable: str = ""
+
+
+@runtime_checkable
+class DescribesServer(Protocol):
+    """A backend that describes its engine's server, for replicas behind llmctl's front."""
+
+    def described(self, plan: Plan, served_model: str) -> ServerCommand:
+        """Describe one server of the plan's recipe."""
         ...
 
 

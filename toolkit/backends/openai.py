@@ -1,11 +1,11 @@
 """The backend of a server that runs already: any that speaks OpenAI's completions API.
 
 The server is timed from outside. Requests of one measurement are sent together, each with its own
-random prompt, so that no prefix cache helps. A prefill of [N, L] is N requests for one token, from
-their due time to the last answer, connections included. A decode step of N rows comes from N
-requests for several tokens: the time between the first and the last token of the request that got
-its first token last, while all N decode. How the server schedules them inside is unknown: these are
-the times that its clients see.
+random prompt, so that no prefix cache helps; what one would save is measured apart. A prefill of
+[N, L] is N requests for one token, from their due time to the last answer, connections included. A
+decode step of N rows comes from N requests for several tokens: the time between the first and the
+last token of the request that got its first token last, while all N decode. How the server
+schedules them inside is unknown: these are the times that its clients see.
 
 Order: the server's facts, `Endpoint` (requests), the benches, and `EndpointWorkers` (whole slices).
 """
@@ -21,11 +21,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from toolkit.endpoints.target import Dialect, Metric, Target, find_target, learn, scrape, version
+from toolkit.endpoints.target import (
+    Dialect,
+    Metric,
+    Prompt,
+    Target,
+    find_target,
+    learn,
+    scrape,
+    version,
+)
 from toolkit.endpoints.wire import ClientConnection, Sample, loop_factory
 from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput
 from toolkit.errors import EngineError, InputError
-from toolkit.files.profile import SAFE_VOCABULARY, EngineFacts
+from toolkit.files.profile import SAFE_VOCABULARY, EngineFacts, HitPoint
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.bench import Unmeasurable, visit
 from toolkit.profiling.grid import GridPoint, SliceShape
@@ -40,6 +49,7 @@ STEPS = 48
 # A request that gets its first token early is sent with this many times the tokens of its lead.
 LEAD_MARGIN = 1.25
 EARLY_SHARE = 0.25  # of the timed steps may lack rows that have ended
+HIT_VISITS = 5  # prompts of each length that are sent twice
 TRIES = 4  # attempts to let all rows of a decode step run at once
 GROUP_TIMEOUT_S = 300.0  # bound on one group of requests
 FAILURES_MAX = 5  # in a row: the server is gone
@@ -136,16 +146,31 @@ class Endpoint:
         Raises `Unmeasurable` with the first failure, or if an output has another length than
         requested.
         """
+        prompts = [self.prompt(sample.prompt_tokens) for sample in samples]
+        return await self.send(samples, prompts, start_s)
+
+    async def twice(self, length: int) -> tuple[Sample, Sample]:
+        """Send a prompt for one token, and the same prompt again when that has ended.
+
+        Raises like `at_times`.
+        """
+        prompts = [self.prompt(length)]
+        (new,) = await self.send([Sample(0.0, length, 1)], prompts)
+        (again,) = await self.send([Sample(0.0, length, 1)], prompts)
+        return new, again
+
+    def prompt(self, tokens: int) -> Prompt:
+        """A random prompt, which no cache holds."""
+        return self.dialect.prompt(self._rng, tokens, self._vocab_size)
+
+    async def send(
+        self, samples: list[Sample], prompts: Sequence[Prompt], start_s: float | None = None
+    ) -> list[Sample]:
+        """`at_times` with these prompts."""
         dialect, model = self.dialect, self.target.model
         requests = [
-            self._connection.request(
-                dialect.request(
-                    model,
-                    dialect.prompt(self._rng, sample.prompt_tokens, self._vocab_size),
-                    sample.wanted_tokens,
-                )
-            )
-            for sample in samples
+            self._connection.request(dialect.request(model, prompt, sample.wanted_tokens))
+            for sample, prompt in zip(samples, prompts, strict=True)
         ]
 
         zero_s = time.perf_counter() if start_s is None else start_s
@@ -241,6 +266,28 @@ class EndpointBench(ServerBench):
         """See `TimedEngine.time`. Raises `EngineError` if the server no longer answers."""
         measure = self._prefill_s if point.kind == "prefill" else self._decode_s
         return visit(lambda: measure(point), warmups)
+
+    def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
+        """See `CachingEngine.time_hits`. A length that cannot be measured is left out."""
+        found = []
+        for length in lengths:
+            if length >= self.facts.max_model_len:
+                continue
+            try:
+                with self.counting_failures():
+                    pairs = [
+                        self._runner.run(self._endpoint.twice(length)) for _ in range(HIT_VISITS)
+                    ]
+            except Unmeasurable:
+                continue
+            new_s, again_s = (
+                [one.first_token_s for one in side] for side in zip(*pairs, strict=True)
+            )
+            cached = pairs[-1][1].cached_tokens
+            found.append(
+                HitPoint(prompt_tokens=length, new_s=new_s, again_s=again_s, cached_tokens=cached)
+            )
+        return found
 
     def _prefill_s(self, point: GridPoint) -> float:
         samples = self._together([point.length] * point.batch_size, [1] * point.batch_size)

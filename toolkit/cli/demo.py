@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -29,6 +29,14 @@ OVERLOAD = 2.5  # rate of arrivals, as a multiple of the tuned policy's predicte
 REPLAY_S = 24.0  # about the time that the tuned policy needs for the replayed requests
 WARMUP_S = 12.0  # of other requests before each replay
 START_TIMEOUT_S = 120.0
+# The last step: prompts that share a beginning. The demo's engine has no prefix cache, so vLLM is
+# simulated, which has one by default, on laws from data sheets.
+SHARING = (
+    "--rate 10 --duration 60 --system-tokens 1000 --templates 20 --template-tokens uniform:500:2000"
+    " --prompt lognormal:150:0.7 --output lognormal:150:0.6"
+)
+SHARING_FIT = "llama-3.1-8b-h200"
+SHOWN = ("hit_percent", "throughput_rps", "ttft_mean_s", "ttft_p99_s", "tpot_mean_s")
 COMPARED = ("throughput_rps", "goodput_rps", "ttft_mean_s", "e2e_mean_s", "e2e_p95_s")
 FILES = ("profile", "fit", "tuning", "plan", "plan-sls", "bench-tuned", "bench", "bench-sls")
 
@@ -47,7 +55,8 @@ def command(
     sequence-level scheduling.
 
     First the tuned server gets the tuned rate, and is compared with the promise of `tune`; then
-    both schedulers get more requests than they can serve. Each step is one command, shown before it
+    both schedulers get more requests than they can serve. Last, vLLM is simulated on prompts that
+    share a beginning, with its prefix cache and without. Each step is one command, shown before it
     runs; its files stay in the output folder.
     """
     from toolkit.cli.output import emit
@@ -61,24 +70,26 @@ def command(
     )
     start = time.monotonic()
     stage = Stages(sys.stderr if as_json else sys.stdout)
-    stage.title("1/6  measure the engine")
+    stage.title("1/7  measure the engine")
     stage.llmctl("profile", recipe, "--out", profile)
-    stage.title("2/6  fit how time and memory behave")
+    stage.title("2/7  fit how time and memory behave")
     stage.llmctl("fit", profile, "--out", fit)
-    stage.title("3/6  search the scheduler's parameters on the trace")
+    stage.title("3/7  search the scheduler's parameters on the trace")
     allowed = stage.tune(recipe, "--fit", fit, "--trace", trace, "--out", tuning)
     promised = read_file(Tuning, tuning)
-    stage.title("4/6  serve what was found, at the rate that it was tuned for")
+    stage.title("4/7  serve what was found, at the rate that it was tuned for")
     stage.llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
     excerpt = overload(open_recipe(recipe), plan, trace)
     with stage.server(plan, *allowed) as url:
         stage.bench(url, plan, trace, _tuned_window(promised), bench_tuned)
-        stage.title("5/6  the same server at an overload")
+        stage.title("5/7  the same server at an overload")
         stage.bench(url, plan, trace, excerpt, bench)
-    stage.title("6/6  the same requests, workers and memory under sequence-level scheduling (SLS)")
+    stage.title("6/7  the same requests, workers and memory under sequence-level scheduling (SLS)")
     fixed = ["--policy", "sequence", "--set", f"batch_size={_safe_rows(fit)}"]
     stage.llmctl("render", recipe, "--fit", fit, *fixed, "--out", plan_sls)
     stage.serve_and_bench(plan_sls, trace, excerpt, bench_sls)
+    stage.title("7/7  prompts that share a beginning: vLLM's prefix cache, simulated")
+    sharing = simulate_sharing(stage, out)
     page = out / "report.html"
     stage.llmctl("report", plan, "--out", page)
     tuned, scls, sls = (read_file(BenchReport, path) for path in (bench_tuned, bench, bench_sls))
@@ -88,6 +99,7 @@ def command(
         {key: {"sls": sls.measured[key], "scls": scls.measured[key]} for key in COMPARED},
         str(page),
         time.monotonic() - start,
+        sharing,
     )
     emit(as_json, result, lambda: _show(result, out))
 
@@ -109,13 +121,16 @@ class Held:
 
 @dataclass(slots=True, frozen=True)
 class Achieved:
-    """The result of the demo: at the tuned rate, and under overload by metric and scheduler."""
+    """The result of the demo: at the tuned rate, under overload by metric and scheduler, and by
+    metric what was simulated with a prefix cache and without.
+    """
 
     request_rate_rps: float
     promise: list[Held]
     overload: dict[str, dict[str, float]]
     report: str
     took_s: float
+    sharing: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -156,6 +171,17 @@ class Stages:
         if code not in (0, survives):
             raise typer.Exit(code)
         return code
+
+    def metrics(self, *words: object) -> dict[str, float]:
+        """Run one command with `--json`; the numbers that it prints, by name."""
+        import json
+
+        line = [str(word) for word in (*words, "--json")]
+        self.say(f"$ llmctl {shlex.join(line)}")
+        done = subprocess.run([sys.executable, "-m", "toolkit", *line], stdout=subprocess.PIPE)
+        if done.returncode:
+            raise typer.Exit(done.returncode)
+        return {key: value for key, value in json.loads(done.stdout).items() if key in SHOWN}
 
     def tune(self, *words: object) -> list[str]:
         """Run `llmctl tune`. Where no setting keeps the limits: the option that allows that."""
@@ -286,6 +312,16 @@ def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
     return ["--rate", f"{OVERLOAD * capacity:.1f}", "--duration", f"{REPLAY_S / OVERLOAD:.1f}"]
 
 
+def simulate_sharing(stage: Stages, out: Path) -> dict[str, dict[str, float]]:
+    """The metrics of made prompts under vLLM, by metric with its prefix cache and without."""
+    trace = out / "shared.jsonl"
+    stage.llmctl("trace", "generate", "--out", trace, *SHARING.split())
+    words = ["simulate", "--trace", trace, "--fit", SHARING_FIT, "--policy", "vllm"]
+    cached = stage.metrics(*words)
+    whole = stage.metrics(*words, "--set", "prefix_caching=false")
+    return {key: {"without": whole[key], "with": cached[key]} for key in SHOWN}
+
+
 def _safe_rows(fit: Path) -> int:
     """SLS's fixed batch: as many of the longest possible requests as surely fit into memory."""
     import numpy as np
@@ -329,6 +365,10 @@ def _show(result: Achieved, folder: Path) -> None:
     table(
         ["measured live, same requests", "SLS", "SCLS, tuned", ">ratio"], ratios, "under overload"
     )
+    shared = [[key, both["without"], both["with"]] for key, both in result.sharing.items()]
+    if shared:
+        titles = ["simulated, vLLM on an H200", ">no prefix cache", ">its default"]
+        table(titles, shared, "prompts that share a beginning, laws from data sheets")
     print(f"the demo took {seconds(result.took_s)}; its files are in {folder}/")
     print(f"the page about it: {result.report}\n")
     print(textwrap.fill(result.text, WIDTH))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
-from toolkit.cli.output import emit, note, number, progress, seconds, size, table
+from toolkit.cli.output import emit, note, number, percent, progress, seconds, size, table
 
 if TYPE_CHECKING:
-    from toolkit.files.profile import Profile, RoundsProfile
+    from toolkit.files.profile import HitPoint, Profile, RoundsProfile
     from toolkit.profiling.run import ProfileEstimate
 
 OutOption = Annotated[Path, typer.Option("--out", help="Write the profile to this file.")]
@@ -67,7 +68,7 @@ def command(
         return
     others = OtherLoad()
     with ExitStack() as stack:
-        loaded = open_recipe(recipe)
+        loaded = open_recipe(recipe).measured
         timed = backend_of(loaded.engine.name).timed
         measured = profile(loaded, recipe, out, TerminalWatch(stack), fresh=fresh, timed=timed)
     write_file(measured, out)
@@ -88,7 +89,7 @@ def _profile_analytically(
 
     if not analytic:
         raise InputError("--like needs --analytic", "add --analytic")
-    loaded = open_recipe(recipe)
+    loaded = open_recipe(recipe).measured
     basis = None
     if like is not None:
         measured, made_with = like[0], recipe_path(like[1])
@@ -169,10 +170,25 @@ def show(profile: Profile) -> None:
         note(f"at most {facts.max_rows} requests ran at once")
     for lacking in facts.lacks:
         note(f"the server does not accept {lacking}")
+    if profile.hits:
+        _show_hits(profile.hits)
     if profile.rounds:
         _show_rounds(profile.rounds)
     for reason, count in Counter(point.reason for point in profile.failed).items():
         note(f"{_points(count)} not measured: {reason}")
+
+
+def _show_hits(hits: Sequence[HitPoint]) -> None:
+    from statistics import median
+
+    rows: list[tuple[object, ...]] = []
+    for point in hits:
+        new_s, again_s = median(point.new_s), median(point.again_s)
+        cached = "not said" if point.cached_tokens is None else point.cached_tokens
+        saved = percent(100.0 * (again_s / new_s - 1.0))
+        rows.append((point.prompt_tokens, seconds(new_s), seconds(again_s), saved, cached))
+    titles = [">L", ">first token", ">sent again", ">change", ">from the cache"]
+    table(titles, rows, "the same prompt twice, median: what a prefix cache saves")
 
 
 def _show_rounds(rounds: RoundsProfile) -> None:

@@ -139,6 +139,13 @@ class RenderOptions:
     program: Annotated[
         str, _cluster(help="Path of llmctl on the machine that runs the systemd unit.")
     ] = "/opt/llmctl/bin/llmctl"
+    replica_image: Annotated[
+        str,
+        _cluster(help="Image of an engine's own server, pinned; default: the engine's tried one."),
+    ] = ""
+    replica_python: Annotated[
+        str, _cluster(help="Path of the engine's Python on the machine that runs the units.")
+    ] = "/opt/vllm/bin/python"
     as_json: JsonOption = False
 
 
@@ -321,6 +328,8 @@ def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
         given.program,
         str(folder.absolute()),
         tuple(given.gpu_product or ()),
+        given.replica_image,
+        given.replica_python,
     )
     name = given.trace or shipped_trace(made.plan)
     trace = read_trace(trace_path(name))[0] if name else None

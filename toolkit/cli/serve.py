@@ -377,7 +377,7 @@ def command(given: ServeOptions) -> None:
         start_gateway(gateway, certificate=given.ssl_certfile, as_json=given.as_json)
     elif isinstance(backend, Serves):
         order = _server_order(given, plan, access, ray)
-        start_server(backend, order, as_json=given.as_json)
+        start_server(backend, order, manager, as_json=given.as_json)
     else:
         launch = _launch(given, plan, access, ray, manager)
         start(launch, certificate=given.ssl_certfile, strict=given.strict, as_json=given.as_json)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from toolkit.gateway.launch import GatewayLaunch
     from toolkit.serve.access import Callers
     from toolkit.serve.drift import DriftCheck
-    from toolkit.serve.launch import Launch
+    from toolkit.serve.launch import Launch, Manager
     from toolkit.serve.rereading import WatchedFiles
 
     Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
@@ -328,8 +328,11 @@ def start(order: Launch, *, certificate: Path | None, strict: bool, as_json: boo
         memory.ended(launch(order, on_ready, lambda found: judge(found, strict=strict, say=note)))
 
 
-def start_server(backend: Serves, order: ServerOrder, *, as_json: bool) -> None:
-    """Start the server of an engine that is one itself, and serve until a signal ends it."""
+def start_server(backend: Serves, order: ServerOrder, manager: Manager, *, as_json: bool) -> None:
+    """Start the server of an engine that is one itself, and serve until a signal ends it.
+
+    `manager` is told when it is ready.
+    """
     from toolkit.sched.policies import make_any, refuse_unservable
 
     plan = order.plan
@@ -340,6 +343,7 @@ def start_server(backend: Serves, order: ServerOrder, *, as_json: bool) -> None:
 
         def on_ready(url: str) -> None:
             memory.ready(url, order.served_model, plan)
+            manager.tell("READY=1")
             _announce(as_json, url, order.served_model, plan)
 
         memory.ended(backend.launch(order, on_ready))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from toolkit.files.recipe import Recipe
     from toolkit.sched.policies.parameters import Value
     from toolkit.sched.types import Refusal
+    from toolkit.sim.api import SimResult
     from toolkit.sim.world import World
     from toolkit.traces.types import Trace
 
@@ -264,6 +265,52 @@ def unfinished_notes(metrics: Mapping[str, float]) -> list[str]:
     ]
 
 
+def _routed(world: World, targets: Mapping[str, float], failures: Path | None) -> World:
+    """The world whose router has the targets, and whose replicas fail as a file says."""
+    from dataclasses import replace
+
+    from toolkit.routing.routers import make_router, targets_of
+    from toolkit.sched.policies.parameters import parameters
+    from toolkit.sim.replicas import Routing, read_outages
+
+    routing = world.routing or Routing()
+    if failures is not None:
+        routing = replace(routing, outages=read_outages(failures, world.size))
+    elif world.routing is None:
+        return world
+    router, own = routing.router, parameters(routing.router)
+    given = {k: v for k, v in targets_of(router.name, targets).items() if not own[k]}
+    routing = replace(routing, router=make_router(router.name, own | given))
+    return replace(world, routing=routing)
+
+
+def _quiet(world: World) -> World:
+    """The same world without failures of replicas."""
+    from dataclasses import replace
+
+    assert world.routing is not None
+    return replace(world, routing=replace(world.routing, outages=()))
+
+
+def _failure_notes(
+    result: SimResult, targets: Mapping[str, float], quiet: Callable[[], SimResult]
+) -> list[str]:
+    """What failures of replicas cost: a line for each metric, without and with them."""
+    from toolkit.cli.output import number
+
+    moved = result.counters.get("moved_requests", 0.0)
+    if not moved:
+        return []
+    tokens = result.counters["recomputed_tokens"]
+    lines = [f"{moved:,.0f} times a request went on elsewhere, {tokens:,.0f} tokens sent again"]
+    before, after = quiet().metrics(targets), result.metrics(targets)
+    return lines + [
+        f"  {name}: {number(before[name])} without failures, {number(after[name])} with"
+        for name in ("goodput_rps", "ttft_p99_s", "e2e_mean_s", "mtpot_p99_s")
+        if name in before and name in after
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions(StageOptions):
     """The command line of `llmctl simulate`."""
@@ -276,6 +323,14 @@ class SimulateOptions(StageOptions):
     ] = "slice"
     rate: Annotated[
         float | None, typer.Option(help="Scale arrivals to this many requests per second.")
+    ] = None
+    replica_failures: Annotated[
+        Path | None,
+        typer.Option(
+            "--replica-failures",
+            help="JSON lines of replicas that die or drain, and when they come back; the result "
+            "says what that costs.",
+        ),
     ] = None
     as_json: JsonOption = False
 
@@ -307,7 +362,10 @@ def command(given: SimulateOptions) -> None:
     note_rest(requests)
     for line in sharing_notes(requests, [given.policy]):
         note(line)
+    world = _routed(world, targets, given.replica_failures)
     result = simulate(requests, chosen, world)
+    for line in _failure_notes(result, targets, lambda: simulate(requests, chosen, _quiet(world))):
+        note(line)
     metrics = result.metrics(targets)
     for line in [*refusal_notes(result.refusals), *world_notes(world, given.policy, metrics)]:
         note(line)

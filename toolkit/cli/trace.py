@@ -482,7 +482,8 @@ def _show_reuse(reuse: PromptReuse) -> None:
         f"reuse: {reuse.reusable_percent:.1f} % of the prompt tokens repeat the beginning of an"
         " earlier one\n"
         f"  {reuse.reusable_tokens:,} of {reuse.prompt_tokens:,} tokens, in blocks of"
-        f" {reuse.block_tokens}\n  hit rate of an LRU cache by its size, answers not counted:"
+        f" {reuse.block_tokens}{' that follow from the sessions' if reuse.derived else ''}\n"
+        "  hit rate of an LRU cache by its size, answers not counted:"
     )
     if not reuse.reusable_tokens:
         return

@@ -111,6 +111,15 @@ class TuneOptions:
             "except the oracles, 'own' only the recipe's.",
         ),
     ] = None
+    routers: Annotated[
+        str | None,
+        _search(
+            "--routers",
+            metavar="NAME,...",
+            help="Before several replicas of a server, search these routers and the recipe's. "
+            "'all' (default) means all, 'own' only the recipe's.",
+        ),
+    ] = None
     trials: Annotated[
         int | None,
         _search(
@@ -229,15 +238,13 @@ def command(given: TuneOptions) -> None:
         spec, others = open_recipe(given.recipe), []
         fit = read_fit(given.fit, given.recipe, force=given.force)
     spec = _with_options(spec, given)
+    traffic = trace_path(given.trace or spec.tune.trace)
+    # a load is a share of what the recipe's own number of workers serves
+    workload = make_workload(spec, fit, read_trace(traffic)[0], others)
+    spec = spec.model_copy(update={"workers": _worker_count(given.workers) or spec.workers})
     settings = settings_of(spec, fit, others)
     siblings = [] if others else shipped_siblings(spec)
-    count = _worker_count(given.workers)
     profile = None if others else _profile_of(fit, fleet.inputs["fit"] if fleet else given.fit)
-    traffic = trace_path(given.trace or spec.tune.trace)
-    workload = make_workload(spec, fit, read_trace(traffic)[0], others)
-    if count:
-        _refuse_several_servers(spec, count)
-        spec = spec.model_copy(update={"workers": count})
     note_trace(workload.trace)
     check_writable(given.out)
     files = fleet.inputs if fleet else {"recipe": given.recipe, "fit": given.fit}
@@ -277,11 +284,9 @@ def _fleet_of(given: TuneOptions) -> Fleet | None:
 
 def _with_options(recipe: Recipe, given: TuneOptions) -> Recipe:
     """The recipe with the settings of the command line."""
-    names = None
-    if given.policies is not None:
-        names = [name.strip() for name in given.policies.split(",") if name.strip()]
     settings = {
-        "policies": names,
+        "policies": _names(given.policies),
+        "routers": _names(given.routers),
         "trials": given.trials,
         "seed": given.seed,
         "request_rate_rps": given.rate,
@@ -290,6 +295,11 @@ def _with_options(recipe: Recipe, given: TuneOptions) -> Recipe:
     }
     changed = {key: value for key, value in settings.items() if value is not None}
     return recipe.model_copy(update={"tune": recipe.tune.model_copy(update=changed)})
+
+
+def _names(listed: str | None) -> list[str] | None:
+    """The names of a list with commas."""
+    return None if listed is None else [n.strip() for n in listed.split(",") if n.strip()]
 
 
 def _worker_count(workers: str | None) -> int | None:
@@ -301,18 +311,6 @@ def _worker_count(workers: str | None) -> int | None:
     if not workers.isdecimal() or len(workers) > MAX_DIGITS or not int(workers):
         raise InputError(f"--workers {workers}: it is a whole number from 1, or '{AUTO}'")
     return limit_workers(int(workers))
-
-
-def _refuse_several_servers(recipe: Recipe, count: int) -> None:
-    from toolkit.engine_traits import traits_of
-    from toolkit.errors import InputError
-
-    if traits_of(recipe.engine.name).server and count > 1:
-        raise InputError(
-            f"--workers {count}: engine '{recipe.engine.name}' is a server, which is one worker",
-            "tune one server for its share of the traffic with --rate;"
-            " --workers auto says how much one can serve",
-        )
 
 
 def _profile_of(fit: Fit, path: Path) -> Profile | None:
@@ -337,15 +335,17 @@ def _note_search(settings: SearchSettings, total: int, trace: Trace) -> None:
     from toolkit.cli.simulate import sharing_notes
 
     count, served = len(settings.spaces), len(settings.served)
-    policies = (
-        f"{count} policies, {served} of which this engine can run"
-        if count > 1
-        else "the recipe's own policy"
-    )
-    hint = "; --policies own searches the recipe's alone" if count > 1 else ""
+    kind, routed = "policies", settings.spaces[0].router is not None
+    policies = "the recipe's own policy"
+    if routed:
+        kind = "routers"
+        policies += f" behind {count} router{'s' * (count > 1)}"
+    elif count > 1:
+        policies = f"{count} policies, {served} of which this engine can run"
+    hint = f"; --{kind} own searches the recipe's alone" if count > 1 else ""
     note(f"{settings.trials} trials of {policies}; about {total} simulations in all{hint}")
     if settings.trials < count:
-        left = ", ".join(space.policy for space in settings.spaces[settings.trials :])
+        left = ", ".join(space.key for space in settings.spaces[settings.trials :])
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
     for line in sharing_notes(trace, [space.policy for space in settings.spaces]):
         note(line)

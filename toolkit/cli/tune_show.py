@@ -9,7 +9,14 @@ from textwrap import fill
 
 from toolkit.cli.output import WIDTH, number, table
 from toolkit.cli.plots import PlotPoint, scatter
-from toolkit.files.tuning import Outcome, PolicyResult, Sizing, Tuning, share_used
+from toolkit.files.tuning import (
+    Outcome,
+    ParameterValue,
+    PolicyResult,
+    Sizing,
+    Tuning,
+    share_used,
+)
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies.servable import footnote, marked
 from toolkit.units import word
@@ -34,21 +41,18 @@ METRICS = (
 def show(result: Tuning) -> None:
     """Print a tuning, within 80 columns."""
     before, after = result.defaults_held_out, result.best_held_out
-    same = before.policy == after.policy
+    same = before.key == after.key
     if result.sizing:
         _show_sizing(result.sizing)
     if len(result.policies) > 1:
         _show_policies(result)
     rate = f"{number(result.request_rate_rps)} requests/s on {result.workers} workers"
+    first, best = _settings(before), _settings(after)
     rows = [
-        (name, *([word(before.parameters[name])] if same else []), word(value))
-        for name, value in after.parameters.items()
+        (name, *([word(first[name])] if same else []), word(value)) for name, value in best.items()
     ]
-    table(
-        ["parameter", *(["default"] if same else []), "best"],
-        rows,
-        title=f"policy '{after.policy}', {len(result.trials)} trials at {rate}",
-    )
+    title = f"policy '{after.policy}', {len(result.trials)} trials at {rate}"
+    table(["parameter", *(["default"] if same else []), "best"], rows, title=title)
     changes = [
         (
             name,
@@ -59,7 +63,10 @@ def show(result: Tuning) -> None:
         for name in METRICS
         if name in before.metrics and name in after.metrics
     ]
-    names = ("default", "best") if same else (f"{before.policy}, default", f"{after.policy}, best")
+    short = [outcome.policy for outcome in (before, after)]
+    if before.replica_router and after.replica_router:
+        short = [before.replica_router.name, after.replica_router.name]
+    names = ("default", "best") if same else (f"{short[0]}, default", f"{short[1]}, best")
     title = f"predicted on {len(result.held_out_windows)} held-out windows"
     table(["metric", *(f">{name}" for name in names), ">change"], changes, title=title)
     _show_limits(result)
@@ -69,11 +76,23 @@ def show(result: Tuning) -> None:
         print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
+def _settings(outcome: Outcome) -> dict[str, ParameterValue]:
+    """The policy's parameters, then the router and its parameters."""
+    router = outcome.replica_router
+    if router is None:
+        return outcome.parameters
+    knobs = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
+    return {**outcome.parameters, "replica_router": router.name, **knobs}
+
+
 def _show_policies(result: Tuning) -> None:
     latency = result.latency_metric
+    what = "router" if result.best_held_out.replica_router else "policy"
     rows = [
         (
-            marked(one.policy, result.engines),
+            one.held_out.replica_router.name
+            if one.held_out.replica_router
+            else marked(one.policy, result.engines),
             one.trials,
             one.held_out.metrics.get("goodput_rps", 0.0),
             one.held_out.metrics.get(latency, 0.0),
@@ -82,9 +101,9 @@ def _show_policies(result: Tuning) -> None:
         for one in sorted(result.policies, key=_by_limits_and_goodput)
     ]
     table(
-        ["policy", ">trials", ">goodput_rps", f">{latency}", "in limits"],
+        [what, ">trials", ">goodput_rps", f">{latency}", "in limits"],
         rows,
-        title=f"each policy's best trial, on {len(result.held_out_windows)} held-out windows",
+        title=f"each {what}'s best trial, on {len(result.held_out_windows)} held-out windows",
     )
     note = footnote([one.policy for one in result.policies], result.engines)
     if note:
@@ -121,7 +140,8 @@ def _by_limits_and_goodput(one: PolicyResult) -> tuple[bool, float]:
 
 def _show_sensitivity(result: Tuning) -> None:
     shares = next(
-        (one.importance for one in result.policies if one.policy == result.best_held_out.policy), {}
+        (one.importance for one in result.policies if one.held_out.key == result.best_held_out.key),
+        {},
     )
     rows = [
         (
@@ -138,7 +158,7 @@ def _show_sensitivity(result: Tuning) -> None:
 
 def _show_chart(result: Tuning) -> None:
     latency = result.latency_metric
-    marks = _marks([one.policy for one in result.policies])
+    marks = _marks([_short(one.held_out) for one in result.policies])
     known = [
         trial
         for trial in result.trials
@@ -147,7 +167,7 @@ def _show_chart(result: Tuning) -> None:
     if len(known) < 2:
         return
     number_of_best = next(
-        (t.number for t in known if _same_settings(t.outcome, result.best_held_out)), None
+        (t.number for t in known if t.outcome.same_settings(result.best_held_out)), None
     )
     points = [_point(trial.outcome, latency, marks) for trial in known]
     on_front = [_point(t.outcome, latency, {}, "o") for t in known if t.number in result.front]
@@ -176,12 +196,13 @@ def _marks(policies: list[str]) -> dict[str, str]:
 
 def _point(outcome: Outcome, latency: str, marks: dict[str, str], mark: str = ".") -> PlotPoint:
     return PlotPoint(
-        outcome.metrics[latency], outcome.metrics["goodput_rps"], marks.get(outcome.policy, mark)
+        outcome.metrics[latency], outcome.metrics["goodput_rps"], marks.get(_short(outcome), mark)
     )
 
 
-def _same_settings(one: Outcome, other: Outcome) -> bool:
-    return (one.policy, one.parameters) == (other.policy, other.parameters)
+def _short(outcome: Outcome) -> str:
+    """What differs between the searched spaces: the router, or else the policy."""
+    return outcome.replica_router.name if outcome.replica_router else outcome.policy
 
 
 def _percent_change(before: float, after: float) -> str:

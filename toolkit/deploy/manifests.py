@@ -1,8 +1,8 @@
-"""Strict models of the objects that Kubernetes, kustomize and three operators read.
+"""Strict models of the objects that Kubernetes and kustomize read.
 
 First what all kinds share, then the pod (one container without privileges, three probes, a plan
 from a ConfigMap, a key from a Secret), then Kubernetes' other objects and kustomize's two, which
-`kubectl apply -k` reads; last the kinds of operators.
+`kubectl apply -k` reads. Kinds of operators are in `toolkit.deploy.operators`.
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ class Container(StrictObject):
 
 
 class PodSpec(StrictObject):
-    automount_service_account_token: Literal[False] = False
+    service_account_name: DnsName | None = None
+    automount_service_account_token: bool = False
     enable_service_links: Literal[False] = False
     termination_grace_period_seconds: Count
     security_context: PodSecurity = PodSecurity()
@@ -279,6 +280,100 @@ class Deployment(StrictObject):
     spec: DeploymentSpec
 
 
+class ClaimRetention(StrictObject):
+    """Claims stay when their pod or the whole set goes: the next pod has its model at once."""
+
+    when_deleted: Literal["Retain"] = "Retain"
+    when_scaled: Literal["Retain"] = "Retain"
+
+
+class SetStrategy(StrictObject):
+    """Replaces one pod after the other, from the last, each once the one before is ready."""
+
+    type: Literal["RollingUpdate"] = "RollingUpdate"
+
+
+class ClaimResources(StrictObject):
+    requests: dict[str, str]
+
+
+class ClaimSpec(StrictObject):
+    """A claim for the cluster's default storage class."""
+
+    access_modes: list[Literal["ReadWriteOnce", "ReadWriteMany"]]
+    resources: ClaimResources
+
+
+class PersistentVolumeClaim(StrictObject):
+    api_version: Literal["v1"] = "v1"
+    kind: Literal["PersistentVolumeClaim"] = "PersistentVolumeClaim"
+    metadata: Metadata
+    spec: ClaimSpec
+
+
+class ServiceAccount(StrictObject):
+    """Pods that need its token say so themselves."""
+
+    api_version: Literal["v1"] = "v1"
+    kind: Literal["ServiceAccount"] = "ServiceAccount"
+    metadata: Metadata
+    automount_service_account_token: Literal[False] = False
+
+
+class RoleRule(StrictObject):
+    api_groups: list[str]
+    resources: list[str]
+    verbs: list[Literal["get", "list", "watch"]]
+
+
+class Role(StrictObject):
+    api_version: Literal["rbac.authorization.k8s.io/v1"] = "rbac.authorization.k8s.io/v1"
+    kind: Literal["Role"] = "Role"
+    metadata: Metadata
+    rules: list[RoleRule]
+
+
+class RoleReference(StrictObject):
+    api_group: Literal["rbac.authorization.k8s.io"] = "rbac.authorization.k8s.io"
+    kind: Literal["Role"] = "Role"
+    name: DnsName
+
+
+class RoleSubject(StrictObject):
+    kind: Literal["ServiceAccount"] = "ServiceAccount"
+    name: DnsName
+    namespace: DnsName
+
+
+class RoleBinding(StrictObject):
+    api_version: Literal["rbac.authorization.k8s.io/v1"] = "rbac.authorization.k8s.io/v1"
+    kind: Literal["RoleBinding"] = "RoleBinding"
+    metadata: Metadata
+    role_ref: RoleReference
+    subjects: list[RoleSubject]
+
+
+class StatefulSetSpec(StrictObject):
+    """All pods start at once; `volume_claim_templates` gives each a claim of its own."""
+
+    replicas: Count
+    service_name: DnsName
+    pod_management_policy: Literal["Parallel"] = "Parallel"
+    revision_history_limit: Count = 5
+    update_strategy: SetStrategy = SetStrategy()
+    persistent_volume_claim_retention_policy: ClaimRetention | None = None
+    selector: Selector
+    template: PodTemplate
+    volume_claim_templates: list[PersistentVolumeClaim] | None = None
+
+
+class StatefulSet(StrictObject):
+    api_version: Literal["apps/v1"] = "apps/v1"
+    kind: Literal["StatefulSet"] = "StatefulSet"
+    metadata: Metadata
+    spec: StatefulSetSpec
+
+
 class ServicePort(StrictObject):
     name: str
     port: Port
@@ -287,7 +382,10 @@ class ServicePort(StrictObject):
 
 
 class ServiceSpec(StrictObject):
+    """`cluster_ip` 'None': its name resolves to the addresses of its ready pods."""
+
     type: Literal["ClusterIP"] = "ClusterIP"
+    cluster_ip: Literal["None"] | None = Field(default=None, alias="clusterIP")
     selector: dict[str, str]
     ports: list[ServicePort]
 
@@ -361,24 +459,6 @@ class NetworkPolicy(StrictObject):
     spec: NetworkPolicySpec
 
 
-class ClaimResources(StrictObject):
-    requests: dict[str, str]
-
-
-class ClaimSpec(StrictObject):
-    """A claim for the cluster's default storage class."""
-
-    access_modes: list[Literal["ReadWriteOnce", "ReadWriteMany"]]
-    resources: ClaimResources
-
-
-class PersistentVolumeClaim(StrictObject):
-    api_version: Literal["v1"] = "v1"
-    kind: Literal["PersistentVolumeClaim"] = "PersistentVolumeClaim"
-    metadata: Metadata
-    spec: ClaimSpec
-
-
 class GeneratorOptions(StrictObject):
     labels: dict[str, str]
     disable_name_suffix_hash: bool
@@ -411,143 +491,3 @@ class Kustomization(StrictObject):
     resources: list[str]
     config_map_generator: list[ConfigMapGenerator] | None = None
     patches: list[Patch] | None = None
-
-
-# Kinds of operators: Prometheus' monitors and rules, KEDA's autoscaling, KubeRay's RayCluster.
-#
-# Kubernetes ships no schema of these. The models follow the operators' own documentation:
-# prometheus-operator's API reference, monitoring.coreos.com/v1; KEDA 2.x, `ScaledObject` and the
-# prometheus scaler; ray.io/v1 of KubeRay 1.7 (helm-chart/kuberay-operator/crds/
-# ray.io_rayclusters.yaml). Tests check the rendered objects against these schemas. KubeRay 1.6 is
-# the first version with `authOptions.secretName` and `upgradeStrategy`.
-
-
-class MetricsEndpoint(StrictObject):
-    port: str
-    path: str
-    interval: str
-    authorization: TypedSecretKey
-
-
-class PodMonitorSpec(StrictObject):
-    selector: Selector
-    pod_metrics_endpoints: list[MetricsEndpoint]
-
-
-class PodMonitor(StrictObject):
-    api_version: Literal["monitoring.coreos.com/v1"] = "monitoring.coreos.com/v1"
-    kind: Literal["PodMonitor"] = "PodMonitor"
-    metadata: Metadata
-    spec: PodMonitorSpec
-
-
-class AlertRule(StrictObject):
-    """An alert; `for_` is `for` in the file."""
-
-    alert: str
-    expr: str
-    for_: str
-    labels: dict[str, str]
-    annotations: dict[str, str]
-
-    # `for` is a keyword of Python.
-    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
-
-
-class RuleGroup(StrictObject):
-    name: str
-    rules: list[AlertRule]
-
-
-class RulesFile(StrictObject):
-    """A rules file of Prometheus, and the spec of a PrometheusRule."""
-
-    groups: list[RuleGroup]
-
-
-class PrometheusRule(StrictObject):
-    api_version: Literal["monitoring.coreos.com/v1"] = "monitoring.coreos.com/v1"
-    kind: Literal["PrometheusRule"] = "PrometheusRule"
-    metadata: Metadata
-    spec: RulesFile
-
-
-class ScaleTarget(StrictObject):
-    name: DnsName
-
-
-class PrometheusQuery(StrictObject):
-    """The metadata of the prometheus scaler; KEDA takes all values as text."""
-
-    server_address: str
-    query: str
-    threshold: str
-
-
-class Trigger(StrictObject):
-    type: Literal["prometheus"] = "prometheus"
-    metric_type: Literal["AverageValue"] = "AverageValue"
-    metadata: PrometheusQuery
-
-
-class ScaledObjectSpec(StrictObject):
-    scale_target_ref: ScaleTarget
-    polling_interval: Count
-    cooldown_period: Count
-    min_replica_count: Count
-    max_replica_count: Count
-    triggers: list[Trigger]
-
-
-class ScaledObject(StrictObject):
-    api_version: Literal["keda.sh/v1alpha1"] = "keda.sh/v1alpha1"
-    kind: Literal["ScaledObject"] = "ScaledObject"
-    metadata: Metadata
-    spec: ScaledObjectSpec
-
-
-StartParams = dict[str, str]  # options of `ray start` without their dashes
-
-
-class AuthOptions(StrictObject):
-    """Every connection to Ray needs the token in the Secret's key `auth_token`."""
-
-    mode: Literal["token"] = "token"
-    secret_name: DnsName
-
-
-class UpgradeStrategy(StrictObject):
-    """Recreates all pods for a changed template. By default, only newly made pods get it."""
-
-    type: Literal["Recreate"] = "Recreate"
-
-
-class HeadGroup(StrictObject):
-    ray_start_params: StartParams
-    template: PodTemplate
-
-
-class WorkerGroup(StrictObject):
-    group_name: DnsName
-    replicas: Count
-    min_replicas: Count
-    max_replicas: Count
-    # labels of Ray's nodes; KubeRay refuses them among the parameters
-    labels: dict[str, str] | None = None
-    ray_start_params: StartParams
-    template: PodTemplate
-
-
-class RayClusterSpec(StrictObject):
-    ray_version: str
-    auth_options: AuthOptions
-    upgrade_strategy: UpgradeStrategy = UpgradeStrategy()
-    head_group_spec: HeadGroup
-    worker_group_specs: list[WorkerGroup]
-
-
-class RayCluster(StrictObject):
-    api_version: Literal["ray.io/v1"] = "ray.io/v1"
-    kind: Literal["RayCluster"] = "RayCluster"
-    metadata: Metadata
-    spec: RayClusterSpec

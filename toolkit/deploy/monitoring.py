@@ -1,14 +1,9 @@
-"""Alert rules for Prometheus and a dashboard for Grafana, over the metrics of a server.
+"""A dashboard for Grafana, over the metrics of a server.
 
-The alert rules are a rules file or the spec of a PrometheusRule. They check that the server is
-there, that batches take the predicted time, that memory suffices, and that targets are met. Limits
-come from the plan: its targets, the error that the fit states, and the number of requests that may
-wait. The rules of a deployment read only its own series.
-
-The dashboard is plain data for JSON, to be imported or provisioned as a file, in Grafana's classic
-model, which every version imports. The data source and the models are variables, so the file names
-no installation. Queries use llmctl's metric names; for vLLM's names (`serve --vllm-metrics`, or
-vLLM itself) the metrics that vLLM has too are translated, and the other panels are left out.
+It is plain data for JSON, to be imported or provisioned as a file, in Grafana's classic model,
+which every version imports. The data source and the models are variables, so the file names no
+installation. Queries use llmctl's metric names; for vLLM's names (`serve --vllm-metrics`, or vLLM
+itself) the metrics that vLLM has too are translated, and the other panels are left out.
 """
 
 from __future__ import annotations
@@ -18,20 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from toolkit.deploy.manifests import AlertRule, RuleGroup, RulesFile
-from toolkit.deploy.order import Order, Sourced
-
-MIN_DRIFT_PERCENT = 15.0  # the times of a shared machine vary by about this much anyway
-RATE = "[10m]"
 SELECTED = 'model_name=~"$model",job=~"$job"'
 WINDOW = "$__rate_interval"
-WHAT = {
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "gap between tokens",
-    "mtpot": "longest gap in a request",
-    "e2e": "time of a whole request",
-}
 
 
 Names = Literal["llmctl", "vllm"]  # the metric names that a dashboard reads
@@ -56,176 +39,6 @@ VLLM_NAMES = {
     "finish_reason": "finished_reason",
 }
 OURS = re.compile(r"llmctl_[a-z0-9_]+?(?=_(?:bucket|sum|count)\b|\b)|\bfinish_reason\b")
-
-
-def drift_percent(order: Order) -> Sourced[float]:
-    """The allowed mean deviation of batch times from predictions, in percent.
-
-    Twice the error that the fit states, but at least `MIN_DRIFT_PERCENT`.
-    """
-    fit = order.plan.fit
-    overhead = fit.rounds.overhead if fit.rounds else fit.overhead
-    stated = max(law.error.median_percent for law in (fit.prefill, fit.decode, overhead))
-    source = f"twice the largest median held-out error of the fit's laws, {stated:.1f} %"
-    if 2 * stated < MIN_DRIFT_PERCENT:
-        return Sourced(MIN_DRIFT_PERCENT, f"{source}, but at least {MIN_DRIFT_PERCENT:g} %")
-    return Sourced(round(2 * stated, 1), source)
-
-
-def job(order: Order, *, monitored: bool) -> str:
-    """The `job` label of the deployment's series.
-
-    Prometheus puts `job` on every series that it scrapes. Prometheus' operator sets it to
-    NAMESPACE/NAME of the PodMonitor (`monitored`), which has the deployment's name: API reference
-    of monitoring.coreos.com/v1, PodMonitorSpec.jobLabel. Elsewhere it is the job_name of the scrape
-    configuration, which EXPLAIN.md tells the operator to set.
-    """
-    return f"{order.options.namespace}/{order.name}" if monitored else order.name
-
-
-def series(order: Order, *, monitored: bool) -> str:
-    """The label matchers that select only the deployment's own series."""
-    own = f'job="{job(order, monitored=monitored)}"'
-    return f'namespace="{order.options.namespace}",{own}' if monitored else own
-
-
-def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesFile:
-    """The rules for the servers that `selector` (of `series`) selects.
-
-    One alerts when more than `threshold` requests wait; None: no such rule.
-    """
-    found = [*_health(order, selector), *_targets(order, selector, threshold)]
-    named = [
-        rule.model_copy(update={"labels": rule.labels | {"deployment": order.name}})
-        for rule in found
-    ]
-    return RulesFile(groups=[RuleGroup(name=order.name, rules=named)])
-
-
-def _health(order: Order, selector: str) -> list[AlertRule]:
-    """Rules about the server, its workers, its memory, and whether the fit still holds."""
-    drift = 1 + drift_percent(order).value / 100
-    low, high = round(1 / drift, 3), round(drift, 3)
-    ratio = _per_second("llmctl_batch_seconds_total", selector) + " / "
-    ratio += _per_second("llmctl_predicted_batch_seconds_total", selector)
-    alive = f"llmctl_workers_alive{{{selector}}}"
-    lost = f"llmctl_worker_restarts_total{{{selector}}}"
-    workers = f"count without (worker) (llmctl_worker_load_seconds{{{selector}}})"
-    return [
-        _rule(
-            "LlmctlDown",
-            f"absent(up{{{selector}}} == 1)",
-            "5m",
-            "No server of this deployment answers Prometheus",
-            f"It does not run, or Prometheus does not scrape it with these labels: {selector}.",
-            "critical",
-        ),
-        _rule(
-            "LlmctlNoWorker",
-            f"{alive} == 0 and {lost} > 0",  # before the first load no worker is alive either
-            "1m",
-            "No worker is alive",
-            "Requests wait while the server loads its workers again; its log says why they were "
-            "lost.",
-            "critical",
-        ),
-        _rule(
-            "LlmctlWorkerMissing",
-            f"({alive} > 0) < {workers}",
-            "15m",
-            "Only {{ $value | humanize }} of the workers are alive",
-            "These serve requests; the server's log says why the others were lost or do not load.",
-        ),
-        _rule(
-            "LlmctlWorkersLost",
-            f"increase({lost}{RATE}) > 2",
-            "0m",
-            "{{ $value | humanize }} workers died in 10 minutes",
-            "Other workers continued their requests; the server's log says why they died.",
-        ),
-        _rule(
-            "LlmctlDrift",
-            f"({ratio}) > {high:g} or ({ratio}) < {low:g}",
-            "15m",
-            "Batches take {{ $value | humanize }} times as long as fitted",
-            "Predictions no longer hold: measure again (llmctl profile, llmctl fit), or find what "
-            "else uses the machine.",
-        ),
-        _rule(
-            "LlmctlOutOfMemory",
-            f"increase(llmctl_oom_events_total{{{selector}}}{RATE}) > 0",
-            "0m",
-            "{{ $value | humanize }} batches ran out of memory in 10 minutes",
-            "No request was lost; the memory law allows too much here. Measure again, or set a "
-            "reserve.",
-        ),
-    ]
-
-
-def _targets(order: Order, selector: str, threshold: Sourced[int | None]) -> list[AlertRule]:
-    """Rules about each of the recipe's latency targets, refused requests and the queue."""
-    found = [_target(key, limit, selector) for key, limit in order.plan.recipe.sla.items()]
-    refusing = _rule(
-        "LlmctlRefusing",
-        f"{_per_second('llmctl_refused_total', selector)} > 0",
-        "5m",
-        "{{ $value | humanize }} requests a second get 503",
-        "For five minutes more requests came than the targets allow: add replicas, or send less.",
-    )
-    found.append(refusing)
-    if threshold.value is None:
-        return found
-    queue = _rule(
-        "LlmctlQueue",
-        f"llmctl_requests_waiting{{{selector}}} > {threshold.value}",
-        "2m",
-        "{{ $value | humanize }} requests wait, and first tokens come too late",
-        f"More than {threshold.value} waiting break the TTFT target: add replicas, or send less.",
-    )
-    return [*found, queue]
-
-
-def _target(key: str, limit: float, selector: str) -> AlertRule:
-    """The rule of one target, such as `ttft_p99_s`.
-
-    The server has a histogram bucket with each limit as its bound (`toolkit.serve.stats`), so the
-    share of late values is exact: more than 1 % break a p99, and any breaks a max.
-    """
-    metric, statistic, _ = key.split("_")
-    name, what = f"llmctl_{metric}_seconds", WHAT[metric]
-    all_ = _per_second(f"{name}_count", selector)
-    if statistic == "mean":
-        expression = f"{_per_second(f'{name}_sum', selector)} / {all_} > {limit:g}"
-        summary = f"The mean {what} is {{{{ $value | humanize }}}} s"
-        text = f"The recipe's target {key} is {limit:g} s."
-    else:
-        allowed = 0.0 if statistic == "max" else 1 - float(statistic.removeprefix("p")) / 100
-        kept = _per_second(f"{name}_bucket", f'{selector},le="{float(limit)}"')
-        expression = f"1 - {kept} / {all_} > {allowed:.4g}"
-        summary = f"{{{{ $value | humanizePercentage }}}} are beyond {limit:g} s: {what}"
-        text = f"The recipe's target {key} is {limit:g} s; it allows {100 * allowed:.4g} % beyond."
-    return _rule(f"LlmctlTarget{key.title().replace('_', '')}", expression, "5m", summary, text)
-
-
-def _per_second(metric: str, selector: str) -> str:
-    return f"sum by (instance) (rate({metric}{{{selector}}}{RATE}))"
-
-
-def _rule(
-    name: str,
-    expression: str,
-    lasting: str,
-    summary: str,
-    description: str,
-    severity: str = "warning",
-) -> AlertRule:
-    return AlertRule(
-        alert=name,
-        expr=expression,
-        for_=lasting,
-        labels={"severity": severity},
-        annotations={"summary": summary, "description": description},
-    )
 
 
 @dataclass(frozen=True, slots=True)

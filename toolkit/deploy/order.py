@@ -88,9 +88,12 @@ def check_image(image: str) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a rendered file, one or two plain names below `folder`; else `InputError`."""
-    parts = name.split("/")
-    if len(parts) > 2 or not all(re.fullmatch(NAME_PATTERN, part.lower()) for part in parts):
+    """The path of a rendered file, one or two plain names below `folder`; else `InputError`.
+
+    A template of units has an `@` before its type.
+    """
+    parts = name.lower().replace("@.service", ".service").split("/")
+    if len(parts) > 2 or not all(re.fullmatch(NAME_PATTERN, part) for part in parts):
         raise InputError(
             f"{name!r} is not the name of a rendered file", f"names match {NAME_PATTERN}"
         )
@@ -136,6 +139,8 @@ class Options:
         model_claim: a volume claim with the cache of models.
         program: the path of llmctl in a unit.
         folder: the absolute path of the rendered files, for units that name them.
+        replica_image: of an engine's own server; '': the engine's pinned default.
+        replica_python: the Python of the engine's environment on a machine with units.
         gpu_products: values of `nvidia.com/gpu.product`, one of which a node must have; none: nodes
             with the GPU of the fit or the recipe are preferred.
     """
@@ -149,6 +154,8 @@ class Options:
     program: str = "/opt/llmctl/bin/llmctl"
     folder: str = ""
     gpu_products: tuple[str, ...] = ()
+    replica_image: str = ""
+    replica_python: str = "/opt/vllm/bin/python"
 
     def __post_init__(self) -> None:
         for option, text in (
@@ -232,8 +239,9 @@ class Rendered:
     url: str = ""
 
 
-def llmctl_image(order: Order, *extras: str) -> Sourced[str]:
-    """The image with llmctl, the recipe's engine, and what `extras` of the package install.
+def llmctl_image(order: Order, *extras: str, engine: bool = True) -> Sourced[str]:
+    """The image with llmctl, the recipe's engine (unless its servers have images of their own), and
+    what `extras` of the package install.
 
     Raises `InputError` where the image of the command line is not pinned.
     """
@@ -242,7 +250,8 @@ def llmctl_image(order: Order, *extras: str) -> Sourced[str]:
         if "@sha256:" not in image:
             source += f"; NOT PINNED: a tag may be moved, {image}@sha256:... may not"
         return Sourced(image, source)
-    needed = {traits_of(kind.recipe.engine.name).extra for kind in order.plan.kinds}
+    kinds = order.plan.kinds if engine else []
+    needed = {traits_of(kind.recipe.engine.name).extra for kind in kinds}
     wanted = sorted({*extras, *needed} - {""})
     name = "-".join([f"llmctl:{toolkit.__version__}", *wanted])
     arguments = f" --build-arg 'EXTRAS=[{','.join(wanted)}]'" if wanted else ""

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
 from toolkit.files.io import head
@@ -23,7 +24,7 @@ from toolkit.files.plan import (
     PlannedPolicy,
     PlannedWorkload,
 )
-from toolkit.files.recipe import ModelSpec, Recipe
+from toolkit.files.recipe import ModelSpec, Recipe, RouterSpec
 from toolkit.files.tuning import (
     Limit,
     Outcome,
@@ -33,6 +34,7 @@ from toolkit.files.tuning import (
     broken,
     recipe_limits,
 )
+from toolkit.routing.routers import ROUTERS, TARGETS, router_defaults, router_of
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import Value, defaults, parameters
 from toolkit.sched.protocols import AnyPolicy
@@ -42,6 +44,7 @@ LIMITS = "limits"  # the key that says whether a plan keeps its limits
 NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differences` ignores
 
 NO_POLICY = "default of recipes that name no policy"
+NO_ROUTER = "default of recipes that name no router"
 RECIPE, BY_POLICY, BY_SET = "recipe", "set by --policy", "set by --set"
 UNTUNED = "the plan was made without a tuning"
 OVERRIDDEN = "the settings are not those of the tuning, so its predictions do not hold"
@@ -64,6 +67,8 @@ class Choice:
     limits_source: str
     predicted: Mapping[str, float] = field(default_factory=dict)
     predicted_on: str = ""
+    router: RouterSpec | None = None
+    workers_source: str = RECIPE
 
 
 def make_plan(
@@ -90,6 +95,7 @@ def make_plan(
     caller may refuse it with `refuse_broken`.
     """
     _check_same(recipe, fit)
+    recipe = recipe if others else _with_tuned_replicas(recipe, tuning)
     for kind in others:
         _check_same(kind.recipe, kind.fit)
     kinds = [
@@ -109,8 +115,8 @@ def make_plan(
     chosen = make_any(choice.policy, choice.parameters)
     for kind in kinds:
         _check_servable(chosen, kind.recipe, tuning if given is None else None)
-    policy = PlannedPolicy(name=choice.policy, parameters=parameters(chosen))
-    explained = explain(kinds, policy, choice)
+    policy, router = _whole(choice.policy, choice.parameters), choice.router or router_of(recipe)
+    explained = explain(kinds, policy, choice) | explain_replicas(router, total, choice)
     tuned_for = tuning if choice.predicted else None
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
@@ -123,6 +129,7 @@ def make_plan(
         explained=_explain_requests(tuned_for) | explained,
         workload=_workload(tuned_for),
         others=list(others),
+        replica_router=router,
     )
 
 
@@ -171,7 +178,7 @@ def _check_same(recipe: Recipe, fit: Fit) -> None:
     engine, model = fit.engine, recipe.model
     pairs: dict[str, tuple[object, object]] = {
         "recipe_name": (fit.recipe_name, recipe.name),
-        "workers": (fit.workers, recipe.workers),
+        "workers": (fit.workers, recipe.measured.workers),
         "engine.max_model_len": (engine.max_model_len, model.max_model_len),
         "engine.engine": (engine.engine, recipe.engine.name),
         "engine.dtype": (engine.dtype, model.dtype),
@@ -185,7 +192,8 @@ def _check_same(recipe: Recipe, fit: Fit) -> None:
 
 def _check_tuning(tuning: Tuning, recipe: Recipe, workers: int) -> None:
     pairs: dict[str, tuple[object, object]] = {"recipe_name": (tuning.recipe_name, recipe.name)}
-    if tuning.sizing is None:  # with a sizing, `workers` counts those of all servers
+    # with a sizing, and for replicas of a server, the tuning says how many run
+    if tuning.sizing is None and not traits_of(recipe.engine.name).server:
         pairs["workers"] = (tuning.workers, workers)
     _refuse_different("tuning", pairs, "tune it again")
 
@@ -303,6 +311,10 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
         windows,
         outcome.metrics,
         windows,
+        router=outcome.replica_router,
+        workers_source="tuning: the fewest that keep all limits"
+        if tuning.sizing
+        else "tuning: simulated with this number",
     )
 
 
@@ -368,6 +380,39 @@ def explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str
     explained = {"policy": Explanation(value=policy.name, source=source)}
     for name, value in policy.parameters.items():
         explained[name] = Explanation(value=_text(value), source=sources.get(name, default))
+    return explained
+
+
+def _with_tuned_replicas(recipe: Recipe, tuning: Tuning | None) -> Recipe:
+    """The recipe with as many replicas of its server as it was tuned for."""
+    if tuning is None or not traits_of(recipe.engine.name).server:
+        return recipe
+    return recipe.model_copy(update={"workers": tuning.workers})
+
+
+def explain_replicas(router: RouterSpec | None, workers: int, choice: Choice) -> Explained:
+    """Explain the router before replicas of a server, its parameters, and the replicas' number;
+    empty where there is no router.
+    """
+    if router is None:
+        return {}
+    source = RECIPE if router.name != RouterSpec().name else NO_ROUTER
+    if choice.router is not None:
+        source = choice.source
+    known = router_defaults(ROUTERS[router.name])
+    explained = {
+        "workers": Explanation(
+            value=str(workers), source=f"{choice.workers_source}; the fit is of one replica"
+        ),
+        "replica_router": Explanation(value=router.name, source=source),
+    }
+    for name, value in router.parameters.items():
+        origin = source
+        if value == known[name]:
+            origin = f"default of router '{router.name}'"
+        elif name in TARGETS.values():
+            origin = "recipe: sla"
+        explained[f"{router.name}.{name}"] = Explanation(value=_text(value), source=origin)
     return explained
 
 

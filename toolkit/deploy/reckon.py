@@ -40,6 +40,8 @@ PROPAGATION_S = 5  # until a cluster's proxies know that /ready answers 503
 AFTER_DRAIN_S = 20
 MIN_STARTUP_S = 1800  # of the first load
 LOAD_S, SLOW_BYTES_PER_S = 600, 50_000_000  # loading without the download, and a slow link
+# Of a measured time of loading: a disk's cache was warm, or other pods load from the same disk.
+LOAD_FACTOR, MIN_MEASURED_STARTUP_S = 3, 300
 SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloads
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Host memory of `serve` itself, and of a worker process before it loads a model:
@@ -84,8 +86,16 @@ def grace_s(drain: Sourced[int], notice_s: int = 0) -> Sourced[int]:
 
 
 def startup_s(order: Order) -> Sourced[int]:
-    """Seconds that the first load may take, with its download: more for models above 56 GiB."""
+    """Seconds that the first load may take, with its download.
+
+    It rests on the time that the profiles measured, else on a bound, which is larger for models
+    above 56 GiB.
+    """
     weights = max((weight_bytes(kind) or 0 for kind in order.plan.kinds), default=0)
+    measured = [kind.fit.engine.load_s for kind in order.plan.kinds]
+    known = [seconds for seconds in measured if seconds is not None]
+    if known and len(known) == len(measured):
+        return _measured_startup_s(max(known), weights if from_hub(order.plan.recipe) else 0)
     bound = LOAD_S + math.ceil(weights / SLOW_BYTES_PER_S)
     if bound <= MIN_STARTUP_S:
         source = "a bound: the time of loading was not measured (download, disk, weights)"
@@ -94,6 +104,19 @@ def startup_s(order: Order) -> Sourced[int]:
     sizes = f"{weights / GIB:.0f} GiB of weights at {speed}, and {LOAD_S} s"
     minutes = -(-bound // 60)
     return Sourced(60 * minutes, f"a bound: {sizes}; the time of loading was not measured")
+
+
+def _measured_startup_s(load_s: float, download_bytes: int) -> Sourced[int]:
+    """The bound where `load_s` was measured, whole minutes."""
+    download_s = math.ceil(download_bytes / SLOW_BYTES_PER_S)
+    loading_s = max(LOAD_FACTOR * load_s, MIN_MEASURED_STARTUP_S)
+    source = f"fit: loading took {load_s:g} s; {LOAD_FACTOR} times that"
+    if loading_s > LOAD_FACTOR * load_s:
+        source += f", but at least {MIN_MEASURED_STARTUP_S} s"
+    if download_s:
+        size = f"{download_bytes / GIB:.3g} GiB of weights"
+        source += f", and the download of {size} at {SLOW_BYTES_PER_S / 1e6:.0f} MB/s"
+    return Sourced(60 * math.ceil((loading_s + download_s) / 60), source)
 
 
 def weight_bytes(kind: Kind) -> int | None:

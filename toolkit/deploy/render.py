@@ -13,11 +13,23 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import toolkit
-from toolkit.deploy.monitoring import Names, dashboard, job, rules, series
+from toolkit.deploy.alerts import job, replica_rules, rules, series
+from toolkit.deploy.monitoring import Names, dashboard
+from toolkit.deploy.operators import RulesFile
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill
 from toolkit.deploy.plan import LIMITS
 from toolkit.deploy.reckon import waiting_threshold
-from toolkit.deploy.targets import compose, kuberay, kubernetes, script, sglang, systemd, vllm
+from toolkit.deploy.replicas import Replication
+from toolkit.deploy.targets import (
+    compose,
+    kuberay,
+    kubernetes,
+    script,
+    sglang,
+    statefulset,
+    systemd,
+    vllm,
+)
 from toolkit.deploy.targets.objects import DASHBOARD
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
@@ -42,6 +54,12 @@ TARGETS: dict[str, Callable[[Order], Rendered]] = {
     "vllm": vllm.render,
     "sglang": sglang.render,
 }
+# The same targets for an engine that is a server of its own: replicas, and a front before them.
+OF_REPLICAS: dict[str, Callable[[Order], Rendered]] = {
+    "systemd": systemd.render_replicas,
+    "compose": compose.render_replicas,
+    "kubernetes": statefulset.render,
+}
 # Targets with llmctl's metrics. Under MONITORED, Prometheus' operator reads rules from objects.
 OURS = ("local", "systemd", "compose", "ray")
 MONITORED = ("kubernetes", "kuberay")
@@ -52,16 +70,13 @@ DASHBOARDS: dict[str, Names] = {
 # Targets that start another server. Their flags may come from a server measured from outside.
 FOREIGN = ("vllm", "sglang")
 RENDER_FLAGS = "render its flags, for 'vllm' or 'sglang'"
-RENDER_VLLM = (
-    "render it for 'local', or for 'vllm': its flags, to start vLLM's own server with anywhere"
+RENDER_SERVERS = "render it for 'kubernetes', 'compose', 'systemd' or 'local'"
+# why a target cannot run servers of an engine's own
+NO_ACTORS = (
+    "a Ray cluster runs llmctl's workers as its actors, and the engine's servers have processes of "
+    "their own"
 )
-NOT_FOR_VLLM = {  # why a target cannot start vLLM's own server
-    "systemd": "it does not tell systemd when it is ready",
-    "compose": "it has no /ready to ask",
-    "kubernetes": "it has no /ready to ask",
-    "kuberay": "it has no workers that Ray could run",
-    "ray": "it has no workers that Ray could run",
-}
+NOT_FOR_SERVERS = {"kuberay": NO_ACTORS, "ray": NO_ACTORS}
 RENDER_FLEET = (
     "render it for 'local', 'ray' or 'kuberay', where one front serves all kinds of workers"
 )
@@ -95,37 +110,46 @@ def render_target(target: str, order: Order) -> dict[str, str]:
             "to start",
             RENDER_FLAGS,
         )
-    if own_server and target in NOT_FOR_VLLM:
+    if own_server and target in NOT_FOR_SERVERS:
         raise InputError(
-            f"engine '{engine.name}' cannot be rendered for '{target}': {NOT_FOR_VLLM[target]}",
-            RENDER_VLLM,
+            f"engine '{engine.name}' cannot be rendered for '{target}': {NOT_FOR_SERVERS[target]}",
+            RENDER_SERVERS,
         )
-    rendered = TARGETS[target](order)
+    replicated = own_server and target in OF_REPLICAS
+    rendered = (OF_REPLICAS if replicated else TARGETS)[target](order)
     files = dict(sorted(rendered.files.items()))
     plan_file = next((name for name in files if name.endswith("plan.json")), "plan.json")
     files[plan_file] = order.text
     names: Names | None = traits.metrics if own_server else DASHBOARDS.get(target)
-    if target in OURS and names == "llmctl":
-        threshold = waiting_threshold(order.plan, order.trace)
-        alerts = rules(order, series(order, monitored=False), threshold)
+    of = Replication(order).name if replicated else ""
+    if target in OURS and (replicated or names == "llmctl"):
+        alerts, lines = _alerts(order, of)
         files["alerts.yaml"] = dump_yaml([alerts], order.comment())
-        lines = [
-            ExplainedValue(
-                "alerts.yaml: job",
-                job(order, monitored=False),
-                "the job_name that Prometheus' scrape configuration must give this server",
-            ),
-            explain_value(
-                "alerts.yaml: LlmctlQueue", threshold, "none" if threshold.value is None else None
-            ),
-        ]
         rendered = replace(rendered, explained=[*rendered.explained, *lines])
     if names is not None:
-        label = job(order, monitored=target in MONITORED) if names == "llmctl" else ""
+        labelled = replicated or names == "llmctl"
+        label = job(order, monitored=target in MONITORED, of=of) if labelled else ""
         board = dashboard(order.plan.recipe.sla, names, order.name, order.comment(), label)
         files[DASHBOARD] = json.dumps(board, indent=1) + "\n"
     files["bench.sh"] = bench_script(order, plan_file, rendered.url)
     return {"EXPLAIN.md": explanation(target, order, rendered)} | files
+
+
+def _alerts(order: Order, replicas: str) -> tuple[RulesFile, list[ExplainedValue]]:
+    """The rules for Prometheus without its operator, for a server or for a front with `replicas`,
+    and their explanation.
+    """
+    own = series(order, monitored=False)
+    why = "the job_name that Prometheus' scrape configuration must give"
+    lines = [ExplainedValue("alerts.yaml: job", job(order, monitored=False), f"{why} this server")]
+    if replicas:
+        behind = series(order, monitored=False, of=replicas)
+        lines.append(ExplainedValue("alerts.yaml: job", replicas, f"{why} its replicas"))
+        return replica_rules(order, own, behind, Replication(order).threshold), lines
+    threshold = waiting_threshold(order.plan, order.trace)
+    shown = "none" if threshold.value is None else None
+    lines.append(explain_value("alerts.yaml: LlmctlQueue", threshold, shown))
+    return rules(order, own, threshold), lines
 
 
 def explanation(target: str, order: Order, rendered: Rendered) -> str:

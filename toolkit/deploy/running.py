@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -31,6 +32,7 @@ from toolkit.files.strict import Strict, read_bytes, validate
 Where = Literal["local", "ray", "systemd", "compose"]
 SAME_START_S = 1.0  # start times that differ by less are those of one process
 BOOTED = Path("/run/systemd/system")  # exists where systemd runs the machine: sd_booted(3)
+UNITS = (".service", ".target")
 LINES_SHOWN = 3  # of a failed command's stderr
 
 
@@ -160,9 +162,9 @@ def start(folder: Path, manifest: Manifest) -> None:
     """
     if manifest.target == "systemd":
         _check_systemd()
-        unit = f"{manifest.name}.service"
-        _run(["systemctl", "link", str((folder / unit).absolute())])
-        _start_unit(unit)
+        units = [name for name in manifest.files if Path(name).suffix in UNITS]
+        _run(["systemctl", "link", *(str((folder / unit).absolute()) for unit in units)])
+        _start_unit(_units(manifest))
     else:
         _check_compose()
         _run(["docker", "compose", "--project-directory", str(folder), "up", "--detach", "--wait"])
@@ -172,29 +174,41 @@ def stop(folder: Path, manifest: Manifest) -> None:
     """Stop a rendered server and wait for its drain. Raises `EngineError` as `start` does."""
     if manifest.target == "systemd":
         _check_systemd()
-        _run(["systemctl", "stop", f"{manifest.name}.service"])
+        _run(["systemctl", "stop", *_units(manifest)])
     else:
         _check_compose()
         _run(["docker", "compose", "--project-directory", str(folder), "stop"])
 
 
-def _start_unit(unit: str) -> None:
-    """Run `systemctl start`, with the reason of a failure from the unit's log.
+def _units(manifest: Manifest) -> list[str]:
+    """The server's unit; or the target of a front and its replicas, then these, as a pattern.
+
+    The first starts all. Stopping the target ends all, too, but systemctl waits only for units that
+    it is given.
+    """
+    name, target = manifest.name, f"{manifest.name}.target"
+    units = [f"{name}.service"]
+    return [target, *units, f"{name}-replica@*.service"] if target in manifest.files else units
+
+
+def _start_unit(units: Sequence[str]) -> None:
+    """Run `systemctl start` for the first, with the reason of a failure from the logs of all.
 
     After a failure systemd would keep trying, and systemctl does not name the reason.
     """
-    since = f"@{time.time():.6f}"
+    unit, since = units[0], f"@{time.time():.6f}"
     started = subprocess.run(["systemctl", "start", unit], capture_output=True, text=True)
     if started.returncode == 0:
         return
-    subprocess.run(["systemctl", "stop", unit], capture_output=True)
-    command = ["journalctl", "--unit", unit, "--since", since, "--output", "cat", "--no-pager"]
+    subprocess.run(["systemctl", "stop", *units], capture_output=True)
+    logs = [word for each in units for word in ("--unit", each)]
+    command = ["journalctl", *logs, "--since", since, "--output", "cat", "--no-pager"]
     lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     # The first error of the service, else of systemd, else of systemctl.
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     reasons += [line.partition(": ")[2] for line in lines if ": Failed to " in line]
     reason = reasons[0] if reasons else _tail(started.stderr)
-    hint = f"journalctl --unit {unit}"
+    hint = f"journalctl {shlex.join(logs)}"
     if "credentials" in reason:
         hint = f"its key and plan must exist first: EXPLAIN.md says how; or see {hint}"
     raise EngineError(f"{unit} did not start: {reason}", hint)

@@ -457,6 +457,7 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
         prefill_s=law.prefill_s,
         cached_s=law.cached_s,
         attended_s=law.attended_s,
+        behind_s=law.behind_s,
         token_s=list(law.token_s),
         knots=list(law.knots),
         host_s=host_s,
@@ -502,6 +503,7 @@ def shape_of(point: StepPoint) -> StepShape:
         point.prefills,
         point.prefill_tokens,
         point.prefill_attended,
+        point.prefill_cached,
     )
 
 

@@ -4,11 +4,13 @@ together.
     forward = base + row * rows + prefill * chunks + f(new tokens)
               + cached * (sum of the decodes' cached tokens)
               + attended * (sum over chunks of new * (cached + new / 2))
+            + behind * (sum over chunks of the cached tokens before them)
     pass    = forward + host + host_row * rows
 
 `f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
 arithmetic limits a pass of many. Each row pays for the sampler. Decodes read their cache; chunks
-attend to theirs and to themselves. The host schedules the pass and delivers its tokens before the
+attend to theirs and to themselves, and also pay for reading theirs, as a short chunk behind a long
+cache shows. The host schedules the pass and delivers its tokens before the
 next pass begins. Only sums over the batch matter, as in Vidur (arXiv:2405.05465), so a pass needs
 no list of its rows. Cache reads are counted in tokens, not in blocks.
 
@@ -27,9 +29,8 @@ from toolkit.files.fit import StepsFit
 from toolkit.sched.iterations import LoggedRow
 
 
-@dataclass(frozen=True, slots=True)
 class StepShape:
-    """What one forward pass computes.
+    """What one forward pass computes. Its constructor is by hand, as those of `Batch` are.
 
     Attributes:
         decodes: rows that compute one token, their last.
@@ -37,16 +38,55 @@ class StepShape:
         prefills: rows that compute a chunk of their prompt or of a recomputed input.
         prefill_tokens: sum of the chunks' tokens.
         prefill_attended: new * (cached + new / 2), summed over the chunks.
+        prefill_cached: sum of the tokens in the caches before the chunks.
     """
 
-    decodes: int
-    decode_cached: int
-    prefills: int = 0
-    prefill_tokens: int = 0
-    prefill_attended: float = 0.0
+    __slots__ = (
+        "decode_cached",
+        "decodes",
+        "prefill_attended",
+        "prefill_cached",
+        "prefill_tokens",
+        "prefills",
+    )
+
+    def __init__(
+        self,
+        decodes: int,
+        decode_cached: int,
+        prefills: int = 0,
+        prefill_tokens: int = 0,
+        prefill_attended: float = 0.0,
+        prefill_cached: int = 0,
+    ) -> None:
+        self.decodes = decodes
+        self.decode_cached = decode_cached
+        self.prefills = prefills
+        self.prefill_tokens = prefill_tokens
+        self.prefill_attended = prefill_attended
+        self.prefill_cached = prefill_cached
+
+    def _values(self) -> tuple[int, int, int, int, float, int]:
+        return (
+            self.decodes,
+            self.decode_cached,
+            self.prefills,
+            self.prefill_tokens,
+            self.prefill_attended,
+            self.prefill_cached,
+        )
 
     def __reduce__(self) -> Reduced:
-        return reduced(self)
+        return StepShape, self._values()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepShape) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __repr__(self) -> str:
+        return f"StepShape{self._values()}"
 
     @property
     def rows(self) -> int:
@@ -68,6 +108,7 @@ class StepLaw:
             knots[k + 1], and the last one beyond the last knot.
         host_s, host_row_s: from the end of a forward pass to the start of the next, constant and
             per row.
+        behind_s: per cached token before a chunk.
     """
 
     base_s: float
@@ -79,6 +120,7 @@ class StepLaw:
     knots: tuple[int, ...] = (0,)
     host_s: float = 0.0
     host_row_s: float = 0.0
+    behind_s: float = 0.0
     _slopes: tuple[tuple[float, int, float], ...] = field(
         init=False, repr=False, compare=False, default=()
     )
@@ -103,7 +145,7 @@ class StepLaw:
         ]
         if bad:
             raise InputError(f"steps: a coefficient is {bad[0]}; all must be finite and >= 0")
-        ends = (*self.knots[1:], math.inf)
+        ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
         object.__setattr__(self, "_slopes", tuple(zip(self.token_s, self.knots, ends, strict=True)))
 
     @classmethod
@@ -115,15 +157,17 @@ class StepLaw:
         host_row_s: float = 0.0,
     ) -> StepLaw:
         """The law with these `coefficients`, in the order of `features`."""
-        base_s, row_s, prefill_s, cached_s, attended_s, *token_s = map(float, coefficients)
+        base_s, row_s, prefill_s, cached_s, attended_s, behind_s, *token_s = map(
+            float, coefficients
+        )
         fixed = base_s, row_s, prefill_s, cached_s, attended_s
-        return cls(*fixed, tuple(token_s), knots, host_s, host_row_s)
+        return cls(*fixed, tuple(token_s), knots, host_s, host_row_s, behind_s)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """The coefficients of the forward pass, in the order of `features`."""
         fixed = self.base_s, self.row_s, self.prefill_s, self.cached_s, self.attended_s
-        return (*fixed, *self.token_s)
+        return (*fixed, self.behind_s, *self.token_s)
 
     def forward_s(self, shape: StepShape) -> float:
         """Seconds of the forward pass alone, from its schedule to its tokens."""
@@ -131,6 +175,8 @@ class StepLaw:
         rows, tokens = decodes + prefills, decodes + shape.prefill_tokens
         seconds = self.base_s + self.row_s * rows + self.prefill_s * prefills
         seconds += self.cached_s * shape.decode_cached + self.attended_s * shape.prefill_attended
+        if self.behind_s:
+            seconds += self.behind_s * shape.prefill_cached
         for slope, start, end in self._slopes:
             if tokens <= start:
                 break
@@ -181,12 +227,13 @@ class StepLaw:
 def law_of_steps(fit: StepsFit) -> StepLaw:
     """The law with the coefficients of `fit`."""
     coefficients = (fit.base_s, fit.row_s, fit.prefill_s, fit.cached_s, fit.attended_s)
-    return StepLaw(*coefficients, tuple(fit.token_s), tuple(fit.knots), fit.host_s, fit.host_row_s)
+    host = fit.host_s, fit.host_row_s
+    return StepLaw(*coefficients, tuple(fit.token_s), tuple(fit.knots), *host, fit.behind_s)
 
 
 def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]:
-    """The factor of each coefficient: 1, rows, chunks, cached, attended, and the new tokens between
-    each knot and the next.
+    """The factor of each coefficient: 1, rows, chunks, cached, attended, cached before chunks, and
+    the new tokens between each knot and the next.
     """
     ends = (*knots[1:], math.inf)
     return (
@@ -195,6 +242,7 @@ def features(shape: StepShape, knots: Sequence[int] = (0,)) -> tuple[float, ...]
         float(shape.prefills),
         float(shape.decode_cached),
         float(shape.prefill_attended),
+        float(shape.prefill_cached),
         *(max(0.0, min(shape.tokens, end) - start) for start, end in zip(knots, ends, strict=True)),
     )
 
@@ -204,9 +252,8 @@ def shape_of_rows(rows: Sequence[LoggedRow]) -> StepShape:
     decodes = [row.computed for row in rows if row.decodes]
     chunks = [row for row in rows if not row.decodes]
     attended = sum(chunk_attended(row.computed, row.new) for row in chunks)
-    return StepShape(
-        len(decodes), sum(decodes), len(chunks), sum(row.new for row in chunks), attended
-    )
+    new, before = sum(row.new for row in chunks), sum(row.computed for row in chunks)
+    return StepShape(len(decodes), sum(decodes), len(chunks), new, attended, before)
 
 
 def chunk_attended(cached: int, new: int) -> float:

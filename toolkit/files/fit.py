@@ -156,6 +156,9 @@ class StepsFit(Strict):
     prefill_s: float
     cached_s: float
     attended_s: float
+    behind_s: float = Field(
+        default=0.0, description="per cached token before a chunk; 0 in fits of older profiles"
+    )
     token_s: list[float]
     knots: list[int]
     host_s: float

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from toolkit.files.fit import Fit
-from toolkit.files.recipe import Labels, Recipe, Workers
+from toolkit.files.recipe import Labels, Recipe, RouterSpec, Workers
 from toolkit.files.strict import Envelope, Strict
 from toolkit.files.tuning import Limit, ParameterValue
 
@@ -78,6 +78,11 @@ class Plan(Envelope):
         default={},
         description="of a fleet: labels of the first kind's machines; omitted where empty",
     )
+    replica_router: RouterSpec | None = Field(
+        default=None,
+        description="of several replicas of a server: the router before them and all its "
+        "parameters; omitted elsewhere",
+    )
 
     @property
     def kinds(self) -> list[Kind]:
@@ -100,7 +105,7 @@ class Plan(Envelope):
     @model_serializer(mode="wrap")
     def _omit_fleet_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         written: dict[str, object] = handler(self)
-        for name in ("others", "nodes"):
+        for name in ("others", "nodes", "replica_router"):
             if not getattr(self, name):
                 written.pop(name, None)
         return written

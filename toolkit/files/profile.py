@@ -116,6 +116,7 @@ class StepPoint(Strict):
     prefills: int
     prefill_tokens: int
     prefill_attended: float
+    prefill_cached: int = Field(default=0, description="0 in older profiles: not recorded")
     seconds: list[float] = Field(description="from scheduling a pass to its tokens")
     host_s: list[float] = Field(
         description="from the tokens to scheduling the next pass, where there was work for one"
@@ -144,6 +145,18 @@ class StepsProfile(Strict):
     front: list[FrontPoint]
 
 
+class HitPoint(Strict):
+    """A prompt sent to a server twice: what its prefix cache saves. Times to the first token."""
+
+    prompt_tokens: int
+    new_s: list[float] = Field(description="of prompts that no cache holds, every repeat")
+    again_s: list[float] = Field(description="of the same prompts directly afterwards")
+    cached_tokens: int | None = Field(
+        description="of the repeated prompt from the cache, by the server's usage; none: it does "
+        "not say"
+    )
+
+
 class FailedPoint(Strict):
     """A point that could not be measured, and why."""
 
@@ -152,6 +165,7 @@ class FailedPoint(Strict):
         "decode",
         "mix",
         "traffic",
+        "hit",
         "slice",
         "memory",
         "rounds",
@@ -199,6 +213,10 @@ class EngineFacts(Strict):
         default=1, description="processes that share a worker's model; bytes are of each"
     )
     analytic: str = Field(default="", description="the assumptions, where nothing was measured")
+    load_s: float | None = Field(
+        default=None,
+        description="seconds until the engine was loaded; none: it was not measured",
+    )
     lacks: list[str] = Field(
         default=[], description="of a server: the parts of OpenAI's API that it lacks"
     )
@@ -241,6 +259,9 @@ class Profile(Envelope):
     )
     steps: StepsProfile | None = Field(
         default=None, description="none: the engine's passes were not measured one by one"
+    )
+    hits: list[HitPoint] = Field(
+        default=[], description="of a server that is profiled from outside, by prompt length"
     )
 
 

@@ -186,6 +186,10 @@ class HardwareSpec(Strict):
         default=None,
         description="of the device's memory, from the data sheet; for analytic profiles",
     )
+    usd_per_hour: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="price of one worker's devices for an hour; for the cost of tokens",
+    )
 
 
 # Pinned memory cannot be swapped out by the system, so it has a bound even if none is set.
@@ -338,6 +342,16 @@ class PolicySpec(Strict):
     )
 
 
+class RouterSpec(Strict):
+    """A router before replicas of a server, and its parameters."""
+
+    name: str = Field(default="round-robin", description="a router, such as 'by-law'")
+    parameters: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="values of the router's parameters; the router's defaults for the others",
+    )
+
+
 class TuneSpec(Strict):
     """How to search."""
 
@@ -367,6 +381,11 @@ class TuneSpec(Strict):
         description="policies to search besides the recipe's own; 'all': every policy that knows "
         "no more than a server does; 'own': no other",
     )
+    routers: list[str] = Field(
+        default=["all"],
+        description="where several replicas of a server run: routers to search besides the "
+        "recipe's own; 'all': every router; 'own': no other",
+    )
     trace: str = Field(
         default="chat-small",
         description="the traffic to tune for: the file of a trace, or the name of a shipped trace",
@@ -374,7 +393,8 @@ class TuneSpec(Strict):
     space: dict[str, Annotated[list[bool | int | float | str], Field(min_length=1)]] = Field(
         default_factory=dict,
         description="ranges {parameter: [low, high]} and choices {parameter: [one, other]}; of "
-        "other policies {policy.parameter: ...}. Every parameter that is named here is searched",
+        "other policies {policy.parameter: ...}, of routers {router.parameter: ...}. Every "
+        "parameter that is named here is searched",
     )
     max_oom_percent: Annotated[float, Field(ge=0, le=100)] = Field(
         default=1.0, description="share of batches that may run out of memory"
@@ -440,7 +460,11 @@ class Recipe(Strict):
     engine: EngineSpec = EngineSpec()
     workers: Workers = Field(
         default=1,
-        description="engine instances, each a process with a model and a device of its own",
+        description="engine instances, each a process with a model and a device of its own; of a "
+        "server: its replicas, behind replica_router",
+    )
+    replica_router: RouterSpec = Field(
+        default=RouterSpec(), description="chooses the replica of a server for each request"
     )
     profile: ProfileSpec
     sla: dict[str, Annotated[float, Field(gt=0)]] = Field(
@@ -470,15 +494,25 @@ class Recipe(Strict):
                     f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, "
                     f"{heads}"
                 )
-        if traits_of(self.engine.name).server and self.workers > 1:
+        if self.replica_router != RouterSpec() and not traits_of(self.engine.name).server:
             raise ValueError(
-                f"workers: {self.workers}: a server is one worker, whatever runs behind it"
+                f"replica_router: '{self.replica_router.name}': engine '{self.engine.name}' has no "
+                "replicas: its workers take requests from one scheduler"
             )
         for key, seconds in self.sla.items():
             problem = sla_problem(key, seconds)
             if problem:
                 raise ValueError(f"sla.{key}: {seconds:g}: {problem}")
         return self
+
+    @property
+    def measured(self) -> Recipe:
+        """The same recipe without what no measurement depends on: prices, and how many replicas of
+        a server run. One replica is measured, since each has devices of its own.
+        """
+        hardware = self.hardware.model_copy(update={"usd_per_hour": None})
+        workers = 1 if traits_of(self.engine.name).server else self.workers
+        return self.model_copy(update={"hardware": hardware, "workers": workers})
 
 
 def recipe_schema() -> JsonSchemaValue:

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from toolkit.files.profile import MEASURED_SECTIONS
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.strict import Envelope, Strict
 from toolkit.units import number
 
@@ -207,6 +207,27 @@ class Outcome(Strict):
     policy: str
     parameters: dict[str, ParameterValue]
     metrics: dict[str, float]
+    replica_router: RouterSpec | None = Field(
+        default=None, description="before several replicas of a server; none elsewhere"
+    )
+
+    @property
+    def key(self) -> str:
+        """What is searched apart from others: the policy, or the policy behind a router."""
+        return searched_key(self.policy, self.replica_router and self.replica_router.name)
+
+    def same_settings(self, other: Outcome) -> bool:
+        """Whether both have the same settings."""
+        return (self.policy, self.parameters, self.replica_router) == (
+            other.policy,
+            other.parameters,
+            other.replica_router,
+        )
+
+
+def searched_key(policy: str, router: str | None) -> str:
+    """The name of a policy in a search, where it is behind a router together with the router."""
+    return f"{policy} behind {router}" if router else policy
 
 
 class Trial(Strict):
@@ -232,7 +253,9 @@ class Sensitivity(Strict):
 
 
 class PolicyResult(Strict):
-    """The best trial of one searched policy, evaluated on the held-out windows."""
+    """The best trial of one searched policy (behind one router), evaluated on the held-out
+    windows.
+    """
 
     policy: str
     trials: int
@@ -278,7 +301,9 @@ class Uncertainty(Strict):
 class SizingRow(Strict):
     """Settings with a number of workers on all windows, and the limit with the greatest ratio."""
 
-    settings: str = Field(description="'recipe', or 'tuned for N' by a search with N workers")
+    settings: str = Field(
+        description="'recipe', or 'tuned for N' by a search with N workers, and the router"
+    )
     workers: int
     feasible: bool
     goodput_rps: float
@@ -294,7 +319,7 @@ class Sizing(Strict):
     settings: str
     one_more_keeps: bool | None = Field(
         description="False: one more worker breaks a limit again, so the answer is not robust; "
-        "None: not tried, since a server is one worker"
+        "None: not tried, since one of our policies in a server is one worker"
     )
     rows: list[SizingRow]
 
@@ -316,6 +341,9 @@ class Sibling(Strict):
     feasible: bool
     up_to_rps: float | None = Field(
         description="highest rate found at which it keeps all limits; None: no such rate"
+    )
+    usd_per_hour: float | None = Field(
+        default=None, description="of all its workers, at its recipe's price or the tuned one's"
     )
 
 
@@ -339,6 +367,26 @@ class Alternatives(Strict):
     workers: int | None = Field(
         description="where limits are broken and no sibling keeps them: the number of workers that "
         "does, with the best settings"
+    )
+
+
+class Cost(Strict):
+    """What the recommended settings cost for the held-out traffic, in US dollars.
+
+    The price of all workers is divided among the tokens by the time that the fitted law of a pass
+    gives them: computed prompt tokens, prompt tokens found in the cache, and output tokens.
+    """
+
+    usd_per_hour: float = Field(description="of all workers")
+    usd_per_million_requests: float
+    usd_per_million_in: float | None = Field(
+        description="prompt tokens that are computed; None: the fit has no law of passes"
+    )
+    usd_per_million_cached: float | None = Field(
+        description="prompt tokens found in the cache; None: none are, or no law of passes"
+    )
+    usd_per_million_out: float | None = Field(
+        description="output tokens; None: the fit has no law of passes"
     )
 
 
@@ -403,7 +451,14 @@ class Tuning(Envelope):
         description="of the recommended settings, held out: the used share of each limit; above 1 "
         "it is broken",
     )
-    policies: list[PolicyResult] = Field(default=[], description="the recipe's own first")
+    policies: list[PolicyResult] = Field(
+        default=[], description="the recipe's own first; of replicas, one for each router"
+    )
+    in_turn: Outcome | None = Field(
+        default=None,
+        description="of replicas: the best settings with requests to each replica in turn, held "
+        "out; the best ones are these where a router gains nothing",
+    )
     latency_metric: str = Field(default="e2e_p95_s", description="the second axis of `front`")
     front: list[int] = Field(
         default=[],
@@ -419,6 +474,9 @@ class Tuning(Envelope):
         "policy that they run",
     )
     alternatives: Alternatives | None = Field(default=None, description="none for a fleet")
+    cost: Cost | None = Field(
+        default=None, description="where the recipe has a price, and requests are served"
+    )
 
     @property
     def recommended(self) -> Outcome:

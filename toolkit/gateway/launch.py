@@ -213,6 +213,7 @@ async def _serve(
             await own.stop()
         await pool.stop()
         await server.stop(LAST_BYTES_S)
+        signals.close()
     return dict(stats.ended)
 
 

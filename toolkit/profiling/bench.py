@@ -7,11 +7,11 @@ a process of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, cast, runtime_checkable
 
 from toolkit.engines.protocol import Engine, OutOfMemory, Round, RoundEngine, Row, SamplingParams
-from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
+from toolkit.files.profile import EngineFacts, FrontPoint, HitPoint, StepPoint, StepsProfile
 from toolkit.profiling.grid import GridPoint, SliceShape
 
 Clock = Literal["cpu", "wall"]
@@ -68,6 +68,15 @@ class TimedPassEngine(Protocol):
     @property
     def steps(self) -> StepsProfile:
         """The limits of the passes, without points."""
+        ...
+
+
+@runtime_checkable
+class CachingEngine(Protocol):
+    """A `TimedEngine` that may keep prompts in a prefix cache."""
+
+    def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
+        """What a prompt of each length takes at first, and again."""
         ...
 
 

@@ -16,7 +16,7 @@ from toolkit.files.profile import EngineFacts, FailedPoint
 from toolkit.files.recipe import ProfileSpec
 
 Kind = Literal[
-    "prefill", "decode", "mix", "traffic", "join", "leave", "grow", "swap_out", "swap_in"
+    "prefill", "decode", "mix", "traffic", "hit", "join", "leave", "grow", "swap_out", "swap_in"
 ]
 
 
@@ -27,6 +27,7 @@ class GridPoint:
 
     In a part of a round, N rows join, leave or move while `others` run. In a mix, `others` prompts
     of `length` tokens arrive while N rows decode. In traffic, `others` is the number of requests.
+    In a hit, a prompt has `length` tokens that the prefix cache holds and `others` new ones.
     """
 
     kind: Kind
@@ -36,6 +37,8 @@ class GridPoint:
 
     @property
     def tokens(self) -> int:
+        if self.kind == "hit":
+            return self.length + self.others
         return (self.batch_size + self.others) * self.length
 
     def __str__(self) -> str:
@@ -104,6 +107,19 @@ def traffic_points(spec: ProfileSpec, facts: EngineFacts, longest: int) -> list[
         if 1 < batch_size <= (facts.max_rows or batch_size) / 2
         and batch_size * (length + longest / 3) <= facts.capacity_tokens
         and length < facts.max_model_len
+    ]
+
+
+def hit_points(spec: ProfileSpec, facts: EngineFacts) -> list[GridPoint]:
+    """Prompts that begin like an earlier one: short chunks behind long caches, which no other point
+    has, and most passes of a server with a prefix cache do.
+    """
+    lengths = sorted(set(spec.input_lengths))
+    return [
+        GridPoint("hit", 1, length, new)
+        for length in lengths
+        for new in lengths
+        if new < length and length + new < min(facts.max_model_len, facts.capacity_tokens)
     ]
 
 

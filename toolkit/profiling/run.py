@@ -24,6 +24,7 @@ from toolkit.files.profile import (
     MEASURED_SECTIONS,
     EngineFacts,
     FailedPoint,
+    HitPoint,
     MemoryPoint,
     Profile,
     SlicePoint,
@@ -33,6 +34,7 @@ from toolkit.files.recipe import ProfileSpec, Recipe
 from toolkit.profiling.bench import (
     VISIT_S,
     VISIT_SAMPLES,
+    CachingEngine,
     TimedEngine,
     TimedPassEngine,
     TimedRoundEngine,
@@ -43,6 +45,7 @@ from toolkit.profiling.grid import (
     Kind,
     SliceShape,
     grid,
+    hit_points,
     mix_points,
     slice_shapes,
     traffic_points,
@@ -242,12 +245,13 @@ def profile(
         with Journal(
             journal_path(out), _conditions(made_from, bench.facts), fresh=fresh
         ) as journal:
-            session = _Session(recipe, bench.facts, journal, watch)
+            session = _Session(recipe, bench.facts, journal, watch, load_s)
             watch.planned(session.plan(bench, load_s))
             session.probe_memory(bench)
             session.probe_admission(bench)
             session.keep_limits(bench)
             session.measure(bench)
+            session.time_hits(bench)
             bench.stop()  # frees its memory for the workers
             session.run_slices(make_workers or bench.workers)
             session.run_sequences(make_workers or bench.workers)
@@ -286,9 +290,15 @@ class _Session:
     """The stages of one profile and their shared state."""
 
     def __init__(
-        self, recipe: Recipe, facts: EngineFacts, journal: Journal, watch: ProfileProgress
+        self,
+        recipe: Recipe,
+        facts: EngineFacts,
+        journal: Journal,
+        watch: ProfileProgress,
+        load_s: float,
     ) -> None:
         self._recipe = recipe
+        self._load_s = load_s
         self._spec = recipe.profile
         self._facts = facts
         self._journal = journal
@@ -297,10 +307,12 @@ class _Session:
         traits = traits_of(facts.engine)
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
         self._steps: StepsProfile | None = None
+        self._hits: list[HitPoint] = []
         self._mixes: list[GridPoint] = []
         if traits.timed_by_pass:
             self._mixes = mix_points(self._spec, facts)
             self._mixes += traffic_points(self._spec, facts, recipe.serve.max_new_tokens)
+            self._mixes += hit_points(self._spec, facts)
         parts = self._rounds.points if self._rounds else self._mixes
         self._work = Work(
             visits=visits_left([*self._points, *parts], self._spec, journal),
@@ -371,6 +383,11 @@ class _Session:
         if isinstance(bench, TimedPassEngine):
             self._steps = bench.steps
 
+    def time_hits(self, bench: TimedEngine) -> None:
+        """Measure what a prefix cache saves, if the engine may have one."""
+        if isinstance(bench, CachingEngine):
+            self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
+
     def run_slices(self, make_workers: MakeWorkers) -> None:
         def record(number: int, result: SlicePoint | FailedPoint) -> None:
             self._journal.put(_slice_key(number), result)
@@ -384,6 +401,10 @@ class _Session:
     def run_sequences(self, make_workers: MakeWorkers) -> None:
         if self._rounds and self._work.sequences:
             self._rounds.run_sequences(make_workers(self._recipe), self._progress.advanced)
+
+    def _loaded_in_s(self) -> float | None:
+        """The measured time of loading; None for a server that ran before."""
+        return round(self._load_s, 1) if traits_of(self._facts.engine).started else None
 
     def result(self, made_from: EnvelopeFields) -> Profile:
         results = self._journal.results
@@ -402,7 +423,7 @@ class _Session:
             recipe_name=self._recipe.name,
             workers=self._recipe.workers,
             clock=self._spec.clock,
-            engine=self._facts,
+            engine=self._facts.model_copy(update={"load_s": self._loaded_in_s()}),
             prefill=prefill,
             decode=decode,
             slices=of_kind(SlicePoint, results.values()),
@@ -410,6 +431,7 @@ class _Session:
             failed=[*self._skipped, *of_kind(FailedPoint, results.values())],
             rounds=self._rounds.result() if self._rounds else None,
             steps=_with_points(self._steps, results) if self._steps else None,
+            hits=self._hits,
         )
 
 

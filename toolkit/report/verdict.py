@@ -14,11 +14,11 @@ from toolkit.files.tuning import (
     Alternatives,
     Interval,
     Sibling,
-    Sizing,
     Tuning,
     WindowLength,
     share_used,
 )
+from toolkit.sched.policies import BUILT_IN
 from toolkit.units import number, percent
 
 NOTABLE_RATE = 1.25  # a sibling that keeps the limits up to this multiple of the rate is named
@@ -34,7 +34,7 @@ METHODS = {
 
 def verdict(result: Tuning) -> list[str]:
     """The conclusion of a tuning, a line each; indented lines continue the one before."""
-    lines = [*_warnings(result), *sizing_lines(result), *_size_lines(result.sizing)]
+    lines = [*_warnings(result), *sizing_lines(result), *_size_lines(result)]
     if not any(trial.feasible for trial in result.trials):
         lines += _no_feasible_trial(result)
     elif result.binding_sla and result.binding_ratio is not None:
@@ -59,6 +59,7 @@ def verdict(result: Tuning) -> list[str]:
         lines.append(f"gain over the defaults, held out: {result.gain_percent:+.1f} % goodput")
     else:
         lines.append("gain over the defaults, held out: the defaults have no goodput")
+    lines += [*router_lines(result), *cost_lines(result)]
     lines += alternative_lines(result)
     lines += _how_sure(result)
     refused = next(
@@ -71,6 +72,63 @@ def verdict(result: Tuning) -> list[str]:
     )
     if refused and not result.keep_defaults:
         lines.append(f"`serve` cannot start it: {refused}")
+    return lines
+
+
+def router_lines(result: Tuning) -> list[str]:
+    """What the router of the best settings gains over dealing requests in turn; empty without
+    replicas.
+    """
+    best, in_turn = result.best_held_out, result.in_turn
+    if best.replica_router is None or in_turn is None:
+        return []
+    name = best.replica_router.name
+    if best.same_settings(in_turn):
+        return [
+            "nothing to gain from a router: no other serves notably more than requests to each "
+            "replica in turn, with the same flags"
+        ]
+    before, after = (each.metrics.get("goodput_rps", 0.0) for each in (in_turn, best))
+    change = f"{100 * (after / before - 1):+.1f} % goodput" if before else "goodput from none"
+    times = [each.metrics.get("ttft_mean_s") for each in (in_turn, best)]
+    if None not in times:
+        change += f", mean TTFT {number(times[1] or 0.0)} s for {number(times[0] or 0.0)} s"
+    hits = [each.metrics.get("hit_percent") for each in (in_turn, best)]
+    if None not in hits:
+        change += f", {number(hits[1] or 0.0)} % of prompt tokens cached for "
+        change += f"{number(hits[0] or 0.0)} %"
+    return [f"router '{name}' over requests in turn, with the same flags: {change}"]
+
+
+def cost_lines(result: Tuning) -> list[str]:
+    """What the recommended settings cost, and a recipe that is cheaper; empty without a price."""
+    cost = result.cost
+    if cost is None:
+        return []
+    prices = {
+        "in": cost.usd_per_million_in,
+        "cached": cost.usd_per_million_cached,
+        "out": cost.usd_per_million_out,
+    }
+    each = [f"{number(price)} {name}" for name, price in prices.items() if price is not None]
+    tokens = f", USD per million tokens: {', '.join(each)}" if each else ""
+    lines = [
+        f"cost: {number(cost.usd_per_hour)} USD an hour, "
+        f"{number(cost.usd_per_million_requests)} USD per million requests{tokens}"
+    ]
+    siblings = result.alternatives.siblings if result.alternatives else []
+    priced = [
+        (sibling.usd_per_hour, sibling)
+        for sibling in siblings
+        if sibling.feasible and sibling.usd_per_hour
+    ]
+    if not priced or result.sizing is None:
+        return lines
+    usd, cheapest = min(priced, key=lambda pair: pair[0])
+    if usd < cost.usd_per_hour or not result.keeps_limits:
+        lines.append(f"cheaper: {_sibling(cheapest)}, {number(usd)} USD an hour")
+    else:
+        lines.append(f"no shipped recipe for this model and GPU is cheaper: {number(usd)} USD/h")
     return lines
 
 
@@ -153,7 +211,8 @@ def _span(interval: Interval, form: Callable[[float], str] = number) -> str:
     return f"{form(interval.low)} to {form(interval.high)}"
 
 
-def _size_lines(sizing: Sizing | None) -> list[str]:
+def _size_lines(result: Tuning) -> list[str]:
+    sizing = result.sizing
     if sizing is None:
         return []
     settings = "the recipe's settings" if sizing.settings == "recipe" else "the best settings"
@@ -162,6 +221,8 @@ def _size_lines(sizing: Sizing | None) -> list[str]:
         return [f"workers needed: {sizing.workers}, with {settings}; a server is one worker"]
     if not sizing.one_more_keeps:
         lines.append(f"  with {sizing.workers + 1} a limit is broken again: leave a margin")
+    if result.engines and traits_of(result.engines[0]).server:
+        return lines
     lines.append(
         f"  to serve it: workers: {sizing.workers} in the recipe, then profile and fit again, since"
     )
@@ -201,8 +262,9 @@ def alternative_lines(result: Tuning) -> list[str]:
         if found.up_to_rps is not None
         else "  not fewer requests: the best settings break a limit even at a 64th of the rate"
     )
-    if traits_of(result.engines[0]).server:
-        lines.append("  a server is one worker: several of them behind a router are not simulated")
+    policy = result.recommended.policy
+    if traits_of(result.engines[0]).server and policy not in BUILT_IN:
+        lines.append(f"  not more workers: '{policy}' inside a server is simulated for one server")
     if not (kept or found.policies or found.workers or found.up_to_rps):
         lines.append("  a looser target in the recipe's sla")
     return lines

@@ -152,11 +152,15 @@ class Balancer:
         index = -1
         if able:
             view.replicas = able
+            view.now_s, view.outlook = now_s, None
             view.matched = self._index.matched(request.blocks, now_s)
             index = self.router.choose(request, view)
             view.routed += 1
             replica = self.replicas[index]
-            replica.add(Sent(request, now_s, view.cached_tokens(request, replica)))
+            sent = Sent(request, now_s, view.cached_tokens(request, replica))
+            replica.add(sent)
+            if view.outlook is not None:
+                replica.expect(sent, view.outlook)
             self._homes[request.request_id] = replica
             self._index.add(index, request.blocks, now_s)
         if self._sink is not None:

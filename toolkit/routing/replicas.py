@@ -70,13 +70,30 @@ class ReplicaTraits(msgspec.Struct, frozen=True):
     law: PassLaw | None = None
 
 
+class RequestOutlook(msgspec.Struct, frozen=True):
+    """What a router expects of a request on the replica that it chose.
+
+    Attributes:
+        prefilled_s: when the prompts there, this one the last, have been computed.
+        is_late: whether it is expected to miss a target in any case.
+        stalls: whether its prompt delays a token of the others there beyond their target.
+    """
+
+    prefilled_s: float
+    is_late: bool
+    stalls: bool
+
+
 class Sent(msgspec.Struct):
-    """A request that a replica has. `cached_tokens` is what the router expected to be cached."""
+    """A request that a replica has. `cached_tokens` is what the router expected to be cached;
+    `stalls` counts the stalls of the replica before it (-1: it is late in any case).
+    """
 
     request: RoutedRequest
     sent_s: float
     cached_tokens: int
     has_token: bool = False
+    stalls: int = -1
 
     @property
     def new_tokens(self) -> int:
@@ -95,15 +112,20 @@ class Replica:
         prompt_tokens: of all.
         blocks: of all prompts that it has, each counted once.
         report: its own latest figures; None before the first.
+        in_time: of those with an `RequestOutlook`, how many are expected to keep their targets.
+        prefilled_s: when the prompts that it has are expected to have been computed.
     """
 
     __slots__ = (
+        "_stalls",
         "_uses",
         "blocks",
         "decode_tokens",
+        "in_time",
         "index",
         "is_up",
         "prefill_tokens",
+        "prefilled_s",
         "prefills",
         "prompt_tokens",
         "report",
@@ -118,6 +140,8 @@ class Replica:
         self.prefills = self.prefill_tokens = self.decode_tokens = 0
         self.prompt_tokens = self.blocks = 0
         self.report: ReplicaReport | None = None
+        self.in_time = self._stalls = 0
+        self.prefilled_s = 0.0
         self._uses: dict[int, int] = {}
 
     @property
@@ -155,6 +179,16 @@ class Replica:
             self._uses[block] = uses + 1
             self.blocks += not uses
 
+    def expect(self, sent: Sent, outlook: RequestOutlook) -> None:
+        """What is expected of a request that was just added, and of the others with it."""
+        self.prefilled_s = outlook.prefilled_s
+        if outlook.stalls:
+            self._stalls += 1
+            self.in_time = 0
+        if not outlook.is_late:
+            sent.stalls = self._stalls
+            self.in_time += 1
+
     def first_token(self, request_id: str) -> None:
         """The first token of a request came back."""
         sent = self.sent.get(request_id)
@@ -170,6 +204,7 @@ class Replica:
         if sent is None:
             return
         self.prompt_tokens -= sent.request.prompt_tokens
+        self.in_time -= sent.stalls == self._stalls
         if sent.has_token:
             self.decode_tokens -= sent.request.prompt_tokens
         else:

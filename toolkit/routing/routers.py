@@ -15,10 +15,14 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from toolkit.errors import InputError, nearest
-from toolkit.routing.replicas import Replica, RoutedRequest
-from toolkit.sched.policies.parameters import Knob, Value, check, knob, knobs
+from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError
+from toolkit.files.recipe import Recipe, RouterSpec
+from toolkit.routing.replicas import Replica, RequestOutlook, RoutedRequest
+from toolkit.sched.policies.parameters import Knob, Value, check, defaults, knob, knobs, parameters
 
+SHARPNESS = 16  # how fast the chance to miss a target rises near it
+TARGETS = {"ttft": "ttft_s", "mtpot": "gap_s"}  # a kind of target to a router's parameter
 RING_POINTS = 160  # of each replica on the ring of `session-hash`
 
 
@@ -35,6 +39,8 @@ class RouterView:
         routed: how many requests were routed before.
         rng: for ties.
         rings: what `session-hash` keeps between requests.
+        now_s: the time.
+        outlook: where a router says what it expects of the request, if it does.
     """
 
     replicas: Sequence[Replica]
@@ -44,6 +50,8 @@ class RouterView:
     routed: int
     rng: np.random.Generator
     rings: dict[tuple[int, ...], tuple[list[int], list[int]]] = field(default_factory=dict)
+    now_s: float = 0.0
+    outlook: RequestOutlook | None = None
 
     def share(self, request: RoutedRequest, replica: Replica) -> float:
         """The share of the request's full blocks that a replica has cached, from 0 to 1."""
@@ -313,11 +321,15 @@ class VllmRouter(_Checked):
 
 @dataclass(frozen=True)
 class LawRouter(_Checked):
-    """The least time that the request adds to all requests, by the fitted law of a pass.
+    """The least time that the request adds to all requests, by the fitted law of a pass, and the
+    fewest requests that miss a target because of it.
 
     For each replica: the seconds until the request's first token, behind the prompts that wait
     there and beside the rows that decode; the seconds of its own output; and what its passes add
     to the rows that run. Requests beyond the replica's cache wait until enough rows have ended.
+    With targets, each request that would newly miss one counts `late` seconds more: this one by
+    its first token, and those there that were in time so far, if a pass with this prompt makes
+    their gap too long. So requests that are late in any case go where they make few others late.
     """
 
     name: ClassVar[str] = "by-law"
@@ -328,6 +340,17 @@ class LawRouter(_Checked):
     first: float = knob(
         1.0, high=100, search=(0.5, 5.0), doc="weight of the time to the request's first token"
     )
+    late: float = knob(
+        5.0, high=1e4, search=(0.0, 50.0), doc="seconds that a newly missed target counts"
+    )
+    work: float = knob(
+        20.0,
+        high=1e4,
+        search=(0.0, 100.0),
+        doc="seconds that a second of computing its prompt counts, for what comes later",
+    )
+    ttft_s: float = knob(0.0, doc="target of the time to the first token; 0: none")
+    gap_s: float = knob(0.0, doc="target of the largest gap between two tokens; 0: none")
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         if any(replica.traits.law is None for replica in view.replicas):
@@ -335,9 +358,19 @@ class LawRouter(_Checked):
                 "router 'by-law' needs the law of a pass of every replica",
                 "tune from a fit of the engine, or choose another router",
             )
-        return view.least([self._added_s(request, replica, view) for replica in view.replicas])
+        found = [self._weighed(request, replica, view) for replica in view.replicas]
+        index = view.least([cost for cost, _ in found])
+        view.outlook = next(
+            outlook
+            for replica, (_, outlook) in zip(view.replicas, found, strict=True)
+            if replica.index == index
+        )
+        return index
 
-    def _added_s(self, request: RoutedRequest, replica: Replica, view: RouterView) -> float:
+    def _weighed(
+        self, request: RoutedRequest, replica: Replica, view: RouterView
+    ) -> tuple[float, RequestOutlook]:
+        """The cost of a replica in seconds, and what to expect there."""
         traits, expected = replica.traits, max(view.expected_tokens, 1.0)
         law = traits.law
         assert law is not None
@@ -350,23 +383,40 @@ class LawRouter(_Checked):
         room = max(traits.pass_tokens - decodes, 1)
         ahead = replica.prefill_tokens
         passes = -(-(ahead + new) // room)
-        attended = new * (cached + new / 2) + ahead * (ahead / max(replica.prefills, 1)) / 2
+        attended_ahead = ahead * (ahead / max(replica.prefills, 1)) / 2
         plain_s = law.pass_s(decodes, context, 0, 0, 0.0)
         chunk_s = law.pass_s(
             decodes,
             context,
             max((replica.prefills + 1) / passes, 1),
             (ahead + new) / passes,
-            attended / passes,
+            (new * (cached + new / 2) + attended_ahead) / passes,
         )
-        first_s = passes * chunk_s
         # what its own prompt adds to the passes of the rows that decode
         own_s = max(chunk_s - plain_s, 0.0) * passes * new / (ahead + new)
+        left = rest = 0.0  # seconds and tokens of the prompts ahead: part of them is computed
+        if ahead:
+            whole_s = passes * chunk_s - own_s - plain_s
+            left = min(whole_s, max(replica.prefilled_s - view.now_s, 0.0))
+            rest = ahead * left / max(whole_s, 1e-9)
         slower_s = law.pass_s(decodes + 1, context + prompt + expected / 2, 0, 0, 0.0) - plain_s
-        decode_s = expected * (plain_s + slower_s)
+        first_s = left + own_s + plain_s
+        first_s += _memory_wait_s(replica, new, context, plain_s, expected)
         lost_s = own_s * decodes + expected * slower_s * decodes
-        wait_s = _memory_wait_s(replica, new, context, plain_s, expected)
-        return self.first * (first_s + wait_s) + decode_s + self.others * lost_s
+        late, stalls = 0.0, False
+        if self.ttft_s:
+            late = _chance(first_s, self.ttft_s)
+        if self.gap_s:
+            tokens = min(rest + new, room)
+            own = min(new, tokens)
+            attended = own * (prompt - own / 2) + (tokens - own) * attended_ahead / max(ahead, 1)
+            longest_s = law.pass_s(decodes, context, 1, tokens, attended)
+            stalls = longest_s > self.gap_s
+            late += replica.in_time * _chance(longest_s, self.gap_s)
+        cost = self.first * first_s + expected * (plain_s + slower_s) + self.others * lost_s
+        cost += self.late * late + self.work * own_s
+        is_late = bool(self.ttft_s) and first_s > self.ttft_s
+        return cost, RequestOutlook(view.now_s + first_s, is_late, stalls)
 
 
 ROUTERS: dict[str, type[Router]] = {
@@ -393,16 +443,56 @@ def router_knobs(router: type[Router] | type[_Checked]) -> dict[str, Knob]:
     return knobs(router)  # type: ignore[arg-type]
 
 
+def router_defaults(router: type[Router]) -> dict[str, Value]:
+    """The defaults of a router's parameters by name."""
+    return defaults(router)  # type: ignore[arg-type]
+
+
+def refuse_unknown_router(name: str, where: str = "") -> None:
+    """`InputError` with the valid names for a router that does not exist."""
+    if name not in ROUTERS:
+        raise InputError(
+            f"{where}there is no router '{name}'", f"valid: {', '.join(sorted(ROUTERS))}"
+        )
+
+
 def make_router(name: str, parameters: Mapping[str, Value]) -> Router:
     """The router `name` with `parameters` over its defaults; `InputError` for what it lacks."""
-    if name not in ROUTERS:
-        raise InputError(f"there is no router '{name}'", nearest(name, ROUTERS))
+    refuse_unknown_router(name)
     known = router_knobs(ROUTERS[name])
     for parameter in parameters:
         if parameter not in known:
-            hint = nearest(parameter, known) if known else "it has no parameters"
+            hint = f"valid: {', '.join(known)}" if known else "it has no parameters"
             raise InputError(f"router '{name}' has no parameter '{parameter}'", hint)
     return ROUTERS[name](**parameters)
+
+
+def targets_of(name: str, sla: Mapping[str, float]) -> dict[str, Value]:
+    """The parameters of router `name` that are targets, as these targets say: the strictest of each
+    kind.
+    """
+    known = router_knobs(ROUTERS[name])
+    found: dict[str, Value] = {}
+    for target, parameter in TARGETS.items():
+        limits = [seconds for key, seconds in sla.items() if key.startswith(f"{target}_")]
+        if limits and parameter in known:
+            found[parameter] = min(limits)
+    return found
+
+
+def router_of(recipe: Recipe, name: str | None = None) -> RouterSpec | None:
+    """The recipe's router before its replicas of a server, or the router `name` at its defaults,
+    with all parameters; None where there are no replicas. The recipe's targets are those of a
+    router that is not given any.
+    """
+    if recipe.workers == 1 or not traits_of(recipe.engine.name).server:
+        return None
+    own = recipe.replica_router
+    given = own.parameters if name in (None, own.name) else {}
+    name = name or own.name
+    refuse_unknown_router(name, "replica_router: ")
+    router = make_router(name, targets_of(name, recipe.sla) | given)
+    return RouterSpec(name=name, parameters=parameters(router))  # type: ignore[arg-type]
 
 
 def _ring(up: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -413,6 +503,13 @@ def _ring(up: Sequence[int]) -> tuple[list[int], list[int]]:
 
 def _point(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _chance(expected_s: float, target_s: float) -> float:
+    """The chance to miss a target, from 0 to 1: a half where it is expected to be just met."""
+    if expected_s <= 0.0:
+        return 0.0
+    return 1.0 / (1.0 + min(target_s / expected_s, 100.0) ** SHARPNESS)
 
 
 def _memory_wait_s(

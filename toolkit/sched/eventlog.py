@@ -16,6 +16,7 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import (
     Batch,
     BatchResult,
+    Failure,
     Job,
     Moves,
     Refusal,
@@ -79,9 +80,22 @@ class Complete(msgspec.Struct, frozen=True, tag="complete"):
     result: BatchResult
 
 
+class LoggedRound(msgspec.Struct, frozen=True):
+    """A `RoundResult`."""
+
+    batch_id: int
+    worker: int
+    steps: int
+    ended: tuple[str, ...] = ()
+    joined: tuple[tuple[str, int], ...] | None = None
+    failure: Failure = ""
+    missed: tuple[tuple[str, int], ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
 class CompleteRound(msgspec.Struct, frozen=True, tag="round"):
     now_s: float
-    result: RoundResult
+    result: LoggedRound
 
 
 class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
@@ -179,7 +193,7 @@ class RecordingScheduler(Scheduler):
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
         super().complete(result, now_s)
         self._sink(
-            CompleteRound(now_s, result)
+            CompleteRound(now_s, msgspec.convert(result, LoggedRound, from_attributes=True))
             if isinstance(result, RoundResult)
             else Complete(now_s, result)
         )
@@ -261,8 +275,8 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                     )
             case Complete(now_s, result):
                 scheduler.complete(result, now_s)
-            case CompleteRound(now_s, result):
-                scheduler.complete(result, now_s)
+            case CompleteRound(now_s, done):
+                scheduler.complete(RoundResult(*msgspec.structs.astuple(done)), now_s)
             case End(now_s, request_id, generated):
                 scheduler.end(request_id, generated, now_s)
             case CancelCall(now_s, request_id):

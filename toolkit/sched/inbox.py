@@ -167,8 +167,6 @@ def _turn(job: Job) -> tuple[int, int]:
 # standing, by age, by length) answer every question of a scheduling point, at O(log n) comparisons
 # per job that comes or goes.
 
-AFTER_ALL_TICKETS: Final = 1 << 62  # larger than any ticket
-
 
 class RankedInbox(Inbox):
     """An `Inbox` that also keeps its jobs sorted by standing, by waiting time and by length.
@@ -180,7 +178,16 @@ class RankedInbox(Inbox):
             the job waits. Less is served first; equal standings are served by ticket.
     """
 
-    __slots__ = ("_by_age", "_by_length", "_by_standing", "_starved", "standing")
+    __slots__ = (
+        "_by_age",
+        "_by_length",
+        "_by_standing",
+        "_counts",
+        "_firsts",
+        "_starved",
+        "_starved_counts",
+        "standing",
+    )
 
     def __init__(self, standing: Callable[[Job, int], float]) -> None:
         super().__init__()
@@ -190,6 +197,11 @@ class RankedInbox(Inbox):
         self._by_length: list[int] = []
         # (standing, ticket) of the first jobs of `_by_age`, which starve.
         self._starved: list[tuple[float, int]] = []
+        # How many entries of `_by_standing` and of `_starved` have each standing.
+        self._counts: dict[float, int] = {}
+        self._starved_counts: dict[float, int] = {}
+        # The indices of the first of them, as of the last call of `standings`.
+        self._firsts: dict[float, tuple[int, int]] = {}
 
     @property
     def shortest(self) -> int:
@@ -249,30 +261,28 @@ class RankedInbox(Inbox):
         A count has the jobs of that standing that do not starve.
         """
         starving = self._count_starved(now_s, patience_s)
-        by_standing, starved = self._by_standing, self._starved
-        values: list[float] = []
+        values = sorted(self._counts)
         counts: list[int] = []
+        self._firsts = {}
         start = starved_start = 0
-        while start < len(by_standing):
-            value = by_standing[start][0]
-            stop, starved_stop = (
-                bisect_left(by_standing, (value, AFTER_ALL_TICKETS)),
-                bisect_left(starved, (value, AFTER_ALL_TICKETS)),
-            )
-            values.append(value)
-            counts.append(stop - start - (starved_stop - starved_start))
-            start, starved_start = stop, starved_stop
+        for value in values:
+            self._firsts[value] = start, starved_start
+            count, starved = self._counts[value], self._starved_counts.get(value, 0)
+            counts.append(count - starved)
+            start += count
+            starved_start += starved
         return starving, values, counts
 
     def equals_before(self, standing: float, ticket: int) -> int:
-        """How many jobs of this standing have an earlier ticket and do not starve.
-
-        Starving is judged as of the last call of `standings`.
+        """How many jobs of this standing have an earlier ticket and do not starve, as of the last
+        call of `standings`.
         """
-        by_standing, starved = self._by_standing, self._starved
-        here, first = (standing, ticket), (standing, -1)
-        ahead = bisect_left(by_standing, here) - bisect_left(by_standing, first)
-        return ahead - (bisect_left(starved, here) - bisect_left(starved, first))
+        here, firsts = (standing, ticket), self._firsts.get(standing)
+        if firsts is None:
+            return 0
+        first, starved_first = firsts
+        starved = bisect_left(self._starved, here) if self._starved else 0
+        return bisect_left(self._by_standing, here) - first - (starved - starved_first)
 
     def _count_starved(self, now_s: float, patience_s: float) -> int:
         """The number of starving jobs. Brings `_starved` up to date: the starving are the first of
@@ -280,11 +290,20 @@ class RankedInbox(Inbox):
         """
         by_age, starved = self._by_age, self._starved
         count = self._starving(now_s, patience_s)
-        for _, ticket, standing, _ in by_age[len(starved) : count]:
-            insort(starved, (standing, ticket))
-        for _, ticket, standing, _ in by_age[count : len(starved)]:
-            del starved[bisect_left(starved, (standing, ticket))]
+        if count != len(starved):
+            for _, ticket, standing, _ in by_age[len(starved) : count]:
+                self._starve(standing, ticket)
+            for _, ticket, standing, _ in by_age[count : len(starved)]:
+                self._unstarve(standing, ticket)
         return count
+
+    def _starve(self, standing: float, ticket: int) -> None:
+        insort(self._starved, (standing, ticket))
+        self._starved_counts[standing] = self._starved_counts.get(standing, 0) + 1
+
+    def _unstarve(self, standing: float, ticket: int) -> None:
+        del self._starved[bisect_left(self._starved, (standing, ticket))]
+        self._starved_counts[standing] -= 1
 
     def _starving(self, now_s: float, patience_s: float) -> int:
         by_age = self._by_age
@@ -301,10 +320,11 @@ class RankedInbox(Inbox):
         super()._added(job)
         standing = self.standing(job, job.generated)
         insort(self._by_standing, (standing, job.ticket, job))
+        self._counts[standing] = self._counts.get(standing, 0) + 1
         entry = (job.waiting_since_s, job.ticket, standing, job)
         at = bisect_left(self._by_age, entry)
         if at < len(self._starved):
-            insort(self._starved, (standing, job.ticket))
+            self._starve(standing, job.ticket)
         self._by_age.insert(at, entry)
         insort(self._by_length, job.length)
 
@@ -312,8 +332,13 @@ class RankedInbox(Inbox):
         super()._removed(job)
         standing, ticket = self.standing(job, job.generated), job.ticket
         del self._by_standing[bisect_left(self._by_standing, (standing, ticket))]
+        count = self._counts[standing]
+        if count > 1:
+            self._counts[standing] = count - 1
+        else:
+            del self._counts[standing]
         at = bisect_left(self._by_age, (job.waiting_since_s, ticket))
         if at < len(self._starved):
-            del self._starved[bisect_left(self._starved, (standing, ticket))]
+            self._unstarve(standing, ticket)
         del self._by_age[at]
         del self._by_length[bisect_left(self._by_length, job.length)]

@@ -1,7 +1,7 @@
 """The hot arithmetic of the policies, compiled with numba: plain arrays in, plain arrays out.
 
-In order: batching of SCLS, the sorted history and peak memory of Past-Future, the ends of slices,
-and Past-Future's admission with sampled or known lengths.
+In order: batching of SCLS, the sorted history and peak memory of Past-Future, and its admission
+with sampled or known lengths.
 """
 
 from __future__ import annotations
@@ -132,58 +132,6 @@ def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
         longest = max(longest, used[k])
         peak = max(peak, (i + 1) * (longest + remaining[k]))
     return peak
-
-
-@njit
-def slices_left(
-    joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int
-) -> NDArray[np.int64]:
-    """Decode steps until each resident's slice ends [n]; a whole period if it ends just now.
-
-    Args:
-        joined: [n], the steps at which the residents joined.
-        steps: the worker's steps so far.
-        first, period: steps of a resident's first slice, which is rounded up to end at a multiple
-            of `interval`, and of all later slices.
-    """
-    left = np.empty(len(joined), dtype=np.int64)
-    for i in range(len(joined)):
-        end = -(-(joined[i] + first) // interval) * interval
-        left[i] = end - steps if steps < end else period - (steps - end) % period
-    return left
-
-
-@njit
-def nearest_end(
-    joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int
-) -> int:
-    """The minimum of `slices_left`, for at least one resident."""
-    nearest = 1 << 62
-    for i in range(len(joined)):
-        end = -(-(joined[i] + first) // interval) * interval
-        left = end - steps if steps < end else period - (steps - end) % period
-        nearest = min(nearest, left)
-    return nearest
-
-
-@njit
-def all_left(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> int:
-    """The sum of `slices_left`."""
-    total = 0
-    for i in range(len(joined)):
-        end = -(-(joined[i] + first) // interval) * interval
-        total += end - steps if steps < end else period - (steps - end) % period
-    return total
-
-
-@njit
-def ends_now(joined: NDArray[np.int64], steps: int, first: int, period: int, interval: int) -> bool:
-    """Whether any resident's slice ends just now; arguments as for `slices_left`."""
-    for i in range(len(joined)):
-        end = -(-(joined[i] + first) // interval) * interval
-        if steps >= end and (steps - end) % period == 0:
-            return True
-    return False
 
 
 @njit

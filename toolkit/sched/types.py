@@ -19,7 +19,6 @@ from toolkit.sched.inbox import Inbox
 from toolkit.sched.residents import ParkedCaches, Residents
 from toolkit.sched.results import BatchResult as BatchResult
 from toolkit.sched.results import Failure as Failure
-from toolkit.sched.results import RoundResult as RoundResult
 
 if TYPE_CHECKING:
     from toolkit.sched.protocols import LatencyLaw, MemoryLaw, SwapLaw
@@ -341,6 +340,57 @@ class Worker:
     def idle(self) -> bool:
         """Whether it is alive with nothing running and nothing queued."""
         return self.alive and self.running is None and not self.queue
+
+
+class RoundResult:
+    """What a worker did with a round: all residents decoded `steps` times; `ended` jobs did so
+    last.
+
+    Attributes:
+        ended: jobs that ended in the round's last step.
+        joined: for each job that ended its prefill in the round, the steps of the round before it
+            joined, which it did not decode. None: every prefill ended before the first step. On
+            engines with a prefill that gives a token, the job has that token, and a round in which
+            a job ends with it may have 0 steps. The prefill of a job that is not named continues in
+            the next round.
+        failure: "oom" if memory ran out. "crashed" if the worker died: then no cache is left.
+        missed: residents that an engine which also schedules (`toolkit.backends.vllm`) left out of
+            so many of the steps.
+        dropped: jobs that lost their caches, the last admitted first; they wait again. Memory
+            had no room for them (then `failure` is "oom", and `dropped` may be all residents, or
+            empty if splitting a pass was enough), or an engine that also schedules made room.
+    """
+
+    __slots__ = (
+        "batch_id",
+        "dropped",
+        "ended",
+        "failure",
+        "joined",
+        "missed",
+        "steps",
+        "worker",
+    )
+
+    def __init__(
+        self,
+        batch_id: int,
+        worker: int,
+        steps: int,
+        ended: tuple[str, ...] = (),
+        joined: tuple[tuple[str, int], ...] | None = None,
+        failure: Failure = "",
+        missed: tuple[tuple[str, int], ...] = (),
+        dropped: tuple[str, ...] = (),
+    ) -> None:
+        self.batch_id = batch_id
+        self.worker = worker
+        self.steps = steps
+        self.ended = ended
+        self.joined = joined
+        self.failure: Failure = failure
+        self.missed = missed
+        self.dropped = dropped
 
 
 @dataclass(frozen=True)

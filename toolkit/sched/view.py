@@ -109,6 +109,7 @@ class View:
         self.loads = Loads(workers)
         self.figures: dict[Hashable, WorkerFigure] = {}
         self.planner: RoundPlanner | None = None
+        self.rules: object = None  # what a policy keeps for this scheduler
         self._alive: list[Worker] = []
         # Indices of able workers, by the number of leading `kinds` that are too small for a job.
         self._able: dict[int, Numbers] = {}

@@ -110,7 +110,8 @@ class Connection(asyncio.Protocol):
             if exchange:
                 exchange.abandon()
         self._queue.clear()
-        self._receiving = None
+        self._answering = self._receiving = None
+        self._parser.close()
         self.writable.set()
 
     def pause_writing(self) -> None:

@@ -99,6 +99,14 @@ class RequestParser:
         if self._raw_bytes > MAX_FRAMING_FACTOR * (self._max_body_bytes + self._max_head_bytes):
             raise self.body_too_large()
 
+    def close(self) -> None:
+        """Forget the handler; no more bytes may be fed.
+
+        Otherwise handler and parser refer to each other, and a closed connection stays in memory
+        until the garbage collector finds it, at a moment when streams wait for it.
+        """
+        del self._parser, self._handler
+
     def body_too_large(self) -> RequestRefusedError:
         text = f"the body is larger than {self._max_body_bytes} bytes"
         return RequestRefusedError(ApiError(text, status=413))

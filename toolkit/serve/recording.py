@@ -126,6 +126,7 @@ async def _record(
             await server.stop(LAST_BYTES_S)
         finally:
             await recorder.stop()
+            signals.close()
         return recorder.ended
 
 

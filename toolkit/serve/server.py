@@ -104,12 +104,17 @@ class Signals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         ending = end_signals()
         if signal.SIGHUP not in ending:
-            loop.add_signal_handler(signal.SIGHUP, lambda: None)
+            self._loop.add_signal_handler(signal.SIGHUP, lambda: None)
         for number in ending:
-            loop.add_signal_handler(number, self._on_signal)
+            self._loop.add_signal_handler(number, self._on_signal)
+
+    def close(self) -> None:
+        """Give the signals back. A closed loop of uvloop would keep them and do nothing."""
+        for number in {signal.SIGHUP, *end_signals()}:
+            self._loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
@@ -148,6 +153,7 @@ async def serve(
         await asyncio.wait([loading])
         await driver.stop()
         await server.stop(LAST_BYTES_S)
+        signals.close()
 
 
 async def leave(driver: Driver, server: HttpServer, ending: Ending, signals: Signals) -> None:

@@ -142,6 +142,8 @@ class Ledger:
     query_tokens: int = 0
     hit_tokens: int = 0
     lost_tokens: int = 0
+    moved: int = 0  # requests that went on at another replica
+    recomputed_tokens: int = 0  # of their prompts and of what they had generated
     preempted_query_tokens: int = 0
     preempted_hit_tokens: int = 0
     computed_prompt_tokens: int = 0  # in passes, also those computed anew
@@ -259,6 +261,9 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         found["future_required_memory_percent"] = 100.0 * future / usable_tokens
     if ledger.token_gaps is not None:
         found |= ledger.token_gaps.summary()
+    if ledger.moved:
+        found["moved_requests"] = float(ledger.moved)
+        found["recomputed_tokens"] = float(ledger.recomputed_tokens)
     return found | _of_workers(ledger)
 
 

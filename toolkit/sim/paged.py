@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from toolkit.estimators.steps import StepShape, chunk_attended
@@ -33,13 +32,15 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import BlockPool, PagedRequest, SharedPool
 
 
-@dataclass(slots=True)
 class Chunk:
     """`new` tokens of an input that a row computes in a pass, after its `computed` ones."""
 
-    row: PagedRequest
-    computed: int
-    new: int
+    __slots__ = ("computed", "new", "row")
+
+    def __init__(self, row: PagedRequest, computed: int, new: int) -> None:
+        self.row = row
+        self.computed = computed
+        self.new = new
 
     @property
     def completes(self) -> bool:
@@ -47,14 +48,18 @@ class Chunk:
         return self.computed + self.new == self.row.prompt
 
 
-@dataclass(slots=True)
 class PagedPass:
     """What the next forward pass computes, and the rows that were preempted for it."""
 
-    shape: StepShape
-    rows: int
-    chunks: Sequence[Chunk]
-    preempted: Sequence[PagedRequest]
+    __slots__ = ("chunks", "preempted", "rows", "shape")
+
+    def __init__(
+        self, shape: StepShape, rows: int, chunks: list[Chunk], preempted: list[PagedRequest]
+    ) -> None:
+        self.shape = shape
+        self.rows = rows
+        self.chunks = chunks
+        self.preempted = preempted
 
 
 class PagedScheduler:
@@ -81,7 +86,10 @@ class PagedScheduler:
         shares: bool = False,
         reserves: bool = True,
     ) -> None:
-        self._flags, self._unknown = flags, int(ahead)
+        self._most_rows: int = flags.max_num_seqs
+        self._most_tokens: int = flags.max_num_batched_tokens
+        self._chunked: bool = flags.chunked_prefill
+        self._unknown = int(ahead)
         self._shares, self._reserves_input = shares and flags.prefix_caching, reserves
         self.pool: BlockPool = (
             SharedPool(blocks, block_tokens)
@@ -132,7 +140,7 @@ class PagedScheduler:
             if row.stops:  # it is in one more pass, since its end was not known
                 decodes += 1
                 cached += row.computed + self._steps
-        budget = self._flags.max_num_batched_tokens - decodes
+        budget = self._most_tokens - decodes
         if due:
             self.pool.take(due)
         if self.pool.writers:
@@ -145,9 +153,12 @@ class PagedScheduler:
         if self.waiting and not preempted:
             self._admit(budget, chunks)
         if chunks:
-            new = sum([chunk.new for chunk in chunks])
-            attended = sum([chunk_attended(chunk.computed, chunk.new) for chunk in chunks])
-            shape = StepShape(decodes, cached, len(chunks), new, attended)
+            new, before, attended = 0, 0, 0.0
+            for chunk in chunks:
+                new += chunk.new
+                before += chunk.computed
+                attended += chunk_attended(chunk.computed, chunk.new)
+            shape = StepShape(decodes, cached, len(chunks), new, attended, before)
         else:
             shape = StepShape(decodes, cached)
         self._plan = PagedPass(shape, decodes + len(chunks), chunks, preempted)
@@ -222,6 +233,13 @@ class PagedScheduler:
                 # a row that stopped was in one more pass, which computed nothing that is known
                 self.pool.give(row, held, held - (self._unknown if row.stops else 0))
 
+    def abort(self) -> list[PagedRequest]:
+        """The engine dies: its unfinished requests. What they generated is off their `left`."""
+        for row in self.running:
+            if row.end:
+                self._leave(row)
+        return [row for row in (*self.running, *self.waiting) if row.left]
+
     def _make_room(self, preempted: list[PagedRequest]) -> int:
         """Preempt rows, the last admitted first, until the others have the blocks that they need
         for the next pass, and append them to `preempted`. Returns how many blocks were given out.
@@ -272,22 +290,28 @@ class PagedScheduler:
 
     def _overtime(self) -> int:
         """Ended rows that are in one more pass, since their ends were not known."""
-        return sum([row.stops for row in self._ended]) if self._ended else 0
+        late = 0
+        for row in self._ended:
+            late += row.stops
+        return late
 
     def _due(self) -> int:
         """New blocks that the decoding rows need for the next pass."""
         tokens, steps = self._block_tokens, self._steps
         if not self._ended:
             return self._fill[-steps % tokens]
-        late = sum((row.computed + steps) % tokens == 0 for row in self._ended if row.stops)
-        return self._fill[-steps % tokens] + late
+        due = self._fill[-steps % tokens]
+        for row in self._ended:
+            if row.stops and (row.computed + steps) % tokens == 0:
+                due += 1
+        return due
 
     def _due_chunk(self) -> int:
         """New blocks that the row with an incomplete input needs for the next pass."""
         row = self._partial
         if row is None:
             return 0
-        budget = self._flags.max_num_batched_tokens - self._decoding - self._overtime()
+        budget = self._most_tokens - self._decoding - self._overtime()
         end = min(row.prompt, row.computed + budget)
         return self.pool.needed(end) - self.pool.needed(row.computed)
 
@@ -300,14 +324,14 @@ class PagedScheduler:
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Admit waiting requests while there are rows, tokens and blocks."""
-        pool, waiting, running, flags = self.pool, self.waiting, self.running, self._flags
-        while waiting and budget > 0 and len(running) < flags.max_num_seqs:
+        pool, waiting, running, most = self.pool, self.waiting, self.running, self._most_rows
+        while waiting and budget > 0 and len(running) < most:
             row = waiting[0]
             reserve = self._reserve if running else 0
             found = pool.find(row)
             new = row.prompt - found
             if new > budget:
-                if not flags.chunked_prefill:
+                if not self._chunked:
                     return
                 new = budget
             whole = row.prompt if self._reserves_input else found + new
@@ -347,7 +371,8 @@ class PagedScheduler:
 
     def _take_ends(self) -> list[PagedRequest]:
         """Take the rows that have generated their whole output from the decoding rows."""
-        ends, ended = self._ends, []
+        ends = self._ends
+        ended: list[PagedRequest] = []
         while ends and ends[0][0] <= self._steps:
             end, _, row = heappop(ends)
             if row.end == end:
@@ -369,7 +394,7 @@ class PagedScheduler:
         """Blocks that decodes take in the passes `first` to `last` - 1 after the planned one."""
         tokens, count = self._block_tokens, last - first
         whole = count // tokens
-        rest = sum(
-            self._fill[-(self._steps + k) % tokens] for k in range(first, first + count % tokens)
-        )
+        rest = 0
+        for k in range(first, first + count % tokens):
+            rest += self._fill[-(self._steps + k) % tokens]
         return whole * self._decoding + rest

@@ -23,7 +23,9 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
+from toolkit.compiled import Reduced, reduced
 from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
 from toolkit.files.fit import StepsFit
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -43,6 +45,9 @@ class PassRange:
     rows_max: int
     tokens_max: int
     cached_max: float  # tokens, summed over the decoding rows
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     def holds(self, shape: StepShape) -> bool:
         """Whether a pass is within the range."""
@@ -73,6 +78,9 @@ class PagedEngine:
     valid: PassRange | None = None
     front_s: float = 0.0
     front_row_s: float = 0.0
+
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
 
     @classmethod
     def of(cls, fit: StepsFit, capacity_tokens: int) -> PagedEngine:
@@ -113,6 +121,9 @@ class Reuse:
     sessions: Sessions | None = None
     closed: bool = True
 
+    def __reduce__(self) -> Reduced:
+        return reduced(self)
+
     def __bool__(self) -> bool:
         return self.shared is not None or self.sessions is not None
 
@@ -150,6 +161,7 @@ class Reuse:
 NO_REUSE = Reuse()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PagedRun:
     """One engine serving requests.
 
@@ -174,6 +186,8 @@ class PagedRun:
         front: FrontDelay | None = None,
     ) -> None:
         self._index, self._engine, self._ledger = index, engine, ledger
+        self._ahead = engine.ahead
+        self._blocks, self._block_tokens = engine.blocks, engine.block_tokens
         self._front = front
         self._turns = turns or {}
         self._coming: list[tuple[float, int]] = []  # a heap of (arrival, number)
@@ -190,7 +204,7 @@ class PagedRun:
         """Serve the requests, by their numbers, until all have ended; without `drain`, until all
         were admitted.
         """
-        scheduler, ahead, coming = self._scheduler, self._engine.ahead, self._coming
+        scheduler, ahead, coming = self._scheduler, self._ahead, self._coming
         arrival_s = self._ledger.arrival_s
         later = {number for turns in self._turns.values() for number, _ in turns}
         # also those that are refused, if their sessions go on
@@ -258,7 +272,7 @@ class PagedRun:
 
     def _steps_before(self, shape: StepShape, steps: int, seconds: float) -> int:
         """How many of `steps` passes are made if a request arrives after so many seconds."""
-        planned = int(self._engine.ahead)
+        planned = int(self._ahead)
         return planned + self._law.steps_before(shape, seconds, steps - planned)
 
     def _times(self, plan: PagedPass, steps: int, begin_s: float) -> tuple[float, float]:
@@ -356,19 +370,20 @@ class PagedRun:
         """Count `steps` passes: `last` is the shape of the last one, `free` the free blocks during
         the first.
         """
-        ledger, engine, valid = self._ledger, self._engine, self._engine.valid
-        used = (engine.blocks - self._scheduler.pool.free) * engine.block_tokens
-        used_first = (engine.blocks - free) * engine.block_tokens
+        ledger, valid, size = self._ledger, self._engine.valid, self._block_tokens
+        used = (self._blocks - self._scheduler.pool.free) * size
+        used_first = (self._blocks - free) * size
         ledger.rounds += steps
         ledger.decoding_steps += steps
         ledger.row_steps += steps * (plan.rows if steps == 1 else last.rows)
         if plan.chunks:
             ledger.batches += 1
             ledger.computed_prompt_tokens += plan.shape.prefill_tokens
-            ledger.rows += sum([chunk.completes for chunk in plan.chunks])
+            for chunk in plan.chunks:
+                ledger.rows += chunk.completes
         ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
         if used > ledger.peak_tokens:
-            ledger.peak_tokens = used
+            ledger.peak_tokens = float(used)
         if valid is not None and not valid.holds(last):
             ledger.extrapolated += steps
 

@@ -12,10 +12,16 @@ work: the time that a simulation takes follows the requests, not the replicas.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from pathlib import Path
 
+import msgspec
+
+from toolkit.errors import InputError
 from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.replicas import ReplicaReport, ReplicaTraits, RoutedRequest
@@ -24,12 +30,57 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.blocks import Node, PagedRequest
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.paged import PagedPass
+from toolkit.sim.paged import PagedPass, PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, refusal
 from toolkit.sim.worker import FrontDelay
 
-# At the same time: what the router learns, then arrivals, then what replicas do.
-LEARN, ARRIVE, WORK = range(3)
+# At the same time: what the router learns, then replicas that come and go, then arrivals, then what
+# replicas do.
+LEARN, CHANGE, ARRIVE, WORK = range(4)
+SLOW_START_S = 10.0  # a replica that came back gets its share of the requests after this long
+
+
+class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A replica gets no requests from `from_s` to `to_s`, and comes back with an empty cache.
+
+    Its requests go on elsewhere from the tokens that their clients have: at once, or with `drain`
+    when `to_s` comes and they have not ended. Without `to_s` it does not come back.
+    """
+
+    replica: int
+    from_s: float
+    to_s: float = math.inf
+    drain: bool = False
+
+
+def read_outages(path: Path, replicas: int) -> tuple[Outage, ...]:
+    """The outages of a file of JSON lines. `InputError` names a wrong line."""
+    found: list[Outage] = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}", "give a file of JSON lines") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            one = msgspec.json.decode(line, type=Outage)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{path.name}: line {number}: {error}", OUTAGE_HINT) from None
+        if not (0 <= one.replica < replicas and 0 <= one.from_s < one.to_s):
+            what = f"replica {one.replica} away from {one.from_s:g} s to {one.to_s:g} s"
+            limit = f"replicas are 0 to {replicas - 1}, and from_s is below to_s"
+            raise InputError(f"{path.name}: line {number}: {what}: {limit}", OUTAGE_HINT)
+        found.append(one)
+    found.sort(key=lambda one: (one.replica, one.from_s))
+    for before, after in pairwise(found):
+        if before.replica == after.replica and after.from_s < before.to_s:
+            again = f"replica {after.replica} goes away at {after.from_s:g} s, and is away"
+            raise InputError(f"{path.name}: {again} until {before.to_s:g} s", OUTAGE_HINT)
+    return tuple(found)
+
+
+OUTAGE_HINT = 'a line is {"replica": 0, "from_s": 60, "to_s": 90} or has "drain": true besides'
 
 
 @dataclass(frozen=True)
@@ -40,12 +91,16 @@ class Routing:
         router: chooses; None: to each replica in turn.
         report_s: seconds between two reports of a replica; vLLM's balancer and llm-d's scheduler
             read them about every 0.1 and 0.05 s.
+        report_age_s: how old a report is when it comes.
         seed: of ties.
+        outages: of replicas.
     """
 
     router: Router = field(default_factory=RoundRobinRouter)
     report_s: float = 0.1
+    report_age_s: float = 0.0
     seed: int = 0
+    outages: tuple[Outage, ...] = ()
 
 
 class PassTimes:
@@ -97,6 +152,8 @@ class ReplicaRun(PagedRun):
         self, index: int, engine: PagedEngine, flags: VllmPolicy, ledger: Ledger, *, shares: bool
     ) -> None:
         super().__init__(index, engine, flags, ledger, shares=shares)
+        self._flags, self._shares = flags, shares
+        self._moved_here: set[int] = set()  # requests that had tokens when they came
         self.next_s = math.inf
         self.first_tokens: list[tuple[float, int]] = []
         self.ends: list[tuple[float, int, int]] = []
@@ -110,6 +167,8 @@ class ReplicaRun(PagedRun):
     def arrive(self, row: PagedRequest, now_s: float) -> None:
         """A request comes."""
         self._arrived.append(row)
+        if self._ledger.first_token_s[row.number] >= 0.0:
+            self._moved_here.add(row.number)
         if self._leap is not None:
             if self._can_cut:
                 plan, begin_s, steps = self._leap
@@ -140,6 +199,33 @@ class ReplicaRun(PagedRun):
             self._plan_next(now_s)
         else:
             self.next_s = math.inf
+
+    def die(self, now_s: float) -> list[PagedRequest]:
+        """It dies, and comes back empty: the requests that had not ended, in the order of their
+        arrival. `left` is what their clients lack.
+        """
+        if self._leap is not None:
+            plan, begin_s, steps = self._leap
+            low, high = 0, steps  # passes that were done
+            while low < high:
+                middle = (low + high + 1) // 2
+                done = self._times(plan, middle, begin_s)[1] <= now_s
+                low, high = (middle, high) if done else (low, middle - 1)
+            if low:
+                self._finish(plan, low, begin_s, *self._times(plan, low, begin_s))
+        self.close()
+        rows = [*self._scheduler.abort(), *self._arrived]
+        for row in rows:
+            if row.mark:
+                self._close(row, self._last_s)
+        engine = self._engine
+        self._scheduler = PagedScheduler(
+            self._flags, engine.blocks, engine.block_tokens, ahead=engine.ahead, shares=self._shares
+        )
+        self._arrived, self._under_way, self._leap = [], [], None
+        self._begun_s = self._done_s = -math.inf
+        self._plan_s, self.next_s = now_s, math.inf
+        return sorted(rows, key=lambda row: row.number)
 
     def report(self, now_s: float) -> ReplicaReport:
         """Its own figures."""
@@ -183,7 +269,13 @@ class ReplicaRun(PagedRun):
 
     def _give(self, plan: PagedPass, steps: int, first_s: float, last_gap_s: float) -> None:
         known = self._ledger.first_token_s
-        new = [c.row.number for c in plan.chunks if c.completes and known[c.row.number] < 0.0]
+        moved = self._moved_here
+        new = []
+        for chunk in plan.chunks:
+            number = chunk.row.number
+            if chunk.completes and (known[number] < 0.0 or number in moved):
+                moved.discard(number)
+                new.append(number)
         super()._give(plan, steps, first_s, last_gap_s)
         self.first_tokens += [(first_s, number) for number in new]
 
@@ -256,6 +348,10 @@ class _RoutedRun:
         # (time, kind, number or replica, what else); an entry of WORK is stale if its replica is
         # to work at another time
         self._events: list[tuple[float, int, int, int]] = []
+        self._outages, self._back_s = routing.outages, [-math.inf] * ledger.workers
+        self._report_age_s = routing.report_age_s
+        self._reports: deque[tuple[float, int, ReplicaReport]] = deque()  # under way
+        self._lost: list[PagedRequest] = []  # no replica is up for them
 
     def serve(self, *, drain: bool) -> list[Refusal]:
         """Serve all; return the refusals."""
@@ -267,16 +363,27 @@ class _RoutedRun:
             for number in range(len(self._requests))
             if number not in later
         ]
+        for outage in self._outages:
+            events.append((outage.from_s, CHANGE, outage.replica, 1 if outage.drain else 0))
+            if outage.to_s < math.inf:
+                events.append((outage.to_s, CHANGE, outage.replica, 2))
         heapify(events)
         refusals: list[Refusal] = []
         report_s, left = self._report_s, len(self._requests)  # to arrive
         while events:
             now_s, kind, subject, generated = heappop(events)
             while report_s <= now_s:
+                comes_s = report_s + self._report_age_s
                 for index, replica in enumerate(replicas):
-                    self._balancer.report(index, replica.report(report_s))
+                    if self._balancer.replicas[index].is_up:
+                        self._reports.append((comes_s, index, replica.report(report_s)))
                 report_s += self._report_s
-            if kind == WORK:
+            while self._reports and self._reports[0][0] <= now_s:
+                _, index, report = self._reports.popleft()
+                self._balancer.report(index, report)
+            if kind == CHANGE:
+                self._change(subject, now_s, generated)
+            elif kind == WORK:
                 replica = replicas[subject]
                 if replica.next_s == now_s:
                     replica.work(drain=drain or left > 0)
@@ -289,6 +396,9 @@ class _RoutedRun:
                     self._flags,
                     self._engine,
                 )
+                if refused is None and not any(r.is_up for r in self._balancer.replicas):
+                    request_id = self._requests[subject].request_id
+                    refused = Refusal(request_id, "no replica was up when it came")
                 if refused is None:
                     self._route(subject, now_s)
                 else:
@@ -302,15 +412,60 @@ class _RoutedRun:
             replica.close()
         return refusals
 
-    def _route(self, number: int, now_s: float) -> None:
-        request = self._requests[number]
-        index = self._balancer.route(self._routed(number, request), now_s)
-        assert index is not None  # all are up
-        output = self._ledger.output_tokens[number]
+    def _change(self, index: int, now_s: float, what: int) -> None:
+        """A replica dies (0), gets no more requests (1), or comes back with an empty cache (2)."""
+        replica, comes = self._replicas[index], what == 2
+        if not comes:
+            self._balancer.change(index, is_up=False)
+        lost = [] if what == 1 else replica.die(now_s)
+        self._take(replica, index)
+        if comes:
+            self._contents[index] = ReplicaContents()
+            self._back_s[index] = now_s
+            self._balancer.change(index, is_up=True, is_fresh=True)
+            lost, self._lost = [*self._lost, *lost], []
+        for row in lost:
+            self._balancer.ended(self._requests[row.number].request_id, -1)
+        for row in lost:
+            self._route(row.number, now_s, row.left, () if comes else (index,))
+
+    def _barred(self, now_s: float) -> tuple[int, ...]:
+        """Replicas that came back shortly and have their share for now, as in the live front."""
+        slow = [index for index, s in enumerate(self._back_s) if now_s - s < SLOW_START_S]
+        if not slow:
+            return ()
+        up = [replica for replica in self._balancer.replicas if replica.is_up]
+        mean = sum(replica.requests for replica in up) / max(len(up), 1)
+        return tuple(
+            index
+            for index in slow
+            if self._balancer.replicas[index].requests
+            >= 1 + mean * (now_s - self._back_s[index]) / SLOW_START_S
+        )
+
+    def _route(
+        self, number: int, now_s: float, left: int | None = None, excluded: tuple[int, ...] = ()
+    ) -> None:
+        """Send a request to a replica; one that was on another before lacks `left` tokens."""
+        request, output = self._requests[number], self._ledger.output_tokens[number]
+        moved, left = left is not None, output if left is None else left
+        prompt = request.prompt_tokens + output - left
+        routed = self._routed(number, request)
+        if left < output:
+            limit = request.max_new_tokens - (output - left)
+            routed = msgspec.structs.replace(routed, prompt_tokens=prompt, max_new_tokens=limit)
+        index = self._balancer.route(routed, now_s, (*excluded, *self._barred(now_s)))
+        if index is None:
+            row = PagedRequest(number, prompt, left)
+            self._lost.append(row)
+            return
+        if moved:
+            self._ledger.moved += 1
+            self._ledger.recomputed_tokens += prompt
         row = PagedRequest(
             number,
-            request.prompt_tokens,
-            output,
+            prompt,
+            left,
             stops=output < request.max_new_tokens,
             content=self._contents[index].of(self._leaves[number]) if self._shares else None,
             watched=self._shares and self._watched[number],

@@ -356,11 +356,10 @@ class WorldSettings:
         for f in fields(self):
             check("world", f.name, type(f.default), getattr(self, f.name), f.metadata["knob"])
 
-    @property
-    def routing(self) -> Routing | None:
-        """See `World.routing`."""
+    def routing(self, parameters: Mapping[str, Value]) -> Routing | None:
+        """See `World.routing`; `parameters` are the router's."""
         name = self.replica_router
-        return None if name == "in-turn" else Routing(make_router(name, {}))
+        return None if name == "in-turn" else Routing(make_router(name, parameters))
 
     def joining(self, engines: Joining | None) -> Joining | None:
         """See `World.joining`; `engines` is the engine's own."""
@@ -372,7 +371,8 @@ def assign_settings(
 ) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
     """Split `given` into the settings of the world and the parameters of each policy.
 
-    `policy.key` belongs to that policy; `key` to the world, or to every policy that has it.
+    `policy.key` belongs to that policy, `router.key` to the world's router; `key` to the world, or
+    to every policy that has it.
     `InputError` for a key that neither has.
     """
     known = {
@@ -383,6 +383,13 @@ def assign_settings(
     of_policy: dict[str, dict[str, Value]] = {name: {} for name in policies}
     for key, value in given.items():
         name, dot, parameter = key.partition(".")
+        if name in ROUTERS and given.get("replica_router") == name:
+            of_world[key] = value
+            continue
+        if name in ROUTERS:
+            raise InputError(
+                f"--set {key}: replica_router is not '{name}'", f"add --set replica_router={name}"
+            )
         if dot and name not in known:
             raise InputError(
                 f"--set {key}: policy '{name}' is not among those that run", nearest(name, known)
@@ -432,6 +439,8 @@ def make_world(
                 for kind_fit, count in kinds
             ]
         )
+    given = dict(given)
+    knobs_of_router = {key.partition(".")[2]: given.pop(key) for key in list(given) if "." in key}
     if fit is None:
         return _unit_step_world(given, workers or 1, max_new_tokens or TABLE_1_LIMIT, seed)
     settings = WorldSettings(**given)  # type: ignore[arg-type]
@@ -446,7 +455,7 @@ def make_world(
         drain=settings.drain,
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
-        routing=settings.routing,
+        routing=settings.routing(knobs_of_router),
         joining=settings.joining(world.joining),
     )
 
@@ -466,7 +475,7 @@ def _unit_step_world(
         drain=settings.drain,
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
-        routing=settings.routing,
+        routing=settings.routing({}),
         joining=settings.joining(None),
     )
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.traces.types import Trace
+from toolkit.traces.types import SharedBlocks, Trace
 
+DERIVED_BLOCK = 16  # tokens of a block of sessions that come without blocks: vLLM's default
 CURVE_POINTS = 49  # sizes of caches in a description: four to a doubling, for 2**12 blocks
 
 Ints = NDArray[np.int64]
@@ -45,6 +46,26 @@ def reusable_tokens(trace: Trace) -> Ints:
     tokens = block_lengths(trace)
     seen = np.where(rows[origin] < rows, np.minimum(tokens, tokens[origin]), 0)
     return np.bincount(rows, seen, minlength=len(trace)).astype(np.int64)
+
+
+def with_blocks(trace: Trace) -> Trace:
+    """`trace`; where it has sessions but no blocks, with the blocks that follow from the sessions.
+
+    The prompts of a session are the beginnings of one text, and sessions share nothing. A prompt's
+    last block is its own if it is not full.
+    """
+    if trace.shared is not None or trace.sessions is None:
+        return trace
+    first = trace.sessions.first
+    counts = -(-trace.prompt_tokens // DERIVED_BLOCK)
+    longest = np.zeros(len(trace), dtype=np.int64)
+    np.maximum.at(longest, first, counts)
+    starts = np.cumsum(longest) - longest  # of each session's ids, at its first row
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    ids = np.arange(offsets[-1]) + np.repeat(starts[first] - offsets[:-1], counts)
+    partial = np.flatnonzero(trace.prompt_tokens % DERIVED_BLOCK)
+    ids[offsets[partial + 1] - 1] = longest.sum() + partial
+    return replace(trace, shared=SharedBlocks(DERIVED_BLOCK, ids, offsets))
 
 
 def cold_tokens(trace: Trace, first: int, last: int) -> int:
@@ -95,7 +116,10 @@ class CacheHits:
 
 @dataclass(slots=True, frozen=True)
 class PromptReuse:
-    """What the prompts of a trace share, in numbers."""
+    """What the prompts of a trace share, in numbers.
+
+    `derived`: the trace has no blocks, and these follow from its sessions (`with_blocks`).
+    """
 
     block_tokens: int
     prompt_tokens: int
@@ -103,10 +127,13 @@ class PromptReuse:
     reusable_tokens: int  # by such a cache
     reusable_percent: float
     caches: list[CacheHits]  # from one block to the smallest cache that reuses all
+    derived: bool = False
 
 
 def describe_reuse(trace: Trace, bytes_per_token: int | None = None) -> PromptReuse | None:
-    """What the prompts of `trace` share; None where it does not say."""
+    """What the prompts of `trace` share; None where it says neither blocks nor sessions."""
+    derived = trace.shared is None
+    trace = with_blocks(trace)
     curve = reuse_curve(trace)
     if curve is None:
         return None
@@ -127,6 +154,7 @@ def describe_reuse(trace: Trace, bytes_per_token: int | None = None) -> PromptRe
             )
             for size in sizes.tolist()
         ],
+        derived,
     )
 
 

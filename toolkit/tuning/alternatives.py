@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow, share_used
+from toolkit.sched.policies import BUILT_IN
 from toolkit.sched.policies.servable import refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import world_of
@@ -54,7 +56,7 @@ class WorkerCounts:
         for row in self.rows:
             if (row.settings, row.workers) == (settings, workers):
                 return row.feasible
-        task = Task(at_size(self.setup, workers), outcome.policy, outcome.parameters)
+        task = Task.of(at_size(self.setup, workers), outcome)
         [done] = collect(self.runner, [task], self.tick)
         usage = done.usage(self.limits)
         binding = max(usage, key=lambda key: usage[key])
@@ -140,7 +142,7 @@ class AlternativeRuns:
 
     def run(self, setup: EvaluationSetup, outcome: Outcome) -> Evaluation:
         """Evaluate the policy and parameters of `outcome` on `setup`."""
-        [done] = collect(self.runner, [Task(setup, outcome.policy, outcome.parameters)], self.tick)
+        [done] = collect(self.runner, [Task.of(setup, outcome)], self.tick)
         return done
 
     def keeps(self, setup: EvaluationSetup, outcome: Outcome) -> bool:
@@ -230,15 +232,17 @@ def alternatives(
     workers = None
     if not feasible:
         known = {best.outcome.policy for best in searched}
+        routed = chosen.outcome.replica_router is not None
         tasks = [
             Task(runs.setup, name)
             for name in usual_policies(fit)
-            if name not in known and refusal(name, [engine]) is None
+            if name not in known and refusal(name, [engine]) is None and not routed
         ]
         done = collect(runs.runner, tasks, runs.tick)
         policies = [candidate.outcome for candidate in done if candidate.feasible(runs.limits)]
         sibling_keeps = any(sibling.feasible for sibling in siblings)
-        if not traits_of(engine).server and not policies and not sibling_keeps:
+        several = not traits_of(engine).server or chosen.outcome.policy in BUILT_IN
+        if several and not policies and not sibling_keeps:
             workers = fewest(lambda count: runs.keeps(at_size(runs.setup, count), chosen.outcome))
     # The best searched policy is worth naming where the engine cannot run it and it is better.
     best = max(searched, key=lambda candidate: (candidate.feasible(runs.limits), candidate.score))
@@ -256,16 +260,32 @@ def alternatives(
     )
 
 
-def try_siblings(runs: AlternativeRuns, siblings: Sequence[Kind]) -> list[Sibling]:
-    """Simulate each sibling with its own policy, on the same windows and as many workers."""
+def _keeps_at(runs: AlternativeRuns, setup: EvaluationSetup, outcome: Outcome, count: int) -> bool:
+    return runs.keeps(at_size(setup, count), outcome)
+
+
+def try_siblings(
+    runs: AlternativeRuns, siblings: Sequence[Kind], *, sized: bool = False
+) -> list[Sibling]:
+    """Simulate each sibling with its own policy, on the same windows and as many workers; if
+    `sized`, with the fewest that keep all limits, where any number does.
+    """
     found = []
     for kind in siblings:
         spec, recipe = kind.recipe, runs.recipe
-        workers = 1 if traits_of(spec.engine.name).server else runs.setup.world.size
-        sized = kind.model_copy(update={"workers": workers})
-        world = world_of([sized], max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
+        # replicas stand beside replicas; a single server stands beside several workers
+        server, own = (traits_of(each.engine.name).server for each in (spec, recipe))
+        workers = 1 if server and not own else runs.setup.world.size
+        as_many = kind.model_copy(update={"workers": workers})
+        limit, seed = recipe.serve.max_new_tokens, recipe.tune.seed
+        world = world_of([as_many], max_new_tokens=limit, seed=seed)
         setup = replace(runs.setup, world=world, label=f"{runs.setup.label}, {spec.name}")
         outcome = Outcome(policy=spec.policy.name, parameters=spec.policy.parameters, metrics={})
+        if sized and (not server or outcome.policy in BUILT_IN):
+            enough = fewest(partial(_keeps_at, runs, setup, outcome))
+            setup = at_size(setup, enough or workers)
+            world = setup.world
+        price = spec.hardware.usd_per_hour or recipe.hardware.usd_per_hour
         done = runs.run(setup, outcome)
         feasible = done.feasible(runs.limits)
         sibling = Sibling(
@@ -277,6 +297,7 @@ def try_siblings(runs: AlternativeRuns, siblings: Sequence[Kind]) -> list[Siblin
             usage=done.usage(runs.limits),
             feasible=feasible,
             up_to_rps=runs.up_to_rps(spec, setup, done.outcome, feasible),
+            usd_per_hour=price and price * world.size,
         )
         found.append(sibling)
     return found

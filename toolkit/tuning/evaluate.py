@@ -27,14 +27,16 @@ from numpy.typing import NDArray
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import Recipe
-from toolkit.files.tuning import Outcome, ParameterValue
+from toolkit.files.recipe import Recipe, RouterSpec
+from toolkit.files.tuning import Outcome, ParameterValue, searched_key
 from toolkit.metrics import Served, meets_sla, sla_ratios
+from toolkit.routing.routers import make_router, router_of
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.api import simulate
+from toolkit.sim.replicas import Routing
 from toolkit.sim.world import World, world_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import (
@@ -114,7 +116,14 @@ def make_workload(recipe: Recipe, fit: Fit, trace: Trace, others: Sequence[Kind]
 def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
     """The simulated machine of a recipe; `others` are a fleet's further kinds of workers."""
     kinds = [Kind(recipe=recipe, fit=fit, workers=recipe.workers), *others]
-    return world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
+    world = world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
+    router = router_of(recipe)
+    return routed(world, router) if router else world
+
+
+def routed(world: World, router: RouterSpec) -> World:
+    """The world with a router before its replicas."""
+    return replace(world, routing=Routing(make_router(router.name, router.parameters)))
 
 
 def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
@@ -209,11 +218,25 @@ class SimulatedWindow:
 
 @dataclass(slots=True, frozen=True)
 class Task:
-    """A candidate on a setup. Windows are simulated one by one, in any order, then summed up."""
+    """A candidate on a setup. Windows are simulated one by one, in any order, then summed up.
+
+    `router` is before several replicas of a server; None: as the setup's world says.
+    """
 
     setup: EvaluationSetup
     policy: str
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    router: RouterSpec | None = None
+
+    @classmethod
+    def of(cls, setup: EvaluationSetup, outcome: Outcome) -> Task:
+        """The settings of an outcome on another setup."""
+        return cls(setup, outcome.policy, outcome.parameters, outcome.replica_router)
+
+    @property
+    def key(self) -> str:
+        """See `Outcome.key`."""
+        return searched_key(self.policy, self.router and self.router.name)
 
     def on(self, window: int) -> Task:
         """The same candidate on one window of the setup."""
@@ -221,7 +244,8 @@ class Task:
 
     def simulate(self, window: int) -> SimulatedWindow:
         """Simulate one window of the setup."""
-        result = simulate(self.setup.windows[window], self._candidate(), self.setup.world)
+        world = self.setup.world if self.router is None else routed(self.setup.world, self.router)
+        result = simulate(self.setup.windows[window], self._candidate(), world)
         return SimulatedWindow(result.served, result.metrics(self.setup.sla))
 
     def sum_up(self, results: Sequence[SimulatedWindow]) -> Evaluation:
@@ -244,7 +268,9 @@ class Task:
             }
         )
         whole = parameters(self._candidate())
-        outcome = Outcome(policy=self.policy, parameters=whole, metrics=metrics)
+        outcome = Outcome(
+            policy=self.policy, parameters=whole, metrics=metrics, replica_router=self.router
+        )
         return Evaluation(outcome, sla_ratios(served, sla))
 
     def run(self) -> Evaluation:

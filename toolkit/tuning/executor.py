@@ -289,7 +289,9 @@ class JournalFile:
 
 
 def _key(task: Task) -> str:
-    return json.dumps([task.setup.label, task.policy, dict(task.parameters)], sort_keys=True)
+    router = task.router and task.router.model_dump()
+    settings = [task.policy, dict(task.parameters), *([router] if router else [])]
+    return json.dumps([task.setup.label, *settings], sort_keys=True)
 
 
 def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:

@@ -22,8 +22,14 @@ import numpy as np
 import optuna
 
 from toolkit.errors import InputError, nearest
-from toolkit.files.recipe import PolicySpec
-from toolkit.files.tuning import ParameterValue, Sensitivity, Trial
+from toolkit.files.recipe import PolicySpec, RouterSpec
+from toolkit.files.tuning import Outcome, ParameterValue, Sensitivity, Trial, searched_key
+from toolkit.routing.routers import (
+    ROUTERS,
+    refuse_unknown_router,
+    router_defaults,
+    router_knobs,
+)
 from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
 from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs, parameters
 from toolkit.tuning.evaluate import (
@@ -62,16 +68,42 @@ class PolicySpace:
 
     A logarithmic range cannot hold 0, which means no bound. Where a parameter starts at 0, the
     upper end of its range stands for 0.
+
+    With a `router`, the policy runs on replicas behind it. The names of the router's searched
+    parameters are `router.parameter`.
     """
 
     policy: str
     start: Mapping[str, Value]
     distributions: Distributions
+    router: RouterSpec | None = None
+
+    @property
+    def key(self) -> str:
+        """What is searched apart from other spaces; see `Outcome.key`."""
+        return searched_key(self.policy, self.router and self.router.name)
 
     def first(self) -> dict[str, Value]:
         """The searched parameters at the start, as they would be drawn."""
-        whole = parameters(make_any(self.policy, self.start))
+        whole = parameters(make_any(self.policy, self.start)) | self._of_router()
         return {name: self._unbounded(name) or whole[name] for name in self.distributions}
+
+    def task(self, setup: EvaluationSetup, values: Mapping[str, ParameterValue]) -> Task:
+        """The candidate with these values of searched parameters, the others as at the start."""
+        router, own = self.router, {k: v for k, v in values.items() if "." not in k}
+        if router is not None:
+            knobs_of_router = {k.rpartition(".")[2]: v for k, v in values.items() if "." in k}
+            changed = {"parameters": router.parameters | knobs_of_router}
+            router = router.model_copy(update=changed)
+        return Task(setup, self.policy, {**self.start, **own}, router)
+
+    def values(self, outcome: Outcome) -> dict[str, ParameterValue]:
+        """All parameters of an outcome of this space, by the names that `task` takes."""
+        router = outcome.replica_router
+        return {**outcome.parameters, **(_named(router) if router else {})}
+
+    def _of_router(self) -> dict[str, Value]:
+        return _named(self.router) if self.router else {}
 
     def value_of(self, name: str, drawn: Value) -> Value:
         """The value of a searched parameter that was drawn as `drawn`."""
@@ -85,8 +117,48 @@ class PolicySpace:
             or not distribution.log
         ):
             return 0
-        start = self.start.get(name, defaults(KNOWN[self.policy])[name])
-        return 0 if start else int(distribution.high)
+        known = defaults(KNOWN[self.policy]) | self.start | self._of_router()
+        return 0 if known[name] else int(distribution.high)
+
+
+def _named(router: RouterSpec) -> dict[str, Value]:
+    """A router's parameters by the names that they have in a search."""
+    return {f"{router.name}.{name}": value for name, value in router.parameters.items()}
+
+
+def router_spaces(
+    space: PolicySpace,
+    own: RouterSpec,
+    routers: Sequence[str],
+    narrowed: Narrowed,
+    start_of: Callable[[str], RouterSpec],
+) -> list[PolicySpace]:
+    """The space behind the recipe's own router, then behind each of the other `routers`.
+
+    In `routers`, "all" stands for all, "own" for the recipe's. `start_of` gives a router's
+    parameters at the start. Keys of `narrowed` that are not `router.parameter` are left alone.
+    Raises `InputError` for an unknown router or parameter, and a range that cannot be searched.
+    """
+    groups = {ALL: list(ROUTERS), OWN: [own.name]}
+    for name in routers:
+        if name not in groups:
+            refuse_unknown_router(name, "tune.routers: ")
+    wanted = [name for given in routers for name in groups.get(given, [given])]
+    found = []
+    for name in dict.fromkeys([own.name, *wanted]):
+        router = start_of(name)
+        given = {
+            key.rpartition(".")[2]: values
+            for key, values in narrowed.items()
+            if key.rpartition(".")[0] == name
+        }
+        searched = _distributions(
+            f"router '{name}'", router_knobs(ROUTERS[name]), router.parameters, given
+        )
+        named = {f"{name}.{parameter}": among for parameter, among in searched.items()}
+        distributions = {**space.distributions, **named}
+        found.append(replace(space, router=router, distributions=distributions))
+    return found
 
 
 def make_spaces(
@@ -99,9 +171,9 @@ def make_spaces(
     """The spaces of the recipe's own policy, then of the other `policies` in their order.
 
     In `policies`, "all" stands for the `known` ones, "own" for the recipe's. Keys of `narrowed` are
-    `parameter` (of the recipe's own policy) or `policy.parameter`; keys of policies that are not
-    searched are only checked. Raises `InputError` for an unknown policy or parameter, an oracle,
-    or a range that cannot be searched.
+    `parameter` (of the recipe's own policy), `policy.parameter`, or `router.parameter`
+    (`router_spaces`); keys of policies that are not searched are only checked. Raises `InputError`
+    for an unknown policy or parameter, an oracle, or a range that cannot be searched.
     """
     groups = {ALL: known, OWN: [own.name]}
     for name in policies:
@@ -116,9 +188,18 @@ def make_spaces(
     by_policy: dict[str, dict[str, Sequence[Value]]] = {name: {} for name in KNOWN}
     for key, values in narrowed.items():
         policy, dot, parameter = key.rpartition(".")
+        if policy in ROUTERS:
+            _distributions(
+                f"router '{policy}'",
+                router_knobs(ROUTERS[policy]),
+                router_defaults(ROUTERS[policy]),
+                {parameter: values},
+            )
+            continue
         if dot and policy not in KNOWN:
             raise InputError(
-                f"tune.space: {key}: there is no policy '{policy}'", nearest(policy, KNOWN)
+                f"tune.space: {key}: there is no policy or router '{policy}'",
+                nearest(policy, [*KNOWN, *ROUTERS]),
             )
         by_policy[policy or own.name][parameter] = values
     spaces = {
@@ -144,13 +225,22 @@ def search_space(
     worker all routers are the same, so they are not searched. Raises `InputError` for an unknown
     parameter, and for a range outside the parameter's limits.
     """
-    known = knobs(KNOWN[policy])
+    known, first = knobs(KNOWN[policy]), defaults(KNOWN[policy]) | dict(start)
+    return _distributions(f"policy '{policy}'", known, first, narrowed, workers)
+
+
+def _distributions(
+    owner: str,
+    known: Mapping[str, Knob],
+    first: Mapping[str, Value],
+    narrowed: Narrowed,
+    workers: int = 2,
+) -> Distributions:
+    """The distributions of the searched ones of `known` parameters, which start at `first`."""
     for name in narrowed:
         if name not in known:
-            raise InputError(
-                f"tune.space: policy '{policy}' has no parameter '{name}'", nearest(name, known)
-            )
-    first = defaults(KNOWN[policy]) | dict(start)
+            hint = nearest(name, known) if known else "it has no parameters"
+            raise InputError(f"tune.space: {owner} has no parameter '{name}'", hint)
     found: Distributions = {}
     for name, knob in known.items():
         if knob.choices or isinstance(first[name], bool):
@@ -224,7 +314,7 @@ def sweep(distribution: Distribution, points: int) -> list[Value]:
 class SearchSettings:
     """What to search and how. The first of `spaces` belongs to the recipe's own policy.
 
-    `served` are the policies that the recipe's engine can run.
+    `served` are the keys of the spaces whose policy the recipe's engine can run.
     """
 
     spaces: Sequence[PolicySpace]
@@ -242,8 +332,8 @@ class Found:
     study: optuna.Study
     limits: CandidateLimits
 
-    def best(self, policies: Collection[str] | None = None) -> int | None:
-        """The number of the best trial, of all or of these policies; None where they have none.
+    def best(self, keys: Collection[str] | None = None) -> int | None:
+        """The number of the best trial, of all or of these spaces; None where they have none.
 
         Feasible trials come first, then those on whole windows, then the highest score, then the
         lowest number.
@@ -251,7 +341,7 @@ class Found:
         numbers = [
             number
             for number, evaluation in enumerate(self.evaluations)
-            if policies is None or evaluation.outcome.policy in policies
+            if keys is None or evaluation.outcome.key in keys
         ]
         return max(
             numbers,
@@ -291,7 +381,7 @@ def search(
     several = len(settings.spaces) > 1
     for space in settings.spaces:
         start = {f"{space.policy}.{name}": value for name, value in space.first().items()}
-        study.enqueue_trial(({POLICY: space.policy} if several else {}) | start)
+        study.enqueue_trial(({POLICY: space.key} if several else {}) | start)
     evaluations: list[Evaluation] = []
     found = Found(evaluations, study, settings.limits)
     next_policies = _next_policies(settings, found)
@@ -304,10 +394,9 @@ def search(
             if several and number >= len(settings.spaces):
                 study.enqueue_trial({POLICY: next(next_policies)})  # TPE suggests the parameters
             batch.append(study.ask())
-        candidates = [_suggest(trial, settings.spaces) for trial in batch]
-        tasks = [Task(setup, policy, parameters) for policy, parameters in candidates]
+        tasks = [_suggest(trial, settings.spaces, setup) for trial in batch]
         screened = _screened(found, settings) if screen else ()
-        looks = [screen if task.policy in screened else None for task in tasks]
+        looks = [screen if task.key in screened else None for task in tasks]
         done = _evaluate(runner, tasks, looks, partial(progress, best_rps))
         for trial, evaluation in zip(batch, done, strict=True):
             # What was simulated of a window says how late requests are after that part of it: they
@@ -330,11 +419,11 @@ def _screened(found: Found, settings: SearchSettings) -> set[str]:
     if best is None or not found.fits(best):
         return set()
     fitting = {
-        evaluation.outcome.policy
+        evaluation.outcome.key
         for number, evaluation in enumerate(found.evaluations)
         if found.fits(number)
     }
-    return {space.policy for space in settings.spaces} - fitting
+    return {space.key for space in settings.spaces} - fitting
 
 
 def _evaluate(
@@ -366,23 +455,21 @@ def _evaluate(
 
 def _next_policies(settings: SearchSettings, found: Found) -> Iterator[str]:
     """The policy of each trial after the starts: the best served one and each policy in turn."""
-    for policy in cycle(space.policy for space in settings.spaces):
+    for key in cycle(space.key for space in settings.spaces):
         best = found.best(settings.served)
-        yield policy if best is None else found.evaluations[best].outcome.policy
-        yield policy
+        yield key if best is None else found.evaluations[best].outcome.key
+        yield key
 
 
-def _suggest(
-    trial: optuna.Trial, spaces: Sequence[PolicySpace]
-) -> tuple[str, dict[str, ParameterValue]]:
-    """The trial's policy, and its parameters except those at their defaults."""
-    by_name = {space.policy: space for space in spaces}
-    name = trial.suggest_categorical(POLICY, list(by_name)) if len(spaces) > 1 else spaces[0].policy
-    space = by_name[name]
-    found: dict[str, ParameterValue] = dict(space.start)
+def _suggest(trial: optuna.Trial, spaces: Sequence[PolicySpace], setup: EvaluationSetup) -> Task:
+    """The trial's candidate."""
+    by_key = {space.key: space for space in spaces}
+    name = trial.suggest_categorical(POLICY, list(by_key)) if len(spaces) > 1 else spaces[0].key
+    space = by_key[name]
+    found: dict[str, ParameterValue] = {}
     for key, among in space.distributions.items():
         value: ParameterValue
-        drawn_as = f"{name}.{key}"
+        drawn_as = f"{space.policy}.{key}"
         if isinstance(among, optuna.distributions.CategoricalDistribution):
             value = trial.suggest_categorical(drawn_as, among.choices)
         elif isinstance(among, optuna.distributions.IntDistribution):
@@ -390,7 +477,7 @@ def _suggest(
         else:
             value = trial.suggest_float(drawn_as, among.low, among.high, log=among.log)
         found[key] = space.value_of(key, value)
-    return name, found
+    return space.task(setup, found)
 
 
 def sweeps(
@@ -408,8 +495,8 @@ def sensitivity(
     setup: EvaluationSetup, runner: Runner, space: PolicySpace, best: Evaluation, progress: Progress
 ) -> list[Sensitivity]:
     """Sweep each parameter over its range, the others as in `best`; greatest swing first."""
-    chosen, best_rps = best.outcome.parameters, best.goodput_rps
-    tasks = [Task(setup, space.policy, candidate) for candidate in sweeps(space, chosen)]
+    chosen, best_rps = space.values(best.outcome), best.goodput_rps
+    tasks = [space.task(setup, candidate) for candidate in sweeps(space, chosen)]
     evaluations = iter(collect(runner, tasks, lambda: progress(best_rps)))
     found = []
     for name, distribution in space.distributions.items():
@@ -423,16 +510,16 @@ def sensitivity(
     return sorted(found, key=lambda swept: -swept.swing_percent)
 
 
-def importance(found: Found, policy: str) -> dict[str, float]:
-    """How much each searched parameter separates a policy's best tenth of trials from the others.
+def importance(found: Found, space: PolicySpace) -> dict[str, float]:
+    """How much each searched parameter separates a space's best tenth of trials from the others.
 
-    Shares by PED-ANOVA (Watanabe et al. 2023) on the policy's own trials, greatest first. Empty for
+    Shares by PED-ANOVA (Watanabe et al. 2023) on the space's own trials, greatest first. Empty for
     fewer than 10 trials, where nothing was searched, and where so many trials are equally good that
     the best tenth is all of them.
     """
     # With few trials, some starts are in the study but were never asked for.
     tried = found.study.trials[: len(found.evaluations)]
-    prefix = f"{policy}."
+    prefix, key = f"{space.policy}.", space.key
     trials = [
         optuna.trial.create_trial(
             state=optuna.trial.TrialState.COMPLETE,
@@ -441,7 +528,7 @@ def importance(found: Found, policy: str) -> dict[str, float]:
             distributions={k: d for k, d in trial.distributions.items() if k.startswith(prefix)},
         )
         for trial, evaluation in zip(tried, found.evaluations, strict=True)
-        if evaluation.outcome.policy == policy
+        if evaluation.outcome.key == key
     ]
     values = sorted((trial.value for trial in trials), reverse=True)
     if (

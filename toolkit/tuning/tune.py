@@ -21,9 +21,10 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.tuning import (
     UNSERVED,
+    Cost,
     Interval,
     Outcome,
     PolicyResult,
@@ -35,11 +36,14 @@ from toolkit.files.tuning import (
     broken,
     recipe_limits,
 )
+from toolkit.routing.routers import router_of
+from toolkit.sched.policies import BUILT_IN
 from toolkit.sched.policies.servable import engines_for, refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World, fleet
 from toolkit.traces.windows import TraceWindow
 from toolkit.tuning.alternatives import (
+    NOTABLE_GAIN,
     RECIPE,
     AlternativeRuns,
     WorkerCounts,
@@ -64,11 +68,13 @@ from toolkit.tuning.executor import Runner, collect
 from toolkit.tuning.search import (
     LATENCY,
     Found,
+    PolicySpace,
     Progress,
     SearchSettings,
     front,
     importance,
     make_spaces,
+    router_spaces,
     search,
     sensitivity,
     sweeps,
@@ -123,11 +129,32 @@ def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> Search
     workers = recipe.workers + sum(kind.workers for kind in others)
     spaces = make_spaces(recipe.policy, spec.policies, spec.space, workers, usual_policies(fit))
     engines = engines_of(recipe, others)
+    router = router_of(recipe)
+    if router is not None:
+        own = _built_in(spaces[0], recipe)
+        spaces = router_spaces(own, router, spec.routers, spec.space, partial(_router, recipe))
     own, *rest = spaces
     # Policies that the engines can serve come first, in case there are few trials.
     rest.sort(key=lambda space: refusal(space.policy, engines) is not None)
-    served = frozenset(space.policy for space in spaces if refusal(space.policy, engines) is None)
+    served = frozenset(space.key for space in spaces if refusal(space.policy, engines) is None)
     return SearchSettings([own, *rest], spec.trials, spec.seed, limits_of(recipe), served)
+
+
+def _router(recipe: Recipe, name: str) -> RouterSpec:
+    found = router_of(recipe, name)
+    assert found is not None, "asked only where there are replicas"
+    return found
+
+
+def _built_in(own: PolicySpace, recipe: Recipe) -> PolicySpace:
+    """The recipe's own policy, which must be built into the replicas: each has a scheduler."""
+    if own.policy not in BUILT_IN:
+        raise InputError(
+            f"policy '{own.policy}' on {recipe.workers} replicas: only the policies of a server's "
+            f"own scheduler ({', '.join(BUILT_IN)}) are simulated behind a router",
+            "set policy.name to one of them, or workers to 1",
+        )
+    return own
 
 
 def engines_of(recipe: Recipe, others: Sequence[Kind]) -> list[str]:
@@ -159,9 +186,12 @@ def tune_to_size(
     """As `tune`, with the fewest workers that keep all limits.
 
     The recipe's settings give a first number of workers; a search with that many may find settings
-    for which fewer suffice, and then another search follows. A server always is one worker, even
-    where that breaks limits. Raises `InputError` where the recipe has no latency target,
-    `LimitsBrokenError` where no number suffices.
+    for which fewer suffice, and then another search follows. A server with one of our policies
+    inside it is one worker, even where that breaks limits. Raises `InputError` where the recipe has
+    no latency target, `LimitsBrokenError` where no number suffices.
+
+    For replicas of a server, the best settings behind each router are tried with fewer; before the
+    first search, requests go to each replica in turn.
     """
     if not inputs.recipe.sla:
         raise InputError(
@@ -174,31 +204,48 @@ def tune_to_size(
     sizes = WorkerCounts(setup, runner, settings.limits, partial(progress, 0.0), [])
     own = settings.spaces[0]
     chosen, name = Outcome(policy=own.policy, parameters=dict(own.start), metrics={}), RECIPE
-    if traits_of(inputs.recipe.engine.name).server:
+    if traits_of(inputs.recipe.engine.name).server and own.policy not in BUILT_IN:
         found = _search(inputs, runner, progress)
         result, name = _report(inputs, found, runner, head, progress), "tuned for 1"
         if not sizes.keeps(name, result.best_held_out, 1):
             return result
         return result.model_copy(update={"sizing": answer(sizes, name, 1, None)})
-    siblings = try_siblings(_alternative_runs(inputs, runner, progress), inputs.siblings)
+    siblings = try_siblings(
+        _alternative_runs(inputs, runner, progress), inputs.siblings, sized=True
+    )
     workers = fewest(partial(sizes.keeps, name, chosen))
     if workers is None:
         raise nothing_suffices(sizes, siblings)
     while True:
         inputs = replace(inputs, recipe=inputs.recipe.model_copy(update={"workers": workers}))
         found = _search(inputs, runner, progress)
+        settings = settings_of(inputs.recipe, inputs.fit, inputs.others)
         tuned = found.evaluations[_best_trial(found, settings.served)].outcome
-        tuned_name = f"tuned for {workers}"
+        tuned_name = _tuned_name(tuned, workers)
         if not sizes.keeps(tuned_name, tuned, workers):
             break
         chosen, name = tuned, tuned_name
-        fewer = fewest(partial(sizes.keeps, name, chosen), known=workers)
-        if fewer == workers or fewer is None:
+        fewer = fewest(partial(sizes.keeps, name, chosen), known=workers) or workers
+        for space in settings.spaces:
+            number = found.best([space.key])
+            if space.router is None or number is None or fewer == 1:
+                continue
+            other = found.evaluations[number].outcome
+            other_name = _tuned_name(other, workers)
+            while fewer > 1 and sizes.keeps(other_name, other, fewer - 1):
+                chosen, name, fewer = other, other_name, fewer - 1
+        if fewer == workers:
             break
         workers = fewer
     sizing = answer(sizes, name, workers, partial(sizes.keeps, name, chosen, workers + 1))
     result = _report(inputs, found, runner, head, progress, siblings)
     return result.model_copy(update={"sizing": sizing})
+
+
+def _tuned_name(outcome: Outcome, workers: int) -> str:
+    """What a table of sizes calls the settings that a search with so many workers found."""
+    behind = f", {outcome.replica_router.name}" if outcome.replica_router else ""
+    return f"tuned for {workers}{behind}"
 
 
 def _search(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
@@ -230,16 +277,14 @@ def _report(
     limits = settings.limits
     runs = _alternative_runs(inputs, runner, progress)
     default, *held_out = _judge(runs.setup, runner, found, settings, progress)
-    chosen = _chosen(held_out, found, settings)
-    space = next(space for space in settings.spaces if space.policy == chosen.outcome.policy)
-    trials = found.trials()
-    # Goodput is weighed against the target nearest to its limit, where that is a metric.
-    ratios = {key: r for key, r in chosen.ratios.items() if key in chosen.outcome.metrics}
-    latency = max(ratios, key=lambda key: ratios[key], default=LATENCY)
+    chosen, space, in_turn = _settle_router(
+        runs, _chosen(held_out, found, settings), settings, progress
+    )
+    trials, latency = found.trials(), _latency_metric(chosen)
     verdict = _verdict(default, chosen, limits, recipe)
+    recommended = default if verdict["keep_defaults"] else chosen
     others = None
     if not inputs.others:
-        recommended = default if verdict["keep_defaults"] else chosen
         if siblings is None:
             siblings = try_siblings(runs, inputs.siblings)
         others = alternatives(runs, inputs.fit, recommended, held_out, siblings)
@@ -263,7 +308,8 @@ def _report(
             "sensitivity": sensitivity(
                 inputs.setup("search", workload.search), runner, space, chosen, progress
             ),
-            "policies": [_result(found, best, limits, inputs.engines) for best in held_out],
+            "policies": [_result(found, best, settings, inputs.engines) for best in held_out],
+            "in_turn": in_turn,
             "latency_metric": latency,
             "front": front(trials, latency),
             "uncertainty": _uncertainty(
@@ -271,7 +317,45 @@ def _report(
             ),
             "engines": inputs.engines,
             "alternatives": others,
+            "cost": _cost(inputs, recommended.outcome, runs.setup),
         }
+    )
+
+
+def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | None:
+    """What the settings of `outcome` cost; None without a price or without served requests."""
+    price, metrics = inputs.recipe.hardware.usd_per_hour, outcome.metrics
+    rate_rps = metrics.get("throughput_rps", 0.0)
+    if price is None or not rate_rps or inputs.others:
+        return None
+    per_hour = price * setup.world.size
+    usd = per_hour / 3600.0 / rate_rps  # of a request
+    prompt, output = (
+        float(np.concatenate([getattr(window, column) for window in setup.windows]).mean())
+        for column in ("prompt_tokens", "output_tokens")
+    )
+    cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
+    new, rows = prompt - cached, max(metrics.get("batch_size_mean", 1.0), 1.0)
+    steps = inputs.fit.steps
+    if steps is None:
+        return Cost(
+            usd_per_hour=per_hour,
+            usd_per_million_requests=1e6 * usd,
+            usd_per_million_in=None,
+            usd_per_million_cached=None,
+            usd_per_million_out=None,
+        )
+    in_s = steps.token_s[-1] + steps.attended_s * new / 2
+    cached_s = steps.attended_s * new
+    out_s = (steps.base_s + steps.host_s) / rows + steps.row_s + steps.host_row_s
+    out_s += steps.token_s[0] + steps.cached_s * (prompt + output / 2)
+    usd_per_s = usd / (new * in_s + cached * cached_s + output * out_s)
+    return Cost(
+        usd_per_hour=per_hour,
+        usd_per_million_requests=1e6 * usd,
+        usd_per_million_in=1e6 * usd_per_s * in_s,
+        usd_per_million_cached=1e6 * usd_per_s * cached_s if cached else None,
+        usd_per_million_out=1e6 * usd_per_s * out_s,
     )
 
 
@@ -283,13 +367,47 @@ def _judge(
     progress: Progress,
 ) -> list[Evaluation]:
     """The recipe's settings and the best trial of each searched policy, evaluated on `setup`."""
-    own = settings.spaces[0]
-    tasks = [Task(setup, own.policy, own.start)]
+    tasks = [settings.spaces[0].task(setup, {})]
     for space in settings.spaces:
-        number = found.best([space.policy])
+        number = found.best([space.key])
         if number is not None:
-            tasks.append(Task(setup, space.policy, found.evaluations[number].outcome.parameters))
+            tasks.append(Task.of(setup, found.evaluations[number].outcome))
     return collect(runner, tasks, lambda: progress(0.0))
+
+
+def _latency_metric(chosen: Evaluation) -> str:
+    """What goodput is weighed against: the target nearest to its limit, where that is a metric."""
+    ratios = {key: r for key, r in chosen.ratios.items() if key in chosen.outcome.metrics}
+    return max(ratios, key=lambda key: ratios[key], default=LATENCY)
+
+
+def _settle_router(
+    runs: AlternativeRuns, chosen: Evaluation, settings: SearchSettings, progress: Progress
+) -> tuple[Evaluation, PolicySpace, Outcome | None]:
+    """The chosen settings, their space, and their outcome with requests to each replica in turn
+    (None without a router). Where the router gains nothing, the settings in turn are chosen.
+    """
+    space = next(space for space in settings.spaces if space.key == chosen.outcome.key)
+    if space.router is None:
+        return chosen, space, None
+    task = replace(Task.of(runs.setup, chosen.outcome), router=RouterSpec())
+    [in_turn] = collect(runs.runner, [task], lambda: progress(0.0))
+    if not _router_gains(in_turn, chosen, settings.limits):
+        flags = {name: among for name, among in space.distributions.items() if "." not in name}
+        chosen, space = in_turn, replace(space, router=task.router, distributions=flags)
+    return chosen, space, in_turn.outcome
+
+
+def _router_gains(in_turn: Evaluation, chosen: Evaluation, limits: CandidateLimits) -> bool:
+    """Whether the router is worth having: it keeps limits that are broken without it, or gives
+    notably more goodput or a notably lower mean E2E latency.
+    """
+    if chosen.feasible(limits) != in_turn.feasible(limits):
+        return chosen.feasible(limits)
+    before_s, after_s = (each.outcome.metrics.get("e2e_mean_s", 0.0) for each in (in_turn, chosen))
+    if chosen.goodput_rps > NOTABLE_GAIN * in_turn.goodput_rps:
+        return True
+    return chosen.goodput_rps >= in_turn.goodput_rps and before_s > NOTABLE_GAIN * after_s
 
 
 def _chosen(held_out: Sequence[Evaluation], found: Found, settings: SearchSettings) -> Evaluation:
@@ -298,18 +416,18 @@ def _chosen(held_out: Sequence[Evaluation], found: Found, settings: SearchSettin
     A policy that keeps all limits held out comes first, then one that kept them in the search,
     then the score of the search.
     """
-    served = [best for best in held_out if best.outcome.policy in settings.served] or held_out
+    served = [best for best in held_out if best.outcome.key in settings.served] or held_out
 
     def rank(best: Evaluation) -> tuple[bool, bool, float]:
-        number = _best_trial(found, [best.outcome.policy])
+        number = _best_trial(found, [best.outcome.key])
         return best.feasible(settings.limits), found.fits(number), found.evaluations[number].score
 
     return max(served, key=rank)
 
 
-def _best_trial(found: Found, policies: Collection[str]) -> int:
-    """The number of the best trial of these policies, or of all where they have no trial."""
-    number = found.best(policies)
+def _best_trial(found: Found, keys: Collection[str]) -> int:
+    """The number of the best trial of these spaces, or of all where they have no trial."""
+    number = found.best(keys)
     number = found.best() if number is None else number
     assert number is not None, "every search has trials"
     return number
@@ -347,16 +465,16 @@ def _verdict(
 
 
 def _result(
-    found: Found, held_out: Evaluation, limits: CandidateLimits, engines: Sequence[str]
+    found: Found, held_out: Evaluation, settings: SearchSettings, engines: Sequence[str]
 ) -> PolicyResult:
-    policy = held_out.outcome.policy
+    policy, key = held_out.outcome.policy, held_out.outcome.key
     return PolicyResult(
         policy=policy,
-        trials=sum(trial.outcome.policy == policy for trial in found.evaluations),
-        best_trial=_best_trial(found, [policy]),
+        trials=sum(trial.outcome.key == key for trial in found.evaluations),
+        best_trial=_best_trial(found, [key]),
         held_out=held_out.outcome,
-        feasible=held_out.feasible(limits),
-        importance=importance(found, policy),
+        feasible=held_out.feasible(settings.limits),
+        importance=importance(found, next(space for space in settings.spaces if space.key == key)),
         refusal=refusal(policy, engines),
         engines=engines_for(policy),
     )
@@ -395,7 +513,7 @@ def _uncertainty(
     for k, drawn in enumerate(zip(fits, *others, strict=True)):
         world = fleet(list(map(_drawn_world, setup.world.kinds, drawn)))
         drawn_setup = replace(setup, label=f"{setup.label}, draw {k}", world=world)
-        tasks += [Task(drawn_setup, outcome.policy, outcome.parameters) for outcome in pair]
+        tasks += [Task.of(drawn_setup, outcome) for outcome in pair]
     done = collect(runner, tasks, lambda: progress(0.0))
     before, after = done[0::2], done[1::2]
     better = [

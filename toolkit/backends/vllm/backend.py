@@ -23,8 +23,11 @@ from types import FrameType
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from toolkit.backends import Check, ServerOrder
+import toolkit
+from toolkit.backends import Check, ServerCommand, ServerOrder
+from toolkit.backends.vllm.child import SHUTDOWN
 from toolkit.backends.vllm.command import (
+    NO_TELEMETRY,
     POLICY,
     VllmCommand,
     VllmServer,
@@ -37,6 +40,7 @@ from toolkit.backends.vllm.command import (
 from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, PLAN_VARIABLE
 from toolkit.errors import EngineError, LlmctlError
 from toolkit.files.io import processor, write_file
+from toolkit.files.plan import Plan
 from toolkit.files.profile import refuse_foreign
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.run import ProfileBench
@@ -45,6 +49,12 @@ from toolkit.workers.process import VARIABLE, require_gpu, share_gpus, visible_g
 
 POLICY_SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
 COUNTING_SCHEDULER = "toolkit.backends.vllm.counts.counted_scheduler"
+# vLLM's own images, by the device that they are for. A tag of a release is not moved.
+IMAGES = {
+    "cuda": "vllm/vllm-openai:v0.32.0",
+    "cpu": "public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo:v0.32.0",
+}
+NEEDED = "mypy-extensions"  # of llmctl's code inside vLLM, and not in vLLM's environment
 METRICS_FOLDER = "metrics"  # vLLM's processes share their metrics through files
 ENDED_METRIC, REASON_LABEL = "vllm:request_success", "finished_reason"
 POLL_EVERY_S = 0.2
@@ -74,6 +84,10 @@ class VllmBackend:
             return Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}")
         except LlmctlError as error:
             return Check("engine", "missing", error.message, error.hint)
+
+    def described(self, plan: Plan, served_model: str) -> ServerCommand:
+        """See `DescribesServer.described`."""
+        return described(plan, served_model)
 
 
 def start_replica(order: ServerOrder, number: int, folder: Path) -> VllmServer:
@@ -155,24 +169,64 @@ def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     (folder / METRICS_FOLDER).mkdir()
     path = folder / "plan.json"
     write_file(plan, path)
-    flags = flags_of(policy.name, policy.parameters)
+    flags = scheduler_flags(plan, counted=plan.fit.steps is not None)
     variables = {
         PLAN_VARIABLE: str(path),
         "PROMETHEUS_MULTIPROC_DIR": str(folder / METRICS_FOLDER),
     }
     if order.api_key:
         variables["VLLM_API_KEY"] = order.api_key
-    if plan.fit.steps is not None:
-        flags += ["--scheduler-cls", COUNTING_SCHEDULER]
-    elif policy.name != POLICY:
-        flags += ["--scheduler-cls", POLICY_SCHEDULER]
-    if policy.name == "mlfq":
-        flags += ["--no-async-scheduling"]
     if policy.name != POLICY and order.event_log is not None:
         variables[EVENT_LOG_VARIABLE] = str(order.event_log.absolute())
     flags += ["--shutdown-timeout", str(round(order.ending.timeout_s))]
     model = saved_model(plan.recipe.model, plan.recipe.hardware)
     return VllmCommand(plan.recipe, model, order.served_model, flags, variables)
+
+
+def scheduler_flags(plan: Plan, *, counted: bool) -> list[str]:
+    """The scheduler's flags: vLLM's own, or ours inside it. `counted`: its passes are counted."""
+    policy = plan.policy
+    flags = flags_of(policy.name, policy.parameters)
+    if counted:
+        flags += ["--scheduler-cls", COUNTING_SCHEDULER]
+    elif policy.name != POLICY:
+        flags += ["--scheduler-cls", POLICY_SCHEDULER]
+    if policy.name == "mlfq":
+        flags += ["--no-async-scheduling"]
+    return flags
+
+
+def described(plan: Plan, served_model: str) -> ServerCommand:
+    """A server of the plan's recipe in vLLM's own image, or in one that has llmctl, too.
+
+    Its passes are not counted: that needs llmctl inside.
+    """
+    recipe, policy = plan.recipe, plan.policy.name
+    command = VllmCommand(recipe, recipe.model.source, served_model)
+    scheduling = " ".join(scheduler_flags(plan, counted=False)).replace(" --", "\n--").splitlines()
+    ours = policy != POLICY
+    image = IMAGES[recipe.hardware.device]
+    source = "vLLM's own, of the version that was tried; it was not pulled here"
+    if ours:
+        lines = [f"FROM {image}", "COPY toolkit /opt/llmctl/toolkit", "ENV PYTHONPATH=/opt/llmctl"]
+        written = "\\n".join([*lines, f"RUN pip install --no-cache-dir {NEEDED}", ""])
+        image = f"llmctl-vllm:{toolkit.__version__}"
+        build = f"printf '{written}' | docker build -t {image} -f - ."
+        source = f"the policy runs inside vLLM; build it in a checkout: {build}"
+    return ServerCommand(
+        command=["vllm", "serve", recipe.model.source],
+        flags=[
+            *((flag, f"recipe: {key}") for flag, key in command.settings()),
+            *((flag.split(" "), f"plan: policy '{policy}'") for flag in scheduling),
+        ],
+        environment=NO_TELEMETRY,
+        drain=SHUTDOWN,
+        health="/health",
+        image=image,
+        image_source=source,
+        plan_variable=PLAN_VARIABLE if ours else "",
+        python_variable=command.python_variable,
+    )
 
 
 def _count_ended(metrics: Path) -> dict[str, int]:

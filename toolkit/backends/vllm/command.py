@@ -80,29 +80,47 @@ class VllmCommand:
 
     def words(self, host: str, port: int) -> list[str]:
         """The command line, beginning with the Python."""
-        spec, model, engine = self._spec, self.recipe.model, self.recipe.engine
         words = [vllm_python(self.recipe), "-m", "toolkit.backends.vllm.child", self.model]
-        words += ["--host", host, "--port", str(port), "--served-model-name", self.served_model]
-        words += ["--dtype", model.dtype, "--max-model-len", str(model.max_model_len)]
+        words += ["--host", host, "--port", str(port)]
+        words += [word for flag, _ in self.settings() for word in flag]
+        return [*words, *self.flags]
+
+    def settings(self) -> list[tuple[list[str], str]]:
+        """The flags about the model and the engine, with the source of each: keys of the recipe.
+
+        The scheduler's flags and the address are not among them.
+        """
+        spec, model, engine = self._spec, self.recipe.model, self.recipe.engine
+        found = [
+            (["--served-model-name", self.served_model], "serve.served_model_name, or the model"),
+            (["--dtype", model.dtype], "model.dtype"),
+            (["--max-model-len", str(model.max_model_len)], "model.max_model_len"),
+        ]
         if model.source != "random":
-            words += ["--load-format", model.load_format]
+            found.append((["--load-format", model.load_format], "model.load_format"))
         if model.revision:
-            words += ["--revision", model.revision]
+            found.append((["--revision", model.revision], "model.revision"))
         if model.trust_remote_code:
-            words += ["--trust-remote-code"]
+            found.append((["--trust-remote-code"], "model.trust_remote_code"))
         if engine.kv_cache_memory_mib is not None:
-            words += ["--kv-cache-memory-bytes", str(int(engine.kv_cache_memory_mib * MIB))]
+            size = str(int(engine.kv_cache_memory_mib * MIB))
+            found.append((["--kv-cache-memory-bytes", size], "engine.kv_cache_memory_mib"))
         elif self.recipe.hardware.device != "cpu":
-            words += ["--gpu-memory-utilization", str(engine.gpu_memory_utilization)]
+            share = str(engine.gpu_memory_utilization)
+            found.append((["--gpu-memory-utilization", share], "engine.gpu_memory_utilization"))
         if spec.block_size is not None:
-            words += ["--block-size", str(spec.block_size)]
+            found.append((["--block-size", str(spec.block_size)], "engine.vllm.block_size"))
         if spec.num_gpu_blocks_override is not None:
-            words += ["--num-gpu-blocks-override", str(spec.num_gpu_blocks_override)]
+            blocks = ["--num-gpu-blocks-override", str(spec.num_gpu_blocks_override)]
+            found.append((blocks, "engine.vllm.num_gpu_blocks_override"))
         if engine.tensor_parallel_size > 1:
-            words += ["--tensor-parallel-size", str(engine.tensor_parallel_size)]
+            size = str(engine.tensor_parallel_size)
+            found.append((["--tensor-parallel-size", size], "engine.tensor_parallel_size"))
         if spec.enforce_eager:
-            words += ["--enforce-eager"]
-        return [*words, *spec.args, *self.flags]
+            found.append((["--enforce-eager"], "engine.vllm.enforce_eager"))
+        if spec.args:
+            found.append((list(spec.args), "engine.vllm.args"))
+        return found
 
     def environment(self, modules: Path) -> dict[str, str]:
         """The child's environment. `modules` is a folder that holds llmctl's package and nothing
@@ -139,6 +157,11 @@ class VllmCommand:
         available = sorted(os.sched_getaffinity(0))
         first = self.number * threads
         return available[first : first + threads], available[self.servers * threads :]
+
+    @property
+    def python_variable(self) -> str:
+        """The variable that names vLLM's Python; '' where the recipe names it."""
+        return "" if self._spec.python else PYTHON_VARIABLE
 
     @property
     def _spec(self) -> VllmSpec:

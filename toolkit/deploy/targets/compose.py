@@ -1,10 +1,14 @@
 """Target `compose`: one unprivileged service, its key as a secret file, its port on loopback.
 
+For an engine that is a server of its own: a service for each replica, which only the front reaches,
+and the front, which alone has the key.
+
 First strict models of the file, after the Compose specification, in which keys are snake_case.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import ConfigDict, Field
@@ -15,14 +19,20 @@ from toolkit.deploy.order import (
     ExplainedValue,
     Order,
     Rendered,
+    Sourced,
     explain_value,
     llmctl_image,
 )
-from toolkit.deploy.reckon import drain_s, from_hub, gpus, grace_s, startup_s
+from toolkit.deploy.reckon import SHARED_GIB, drain_s, from_hub, gpus, grace_s, startup_s
+from toolkit.deploy.replicas import Replication, at
+from toolkit.files.recipe import Recipe
 from toolkit.files.strict import dump_yaml
 
-READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/ready', timeout=3)"
+ASKS = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}{path}', timeout=3)"
 SECRET = "llmctl_api_key"
+PLAN, PORT, ANY = "/etc/llmctl/plan.json", 8000, "0.0.0.0"  # in a container
+PREPARES = "models"  # the service that makes the volume of models
+KEY = ("--api-key-file", f"/run/secrets/{SECRET}")
 HUB_TOKEN = "optional, from the shell that runs docker compose: gated models of the hub need it"
 
 
@@ -42,8 +52,11 @@ class Healthcheck(ComposeKind):
 
 
 class Device(ComposeKind):
+    """`count` of any devices, or the named ones."""
+
     driver: Literal["nvidia"] = "nvidia"
-    count: Count
+    count: Count | None = None
+    device_ids: list[str] | None = None
     capabilities: list[Literal["gpu"]] = Field(default=["gpu"])
 
 
@@ -68,8 +81,26 @@ class Mount(ComposeKind):
     read_only: bool = False
 
 
+class Dependence(ComposeKind):
+    """Starts after another service, or after its end; and stops before it."""
+
+    condition: Literal["service_started", "service_completed_successfully"]
+
+
+class Preparation(ComposeKind):
+    """A service that ends at once: its image's folder gives an empty volume its owner."""
+
+    image: Image
+    command: list[Literal["true"]] = Field(default=["true"])
+    network_mode: Literal["none"] = "none"
+    read_only: Literal[True] = True
+    cap_drop: list[Literal["ALL"]] = Field(default=["ALL"])
+    volumes: list[Mount]
+
+
 class ComposeService(ComposeKind):
     image: Image
+    entrypoint: list[str] | None = None
     command: list[str]
     restart: Literal["unless-stopped"] = "unless-stopped"
     init: Literal[True] = True
@@ -79,13 +110,15 @@ class ComposeService(ComposeKind):
     security_opt: list[str] = Field(default=["no-new-privileges:true"])
     tmpfs: list[str] = Field(default=["/tmp"])
     environment: dict[str, str]
-    secrets: list[str]
+    secrets: list[str] | None = None
     volumes: list[Mount]
-    ports: list[str]
+    ports: list[str] | None = None
+    shm_size: str | None = None
     stop_signal: Literal["SIGTERM"] = "SIGTERM"
     stop_grace_period: str
     healthcheck: Healthcheck
     deploy: Deploy | None = None
+    depends_on: dict[str, Dependence] | None = None
     labels: dict[str, str]
 
 
@@ -99,7 +132,7 @@ class NamedVolume(ComposeKind):
 
 class ComposeFile(ComposeKind):
     name: str
-    services: dict[str, ComposeService]
+    services: dict[str, ComposeService | Preparation]
     secrets: dict[str, SecretFile]
     volumes: dict[str, NamedVolume]
 
@@ -119,43 +152,154 @@ def render(order: Order) -> Rendered:
 
 def _service(order: Order) -> ComposeService:
     drain, devices = drain_s(order), gpus(order.plan.recipe).value
-    reserved = Deploy(
-        resources=DeployResources(reservations=Reservations(devices=[Device(count=devices)]))
-    )
-    model = order.plan.recipe.model.source
-    # Compose replaces this by the variable of its own environment.
-    token = {"HF_TOKEN": "${HF_TOKEN-}"} if from_hub(order.plan.recipe) else {}
-    mounts = [
-        Mount(type="bind", source="./plan.json", target="/etc/llmctl/plan.json", read_only=True),
-        Mount(type="volume", source="models", target="/models"),
-    ]
-    if model.startswith("/"):
-        folder = uninterpolated(model)
-        mounts.append(Mount(type="bind", source=folder, target=folder, read_only=True))
+    command = ["serve", PLAN, "--host", ANY, "--port", str(PORT), *KEY]
+    command += ["--shutdown-timeout", str(drain.value), *order.allowances]
+    reservation = reserved([Device(count=devices)]) if devices else None
+    return _ours(order, command, llmctl_image(order).value, drain, reservation)
+
+
+def _ours(
+    order: Order,
+    command: list[str],
+    image: str,
+    drain: Sourced[int],
+    devices: Deploy | None = None,
+    replicas: Sequence[str] = (),
+) -> ComposeService:
+    """The service of llmctl: a server with its workers, or the front before these services, which
+    loads no model.
+    """
+    environment = {"HOME": "/tmp"} if replicas else _environment(order)
     return ComposeService(
-        image=llmctl_image(order).value,
-        command=[
-            *("llmctl", "serve", "/etc/llmctl/plan.json", "--host", "0.0.0.0", "--port", "8000"),
-            *("--api-key-file", f"/run/secrets/{SECRET}", "--shutdown-timeout", str(drain.value)),
-            *order.allowances,
-        ],
-        environment=token | {"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"},
+        image=image,
+        command=["llmctl", *command],
+        environment=environment | {"NUMBA_CACHE_DIR": "/tmp/numba"},
         secrets=[SECRET],
-        volumes=mounts,
-        ports=[f"127.0.0.1:{order.plan.recipe.serve.port or 8000}:8000"],
+        volumes=[_plan_mount(PLAN), *([] if replicas else _model_mounts(order))],
+        ports=[f"127.0.0.1:{order.plan.recipe.serve.port or 8000}:{PORT}"],
         stop_grace_period=f"{grace_s(drain).value}s",
-        healthcheck=Healthcheck(
-            test=["CMD", "python", "-c", READY],
-            interval="10s",
-            timeout="5s",
-            retries=3,
-            start_period=f"{startup_s(order).value}s",
-            start_interval="5s",
-        ),
-        deploy=reserved if devices else None,
+        healthcheck=_health(order, "python", "/ready"),
+        deploy=devices,
+        depends_on={name: Dependence(condition="service_started") for name in replicas} or None,
         labels={f"llmctl.{role}.sha256": digest for role, digest in order.stamp().items()}
-        | {"llmctl.model": uninterpolated(model)},
+        | {"llmctl.model": uninterpolated(order.plan.recipe.model.source)},
     )
+
+
+def reserved(devices: list[Device]) -> Deploy:
+    """The reservation of devices."""
+    return Deploy(resources=DeployResources(reservations=Reservations(devices=devices)))
+
+
+def _environment(order: Order) -> dict[str, str]:
+    """Writable folders, and the hub's token, which Compose takes from its own environment."""
+    token = {"HF_TOKEN": "${HF_TOKEN-}"} if from_hub(order.plan.recipe) else {}
+    return token | {"HOME": "/tmp", "HF_HOME": "/models"}
+
+
+def _plan_mount(target: str) -> Mount:
+    return Mount(type="bind", source="./plan.json", target=target, read_only=True)
+
+
+def _model_mounts(order: Order) -> list[Mount]:
+    mounts, model = [Mount(type="volume", source="models", target="/models")], order.plan.recipe
+    if model.model.source.startswith("/"):
+        folder = uninterpolated(model.model.source)
+        mounts.append(Mount(type="bind", source=folder, target=folder, read_only=True))
+    return mounts
+
+
+def _health(order: Order, python: str, path: str) -> Healthcheck:
+    return Healthcheck(
+        test=["CMD", python, "-c", ASKS.format(port=PORT, path=path)],
+        interval="10s",
+        timeout="5s",
+        retries=3,
+        start_period=f"{startup_s(order).value}s",
+        start_interval="5s",
+    )
+
+
+def render_replicas(order: Order) -> Rendered:
+    """Render compose.yaml with a service for each replica, and the front."""
+    replicas = Replication(order)
+    replicas.check_containable()
+    names = [f"replica-{number}" for number in range(replicas.count.value)]
+    where = at([f"http://{name}:{PORT}" for name in names])
+    words = replicas.front(PLAN, where, ANY, PORT, *KEY)
+    front = _ours(order, words, replicas.front_image.value, replicas.drain, replicas=names)
+    services = {name: _replica(replicas, number) for number, name in enumerate(names)}
+    file = ComposeFile(
+        name=order.name,
+        services={"llmctl": front, PREPARES: _preparation(replicas), **services},
+        secrets={SECRET: SecretFile(file=key_file(order))},
+        volumes={"models": NamedVolume()},
+    )
+    return Rendered(
+        {"compose.yaml": dump_yaml([file], order.comment())},
+        [*replicas.explained(), *_explained_replicas(order, replicas)],
+        _start(order),
+    )
+
+
+def _preparation(replicas: Replication) -> Preparation:
+    """The engine's image has no folder for models: a volume that a replica made would be root's."""
+    return Preparation(
+        image=replicas.front_image.value,
+        volumes=[Mount(type="volume", source="models", target="/models")],
+    )
+
+
+def _replica(replicas: Replication, number: int) -> ComposeService:
+    """The service of a replica: no key, no port on the host."""
+    order, server, group = replicas.order, replicas.server, replicas.devices(number)
+    words = [uninterpolated(word) for word in [*server.command, *replicas.arguments(ANY, PORT)]]
+    mounts = [*_model_mounts(order), *([_plan_mount(PLAN)] if server.plan_variable else [])]
+    plan = {server.plan_variable: PLAN} if server.plan_variable else {}
+    devices = Device(device_ids=[str(one) for one in group])
+    return ComposeService(
+        image=replicas.image.value,
+        entrypoint=[],
+        command=words,
+        environment=_environment(order) | replicas.environment | plan,
+        volumes=mounts,
+        shm_size=f"{SHARED_GIB}gb" if len(group) > 1 else None,
+        stop_grace_period=f"{grace_s(replicas.drain).value}s",
+        healthcheck=_health(order, "python3", server.health),
+        deploy=reserved([devices]) if group else None,
+        depends_on={PREPARES: Dependence(condition="service_completed_successfully")},
+        labels={"llmctl.model": uninterpolated(order.plan.recipe.model.source)},
+    )
+
+
+def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedValue]:
+    grace, recipe = grace_s(replicas.drain), order.plan.recipe
+    lines = [
+        explain_value("front: image", replicas.front_image),
+        *replicas.explained_flags(),
+        explain_value("stop_grace_period", grace, f"{grace.value} s"),
+        explain_value("healthcheck.start_period", replicas.startup, f"{replicas.startup.value} s"),
+        ExplainedValue(
+            "healthcheck",
+            f"/ready of the front, {replicas.server.health} of a replica",
+            "Docker restarts nothing when it fails; the front sends requests to the others",
+        ),
+        ExplainedValue(
+            "depends_on", "service_started", "the front stops first, while it has its replicas"
+        ),
+        ExplainedValue(
+            f"service {PREPARES}", "true", "ends at once; it makes the volume for user 10001"
+        ),
+        ExplainedValue("ports", *_published(recipe)),
+        ExplainedValue("secrets", *_secret(order)),
+    ]
+    if replicas.gpus.value:
+        shares = "; ".join(
+            ",".join(map(str, replicas.devices(number))) for number in range(replicas.count.value)
+        )
+        lines.append(explain_value("device_ids of the replicas", replicas.gpus, shares))
+    token = [ExplainedValue("HF_TOKEN", "${HF_TOKEN-}", HUB_TOKEN)] if from_hub(recipe) else []
+    return [*lines, *token]
 
 
 def key_file(order: Order) -> str:
@@ -177,16 +321,8 @@ def _explained(order: Order) -> list[ExplainedValue]:
         explain_value("stop_grace_period", grace, f"{grace.value} s"),
         explain_value("healthcheck.start_period", startup, f"{startup.value} s"),
         explain_value("deploy.resources.reservations.devices.count", gpus(recipe)),
-        ExplainedValue(
-            "ports",
-            f"127.0.0.1:{recipe.serve.port or 8000}",
-            "recipe: serve.port; loopback: put a proxy with TLS in front",
-        ),
-        ExplainedValue(
-            "secrets",
-            key_file(order),
-            "a file that you create; the key is in no image and in no rendered file",
-        ),
+        ExplainedValue("ports", *_published(recipe)),
+        ExplainedValue("secrets", *_secret(order)),
         ExplainedValue(
             "healthcheck on /ready",
             "3 x 10 s",
@@ -194,6 +330,18 @@ def _explained(order: Order) -> list[ExplainedValue]:
         ),
         *([ExplainedValue("HF_TOKEN", "${HF_TOKEN-}", HUB_TOKEN)] if from_hub(recipe) else []),
     ]
+
+
+def _published(recipe: Recipe) -> tuple[str, str]:
+    """The port on the host, and why."""
+    port = f"127.0.0.1:{recipe.serve.port or 8000}"
+    return port, "recipe: serve.port; loopback: put a proxy with TLS in front"
+
+
+def _secret(order: Order) -> tuple[str, str]:
+    """The file of the key, and why."""
+    why = "a file that you create; the key is in no image and in no rendered file"
+    return key_file(order), why
 
 
 def _start(order: Order) -> str:

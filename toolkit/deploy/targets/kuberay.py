@@ -11,6 +11,7 @@ import hashlib
 
 from pydantic import BaseModel
 
+from toolkit.deploy.alerts import drift_percent, rules, series
 from toolkit.deploy.manifests import (
     Container,
     Deployment,
@@ -22,14 +23,13 @@ from toolkit.deploy.manifests import (
     PodDisruptionBudget,
     PodSpec,
     PodTemplate,
-    PrometheusRule,
     Resources,
     Selector,
     Strategy,
     Volume,
     VolumeMount,
 )
-from toolkit.deploy.monitoring import drift_percent, rules, series
+from toolkit.deploy.operators import PrometheusRule
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,

@@ -12,6 +12,7 @@ import re
 
 from pydantic import BaseModel
 
+from toolkit.deploy.alerts import drift_percent, rules, series
 from toolkit.deploy.manifests import (
     AnyPods,
     Deployment,
@@ -20,30 +21,31 @@ from toolkit.deploy.manifests import (
     Egress,
     Ingress,
     Kustomization,
-    MetricsEndpoint,
     NetworkPolicy,
     NetworkPolicySpec,
     Patch,
     PatchTarget,
     Peer,
     PodDisruptionBudget,
-    PodMonitor,
-    PodMonitorSpec,
     PodTemplate,
     PolicyPort,
-    PrometheusQuery,
-    PrometheusRule,
     RollingUpdate,
-    ScaledObject,
-    ScaledObjectSpec,
-    ScaleTarget,
     SecretKey,
     Selector,
     Strategy,
-    Trigger,
     TypedSecretKey,
 )
-from toolkit.deploy.monitoring import drift_percent, rules, series
+from toolkit.deploy.operators import (
+    MetricsEndpoint,
+    PodMonitor,
+    PodMonitorSpec,
+    PrometheusQuery,
+    PrometheusRule,
+    ScaledObject,
+    ScaledObjectSpec,
+    ScaleTarget,
+    Trigger,
+)
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
@@ -74,6 +76,7 @@ from toolkit.deploy.targets.objects import (
     dashboard_map,
     explain_models,
     explain_probes,
+    labels,
     metadata,
     plan_map,
     pod,
@@ -88,6 +91,7 @@ CLUSTER_DNS = Peer(  # CoreDNS and kube-dns both have this label
     namespace_selector=AnyPods(match_labels={"kubernetes.io/metadata.name": "kube-system"}),
     pod_selector=AnyPods(match_labels={"k8s-app": "kube-dns"}),
 )
+API_SERVER_PORTS = (443, 6443)  # of its Service, and of the servers behind it
 CLIENT = {"llmctl.io/client": "true"}
 
 
@@ -129,6 +133,33 @@ def cluster_policy(order: Order, cluster: dict[str, str], members: dict[str, str
     )
 
 
+def replica_policies(order: Order, replicas: str) -> dict[str, NetworkPolicy]:
+    """The policies of a front and of the pods named `replicas`.
+
+    A front has the ways in of `network_policy`, and the ways out to the replicas, to DNS and to the
+    API server, which no label selects. Only the front and Prometheus may call replicas, since they
+    ask for no key.
+    """
+    web = [PolicyPort(port="http")]
+    front, behind = (AnyPods(match_labels=labels(order, name)) for name in (order.name, replicas))
+    callers = Ingress(sender=_callers(order), ports=web)
+    ours = Ingress(sender=[Peer(pod_selector=front), *_prometheus(order)], ports=web)
+    to_replicas = Egress(to=[Peer(pod_selector=behind)], ports=web)
+    to_servers = Egress(ports=[PolicyPort(port=port) for port in API_SERVER_PORTS])
+    return {
+        "networkpolicy.yaml": _policy(
+            order,
+            order.name,
+            selector(order).match_labels,
+            [callers],
+            [_to_dns(), to_servers, to_replicas],
+        ),
+        "networkpolicy-replicas.yaml": _policy(
+            order, replicas, selector(order, replicas).match_labels, [ours], _egress(order)
+        ),
+    }
+
+
 def _policy(
     order: Order, name: str, pods: dict[str, str], ways_in: list[Ingress], ways_out: list[Egress]
 ) -> NetworkPolicy:
@@ -153,44 +184,49 @@ def _prometheus(order: Order) -> list[Peer]:
     return [Peer(namespace_selector=AnyPods(match_labels=name))] if name else []
 
 
+def _to_dns() -> Egress:
+    ports = [PolicyPort(protocol="UDP", port=53), PolicyPort(protocol="TCP", port=53)]
+    return Egress(to=[CLUSTER_DNS], ports=ports)
+
+
 def _egress(order: Order) -> list[Egress]:
-    cluster_dns = Egress(
-        to=[CLUSTER_DNS],
-        ports=[PolicyPort(protocol="UDP", port=53), PolicyPort(protocol="TCP", port=53)],
-    )
     hub = [Egress(ports=[PolicyPort(port=443)])] if from_hub(order.plan.recipe) else []
-    return [cluster_dns, *hub]
+    return [_to_dns(), *hub]
 
 
-def pod_monitor(order: Order) -> PodMonitor:
-    """Has Prometheus scrape /metrics of every pod with the API key, which /metrics needs too."""
+def pod_monitor(order: Order, pods: str = "") -> PodMonitor:
+    """Has Prometheus scrape /metrics of every pod with the API key, which /metrics needs too; those
+    named `pods` need none.
+    """
+    key = TypedSecretKey(credentials=SecretKey(name=order.name, key=SECRET_KEY))
     endpoint = MetricsEndpoint(
-        port="http",
-        path="/metrics",
-        interval="15s",
-        authorization=TypedSecretKey(credentials=SecretKey(name=order.name, key=SECRET_KEY)),
+        port="http", path="/metrics", interval="15s", authorization=None if pods else key
     )
     return PodMonitor(
-        metadata=metadata(order),
-        spec=PodMonitorSpec(selector=selector(order), pod_metrics_endpoints=[endpoint]),
+        metadata=metadata(order, pods, pods),
+        spec=PodMonitorSpec(selector=selector(order, pods), pod_metrics_endpoints=[endpoint]),
     )
 
 
-def scaled_object(order: Order, threshold: int) -> ScaledObject:
-    """Has KEDA keep the mean number of waiting requests per replica below `threshold`."""
+def scaled_object(
+    order: Order, target: ScaleTarget, waiting: str, threshold: int, fewest: int
+) -> ScaledObject:
+    """Has KEDA keep the mean of `waiting`, a PromQL expression, per pod of `target` below
+    `threshold`, with `fewest` pods or more.
+    """
     return ScaledObject(
         metadata=metadata(order),
         spec=ScaledObjectSpec(
-            scale_target_ref=ScaleTarget(name=order.name),
+            scale_target_ref=target,
             polling_interval=15,
             cooldown_period=300,
-            min_replica_count=replicas(order).value,
-            max_replica_count=max_replicas(order).value,
+            min_replica_count=fewest,
+            max_replica_count=max_replicas(order, fewest).value,
             triggers=[
                 Trigger(
                     metadata=PrometheusQuery(
                         server_address=order.options.prometheus,
-                        query=f"sum(llmctl_requests_waiting{{{series(order, monitored=True)}}})",
+                        query=f"sum({waiting})",
                         threshold=str(threshold),
                     )
                 )
@@ -199,11 +235,11 @@ def scaled_object(order: Order, threshold: int) -> ScaledObject:
     )
 
 
-def max_replicas(order: Order) -> Sourced[int]:
+def max_replicas(order: Order, fewest: int) -> Sourced[int]:
     """The greatest number of replicas for the autoscaler."""
     if order.options.max_replicas:
-        return Sourced(max(order.options.max_replicas, replicas(order).value), "--max-replicas")
-    return Sourced(2 * replicas(order).value, "twice the replicas; change it with --max-replicas")
+        return Sourced(max(order.options.max_replicas, fewest), "--max-replicas")
+    return Sourced(2 * fewest, "twice the replicas; change it with --max-replicas")
 
 
 def render(order: Order) -> Rendered:
@@ -223,16 +259,18 @@ def render(order: Order) -> Rendered:
         ),
     }
     if threshold.value is not None:
-        operated["scaledobject.yaml"] = scaled_object(order, threshold.value)
+        waiting = f"llmctl_requests_waiting{{{series(order, monitored=True)}}}"
+        operated["scaledobject.yaml"] = scaled_object(
+            order, ScaleTarget(name=order.name), waiting, threshold.value, replicas(order).value
+        )
     objects = {f"core/{name}": content for name, content in core.items()} | operated
     objects["core/kustomization.yaml"] = Kustomization(
         namespace=order.options.namespace,
         resources=sorted(core),
         config_map_generator=[plan_map(order)],
     )
-    objects["kustomization.yaml"] = _all(
-        order, sorted(operated), scaled=threshold.value is not None
-    )
+    scaled = ("Deployment", order.name) if threshold.value is not None else None
+    objects["kustomization.yaml"] = outer(order, sorted(operated), scaled)
     files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
     files |= claim_files(order, _mounting(order, threshold)) | {"core/plan.json": order.text}
     return Rendered(files, _explained(order, threshold), _start(order), FORWARDED)
@@ -260,7 +298,8 @@ def _rolling(order: Order) -> RollingUpdate:
 
 def _mounting(order: Order, threshold: Sourced[int | None]) -> Sourced[int]:
     """The number of pods that may mount the volume of models at once."""
-    highest = replicas(order) if threshold.value is None else max_replicas(order)
+    fewest = replicas(order)
+    highest = fewest if threshold.value is None else max_replicas(order, fewest.value)
     count = highest.value + _rolling(order).max_surge
     if count == 1:
         return Sourced(1, "one pod at a time")
@@ -273,19 +312,18 @@ def _budget(order: Order) -> PodDisruptionBudget:
     )
 
 
-def _all(order: Order, names: list[str], *, scaled: bool) -> Kustomization:
-    """The outer kustomization. Under an autoscaler it removes the Deployment's number of replicas,
-    so that applying it again does not undo the autoscaler's.
+def outer(order: Order, names: list[str], scaled: tuple[str, str] | None) -> Kustomization:
+    """The outer kustomization. It removes the number of replicas of what the autoscaler scales
+    (`scaled`, a kind and a name), so that applying it again does not undo the autoscaler's.
     """
-    removal = Patch(
-        target=PatchTarget(kind="Deployment", name=order.name),
-        patch=json.dumps([{"op": "remove", "path": "/spec/replicas"}]),
-    )
+    remove = json.dumps([{"op": "remove", "path": "/spec/replicas"}])
     return Kustomization(
         namespace=order.options.namespace,
         resources=["core", *names],
         config_map_generator=[dashboard_map(order)],
-        patches=[removal] if scaled else None,
+        patches=[Patch(target=PatchTarget(kind=scaled[0], name=scaled[1]), patch=remove)]
+        if scaled
+        else None,
     )
 
 
@@ -319,7 +357,7 @@ def _explained(order: Order, threshold: Sourced[int | None]) -> list[ExplainedVa
     ]
     if threshold.value is None:
         return [*lines, explain_value("ScaledObject", threshold, "none")]
-    most = max_replicas(order)
+    most = max_replicas(order, replicas(order).value)
     return [
         *lines,
         explain_value("ScaledObject threshold", threshold),

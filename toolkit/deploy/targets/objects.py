@@ -87,23 +87,28 @@ CLAIM_FILE = "models-claim.yaml"
 DASHBOARD_LABEL = {"grafana_dashboard": "1"}  # the default of the sidecar in Grafana's Helm chart
 
 
-def _probe(path: str, period_s: int, failures: int) -> Probe:
+def probe(path: str, period_s: int, failures: int) -> Probe:
+    """A probe that asks `path` each `period_s` seconds."""
     get = HttpGet(path=path, port="http")
     return Probe(
         http_get=get, period_seconds=period_s, timeout_seconds=3, failure_threshold=failures
     )
 
 
-READY = _probe("/ready", 5, 3)
-# A front that does not answer does not handle SIGTERM either: waiting for its drain is useless.
-ALIVE = _probe("/health", PROBE_S, 3).model_copy(
-    update={"termination_grace_period_seconds": PROBE_S}
-)
+def alive(path: str) -> Probe:
+    """A liveness probe. A server that does not answer does not handle SIGTERM either: waiting for
+    its drain is useless.
+    """
+    grace = {"termination_grace_period_seconds": PROBE_S}
+    return probe(path, PROBE_S, 3).model_copy(update=grace)
+
+
+READY, ALIVE = probe("/ready", 5, 3), alive("/health")
 
 
 def started(order: Order) -> Probe:
     """The startup probe: others begin after the first /ready, and an endless load is ended."""
-    return _probe("/ready", 5, startup_s(order).value // 5)
+    return probe("/ready", 5, startup_s(order).value // 5)
 
 
 def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
@@ -130,9 +135,11 @@ def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
     ]
 
 
-def labels(order: Order) -> dict[str, str]:
-    """The labels of all objects of a deployment."""
-    return {"app.kubernetes.io/name": order.name, "app.kubernetes.io/managed-by": "llmctl"}
+def labels(order: Order, name: str = "") -> dict[str, str]:
+    """The labels of all objects of a deployment; `name` is that of pods which are not the order's
+    own.
+    """
+    return {"app.kubernetes.io/name": name or order.name, "app.kubernetes.io/managed-by": "llmctl"}
 
 
 def pod(order: Order, notice_s: int) -> PodSpec:
@@ -184,12 +191,20 @@ def by_reference(order: Order, variable: str, key: str, *, optional: bool | None
 
 
 def resources(order: Order) -> Resources:
-    """CPU, memory and GPUs. CPU has no limit, since a throttled worker would take longer."""
+    """CPU, memory and GPUs of a server with all its workers."""
     recipe = order.plan.recipe
-    asked = {"cpu": str(cpus(recipe).value), "memory": f"{memory_mib(order).value}Mi"}
-    devices = {GPU: str(gpus(recipe).value)} if gpus(recipe).value else {}
-    limit = {"memory": f"{memory_limit_mib(order).value}Mi"}
-    return Resources(requests=asked | devices, limits=limit | devices)
+    limit = memory_limit_mib(order).value
+    return asked(cpus(recipe).value, memory_mib(order).value, limit, gpus(recipe).value)
+
+
+def asked(cores: int, memory: int, limit: int, devices: int = 0) -> Resources:
+    """Cores, memory and its limit in MiB, and GPUs.
+
+    CPU has no limit, since a throttled worker would take longer.
+    """
+    gpu = {GPU: str(devices)} if devices else {}
+    wanted = {"cpu": str(cores), "memory": f"{memory}Mi"}
+    return Resources(requests=wanted | gpu, limits={"memory": f"{limit}Mi"} | gpu)
 
 
 def mounts() -> list[VolumeMount]:
@@ -199,8 +214,12 @@ def mounts() -> list[VolumeMount]:
 
 def volumes(order: Order) -> list[Volume]:
     """The volumes of the plan, of models and of temporary files."""
-    plan = Volume(name="plan", config_map=ConfigMapVolume(name=f"{order.name}-plan"))
-    return [plan, models_volume(order, order.plan.kinds[0]), TMP]
+    return [plan_volume(order), models_volume(order, order.plan.kinds[0]), TMP]
+
+
+def plan_volume(order: Order) -> Volume:
+    """The ConfigMap of the plan; kustomize replaces its name by the one with a hash."""
+    return Volume(name="plan", config_map=ConfigMapVolume(name=f"{order.name}-plan"))
 
 
 def models_volume(order: Order, kind: Kind) -> Volume:
@@ -232,10 +251,12 @@ def on_products(order: Order, kind: Kind, *, required: bool = False) -> Affinity
     )
 
 
-def metadata(order: Order, name: str = "") -> Metadata:
-    """The metadata of an object; by default it has the deployment's name."""
+def metadata(order: Order, name: str = "", pods: str = "") -> Metadata:
+    """The metadata of an object; by default it has the deployment's name. `pods` is as for
+    `labels`.
+    """
     return Metadata(
-        name=name or order.name, namespace=order.options.namespace, labels=labels(order)
+        name=name or order.name, namespace=order.options.namespace, labels=labels(order, pods)
     )
 
 
@@ -245,9 +266,9 @@ def digests(order: Order) -> dict[str, str]:
     return found | {"llmctl.io/model": order.plan.recipe.model.source}
 
 
-def selector(order: Order) -> Selector:
-    """Selects the pods that serve clients."""
-    return Selector(match_labels={"app.kubernetes.io/name": order.name})
+def selector(order: Order, name: str = "") -> Selector:
+    """Selects the pods that serve clients, or those of `name`."""
+    return Selector(match_labels={"app.kubernetes.io/name": name or order.name})
 
 
 def pod_metadata(order: Order, **more: str) -> PodMetadata:

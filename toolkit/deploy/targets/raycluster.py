@@ -19,20 +19,22 @@ from dataclasses import dataclass
 from toolkit.cluster.workers import MachineShare, node_labels
 from toolkit.deploy.manifests import (
     Affinity,
-    AuthOptions,
     Container,
     ContainerPort,
     EnvVar,
     Exec,
     Handler,
-    HeadGroup,
     Lifecycle,
     PodMetadata,
     PodSpec,
     PodTemplate,
+    Resources,
+)
+from toolkit.deploy.operators import (
+    AuthOptions,
+    HeadGroup,
     RayCluster,
     RayClusterSpec,
-    Resources,
     UpgradeStrategy,
     WorkerGroup,
 )

@@ -1,6 +1,13 @@
-"""Target `systemd`: a hardened system unit that drains on stop and gets its key as credential."""
+"""Target `systemd`: a hardened system unit that drains on stop and gets its key as credential.
+
+For an engine that is a server of its own: a template unit for its replicas, a unit for the front
+before them, and a target that holds them together.
+"""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
 
 from toolkit.deploy.order import (
     KEY_FOLDER,
@@ -10,40 +17,197 @@ from toolkit.deploy.order import (
     Sourced,
     explain_value,
     fill,
+    unit_word,
 )
 from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
+from toolkit.deploy.replicas import Replication, at
 
 WATCHDOG_S = 60  # the server's loop never blocks this long: it plans a batch in under a second
+PLAN, KEY = "%d/plan.json", "%d/api-key"  # credentials: %d is their folder
+LOOPBACK = "127.0.0.1"
+BACK_OFF_S, BACK_OFF_STEPS, LONGEST_BACK_OFF_S = 5, 5, 120  # between restarts of a replica
+MAX_USER = 31  # characters of a user's name
 
 
 def render(order: Order) -> Rendered:
     """Render NAME.service. Its paths are absolute: it starts the plan in the rendered folder."""
-    check_plan_size(order.text, "systemd's credentials hold")
     drain, startup, recipe = drain_s(order), startup_s(order), order.plan.recipe
-    grace, key_file = grace_s(drain), f"{KEY_FOLDER}/{order.name}.key"
-    unit = fill(
+    words = ["serve", PLAN, "--api-key-file", KEY, "--host", recipe.serve.host]
+    words += ["--port", str(recipe.serve.port or 8000), "--shutdown-timeout", str(drain.value)]
+    unit = _server(order, [*words, *order.allowances], drain, gpus(recipe).value)
+    return Rendered(
+        {f"{order.name}.service": unit},
+        _explained(order, drain, grace_s(drain), startup),
+        _start(order, order.name, "service"),
+    )
+
+
+def render_replicas(order: Order) -> Rendered:
+    """Render the units of the front and of the replicas, and a file with the port and the devices
+    of each replica.
+    """
+    replicas, recipe, name = Replication(order), order.plan.recipe, order.name
+    port, numbers = recipe.serve.port or 8000, range(replicas.count.value)
+    ports = [port + 1 + number for number in numbers]
+    words = replicas.front(
+        PLAN,
+        at([f"http://{LOOPBACK}:{each}" for each in ports]),
+        recipe.serve.host,
+        port,
+        *("--api-key-file", KEY),
+    )
+    units = [f"{name}-replica@{number}.service" for number in numbers]
+    files = {
+        f"{name}.target": fill(
+            "replicas.target",
+            comment=order.comment(),
+            name=name,
+            recipe=recipe.name,
+            replicas=units,
+        ),
+        f"{name}.service": _server(order, words, replicas.drain, 0, units),
+        f"{name}-replica@.service": _replica(order, replicas),
+    }
+    for number, its_port in zip(numbers, ports, strict=True):
+        files[f"replica-{number}.env"] = fill(
+            "replica.env",
+            comment=order.comment(),
+            variables=_variables(replicas, number, its_port),
+        )
+    lines = [*replicas.explained(), *_explained_replicas(order, replicas, ports)]
+    return Rendered(files, lines, _start(order, name, "target"))
+
+
+def _variables(replicas: Replication, number: int, port: int) -> dict[str, object]:
+    """What differs between replicas on one machine."""
+    found: dict[str, object] = {"PORT": port}
+    if replicas.gpus.value:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, replicas.devices(number)))
+    if replicas.cpus(number):
+        found["CPUS"] = ",".join(map(str, replicas.cpus(number)))
+    return found
+
+
+def _replica(order: Order, replicas: Replication) -> str:
+    """The template unit of the replicas."""
+    recipe, drain = order.plan.recipe, replicas.drain
+    words = ["serve", PLAN, "--workers", "1", "--host", LOOPBACK]
+    words += ["--shutdown-timeout", str(drain.value), *order.allowances]
+    command = f"{unit_word(order.options.program)} {_command(words)} --port ${{PORT}}"
+    if replicas.cpus(0):
+        command = f"/usr/bin/taskset --cpu-list ${{CPUS}} {command}"
+    return fill(
+        "replica.service",
+        comment=order.comment(),
+        name=order.name,
+        recipe=recipe.name,
+        folder=order.options.folder,
+        command=command,
+        plan_file=f"{order.options.folder}/plan.json",
+        python_variable=replicas.server.python_variable,
+        python=order.options.replica_python,
+        user=user_name(order.name),
+        model_folder=_model_folder(order),
+        startup_s=replicas.startup.value,
+        grace_s=grace_s(drain).value,
+        back_off_s=BACK_OFF_S,
+        back_off_steps=BACK_OFF_STEPS,
+        longest_back_off_s=LONGEST_BACK_OFF_S,
+        gpus=replicas.gpus.value,
+    )
+
+
+def user_name(name: str) -> str:
+    """A user's name, unique to the deployment's name."""
+    if len(name) <= MAX_USER:
+        return name
+    tail = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{name[: MAX_USER - 7].rstrip('-')}-{tail}"
+
+
+def _server(
+    order: Order,
+    words: Sequence[str],
+    drain: Sourced[int],
+    devices: int,
+    replicas: Sequence[str] = (),
+) -> str:
+    """The unit of a server of llmctl, or of the front before these units."""
+    check_plan_size(order.text, "systemd's credentials hold")
+    recipe = order.plan.recipe
+    return fill(
         "unit.service",
         comment=order.comment(),
         name=order.name,
         recipe=recipe.name,
         program=order.options.program,
-        host=recipe.serve.host,
-        port=recipe.serve.port or 8000,
-        drain_s=drain.value,
-        allowances=order.allowances,
+        command=_command(words),
+        replicas=replicas,
+        user=user_name(order.name) if replicas else "",
         plan_file=f"{order.options.folder}/plan.json",
-        key_file=key_file,
-        model_folder=recipe.model.source if recipe.model.source.startswith("/") else "",
-        startup_s=startup.value,
-        grace_s=grace.value,
+        key_file=_key_file(order),
+        model_folder=_model_folder(order),
+        startup_s=startup_s(order).value,
+        grace_s=grace_s(drain).value,
         watchdog_s=WATCHDOG_S,
-        gpus=gpus(recipe).value,
+        gpus=devices,
     )
-    return Rendered(
-        {f"{order.name}.service": unit},
-        _explained(order, drain, grace, startup),
-        _start(order, key_file),
-    )
+
+
+def _command(words: Sequence[str]) -> str:
+    """Words of a command in a unit; credentials' specifiers stay."""
+    return " ".join(word if word in (PLAN, KEY) else unit_word(word) for word in words)
+
+
+def _key_file(order: Order) -> str:
+    return f"{KEY_FOLDER}/{order.name}.key"
+
+
+def _model_folder(order: Order) -> str:
+    """The folder of the model, which the sandbox must show; '' where it is no folder."""
+    source = order.plan.recipe.model.source
+    return source if source.startswith("/") else ""
+
+
+def _explained_replicas(
+    order: Order, replicas: Replication, ports: Sequence[int]
+) -> list[ExplainedValue]:
+    recipe, grace = order.plan.recipe, grace_s(replicas.drain)
+    first, last = ports[0], ports[-1]
+    source = f"the ports after the front's, {first - 1}, which is the recipe's serve.port"
+    restarts = f"{BACK_OFF_S} s, growing to {LONGEST_BACK_OFF_S} s in {BACK_OFF_STEPS} steps"
+    order_of = "the front starts after the replicas' loads, and stops before the replicas"
+    lines = [
+        ExplainedValue("ExecStart", order.options.program, "--program: where llmctl is installed"),
+        ExplainedValue("ExecStart --host of the front", recipe.serve.host, "recipe: serve.host"),
+        ExplainedValue("replica-N.env: PORT", f"{first} to {last}", source),
+        explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
+        explain_value("TimeoutStartSec", replicas.startup, f"{replicas.startup.value} s"),
+        ExplainedValue("Restart of a replica", restarts, "it never gives up; the front goes on"),
+        ExplainedValue(f"{order.name}.target", "Requires, Wants, PartOf", order_of),
+        ExplainedValue(
+            "User", user_name(order.name), "one dynamic user, for the shared folder of models"
+        ),
+        ExplainedValue(
+            "LoadCredential", "plan.json, api-key", "read by root; the key is the front's alone"
+        ),
+    ]
+    if variable := replicas.server.python_variable:
+        where = "--replica-python: the Python of the engine's environment on that machine"
+        lines.append(ExplainedValue(variable, order.options.replica_python, where))
+    if replicas.gpus.value:
+        shares = "; ".join(
+            ",".join(map(str, replicas.devices(number))) for number in range(len(ports))
+        )
+        line = explain_value("replica-N.env: CUDA_VISIBLE_DEVICES", replicas.gpus, shares)
+        lines.append(line)
+    if replicas.cpus(0):
+        shares = "; ".join(
+            ",".join(map(str, replicas.cpus(number))) for number in range(len(ports))
+        )
+        why = "recipe: engine.threads for each; give a replica two more where the machine has them"
+        lines.append(ExplainedValue("replica-N.env: CPUS", shares, why))
+    return lines
 
 
 def _explained(
@@ -81,14 +245,19 @@ def _explained(
     ]
 
 
-def _start(order: Order, key_file: str) -> str:
-    name, serve = order.name, " ".join(["llmctl serve . --target systemd", *order.allowances])
+def _start(order: Order, name: str, kind: str) -> str:
+    serve = " ".join(["llmctl serve . --target systemd", *order.allowances])
+    units = [f"{name}.{kind}"]
+    if kind == "target":
+        units += [f"{name}.service", f"{name}-replica@.service"]
+    links = " ".join(f'"$PWD/{unit}"' for unit in units)
+    named = " ".join([*units[:2], f"'{name}-replica@*'"]) if units[1:] else units[0]
     return f"""\
 ```sh
 sudo install -d -m 0700 {KEY_FOLDER}
-openssl rand -hex 32 | sudo install -m 0400 /dev/stdin {key_file}
-sudo systemctl link "$PWD/{name}.service"
-sudo systemctl enable --now {name}.service    # or: {serve}
-systemctl status {name}.service
-sudo systemctl stop {name}.service            # drains
+openssl rand -hex 32 | sudo install -m 0400 /dev/stdin {_key_file(order)}
+sudo systemctl link {links}
+sudo systemctl enable --now {units[0]}    # or: {serve}
+systemctl status {named}
+sudo systemctl stop {named}            # drains
 ```"""

@@ -166,7 +166,7 @@ class ContinuousPolicy(RoundPolicy):
         """The most residents that the policy allows on any worker."""
         return NO_LIMIT
 
-    def make_planner(self, view: View) -> RoundPlanner:
+    def make_planner(self, view: View) -> ContinuousRounds:
         kind = type(self)
         return ContinuousRounds(
             view,

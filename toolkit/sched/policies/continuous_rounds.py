@@ -69,8 +69,8 @@ class ContinuousRounds(RoundPlanner):
         self._any_may_come = any_may_come
         self._bounds = [bounds(worker) for worker in view.workers]
         self._admissible = admissible
-        self._admit = admit
-        self._longest_round = longest_round
+        self.admit = admit
+        self.longest_round = longest_round
 
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether the first waiting job may enter before a row ends."""
@@ -114,8 +114,8 @@ class ContinuousRounds(RoundPlanner):
                 footprint.prefilled()
         count = len(entering)
         steps = footprint.room(capacity)
-        if self._longest_round is not None:
-            most = self._longest_round(worker, count)
+        if self.longest_round is not None:
+            most = self.longest_round(worker, count)
             if most < steps:
                 steps = most
         if steps < 1:
@@ -162,8 +162,8 @@ class ContinuousRounds(RoundPlanner):
             prefill += job.length
             footprint.enter(job)
         admitted = len(candidates)
-        if admitted and self._admit is not None:
-            admitted = self._admit(self.view, worker, candidates)
+        if admitted and self.admit is not None:
+            admitted = self.admit(self.view, worker, candidates)
         if not (admitted or rows):
             candidates = [first]  # a lone row may fill the memory to its last token
         elif admitted == len(candidates):

@@ -154,6 +154,12 @@ class FeedbackRounds(PreemptiveRounds):
     def standing(self, worker: Worker, job: Job, generated: int) -> float:
         return self._queues[worker.index].standing(job, generated)
 
+    def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
+        job, queues = row.job, self._queues[worker.index]
+        queue, leaves = queues.find(job.prompt_tokens, generated, job.promoted_at)
+        row.since, row.leaves, row.promoted_at = generated, leaves, job.promoted_at
+        return float(job.priority * len(queues.quanta_s) + queue)
+
     def next_runs(
         self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
     ) -> dict[Job, tuple[float, Rank]]:
@@ -202,16 +208,10 @@ class FeedbackRounds(PreemptiveRounds):
         for row in running:
             generated = row.generated + row.needs - 1 - row.tokens
             promoted_at = row.generated if row.waits_s >= self.patience_s else row.job.promoted_at
-            _, leaves = find(row.job.prompt_tokens, generated, promoted_at)
+            if row.keeps(generated, promoted_at):
+                leaves = row.leaves
+            else:
+                leaves = find(row.job.prompt_tokens, generated, promoted_at)[1]
             if leaves - generated < steps:
                 steps = leaves - generated
-        return steps
-
-    def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
-        find, since = self._queues[worker.index].find, worker.residents.steps
-        for job in worker.residents.jobs:
-            generated = job.generated + since - job.joined
-            left = find(job.prompt_tokens, generated, job.promoted_at)[1] - generated
-            if left < steps:
-                steps = left
         return steps

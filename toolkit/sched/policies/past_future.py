@@ -3,28 +3,24 @@
 Gong et al., *Past-Future Scheduler for LLM Serving under SLA Guarantees*, section 3. Nothing is
 kept between attempts to admit: each samples all lengths again. In order: the policy of the paper,
 its oracle with the true lengths, and a variant that also keeps limits of TTFT and MTPOT.
+`toolkit.sched.policies.admission` has the criteria.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
-from itertools import islice, repeat, takewhile
+from itertools import repeat
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.errors import InputError
-from toolkit.sched.inbox import RECALL_COUNT
-from toolkit.sched.kernels import admit_knowing, admit_past_future, future_peak
+from toolkit.sched.kernels import admit_knowing
+from toolkit.sched.policies.admission import SampledPeak, WithinLimits
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.continuous_rounds import Bounds, most_below
+from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds, most_below
 from toolkit.sched.policies.parameters import knob
-from toolkit.sched.policies.routers import expected_output
-from toolkit.sched.residents import GENERATED, LENGTH, LIMIT
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import LengthHistory, View
 
@@ -69,20 +65,21 @@ class PastFuturePolicy(ContinuousPolicy):
         )
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        residents = worker.residents
-        table = residents.table()
-        sets = min(self.samples, self.sample_rows // max(table.shape[1], 1) + 1)
-        waiting = np.array(
-            [(job.length, job.generated, job.max_new_tokens) for job in candidates]
-        ).T
-        seed = view.rng.bit_generator.random_raw() >> 1  # 63 bits: one type for the kernel
-        limit = (1.0 - self.reserve) * worker.capacity_tokens
-        past = view.finished.ascending()
-        return int(
-            admit_past_future(
-                table, residents.steps, waiting, past, limit, sets, seed, worker.padded
-            )
-        )
+        return self._rules(view).admit(view, worker, candidates)
+
+    def make_planner(self, view: View) -> ContinuousRounds:
+        planner = ContinuousPolicy.make_planner(self, view)
+        if type(self).admit is PastFuturePolicy.admit:
+            planner.admit = self._rules(view).admit
+        return planner
+
+    def _rules(self, view: View) -> SampledPeak:
+        if not isinstance(view.rules, SampledPeak):
+            view.rules = self._make_rules(view)
+        return view.rules
+
+    def _make_rules(self, view: View) -> SampledPeak:
+        return SampledPeak(self.reserve, self.samples, self.sample_rows)
 
     def bounds(self, worker: Worker) -> Bounds:
         return Bounds(taken=most_below((1.0 - self.reserve) * worker.capacity_tokens))
@@ -138,38 +135,6 @@ class _OracleWithLengths(PastFutureOracle):
         return self._output_tokens[job.request.request_id] - job.generated
 
 
-# Past-Future with limits on time as well as memory: a job does not enter if the fitted laws predict
-# that this breaks a limit.
-#
-# An admission costs the residents a stall (the newcomers' prefill between two of their tokens) and
-# a slower step from then on; both must stay within MTPOT. A newcomer with a first token that is
-# already late waits behind those that are on time. Eviction, and what it does to MTPOT, is that of
-# plain Past-Future.
-
-Tokens = NDArray[np.int64]
-CYCLE_ATTEMPTS = 100  # attempts to admit, a share of which puts late jobs first
-
-
-@dataclass(slots=True)
-class RowLengths:
-    """The number and lengths of rows, as a latency law needs them."""
-
-    rows: int = 0
-    tokens: int = 0
-    longest: int = 0
-
-    def add(self, length: int) -> None:
-        """Add a row of `length` tokens."""
-        self.rows += 1
-        self.tokens += length
-        if length > self.longest:
-            self.longest = length
-
-    def length(self, worker: Worker) -> float:
-        """L: the longest row's length on a padded engine, else the mean."""
-        return float(self.longest) if worker.latency.padded else self.tokens / self.rows
-
-
 @dataclass(frozen=True, slots=True)
 class PastFutureSlaPolicy(PastFuturePolicy):
     """Past-Future within limits of TTFT and MTPOT; the defaults are the paper's for 7B and 13B
@@ -198,119 +163,19 @@ class PastFutureSlaPolicy(PastFuturePolicy):
 
     def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
         """At attempts to admit: the late jobs to defer, and the deferred jobs to advance."""
-        behind: list[Job] = []
-        first: list[Job] = []
-        for worker in view.due:
-            inbox, residents = worker.inbox, worker.residents
-            if not inbox or (residents.jobs and residents.steps % self.interval_steps):
-                continue
-            if self._in_turn(worker):
-                first += [job for job in islice(inbox.behind, 1) if job.ticket < inbox[0].ticket]
-                continue
-            evicted = sum(1 for _ in takewhile(_has_generated, inbox))
-            late = list(
-                takewhile(partial(self._is_late, worker, now_s=now_s), islice(inbox, evicted, None))
-            )
-            in_order = not inbox.behind or inbox.behind[0].ticket > inbox[-1].ticket
-            if len(late) < len(inbox) or len(late) > RECALL_COUNT or not in_order:
-                behind += late
-        return behind, first
+        rules = self._rules(view)
+        assert isinstance(rules, WithinLimits)
+        return rules.reorder(view, now_s)
 
-    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        fitting = PastFuturePolicy.admit(self, view, worker, candidates)
-        if not fitting:
-            return 0
-        used, remaining = self._outlook(view, worker, candidates[:fitting])
-        rows = len(used) - fitting
-        excused = self._in_turn(worker) and self._is_late(worker, candidates[0], view.now_s)
-        deadline_s = math.inf
-        all_rows, entering = RowLengths(), RowLengths()
-        for length in used[:rows].tolist():
-            all_rows.add(length)
-        for count, job in enumerate(candidates[:fitting], start=1):
-            n = rows + count
-            all_rows.add(job.length)
-            entering.add(job.length)
-            step_s = worker.latency.decode_s(n, all_rows.length(worker), 1)
-            prefilled_s = view.now_s + _prefill_s(worker, entering)
-            stepped_s = view.now_s + self._stall_s(worker, entering) + step_s
-            stalls = rows > 0 and stepped_s - worker.stepped_s > self.mtpot_s
-            if rows and self.chunk_tokens:
-                # The steps between the passes.
-                # The decode steps between the passes.
-                prefilled_s += entering.tokens // self.chunk_tokens * step_s
-            slows = n > 1 and _slowest_step_s(worker, used[:n], remaining[:n]) > self.mtpot_s
-            if (stalls or slows) and not (excused and count == 1):
-                return count - 1
-            if not job.generated and not self._is_late(worker, job, view.now_s):
-                deadline_s = min(deadline_s, job.request.arrival_s + self.ttft_s)
-            first_s = prefilled_s + (0.0 if worker.latency.prefill_emits_token else step_s)
-            if count > 1 and first_s > deadline_s:
-                return count - 1
-        return fitting
-
-    def _outlook(
-        self, view: View, worker: Worker, newcomers: Sequence[Job]
-    ) -> tuple[Tokens, Tokens]:
-        """The tokens that residents and then `newcomers` hold, and those they are expected to add:
-        [n] each.
-        """
-        table, steps = worker.residents.table(), worker.residents.steps
-        waiting = np.array([(job.length, job.generated, job.max_new_tokens) for job in newcomers]).T
-        used = np.concatenate([table[LENGTH] + steps, waiting[0]])
-        generated = np.concatenate([table[GENERATED] + steps, waiting[1]])
-        outputs = np.minimum(np.concatenate([table[LIMIT], waiting[2]]), expected_output(view))
-        return used, np.maximum(outputs - generated, 1)
-
-    def _in_turn(self, worker: Worker) -> bool:
-        """Whether this attempt is one of those that put the oldest late job first."""
-        return (
-            worker.residents.steps // self.interval_steps % CYCLE_ATTEMPTS
-            < self.late_share * CYCLE_ATTEMPTS
+    def _make_rules(self, view: View) -> SampledPeak:
+        return WithinLimits(
+            view,
+            self.reserve,
+            self.samples,
+            self.sample_rows,
+            ttft_s=self.ttft_s,
+            mtpot_s=self.mtpot_s,
+            late_share=self.late_share,
+            interval_steps=self.interval_steps,
+            chunk_tokens=self.chunk_tokens,
         )
-
-    def _is_late(self, worker: Worker, job: Job, now_s: float) -> bool:
-        """Whether the job's first token can only be late, or its prefill alone breaks the others'
-        MTPOT.
-        """
-        if _has_generated(job):
-            return False
-        law = worker.latency
-        step_s, stall_s = (
-            law.decode_s(1, job.length, 1),
-            self._stall_s(worker, RowLengths(1, job.length, job.length)),
-        )
-        first_s = (
-            now_s + law.prefill_s(1, job.length) + (0.0 if law.prefill_emits_token else step_s)
-        )
-        return first_s > job.request.arrival_s + self.ttft_s or stall_s + step_s > self.mtpot_s
-
-    def _stall_s(self, worker: Worker, inputs: RowLengths) -> float:
-        """Seconds that running rows wait between two steps for the prefill of `inputs`, or one pass
-        of it.
-        """
-        if not 0 < self.chunk_tokens < inputs.tokens:
-            return _prefill_s(worker, inputs)
-        longest = inputs.longest
-        return worker.latency.pass_s(1, max(longest - self.chunk_tokens, 0), longest)
-
-
-def _has_generated(job: Job) -> bool:
-    return job.generated > 0
-
-
-def _prefill_s(worker: Worker, inputs: RowLengths) -> float:
-    """Seconds of the prefill of the rows `inputs`."""
-    return worker.latency.prefill_s(inputs.rows, inputs.length(worker))
-
-
-def _slowest_step_s(worker: Worker, used: Tokens, remaining: Tokens) -> float:
-    """Seconds of a step of all rows at the predicted peak of memory.
-
-    On a padded engine the longest row at its end determines it, on a paged one the peak's tokens.
-    """
-    rows = len(used)
-    length = (
-        (used + remaining).max() if worker.latency.padded else future_peak(used, remaining) / rows
-    )
-    return worker.latency.decode_s(rows, float(length), 1)

@@ -37,14 +37,22 @@ class RankedJob:
         waits_s: seconds since it last ran; RUNS if it runs.
         standing, age_s: its rank, with the job's ticket; less is served first. Of starving jobs the
             age is the negative waiting time, else it is 0.
+        own: its standing if it does not starve, which holds while it was promoted at `promoted_at`
+            and has generated at least `since` tokens and less than `leaves`.
+        runs: whether it is one of those that `mark_running` was told last.
     """
 
     __slots__ = (
         "age_s",
         "generated",
         "job",
+        "leaves",
         "location",
         "needs",
+        "own",
+        "promoted_at",
+        "runs",
+        "since",
         "standing",
         "ticket",
         "tokens",
@@ -71,6 +79,14 @@ class RankedJob:
         self.standing = standing
         self.age_s = age_s
         self.ticket = job.ticket
+        self.own = standing
+        self.since = self.leaves = 0  # it holds nowhere
+        self.promoted_at = -1
+        self.runs = False
+
+    def keeps(self, generated: int, promoted_at: int) -> bool:
+        """Whether `own` holds for a job that has generated so much and was promoted there."""
+        return self.since <= generated < self.leaves and self.promoted_at == promoted_at
 
     @property
     def rank(self) -> Rank:
@@ -89,6 +105,14 @@ class RankedJob:
 def rank_of(row: RankedJob) -> Rank:
     """`RankedJob.rank`, to sort by."""
     return row.standing, row.age_s, row.ticket
+
+
+def mark_running(cached: Sequence[RankedJob], run: Sequence[RankedJob]) -> None:
+    """Set `RankedJob.runs` of the rows `cached`, and of those that `run`."""
+    for row in cached:
+        row.runs = False
+    for row in run:
+        row.runs = True
 
 
 class Newcomers:
@@ -210,12 +234,9 @@ class Placement:
         self.awaited = False
 
     def moves(self, worker: Worker, promote: Sequence[Job]) -> Moves | None:
-        """The placement as `Moves`; None if nothing changes."""
+        """The placement as `Moves`, after `mark_running`; None if nothing changes."""
         residents = worker.residents.jobs
-        running = {row.job.ticket for row in self.run}
-        pause = tuple(
-            [row.job for row in self.kept if row.job in residents and row.job.ticket not in running]
-        )
+        pause = tuple([row.job for row in self.kept if not row.runs and row.job in residents])
         resume = tuple(
             [row.job for row in self.run if row.location != NOWHERE and row.job not in residents]
         )
@@ -232,19 +253,19 @@ class Placement:
             self.overlap and bool(swap_out or swap_in),
         )
 
-    def idle(self, cached: Sequence[RankedJob]) -> list[RankedJob]:
-        """Those of `cached` that do not run."""
-        running = {row.job for row in self.run}
-        return [row for row in cached if row.job not in running]
-
     def room(self, worker: Worker) -> int:
         """Decode steps until the running rows and the caches beside them exceed the device's
-        capacity.
+        capacity, after `mark_running`.
         """
-        running = {row.job.ticket for row in self.run}
-        aside = sum([row.tokens for row in self.kept if row.job.ticket not in running])
+        aside = 0
+        for row in self.kept:
+            if not row.runs:
+                aside += row.tokens
         if self.overlap:
-            aside += sum([row.tokens for row in (*self.swap_out, *self.swap_in)])
+            for row in self.swap_out:
+                aside += row.tokens
+            for row in self.swap_in:
+                aside += row.tokens
         return self.footprint.room(worker.capacity_tokens - aside)
 
     def transfers_s(self, worker: Worker) -> float:

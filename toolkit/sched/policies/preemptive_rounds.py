@@ -28,7 +28,7 @@ from toolkit.sched.policies.placement import (
     after_transfers,
     beside_transfers,
     free_cache_tokens,
-    rank_of,
+    mark_running,
     steps_until,
 )
 from toolkit.sched.types import Batch, Job, Worker
@@ -63,12 +63,19 @@ class PreemptiveRounds(RoundPlanner):
         self.free_share = free_share
         self.chunk_tokens = chunk_tokens
         self.patience_s = patience_s
+        # By worker: the rows of jobs with a cache, by rank as of the last decision, and by job.
+        self._ranked: list[list[RankedJob]] = [[] for _ in view.workers]
+        self._rows_of: list[dict[Job, RankedJob]] = [{} for _ in view.workers]
 
     def standing(self, worker: Worker, job: Job, generated: int) -> float:
         """The standing of a job that has generated so many tokens: see `Ranks`."""
         inbox = worker.inbox
         assert isinstance(inbox, RankedInbox)
         return inbox.standing(job, generated)
+
+    def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
+        """`standing` of a row's job; a subclass may say in the row how long it holds."""
+        return self.standing(worker, row.job, generated)
 
     def next_runs(
         self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
@@ -115,10 +122,14 @@ class PreemptiveRounds(RoundPlanner):
         since = residents.steps
         new_ranks = [(self.standing(worker, job, job.generated), job.ticket) for job in newcomers]
         best = min(new_ranks)
+        best_standing, best_ticket = best
         for job in residents.jobs:
             if job not in residents.prefilling:
-                standing = self.standing(worker, job, job.generated + since - job.joined)
-                if best < (standing, job.ticket):
+                row = self._row_of(worker, job)
+                standing = self._own(worker, row, job.generated + since - job.joined)
+                if best_standing < standing:
+                    return True
+                if best_standing == standing and best_ticket < job.ticket:
                     return True
         return False
 
@@ -144,8 +155,8 @@ class PreemptiveRounds(RoundPlanner):
                 )
         cached = self._cached(worker, now_s)
         chosen = self._choose(worker, cached, now_s)
-        running = {row.job for row in chosen.rows}
-        others = [row for row in cached if row.job not in running]
+        mark_running(cached, chosen.rows)
+        others = [row for row in cached if not row.runs]
         if others:
             next_runs = self.next_runs(worker, cached, others, now_s)
             others.sort(key=lambda row: next_runs[row.job])
@@ -158,6 +169,7 @@ class PreemptiveRounds(RoundPlanner):
         if placed is None:
             placed = after_transfers(worker, others, chosen, spare, share)
         placed.closed = chosen.closed
+        mark_running(cached, placed.run)
         return self._batch(worker, placed, cached, now_s)
 
     def _unchanged_round(self, worker: Worker, now_s: float) -> int:
@@ -177,46 +189,80 @@ class PreemptiveRounds(RoundPlanner):
             if inbox.shortest + 1 + worker.emits <= place:
                 return 0
             return max(footprint.room(capacity), 1)
-        return self.horizon_of_residents(worker, max(footprint.room(capacity), 1), now_s)
-
-    def horizon_of_residents(self, worker: Worker, steps: int, now_s: float) -> int:
-        """`horizon` if exactly the worker's residents run."""
-        return self.horizon(worker, self._cached(worker, now_s), steps)
+        return self.horizon(worker, self._cached(worker, now_s), max(footprint.room(capacity), 1))
 
     def _cached(self, worker: Worker, now_s: float) -> list[RankedJob]:
-        """The jobs with a cache at a worker between two rounds, in order of rank."""
-        since, patience_s, standing = worker.residents.steps, self.patience_s, self.standing
+        """The jobs with a cache at a worker between two rounds, in order of rank.
+
+        Rows are kept from one decision to the next: most keep their places.
+        """
+        residents, held, swapped = worker.residents, worker.held, worker.swapped
+        here, paused, away = residents.jobs, held.jobs, swapped.jobs
+        known = self._rows_of[worker.index]
         rows: list[RankedJob] = []
-        residents = worker.residents
-        for job in residents.jobs:
-            ran = since - job.joined
-            tokens, generated = job.length + ran, job.generated + ran
-            needs = (residents.holds(job) if residents.prefilling else tokens) + 1
-            rows.append(
-                RankedJob(
-                    job,
-                    ON_DEVICE,
-                    tokens,
-                    generated,
-                    needs,
-                    RUNS,
-                    standing(worker, job, generated),
-                    0.0,
-                )
-            )
-        for location, parked in ((ON_DEVICE, worker.held), (IN_HOST, worker.swapped)):
-            for job in parked.jobs:
-                waits_s, tokens = now_s - job.waiting_since_s, job.length
-                starves = waits_s >= patience_s
-                ranks = STARVES if starves else standing(worker, job, job.generated)
-                age_s = -waits_s if starves else 0.0
-                rows.append(
-                    RankedJob(
-                        job, location, tokens, job.generated, tokens + 1, waits_s, ranks, age_s
-                    )
-                )
-        rows.sort(key=rank_of)
+        for row in self._ranked[worker.index]:
+            job = row.job
+            if job in here or job in paused or job in away:
+                rows.append(row)
+            else:
+                del known[job]
+        self._ranked[worker.index] = rows
+        if len(rows) < len(here) + len(paused) + len(away):
+            for jobs in (here, paused, away):
+                for job in jobs:
+                    if job not in known:
+                        self._row_of(worker, job)
+        for row in rows:
+            job = row.job
+            if job in here:
+                self._refresh_resident(worker, row)
+            else:
+                row.location = ON_DEVICE if job in paused else IN_HOST
+                self._refresh_parked(worker, row, now_s)
+        for k in range(1, len(rows)):
+            row, at = rows[k], k
+            while at > 0 and row.goes_before(rows[at - 1]):
+                rows[at] = rows[at - 1]
+                at -= 1
+            rows[at] = row
         return rows
+
+    def _row_of(self, worker: Worker, job: Job) -> RankedJob:
+        """The job's row, made if it has none."""
+        known = self._rows_of[worker.index]
+        row = known.get(job)
+        if row is None:
+            row = known[job] = RankedJob(job, ON_DEVICE, 0, 0, 0, RUNS, 0.0, 0.0)
+            self._ranked[worker.index].append(row)
+        return row
+
+    def _refresh_resident(self, worker: Worker, row: RankedJob) -> None:
+        job, residents = row.job, worker.residents
+        ran = residents.steps - job.joined
+        tokens = job.length + ran
+        row.location, row.ticket = ON_DEVICE, job.ticket
+        row.tokens = tokens
+        row.generated = job.generated + ran
+        row.needs = (residents.holds(job) if residents.prefilling else tokens) + 1
+        row.waits_s, row.age_s = RUNS, 0.0
+        row.standing = self._own(worker, row, row.generated)
+
+    def _refresh_parked(self, worker: Worker, row: RankedJob, now_s: float) -> None:
+        job = row.job
+        waits_s = now_s - job.waiting_since_s
+        row.ticket = job.ticket
+        row.tokens, row.generated, row.needs = job.length, job.generated, job.length + 1
+        row.waits_s = waits_s
+        if waits_s >= self.patience_s:
+            row.standing, row.age_s = STARVES, -waits_s
+        else:
+            row.standing, row.age_s = self._own(worker, row, job.generated), 0.0
+
+    def _own(self, worker: Worker, row: RankedJob, generated: int) -> float:
+        """The standing of a row's job with so many generated tokens, if it does not starve."""
+        if not row.keeps(generated, row.job.promoted_at):
+            row.own = self.rank(worker, row, generated)
+        return row.own
 
     def _choose(self, worker: Worker, cached: Sequence[RankedJob], now_s: float) -> Chosen:
         """The jobs that should run: those that fit, by rank; lower ranks fill the room that is
@@ -303,7 +349,7 @@ class PreemptiveRounds(RoundPlanner):
         """Steps until a new decision is needed, by the worker's laws."""
         law, run, n, emits = worker.latency, placed.run, len(placed.run), worker.emits
         steps = max(placed.room(worker), 1)
-        idle = placed.idle(cached)
+        idle = [row for row in cached if not row.runs]
         if placed.closed and not idle and len(worker.inbox) > len(enter):
             return steps  # no job can enter before a row ends, whatever the ranks
         if idle or len(worker.inbox) > len(enter):

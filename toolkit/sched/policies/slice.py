@@ -22,25 +22,16 @@ from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.sched.figures import WorkerFigure
-from toolkit.sched.footprint import peak_to_come
-from toolkit.sched.kernels import (
-    admit_knowing,
-    all_left,
-    ends_now,
-    nearest_end,
-    slices_left,
-    split_by_serving_time,
-)
+from toolkit.sched.kernels import split_by_serving_time
+from toolkit.sched.policies.admission import SliceEnds
 from toolkit.sched.policies.continuous import ContinuousPolicy
-from toolkit.sched.policies.continuous_rounds import Bounds
+from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds
 from toolkit.sched.policies.parameters import choice, knob, validate
 from toolkit.sched.policies.routers import ROUTERS, expected_output, round_robin, soonest
 from toolkit.sched.queues import serving_s
-from toolkit.sched.residents import GENERATED, JOINED, LENGTH, LIMIT
-from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
+from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import Decision, View
 
 # Dividing the pool among kinds of workers with different laws.
@@ -373,7 +364,6 @@ class SequencePolicy:
 # waiting ones. Otherwise it stays and keeps its cache.
 
 SLICES = "slices"
-NO_FREE_TOKENS = -(1 << 62)  # free tokens of a lost worker: less than any other has
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,30 +399,17 @@ class SliceContinuousPolicy(ContinuousPolicy):
         """Residents at the end of a slice that leave, for their own sake or for that of waiting
         jobs.
         """
-        leaving: list[Job] = []
-        free: NDArray[np.int64] | None = None
-        for worker in view.due:
-            residents = worker.residents
-            if (
-                residents.jobs
-                and residents.steps % self.interval_steps == 0
-                and self._ends_now(worker)
-            ):
-                over = self._over(worker)
-                if over:
-                    if free is None:
-                        free = self._free(view)
-                    leaving += self._leaving(view, worker, over, free)
-        return leaving
+        return self._rules(view).release(view, self._promised(view)) if view.due else ()
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         if self.router != SLICES or not view.alive():
             return ContinuousPolicy.route(self, view, now_s)
         promised = self._promised(view)
         homes, expected = [-1] * len(view.pool), expected_output(view)
+        period = self._rules(view).period
         for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
             job = view.pool[k]
-            job_tokens = job.length + self._period()
+            job_tokens = job.length + period
             if view.mixed:
                 homes[k] = soonest(
                     view, promised, job_tokens, job, expected, self.most_rows, depends=False
@@ -443,135 +420,29 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return homes
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        used, left = self._outlook(worker)
-        emits = worker.latency.prefill_emits_token
-        first = self._first_end(worker, worker.residents.steps) - worker.residents.steps
-        waiting = np.array(
-            [(job.length + emits, min(first, job.remaining_limit - emits)) for job in candidates]
-        ).T
-        return int(admit_knowing(used, left, waiting, self._limit(worker) + 1.0, worker.padded))
+        return self._rules(view).admit(view, worker, candidates)
 
     def bounds(self, worker: Worker) -> Bounds:
-        return Bounds(taken=self._limit(worker) - 1)
+        return Bounds(taken=self._make_rules().limit(worker) - 1)
 
     def longest_round(self, worker: Worker, entering: int) -> int:
-        residents = worker.residents
-        nearest = (
-            int(nearest_end(residents.table()[JOINED], *self._times(worker)))
-            if residents.jobs
-            else NO_LIMIT
-        )
-        if not entering and residents.jobs:
-            return nearest
-        return min(nearest, self._first_end(worker, residents.steps) - residents.steps)
+        return self._make_rules().longest_round(worker, entering)
 
-    def _leaving(
-        self, view: View, worker: Worker, over: Sequence[Job], free: NDArray[np.int64]
-    ) -> list[Job]:
-        """The jobs of `over` that leave, in order of admission. Subtracts what moves from
-        `free`.
-        """
-        used, left = self._outlook(worker)
-        staying = np.ones(len(used), dtype=np.bool_)
-        staying[[job.slot for job in over]] = False
-        source, crowded, limit = worker.index, bool(worker.inbox), self._limit(worker)
-        source_free, free[source] = int(free[source]), NO_FREE_TOKENS
-        target = int(free.argmax()) if len(view.able) > 1 else source
-        free[source] = source_free
-        margin = self.margin * worker.capacity_tokens
-        leaving = []
-        for job in over:
-            staying[job.slot] = True
-            room = peak_to_come(used[staying], left[staying], padded=worker.padded) <= limit
-            if not crowded and (room or staying.sum() == 1):
-                continue
-            needs = int(used[job.slot]) + self._period()
-            moves = (
-                target != source
-                and free[target] - needs - margin >= free[source]
-                and view.workers[target].holds(job)
-            )
-            if not moves and (room or not crowded):
-                continue
-            leaving.append(job)
-            staying[job.slot] = False
-            free[source] += needs
-            if moves:
-                free[target] -= needs
-        return leaving
-
-    def _limit(self, worker: Worker) -> int:
-        return int((1.0 - self.reserve) * worker.capacity_tokens)
-
-    def _period(self) -> int:
-        """Steps of a slice that begins at an attempt to admit."""
-        return -(-self.slice_tokens // self.interval_steps) * self.interval_steps
-
-    def _first_steps(self, worker: Worker) -> int:
-        """Steps until an entering job has `slice_tokens`."""
-        return max(self.slice_tokens - worker.latency.prefill_emits_token, 1)
-
-    def _first_end(self, worker: Worker, joined: int) -> int:
-        """The worker's step at which the first slice of a job that joined at step `joined` ends."""
-        return -(-(joined + self._first_steps(worker)) // self.interval_steps) * self.interval_steps
-
-    def _over(self, worker: Worker) -> list[Job]:
-        """Residents with a slice that ends just now, in order of admission."""
-        steps, first, period, interval = self._times(worker)
-        return [
-            job
-            for job in worker.residents.jobs
-            if steps >= (end := -(-(job.joined + first) // interval) * interval)
-            and (steps - end) % period == 0
-        ]
-
-    def _left(self, worker: Worker) -> NDArray[np.int64]:
-        """Steps until each resident's slice ends, by slot; a whole slice if it ends just now."""
-        return slices_left(worker.residents.table()[JOINED], *self._times(worker))
-
-    def _ends_now(self, worker: Worker) -> bool:
-        return bool(ends_now(worker.residents.table()[JOINED], *self._times(worker)))
-
-    def _times(self, worker: Worker) -> tuple[int, int, int, int]:
-        """The worker's steps so far, the steps of a first and of later slices, and the interval."""
-        return (
-            worker.residents.steps,
-            self._first_steps(worker),
-            self._period(),
-            self.interval_steps,
-        )
-
-    def _outlook(self, worker: Worker) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The tokens that each resident holds, and those it can add until its slice ends, by
-        slot.
-        """
-        table, steps = worker.residents.table(), worker.residents.steps
-        return table[LENGTH] + steps, np.minimum(
-            self._left(worker), table[LIMIT] - table[GENERATED] - steps
-        )
+    def make_planner(self, view: View) -> ContinuousRounds:
+        planner, kind = ContinuousPolicy.make_planner(self, view), type(self)
+        if kind.admit is SliceContinuousPolicy.admit:
+            planner.admit = self._rules(view).admit
+        if kind.longest_round is SliceContinuousPolicy.longest_round:
+            planner.longest_round = self._rules(view).longest_round
+        return planner
 
     def _promised(self, view: View) -> WorkerFigure:
-        return view.figure((self.name, self), self._promise)
+        return view.figures.get(SLICES) or view.figure(SLICES, self._rules(view).promise)
 
-    def _free(self, view: View) -> NDArray[np.int64]:
-        """Each worker's capacity less what it promised [n]; `NO_FREE_TOKENS` for lost workers."""
-        free = np.full(len(view.workers), NO_FREE_TOKENS)
-        capacities = (
-            [view.workers[index].capacity_tokens for index in view.able] if view.mixed else None
-        )
-        capacity = view.workers[0].capacity_tokens if capacities is None else np.array(capacities)
-        free[view.able] = capacity - self._promised(view).bounds()[view.able]
-        return free
+    def _rules(self, view: View) -> SliceEnds:
+        if not isinstance(view.rules, SliceEnds):
+            view.rules = self._make_rules()
+        return view.rules
 
-    def _promise(self, worker: Worker, _expected: int) -> tuple[int, int]:
-        """The tokens that a worker promised, which do not depend on the progress of the running
-        round.
-        """
-        promised = worker.inbox.tokens + len(worker.inbox) * self._period()
-        if worker.residents.jobs:
-            promised += worker.residents.used + int(
-                all_left(worker.residents.table()[JOINED], *self._times(worker))
-            )
-            if worker.running:  # tokens of prefills, which are counted when the round ends
-                promised += len(worker.running.jobs) * worker.latency.prefill_emits_token
-        return promised, 0
+    def _make_rules(self) -> SliceEnds:
+        return SliceEnds(self.slice_tokens, self.interval_steps, self.reserve, self.margin)

@@ -1,0 +1,287 @@
+"""What prompts share, live: a real vLLM on a CPU, predicted and measured, knowing and not knowing.
+
+    python -m benchmarks.engines.prefix_live --work DIR --vllm-python PYTHON --trace TRACE
+
+Takes about 40 minutes on a quiet machine. Needs an environment with vLLM 0.32 and Mooncake's
+conversation_trace.jsonl.
+
+A Llama of 1.7 million random weights with 4,096 positions, one core, three traces: Mooncake's
+divided by 16 (a block of 512 tokens becomes one of 32, vLLM's here) without prompts above 3,900
+tokens; generated sessions; generated prompts with a system prompt and templates. First `llmctl
+profile` and `fit`. Then three windows of Mooncake's in open loop and three of the sessions in
+closed loop (`llmctl validate`, which predicts each before it measures it). Then, for each trace,
+`llmctl tune` with what the trace says of sharing and without, and a window under both plans. Every
+prediction stands beside a blind one: the same simulator, fit and conditions without a prefix cache.
+
+Each result is a file in DIR, and the same command continues after those that are there. `--minutes`
+starts no window after so long, `--stage` runs one stage, for machines that are quiet for minutes
+only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common.command import make_parser
+from benchmarks.engines.vllm_flags import run, serving
+from toolkit.bench.predict import LengthLimits, ServerConditions, fitted, predict
+from toolkit.deploy.order import ALLOW_BROKEN
+from toolkit.errors import LimitsBrokenError
+from toolkit.files.bench import Validation, WindowResult
+from toolkit.files.io import read_file
+from toolkit.files.plan import Plan
+from toolkit.files.tuning import Tuning
+from toolkit.sim.worker import FrontDelay
+from toolkit.traces.read import read_trace
+from toolkit.traces.types import Trace, trace_path
+from toolkit.traces.windows import cut, divide_lengths
+from toolkit.traces.write import write_trace
+
+STARTED_S = time.monotonic()
+STAGES = ("prepare", "profile", "fit", "tune", "measure", "report")
+RECIPE = Path(__file__).with_name("prefix_live.yaml")
+DIVISOR, LONGEST = 16, 3_900
+RATES = {"mooncake": 4.0, "sessions": 5.0, "templates": 7.0}  # requests/s
+GENERATED = {
+    "sessions": "--rate 1 --duration 1200 --turns uniform:2:9 --think lognormal:3:0.8"
+    " --prompt lognormal:150:0.7 --output lognormal:30:0.6 --longest 512 --block-tokens 32",
+    "templates": "--rate 6 --duration 1200 --system-tokens 320 --templates 24"
+    " --template-tokens uniform:320:1280 --prompt lognormal:60:0.7 --output lognormal:20:0.6"
+    " --longest 512 --block-tokens 32",
+}
+LOOPS = {"mooncake": "open", "sessions": "closed", "templates": "open"}
+HELD_OUT = ("mooncake", "sessions")  # the traces of the prediction's windows
+WINDOWS = 3
+KNOWING = ("knowing", "blind")
+AIMS = {"throughput_rps": 5.0, "ttft_mean_s": 15.0, "tpot_mean_s": 10.0}
+HIT_AIM = 1.0  # points
+
+
+@dataclass(slots=True, frozen=True)
+class Window:
+    """One window of a trace, replayed under a plan; its result lies in `out`."""
+
+    plan: str
+    trace: str
+    seed: int
+    seconds: float
+    out: str
+
+
+def windows_of(arguments: argparse.Namespace) -> list[Window]:
+    """All windows, by plan: those of the prediction, then those of the recommendations."""
+    found = [
+        Window("defaults", trace, seed, arguments.window, f"window-{trace}-{seed}.json")
+        for trace in HELD_OUT
+        for seed in range(1, WINDOWS + 1)
+    ]
+    return found + [
+        Window(f"{trace}-{how}", trace, 7, arguments.window, f"tuned-{trace}-{how}.json")
+        for trace in RATES
+        for how in KNOWING
+    ]
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """The three traces, and each without what its prompts share."""
+    whole, _ = read_trace(Path(trace_path(arguments.trace)))
+    small = divide_lengths(whole, DIVISOR)
+    kept = np.flatnonzero(small.prompt_tokens <= LONGEST)
+    write_trace(small.take(kept), arguments.work / "mooncake.jsonl")
+    for name, options in GENERATED.items():
+        run(arguments, "trace", "generate", "--out", f"{name}.jsonl", *options.split())
+    for name in RATES:
+        trace, _ = read_trace(arguments.work / f"{name}.jsonl")
+        write_trace(
+            replace(trace, shared=None, sessions=None), arguments.work / f"{name}-unshared.jsonl"
+        )
+
+
+def tune(arguments: argparse.Namespace) -> None:
+    """A plan with vLLM's defaults, and for each trace one tuned with its sharing and one without.
+
+    All have the same rate. Where no flags keep the recipe's limits, the nearest are taken.
+    """
+    work = arguments.work
+    if not (work / "defaults.json").exists():
+        words = ["--fit", "fit.json", "--policy", "vllm", "--out", "defaults.json"]
+        run(arguments, "render", str(RECIPE), *words)
+    for trace, rate in RATES.items():
+        for how in KNOWING:
+            name = f"{trace}-{how}"
+            if (work / f"{name}.json").exists():
+                continue
+            read = f"{trace}.jsonl" if how == "knowing" else f"{trace}-unshared.jsonl"
+            options = ["--fit", "fit.json", "--trace", read, "--rate", str(rate), "--draws", "0"]
+            options += ["--out", f"tuning-{name}.json"]
+            run(arguments, "tune", str(RECIPE), *options, codes=(0, LimitsBrokenError.exit_code))
+            options = ["--fit", "fit.json", "--tuning", f"tuning-{name}.json", ALLOW_BROKEN]
+            run(arguments, "render", str(RECIPE), *options, "--out", f"{name}.json")
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Replay the windows that have no result yet, plan by plan."""
+    chosen = [one for one in windows_of(arguments) if one.out.startswith(arguments.only)]
+    left = [one for one in chosen if not (arguments.work / one.out).exists()]
+    for plan in dict.fromkeys(one.plan for one in left):
+        if _late(arguments):
+            return
+        with serving(arguments, f"{plan}.json") as url:
+            for window in left:
+                if window.plan != plan or _late(arguments):
+                    continue
+                words = ["--url", url, "--trace", f"{window.trace}.jsonl"]
+                words += ["--rate", str(RATES[window.trace]), "--loop", LOOPS[window.trace]]
+                words += ["--windows", "1", "--window", str(window.seconds)]
+                words += ["--seed", str(window.seed), "--warmup", str(arguments.warmup)]
+                words += ["--out", window.out, "--save-requests", f"{window.out}l"]
+                run(arguments, "validate", f"{plan}.json", *words, apart=True)
+
+
+def _late(arguments: argparse.Namespace) -> bool:
+    return arguments.minutes is not None and (
+        time.monotonic() - STARTED_S > 60.0 * arguments.minutes
+    )
+
+
+def blind(work: Path, window: Window, found: WindowResult) -> Mapping[str, float]:
+    """The prediction of a window without a prefix cache, under the same conditions."""
+    plan = read_file(Plan, work / f"{window.plan}.json")
+    trace, _ = read_trace(work / f"{window.trace}.jsonl")
+    recipe = plan.recipe
+    limits = LengthLimits(
+        recipe.model.max_model_len, recipe.serve.max_new_tokens, plan.fit.engine.vocab_size
+    )
+    trace = fitted(trace, limits, RATES[window.trace])
+    part = cut(_given(trace, LOOPS[window.trace]), found.start_s, found.end_s)
+    uncached = {**plan.policy.parameters, "prefix_caching": False}
+    policy = plan.policy.model_copy(update={"parameters": uncached})
+    front = FrontDelay(found.front_first_s, found.front_last_s)
+    conditions = ServerConditions(found.slowdown, front)
+    return predict(plan.model_copy(update={"policy": policy}), part, recipe.sla, conditions)
+
+
+def _given(trace: Trace, loop: str) -> Trace:
+    """`trace` as `validate` sends it: each limit is the output, turns follow answers or not."""
+    sessions = trace.sessions if loop == "closed" else None
+    return replace(trace, max_tokens=trace.output_tokens, sessions=sessions)
+
+
+def report(arguments: argparse.Namespace) -> str:
+    """Both tables as markdown."""
+    return "\n".join([*_predictions(arguments), "", *_recommendations(arguments), ""])
+
+
+def _predictions(arguments: argparse.Namespace) -> Iterator[str]:
+    yield "| window | | hits % | requests/s | TTFT mean s | TPOT mean s |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for window in windows_of(arguments):
+        path = arguments.work / window.out
+        if window.plan != "defaults" or not path.exists():
+            continue
+        found = read_file(Validation, path).windows[0]
+        cache, measured = found.cache, found.measured
+        assert cache is not None
+        assert cache.hit_percent is not None
+        title = f"{window.trace} {window.seed}"
+        usage, counter = cache.hit_tokens, cache.counter_hits
+        said = f"{title}: {found.requests} requests, usage says {usage} hit tokens,"
+        print(f"{said} the counters {counter}; slowdown {_slow(found)}", file=sys.stderr)
+        yield f"| {title} | measured | {cache.hit_percent:.1f} | {_values(measured)} |"
+        hits = cache.predicted_percent or 0.0
+        off = f"{hits - cache.hit_percent:+.1f} points"
+        yield f"| | predicted | {hits:.1f} ({off}) | {_errors(found.predicted, measured)} |"
+        if found.predicted_in_hindsight:
+            late = _errors(found.predicted_in_hindsight, measured)
+            yield f"| | in hindsight | | {late} |"
+        unknowing = blind(arguments.work, window, found)
+        off = f"{-cache.hit_percent:+.1f} points"
+        yield f"| | blind | 0.0 ({off}) | {_errors(unknowing, measured)} |"
+
+
+def _slow(found: WindowResult) -> str:
+    return f"{found.slowdown:.2f} before, {found.slowdown_meanwhile or 1.0:.2f} meanwhile"
+
+
+def _values(metrics: Mapping[str, float]) -> str:
+    return " | ".join(f"{metrics[name]:.3g}" for name in AIMS)
+
+
+def _errors(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    return " | ".join(
+        f"{predicted[name]:.3g} ({100.0 * (predicted[name] / measured[name] - 1.0):+.1f} %)"
+        for name in AIMS
+    )
+
+
+def _recommendations(arguments: argparse.Namespace) -> Iterator[str]:
+    yield "| trace, tuned | flags | goodput/s by `tune` | measured | TTFT mean, p99 s | hits % |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for window in windows_of(arguments):
+        path = arguments.work / window.out
+        if window.plan == "defaults" or not path.exists():
+            continue
+        found = read_file(Validation, path).windows[0]
+        tuning = read_file(Tuning, arguments.work / f"tuning-{window.plan}.json")
+        flags = ", ".join(f"{k} {_short(v)}" for k, v in tuning.recommended.parameters.items())
+        measured, cache = found.measured, found.cache
+        hits = cache.hit_percent if cache and cache.hit_percent is not None else 0.0
+        ttft = f"{measured['ttft_mean_s']:.3g}, {measured['ttft_p99_s']:.3g}"
+        promised = tuning.recommended.metrics["goodput_rps"]
+        goodput = f"{promised:.2f} | {measured['goodput_rps']:.2f}"
+        yield f"| {window.plan} | {flags} | {goodput} | {ttft} | {hits:.1f} |"
+
+
+def _short(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value).lower()
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line, or of `words`."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for all files")
+    parser.add_argument(
+        "--vllm-python", required=True, help="the Python of an environment that has vLLM"
+    )
+    parser.add_argument("--trace", required=True, help="Mooncake's conversation_trace.jsonl")
+    parser.add_argument("--window", type=float, default=60.0, help="seconds of each window")
+    parser.add_argument(
+        "--warmup", type=float, default=10.0, help="seconds of other requests before each window"
+    )
+    parser.add_argument("--minutes", type=float, help="start no window after so long")
+    parser.add_argument("--only", default="", help="windows whose files begin so, such as tuned-")
+    parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
+    found = parser.parse_args(words)
+    found.work, found.recipe = found.work.absolute(), RECIPE
+    found.trace = str(Path(found.trace).absolute())
+    found.work.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def main() -> None:
+    arguments = options()
+    stages = [arguments.stage] if arguments.stage else STAGES
+    work = arguments.work
+    if "prepare" in stages and not (work / "templates-unshared.jsonl").exists():
+        prepare(arguments)
+    if "profile" in stages:
+        run(arguments, "profile", str(RECIPE), "--out", "profile.json")
+    if "fit" in stages:
+        run(arguments, "fit", "profile.json", "--out", "fit.json")
+    if "tune" in stages:
+        tune(arguments)
+    if "measure" in stages:
+        measure(arguments)
+    if "report" in stages:
+        print(report(arguments))
+
+
+if __name__ == "__main__":
+    main()

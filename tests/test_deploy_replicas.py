@@ -1,0 +1,414 @@
+"""Replicas of an engine's own servers behind a front: the files of systemd, Compose and Kubernetes,
+checked with the validators of their readers, and with the command line of `llmctl serve`.
+"""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import orders
+import pytest
+import typer
+import yaml
+
+from toolkit.backends import ServerOrder
+from toolkit.backends.vllm.backend import command_of, described
+from toolkit.cli import serve
+from toolkit.cli.basis import plan_of_recipe
+from toolkit.deploy.folder import manifest_of
+from toolkit.deploy.manifests import StatefulSet
+from toolkit.deploy.operators import PodMonitor, PrometheusRule, ScaledObject
+from toolkit.deploy.order import Order
+from toolkit.deploy.reckon import startup_s, waiting_threshold
+from toolkit.deploy.render import render_target
+from toolkit.deploy.replicas import Replication
+from toolkit.deploy.running import start, stop
+from toolkit.errors import InputError
+from toolkit.files.io import recipe_path, shipped_fit
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.serve.server import Ending
+
+TARGETS = ("systemd", "compose", "kubernetes")
+NAME = "llmctl-llama-3-1-8b-h200-1d7ac0"
+# Of systemd 254 or later; older ones say that they ignore them.
+NEWER = ("RestartSteps", "RestartMaxDelaySec")
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Plan:
+    """A shipped recipe of engine vllm, with its shipped fit."""
+    return plan_of_recipe(recipe_path("llama-3.1-8b-h200"), shipped_fit("llama-3.1-8b-h200"), None)
+
+
+@pytest.fixture
+def order(shipped: Plan) -> Order:
+    return orders.order(shipped, replicas=3, folder="/srv/llmctl", program=sys.executable)
+
+
+def with_engine(plan: Plan, **changes: object) -> Plan:
+    engine = plan.recipe.engine.model_copy(update=changes)
+    return plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"engine": engine})})
+
+
+def built(plan: Plan, **engine: object) -> Plan:
+    """The same for two replicas on CPUs, with a model that llmctl builds."""
+    recipe = with_engine(plan, **engine).recipe
+    changes = {
+        "model": recipe.model.model_copy(update={"source": "random"}),
+        "hardware": recipe.hardware.model_copy(update={"device": "cpu"}),
+    }
+    return plan.model_copy(update={"recipe": recipe.model_copy(update=changes), "workers": 2})
+
+
+def objects(order: Order) -> dict[str, Any]:
+    files = render_target("kubernetes", order)
+    return {name: yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")}
+
+
+def services(order: Order) -> dict[str, Any]:
+    return yaml.safe_load(render_target("compose", order)["compose.yaml"])["services"]
+
+
+def command_in(unit: str) -> list[str]:
+    (line,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    return shlex.split(line.removeprefix("ExecStart="))
+
+
+def fronts(order: Order) -> dict[str, list[str]]:
+    """The words after `llmctl` of the front, by target."""
+    container = objects(order)["core/deployment.yaml"]["spec"]["template"]["spec"]["containers"][0]
+    return {
+        "systemd": command_in(render_target("systemd", order)[f"{order.name}.service"])[1:],
+        "compose": services(order)["llmctl"]["command"][1:],
+        "kubernetes": container["args"],
+    }
+
+
+def test_the_front_knows_all_replicas_and_drains_as_long_as_they(order: Order) -> None:
+    found = fronts(order)
+    ports = [f"http://127.0.0.1:{port}" for port in (8001, 8002, 8003)]
+    assert [word for word in found["systemd"] if word.startswith("http")] == ports
+    names = [f"http://replica-{number}:8000" for number in range(3)]
+    assert [word for word in found["compose"] if word.startswith("http")] == names
+    where = found["kubernetes"][found["kubernetes"].index("--replicas") + 1]
+    assert where == f"k8s://default/{NAME}-replicas:8000"
+    for words in found.values():
+        assert words[0] == "serve"
+        assert words[words.index("--shutdown-timeout") + 1] == "36"
+
+
+def serve_command() -> Any:
+    single = typer.Typer(add_completion=False)
+    single.command()(serve.command)
+    return typer.main.get_command(single)
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """What the real command line makes of the words after `llmctl serve`."""
+    return serve_command().make_context("serve", words[1:]).params
+
+
+def test_the_command_line_of_llmctl_serve_takes_the_words_of_a_replica(order: Order) -> None:
+    unit = render_target("systemd", order)[f"{NAME}-replica@.service"]
+    words = [word.replace("${PORT}", "8001") for word in command_in(unit)[1:]]
+    found = parsed(words)
+    assert (found["workers"], found["port"], found["host"]) == (1, 8001, "127.0.0.1")
+
+
+@pytest.mark.skipif(
+    "replica" not in {option.name for option in serve_command().params},
+    reason="needs `llmctl serve --replica`",
+)
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_command_line_of_llmctl_serve_takes_the_words_of_the_front(
+    order: Order, target: str
+) -> None:
+    found = parsed(fronts(order)[target])
+    assert found["replicas" if target == "kubernetes" else "replica"]
+    assert found["shutdown_timeout"] == 36
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_systemd_finds_nothing_in_the_units(order: Order, tmp_path: Path) -> None:
+    files = render_target("systemd", order)
+    units = [name for name in files if name.endswith((".service", ".target"))]
+    assert len(units) == 3
+    for name in units:
+        (tmp_path / name).write_text(files[name])
+    paths = [tmp_path / name.replace("@", "@0") for name in units]
+    (tmp_path / f"{NAME}-replica@0.service").write_text(files[f"{NAME}-replica@.service"])
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *paths], capture_output=True, text=True
+    )
+    lines = [ln for ln in done.stderr.splitlines() if not any(key in ln for key in NEWER)]
+    assert lines == [], "its exit code says nothing"
+
+
+def test_a_replica_unit_gets_port_and_devices_from_its_number(order: Order, shipped: Plan) -> None:
+    files = render_target("systemd", order)
+    assert "PORT=8003\nCUDA_VISIBLE_DEVICES=2\n" in files["replica-2.env"]
+    unit = files[f"{NAME}-replica@.service"]
+    assert "EnvironmentFile=/srv/llmctl/replica-%i.env" in unit
+    assert "TimeoutStopSec=56" in unit
+    assert "PrivateDevices=no" in unit
+    assert "api-key" not in unit
+    wide = orders.order(with_engine(shipped, tensor_parallel_size=2), replicas=2)
+    assert "CUDA_VISIBLE_DEVICES=2,3\n" in render_target("systemd", wide)["replica-1.env"]
+
+
+def test_the_front_stops_before_its_replicas_and_all_with_the_target(order: Order) -> None:
+    files = render_target("systemd", order)
+    front, target = files[f"{NAME}.service"], files[f"{NAME}.target"]
+    for number in range(3):
+        assert f"{NAME}-replica@{number}.service" in front.partition("After=")[2].splitlines()[0]
+        assert f"{NAME}-replica@{number}.service" in target.partition("Wants=")[2].splitlines()[0]
+    assert f"Requires={NAME}.service" in target
+    for unit in (front, files[f"{NAME}-replica@.service"]):
+        assert f"PartOf={NAME}.target" in unit
+        assert f"User={NAME}\n" in unit
+
+
+def test_cpus_are_divided_where_the_recipe_sets_threads(shipped: Plan) -> None:
+    plan = built(shipped, threads=2)
+    files = render_target("systemd", orders.order(plan, folder="/srv/llmctl"))
+    name = orders.order(plan).name
+    assert "CPUS=2,3\n" in files["replica-1.env"]
+    assert "CUDA" not in files["replica-1.env"]
+    words = command_in(files[f"{name}-replica@.service"])
+    assert words[:3] == ["/usr/bin/taskset", "--cpu-list", "${CPUS}"]
+
+
+def test_a_user_s_name_is_short_and_of_its_deployment() -> None:
+    from toolkit.deploy.targets.systemd import user_name
+
+    assert user_name("llmctl-a") == "llmctl-a"
+    long = [user_name(f"llmctl-{'x' * 30}{end}") for end in "ab"]
+    assert max(map(len, long)) <= 31
+    assert long[0] != long[1]
+
+
+@pytest.mark.slow
+def test_compose_is_as_its_specification_says(order: Order, tmp_path: Path) -> None:
+    (tmp_path / "compose.yaml").write_text(render_target("compose", order)["compose.yaml"])
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*check, tmp_path / "compose.yaml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_compose_shows_the_front_alone_and_reserves_a_gpu_for_each_replica(order: Order) -> None:
+    found = services(order)
+    assert {name for name, one in found.items() if "ports" in one} == {"llmctl"}
+    assert {name for name, one in found.items() if "secrets" in one} == {"llmctl"}
+    devices = [
+        found[f"replica-{number}"]["deploy"]["resources"]["reservations"]["devices"]
+        for number in range(3)
+    ]
+    assert [one["device_ids"] for (one,) in devices] == [["0"], ["1"], ["2"]]
+    assert "deploy" not in found["llmctl"]
+    assert all("/health" in found[f"replica-{n}"]["healthcheck"]["test"][-1] for n in range(3))
+    assert found["llmctl"]["depends_on"]["replica-2"] == {"condition": "service_started"}
+    assert "models" not in str(found["llmctl"]["volumes"]), "the front loads no model"
+
+
+def test_kubernetes_takes_every_object(order: Order) -> None:
+    own = {"PodMonitor": PodMonitor, "PrometheusRule": PrometheusRule, "ScaledObject": ScaledObject}
+    kinds = []
+    for data in objects(order).values():
+        kinds.append(data["kind"])
+        try:
+            kubernetes_validate.validate(data, "1.37", strict=True)
+        except kubernetes_validate.SchemaNotFoundError:
+            if data["kind"] != "Kustomization":
+                own[data["kind"]].model_validate(data)
+    assert sorted(kinds) == sorted([
+        *("Deployment", "Service", "Service", "StatefulSet", "PodDisruptionBudget"),
+        *("NetworkPolicy", "NetworkPolicy", "ServiceAccount", "Role", "RoleBinding"),
+        *("PodMonitor", "PodMonitor", "PrometheusRule", "ScaledObject"),
+        *("Kustomization", "Kustomization"),
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl")
+def test_kustomize_builds_the_whole_folder(order: Order, tmp_path: Path) -> None:
+    for name, text in render_target("kubernetes", order).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for folder, replicas in ((tmp_path / "core", 3), (tmp_path, None)):
+        built = subprocess.run(
+            ["kubectl", "kustomize", folder], capture_output=True, text=True, check=True
+        )
+        found = {one["kind"]: one for one in yaml.safe_load_all(built.stdout)}
+        assert found["StatefulSet"]["spec"].get("replicas") == replicas
+        assert found["Deployment"]["spec"]["replicas"] == 1
+
+
+def test_each_replica_keeps_its_model_unless_a_claim_is_named(order: Order, shipped: Plan) -> None:
+    spec = objects(order)["core/statefulset.yaml"]["spec"]
+    (claim,) = spec["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "32Gi"
+    assert spec["persistentVolumeClaimRetentionPolicy"] == {
+        "whenDeleted": "Retain",
+        "whenScaled": "Retain",
+    }
+    found = objects(orders.order(shipped, replicas=3, model_claim="weights"))
+    spec = found["core/statefulset.yaml"]["spec"]
+    assert "volumeClaimTemplates" not in spec
+    claims = [one.get("persistentVolumeClaim") for one in spec["template"]["spec"]["volumes"]]
+    assert {"claimName": "weights"} in claims
+    assert found["models-claim.yaml"]["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_only_the_front_and_prometheus_reach_a_replica(order: Order) -> None:
+    policies = objects(order)
+    behind = policies["core/networkpolicy-replicas.yaml"]["spec"]
+    (way_in,) = behind["ingress"]
+    names = [str(one) for one in way_in["from"]]
+    assert len(names) == 2
+    assert f"'app.kubernetes.io/name': '{NAME}'" in names[0]
+    assert "monitoring" in names[1]
+    pod = policies["core/statefulset.yaml"]["spec"]["template"]
+    assert behind["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    secrets = {
+        one["valueFrom"]["secretKeyRef"]["key"]
+        for one in pod["spec"]["containers"][0]["env"]
+        if "valueFrom" in one
+    }
+    assert secrets == {"hf-token"}
+
+
+def test_the_front_may_list_endpoints_and_nothing_else(order: Order) -> None:
+    found = objects(order)
+    (rule,) = found["core/role.yaml"]["rules"]
+    assert (rule["resources"], rule["verbs"]) == (["endpointslices"], ["get", "list"])
+    pods = [found[f"core/{kind}.yaml"]["spec"]["template"]["spec"] for kind in
+            ("deployment", "statefulset")]  # fmt: skip
+    assert [pod["automountServiceAccountToken"] for pod in pods] == [True, False]
+    assert pods[0]["serviceAccountName"] == NAME
+
+
+def test_a_new_router_or_prediction_starts_no_replica_again(shipped: Plan) -> None:
+    other = shipped.model_copy(update={"predicted": {"goodput_rps": 1.0}})
+    sets = [objects(orders.order(plan))["core/statefulset.yaml"] for plan in (shipped, other)]
+    assert sets[0] == sets[1]
+
+
+def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipped: Plan) -> None:
+    scaled = objects(order)["scaledobject.yaml"]["spec"]
+    (trigger,) = scaled["triggers"]
+    series = f'{{namespace="default",job="default/{NAME}-replica"}}'
+    assert trigger["metadata"]["query"] == f"sum(vllm:num_requests_waiting{series})"
+    assert scaled["scaleTargetRef"] == {"kind": "StatefulSet", "name": f"{NAME}-replica"}
+    alone = waiting_threshold(shipped, None).value
+    assert trigger["metadata"]["threshold"] == str(alone), "of one replica"
+    (group,) = objects(order)["prometheusrule.yaml"]["spec"]["groups"]
+    rules = {rule["alert"]: rule["expr"] for rule in group["rules"]}
+    assert rules["LlmctlReplicaQueue"] == f"avg(vllm:num_requests_waiting{series}) > {alone}"
+    assert rules.keys() >= {"LlmctlDown", "LlmctlNoReplica", "LlmctlTargetTtftP99S"}
+
+
+def test_the_threshold_is_that_of_one_replica_also_in_a_plan_of_several(shipped: Plan) -> None:
+    recipe = shipped.recipe.model_copy(update={"workers": 4})
+    four = shipped.model_copy(update={"workers": 4, "recipe": recipe})
+    found = Replication(orders.order(four))
+    assert found.count.value == 4
+    assert found.threshold.value == waiting_threshold(shipped, None).value
+    assert found.gpus.value == 1
+
+
+def test_a_container_gets_the_flags_that_llmctl_serve_gives(
+    shipped: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The predictions hold for these flags alone."""
+    plan = with_engine(shipped, kv_cache_memory_mib=64, tensor_parallel_size=2)
+    monkeypatch.setattr("toolkit.engines.loading.saved_model", lambda model, _: model.source)
+    order = ServerOrder(plan, "m", "127.0.0.1", 8000, Ending(0, 30))
+    words = command_of(order, tmp_path).words("127.0.0.1", 8000)
+    found = [word for flag, _ in described(plan, "m").flags for word in flag]
+    counted = ["--scheduler-cls", "toolkit.backends.vllm.counts.counted_scheduler"]
+    rest = [word for word in words[words.index("--served-model-name") :] if word not in counted]
+    assert found == rest[: rest.index("--shutdown-timeout")]
+
+
+def test_a_policy_of_ours_needs_an_image_with_llmctl_and_the_plan(shipped: Plan) -> None:
+    policy = PlannedPolicy(name="past-future", parameters={})
+    plan = shipped.model_copy(update={"policy": policy, "recipe": shipped.recipe.model_copy(
+        update={"sla": {}})})  # fmt: skip
+    files = render_target("kubernetes", orders.order(plan))
+    pod = yaml.safe_load(files["core/statefulset.yaml"])["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["image"] == "llmctl-vllm:0.1.0"
+    assert {"name": "LLMCTL_VLLM_PLAN", "value": "/etc/llmctl/plan.json"} in container["env"]
+    assert "plan" in {mount["name"] for mount in container["volumeMounts"]}
+    assert "docker build -t llmctl-vllm:0.1.0" in files["EXPLAIN.md"]
+    files = render_target("kubernetes", orders.order(plan, replica_image="x/vllm:1"))
+    assert '"x/vllm:1"' in files["core/statefulset.yaml"]
+    with pytest.raises(InputError, match="is not pinned"):
+        render_target("kubernetes", orders.order(plan, replica_image="x/vllm"))
+
+
+@pytest.mark.parametrize("target", ["compose", "kubernetes"])
+def test_a_model_that_llmctl_builds_is_refused_for_containers(shipped: Plan, target: str) -> None:
+    plan = built(shipped)
+    with pytest.raises(InputError, match="builds its random weights"):
+        render_target(target, orders.order(plan))
+    assert render_target("systemd", orders.order(plan))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_value_is_explained_and_the_drain_is_longer_than_the_longest_request(
+    order: Order, target: str
+) -> None:
+    explained = render_target(target, order)["EXPLAIN.md"]
+    for key in ("| replicas | 3 | --replicas |", "| replica: drain | 36 s | fit: 1,024 tokens",
+                "| replica: load | 1800 s |", "| front: router |"):  # fmt: skip
+        assert key in explained, key
+    if target != "systemd":
+        assert "| replica --max-num-seqs | 1024 | plan: policy 'vllm' |" in explained
+
+
+def test_probes_rest_on_the_measured_time_of_loading(shipped: Plan) -> None:
+    engine = shipped.fit.engine.model_copy(update={"load_s": 150.0})
+    plan = shipped.model_copy(update={"fit": shipped.fit.model_copy(update={"engine": engine})})
+    found = startup_s(orders.order(plan))
+    assert found.value == 780, "three times 150 s, and 15 GiB at 50 MB/s, in whole minutes"
+    assert "loading took 150 s" in found.source
+    spec = objects(orders.order(plan))["core/statefulset.yaml"]["spec"]["template"]["spec"]
+    probe = spec["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 780
+
+
+def test_llmctl_serve_links_all_units_and_starts_and_stops_the_target(
+    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr("toolkit.deploy.running.subprocess.run", run)
+    monkeypatch.setattr("toolkit.deploy.running._check_systemd", lambda: None)
+    manifest = manifest_of(render_target("systemd", order), "systemd", order.name, {})
+    start(tmp_path, manifest)
+    stop(tmp_path, manifest)
+    linked, started, stopped = ran
+    assert {Path(word).name for word in linked[2:]} == {
+        f"{NAME}.target",
+        f"{NAME}.service",
+        f"{NAME}-replica@.service",
+    }
+    assert started == ["systemctl", "start", f"{NAME}.target"]
+    assert stopped == [
+        *("systemctl", "stop", f"{NAME}.target", f"{NAME}.service", f"{NAME}-replica@*.service")
+    ], "for a target alone systemctl would not wait"
+
+
+def test_statefulsets_are_read_as_they_are_written(order: Order) -> None:
+    data = objects(order)["core/statefulset.yaml"]
+    assert StatefulSet.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data

@@ -1,0 +1,240 @@
+"""Several replicas of a server: `tune` searches the router before them, and the plan names it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import samples
+from test_tuning import HEAD
+
+from toolkit.cli.tune_show import show
+from toolkit.deploy.plan import make_plan
+from toolkit.errors import InputError
+from toolkit.files.io import digest, head
+from toolkit.files.plan import Plan
+from toolkit.files.recipe import RouterSpec
+from toolkit.files.tuning import Tuning
+from toolkit.report.verdict import verdict
+from toolkit.routing.routers import ROUTERS, router_of
+from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
+from toolkit.traces.types import Trace
+from toolkit.tuning.evaluate import make_workload, make_world
+from toolkit.tuning.executor import InProcessRunner
+from toolkit.tuning.tune import Inputs, settings_of, tune, tune_to_size
+
+SLA = {"ttft_p90_s": 0.3, "mtpot_p90_s": 1.0}
+TUNE = {"trials": 5, "draws": 0, "windows": 1, "held_out_windows": 1, "request_rate_rps": 90.0}
+POLICY = {"name": "vllm", "parameters": {"max_num_seqs": 32, "max_num_batched_tokens": 512}}
+
+
+def traffic(shared: bool = True) -> Trace:
+    """Short questions to two dozen long templates."""
+    content = SharedContent(templates=24, template=parse_lengths("fixed:300"), zipf=0.2)
+    return generate(
+        Arrivals(90.0),
+        6.0,
+        parse_lengths("uniform:10:60"),
+        parse_lengths("uniform:5:40"),
+        0,
+        content if shared else None,
+    )
+
+
+def inputs(sla: dict[str, float] = SLA, *, shared: bool = True, **changes: object) -> Inputs:
+    spec = {"engine": {"name": "vllm"}, "workers": 3, "policy": POLICY, "tune": TUNE}
+    recipe = samples.recipe(sla=sla, **(spec | changes))
+    fit = samples.paged_fit(capacity_tokens=4096)
+    return Inputs(recipe, fit, make_workload(recipe, fit, traffic(shared)))
+
+
+@pytest.fixture(scope="module")
+def routed() -> Tuning:
+    given = inputs(tune=TUNE | {"routers": ["prefix", "by-law"]})
+    return tune(given, InProcessRunner(), HEAD, lambda best: None)
+
+
+def test_each_router_is_a_space_with_its_own_parameters_and_the_recipe_s_targets() -> None:
+    settings = settings_of(inputs().recipe, samples.paged_fit())
+    assert [space.router.name for space in settings.spaces if space.router] == list(ROUTERS)
+    by_law = next(space for space in settings.spaces if space.key == "vllm behind by-law")
+    assert "by-law.late" in by_law.distributions
+    assert "max_num_seqs" in by_law.distributions
+    assert by_law.router is not None
+    assert (by_law.router.parameters["ttft_s"], by_law.router.parameters["gap_s"]) == (0.3, 1.0)
+    task = by_law.task(inputs().setup("x", ()), {"max_num_seqs": 7, "by-law.late": 2.0})
+    assert task.parameters["max_num_seqs"] == 7
+    assert task.router is not None
+    assert (task.router.parameters["late"], task.router.parameters["ttft_s"]) == (2.0, 0.3)
+
+
+def test_one_server_has_no_router_to_search() -> None:
+    given = inputs(workers=1)
+    (space,) = settings_of(given.recipe, given.fit).spaces[:1]
+    assert space.router is None
+    assert make_world(given.recipe, given.fit).routing is None
+
+
+def test_a_recipe_narrows_the_routers_and_their_parameters() -> None:
+    narrowed = TUNE | {"routers": ["llm-d"], "space": {"llm-d.prefix": [1, 2]}}
+    settings = settings_of(inputs(tune=narrowed).recipe, samples.paged_fit())
+    assert [space.key for space in settings.spaces] == [
+        "vllm behind round-robin",
+        "vllm behind llm-d",
+    ]
+    among = settings.spaces[1].distributions["llm-d.prefix"]
+    assert (among.low, among.high) == (1.0, 3.0)  # it holds the default
+
+
+def tune_nothing(changes: dict[str, object]) -> None:
+    """Only check the settings."""
+    given = inputs(**changes)
+    settings_of(given.recipe, given.fit)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "hint"),
+    [
+        ({"tune": TUNE | {"routers": ["bylaw"]}}, "there is no router 'bylaw'", "by-law, dynamo"),
+        (
+            {"tune": TUNE | {"space": {"by-law.lat": [0, 1]}}},
+            "router 'by-law' has no parameter 'lat'",
+            "late",
+        ),
+        ({"replica_router": {"name": "bylaw"}}, "there is no router 'bylaw'", "round-robin"),
+        (
+            {"replica_router": {"name": "llm-d", "parameters": {"x": 1}}},
+            "router 'llm-d' has no parameter 'x'",
+            "valid: prefix, queue, kv",
+        ),
+        ({"policy": {"name": "fcfs"}}, "policy 'fcfs' on 3 replicas", "workers to 1"),
+    ],
+)
+def test_wrong_names_get_the_valid_ones(
+    changes: dict[str, object], message: str, hint: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        tune_nothing(changes)
+    assert message in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.slow
+def test_the_search_finds_the_router_that_knows_what_is_cached(
+    routed: Tuning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, in_turn = routed.best_held_out, routed.in_turn
+    assert best.replica_router is not None
+    assert best.replica_router.name in ("prefix", "by-law")
+    assert in_turn is not None
+    assert in_turn.parameters == best.parameters
+    assert best.metrics["hit_percent"] > in_turn.metrics["hit_percent"]
+    assert {one.held_out.replica_router.name for one in routed.policies} == {
+        "round-robin",
+        "prefix",
+        "by-law",
+    }
+    assert f"router '{best.replica_router.name}' over requests in turn" in "\n".join(
+        verdict(routed)
+    )
+    show(routed)
+    shown = capsys.readouterr().out
+    assert "each router's best trial" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert Tuning.model_validate_json(routed.model_dump_json()) == routed
+
+
+@pytest.mark.slow
+def test_where_nothing_is_shared_and_load_is_low_there_is_nothing_to_gain() -> None:
+    low = TUNE | {"routers": ["prefix"], "request_rate_rps": 2.0, "trials": 3}
+    given = inputs(shared=False, tune=low)
+    result = tune(given, InProcessRunner(), HEAD, lambda best: None)
+    assert result.best_held_out.replica_router == RouterSpec()
+    assert any(line.startswith("nothing to gain from a router") for line in verdict(result))
+
+
+@pytest.mark.slow
+def test_the_plan_has_router_and_replicas_and_explains_them(routed: Tuning, tmp_path: Path) -> None:
+    recipe = inputs().recipe
+    file = tmp_path / "trace.jsonl"
+    file.write_text("")
+    found = routed.model_copy(update={"recipe_name": recipe.name})
+    one = recipe.model_copy(update={"workers": 1})  # the tuning says how many run
+    plan = make_plan(one, samples.paged_fit(), found, {"trace": file})
+    assert (plan.workers, plan.recipe.workers) == (3, 3)
+    assert plan.replica_router == found.recommended.replica_router
+    assert plan.replica_router is not None
+    name = plan.replica_router.name
+    assert plan.explained["replica_router"].value == name
+    assert plan.explained["replica_router"].source.startswith("trial ")
+    assert plan.explained["workers"].value == "3"
+    if name == "by-law":
+        assert plan.explained["by-law.ttft_s"].source == "recipe: sla"
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_a_plan_without_a_tuning_has_the_recipe_s_router_and_one_server_has_none() -> None:
+    several = inputs(replica_router={"name": "llm-d"}).recipe
+    plan = make_plan(several, samples.paged_fit(), None, {})
+    assert plan.replica_router == router_of(several)
+    alone = make_plan(inputs(workers=1).recipe, samples.paged_fit(), None, {})
+    assert alone.replica_router is None
+    assert "replica_router" not in alone.model_dump()
+
+
+def test_neither_replicas_nor_prices_make_a_measurement_stale(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    digests = []
+    for workers, price in ((1, None), (4, 2.5)):
+        recipe = inputs(workers=workers).recipe
+        hardware = recipe.hardware.model_copy(update={"usd_per_hour": price})
+        file.write_text(recipe.model_copy(update={"hardware": hardware}).model_dump_json())
+        digests.append(head({"recipe": file})["inputs"]["recipe"].sections)
+    assert digests[0] == digests[1]
+    assert digest(file).sha256
+
+
+@pytest.mark.slow
+def test_auto_finds_the_fewest_replicas_and_the_router_that_needs_fewest() -> None:
+    spec = TUNE | {"routers": ["prefix", "by-law", "least-tokens"], "trials": 6}
+    spec["request_rate_rps"] = 160.0
+    given = inputs({"ttft_p90_s": 0.25}, workers=1, tune=spec)
+    result = tune_to_size(given, InProcessRunner(), HEAD, lambda best: None)
+    sizing = result.sizing
+    assert sizing is not None
+    kept = {row.workers for row in sizing.rows if row.feasible and row.settings == "recipe"}
+    assert 1 < sizing.workers <= min(kept)
+    tried = {row.workers: row.feasible for row in sizing.rows if row.settings == sizing.settings}
+    assert tried[sizing.workers]
+    assert not any(row.feasible for row in sizing.rows if row.workers < sizing.workers)
+    assert any(line.startswith(f"workers needed: {sizing.workers}") for line in verdict(result))
+
+
+@pytest.mark.slow
+def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
+    given = inputs(tune=TUNE | {"routers": ["prefix"], "trials": 2})
+    hardware = given.recipe.hardware.model_copy(update={"usd_per_hour": 2.0})
+    priced = replace(given, recipe=given.recipe.model_copy(update={"hardware": hardware}))
+    result = tune(priced, InProcessRunner(), HEAD, lambda best: None)
+    cost, metrics = result.cost, result.recommended.metrics
+    assert cost is not None
+    assert cost.usd_per_hour == 6.0
+    prices = (cost.usd_per_million_in, cost.usd_per_million_cached, cost.usd_per_million_out)
+    windows = given.workload.held_out
+    prompt, output = (
+        np.concatenate([getattr(window.trace, name) for window in windows]).mean()
+        for name in ("prompt_tokens", "output_tokens")
+    )
+    cached = prompt * metrics["hit_percent"] / 100
+    spent = sum(
+        price * tokens
+        for price, tokens in zip(prices, (prompt - cached, cached, output), strict=True)
+        if price is not None
+    )
+    assert spent == pytest.approx(cost.usd_per_million_requests)
+    assert spent * metrics["throughput_rps"] * 3600 / 1e6 == pytest.approx(6.0)
+    assert prices[1] is not None
+    assert prices[0] is not None
+    assert prices[1] < prices[0]
+    assert any(line.startswith("cost: 6 USD an hour") for line in verdict(result))
+    assert tune(given, InProcessRunner(), HEAD, lambda best: None).cost is None

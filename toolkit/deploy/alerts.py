@@ -1,0 +1,254 @@
+"""Alert rules for Prometheus, over the metrics of a server, or of a front and its replicas.
+
+They are a rules file or the spec of a PrometheusRule. They check that the server is there, that
+batches take the predicted time, that memory suffices, and that targets are met. Limits come from
+the plan: its targets, the error that the fit states, and the number of requests that may wait. The
+rules of a deployment read only its own series.
+"""
+
+from __future__ import annotations
+
+from toolkit.deploy.monitoring import VLLM_NAMES
+from toolkit.deploy.operators import AlertRule, RuleGroup, RulesFile
+from toolkit.deploy.order import Order, Sourced
+
+MIN_DRIFT_PERCENT = 15.0  # the times of a shared machine vary by about this much anyway
+RATE = "[10m]"
+WHAT = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "gap between tokens",
+    "mtpot": "longest gap in a request",
+    "e2e": "time of a whole request",
+}
+FRONT_TARGETS = ("ttft", "itl", "tpot", "e2e")  # that a front before replicas measures
+
+
+def drift_percent(order: Order) -> Sourced[float]:
+    """The allowed mean deviation of batch times from predictions, in percent.
+
+    Twice the error that the fit states, but at least `MIN_DRIFT_PERCENT`.
+    """
+    fit = order.plan.fit
+    overhead = fit.rounds.overhead if fit.rounds else fit.overhead
+    stated = max(law.error.median_percent for law in (fit.prefill, fit.decode, overhead))
+    source = f"twice the largest median held-out error of the fit's laws, {stated:.1f} %"
+    if 2 * stated < MIN_DRIFT_PERCENT:
+        return Sourced(MIN_DRIFT_PERCENT, f"{source}, but at least {MIN_DRIFT_PERCENT:g} %")
+    return Sourced(round(2 * stated, 1), source)
+
+
+def job(order: Order, *, monitored: bool, of: str = "") -> str:
+    """The `job` label of the deployment's series, or of those of the pods named `of`.
+
+    Prometheus puts `job` on every series that it scrapes. Prometheus' operator sets it to
+    NAMESPACE/NAME of the PodMonitor (`monitored`), which has the deployment's name: API reference
+    of monitoring.coreos.com/v1, PodMonitorSpec.jobLabel. Elsewhere it is the job_name of the scrape
+    configuration, which EXPLAIN.md tells the operator to set.
+    """
+    name = of or order.name
+    return f"{order.options.namespace}/{name}" if monitored else name
+
+
+def series(order: Order, *, monitored: bool, of: str = "") -> str:
+    """The label matchers that select only the deployment's own series, or those of the pods named
+    `of`.
+    """
+    own = f'job="{job(order, monitored=monitored, of=of)}"'
+    return f'namespace="{order.options.namespace}",{own}' if monitored else own
+
+
+def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesFile:
+    """The rules for the servers that `selector` (of `series`) selects.
+
+    One alerts when more than `threshold` requests wait; None: no such rule.
+    """
+    found = [*_health(order, selector), *_targets(order, selector, threshold)]
+    named = [
+        rule.model_copy(update={"labels": rule.labels | {"deployment": order.name}})
+        for rule in found
+    ]
+    return RulesFile(groups=[RuleGroup(name=order.name, rules=named)])
+
+
+def replica_rules(
+    order: Order, front: str, replicas: str, threshold: Sourced[int | None]
+) -> RulesFile:
+    """The rules for a front and the replicas behind it, by their selectors (of `series`).
+
+    The targets are checked in the front's histograms, which have the limits as bounds; the queue in
+    the replicas' own metric, as the autoscaler does.
+    """
+    found = [
+        _rule(
+            "LlmctlDown",
+            f"absent(up{{{front}}} == 1)",
+            "5m",
+            "No front of this deployment answers Prometheus",
+            f"It does not run, or Prometheus does not scrape it with these labels: {front}.",
+            "critical",
+        ),
+        _rule(
+            "LlmctlNoReplica",
+            f"sum by (instance) (llmctl_replica_up{{{front}}}) == 0",
+            "1m",
+            "The front has no replica",
+            "Requests get 503 until one is up again; the front's log says what is wrong with each.",
+            "critical",
+        ),
+        _rule(
+            "LlmctlReplicaDown",
+            f"llmctl_replica_up{{{front}}} == 0",
+            "15m",
+            "Replica {{ $labels.replica }} gets no requests",
+            "The others have its requests; the front's /replicas says what is wrong with it.",
+        ),
+        _refusing(front),
+        *(
+            _target(key, limit, front)
+            for key, limit in order.plan.recipe.sla.items()
+            if key.split("_")[0] in FRONT_TARGETS
+        ),
+    ]
+    if threshold.value is not None:
+        waiting = VLLM_NAMES["llmctl_requests_waiting"]
+        queue = _rule(
+            "LlmctlReplicaQueue",
+            f"avg({waiting}{{{replicas}}}) > {threshold.value}",
+            "2m",
+            "{{ $value | humanize }} requests wait at each replica: first tokens come too late",
+            f"More than {threshold.value} waiting break the TTFT target: add replicas.",
+        )
+        found.append(queue)
+    labelled = {"deployment": order.name}
+    named = [rule.model_copy(update={"labels": rule.labels | labelled}) for rule in found]
+    return RulesFile(groups=[RuleGroup(name=order.name, rules=named)])
+
+
+def _health(order: Order, selector: str) -> list[AlertRule]:
+    """Rules about the server, its workers, its memory, and whether the fit still holds."""
+    drift = 1 + drift_percent(order).value / 100
+    low, high = round(1 / drift, 3), round(drift, 3)
+    ratio = _per_second("llmctl_batch_seconds_total", selector) + " / "
+    ratio += _per_second("llmctl_predicted_batch_seconds_total", selector)
+    alive = f"llmctl_workers_alive{{{selector}}}"
+    lost = f"llmctl_worker_restarts_total{{{selector}}}"
+    workers = f"count without (worker) (llmctl_worker_load_seconds{{{selector}}})"
+    return [
+        _rule(
+            "LlmctlDown",
+            f"absent(up{{{selector}}} == 1)",
+            "5m",
+            "No server of this deployment answers Prometheus",
+            f"It does not run, or Prometheus does not scrape it with these labels: {selector}.",
+            "critical",
+        ),
+        _rule(
+            "LlmctlNoWorker",
+            f"{alive} == 0 and {lost} > 0",  # before the first load no worker is alive either
+            "1m",
+            "No worker is alive",
+            "Requests wait while the server loads its workers again; its log says why they were "
+            "lost.",
+            "critical",
+        ),
+        _rule(
+            "LlmctlWorkerMissing",
+            f"({alive} > 0) < {workers}",
+            "15m",
+            "Only {{ $value | humanize }} of the workers are alive",
+            "These serve requests; the server's log says why the others were lost or do not load.",
+        ),
+        _rule(
+            "LlmctlWorkersLost",
+            f"increase({lost}{RATE}) > 2",
+            "0m",
+            "{{ $value | humanize }} workers died in 10 minutes",
+            "Other workers continued their requests; the server's log says why they died.",
+        ),
+        _rule(
+            "LlmctlDrift",
+            f"({ratio}) > {high:g} or ({ratio}) < {low:g}",
+            "15m",
+            "Batches take {{ $value | humanize }} times as long as fitted",
+            "Predictions no longer hold: measure again (llmctl profile, llmctl fit), or find what "
+            "else uses the machine.",
+        ),
+        _rule(
+            "LlmctlOutOfMemory",
+            f"increase(llmctl_oom_events_total{{{selector}}}{RATE}) > 0",
+            "0m",
+            "{{ $value | humanize }} batches ran out of memory in 10 minutes",
+            "No request was lost; the memory law allows too much here. Measure again, or set a "
+            "reserve.",
+        ),
+    ]
+
+
+def _targets(order: Order, selector: str, threshold: Sourced[int | None]) -> list[AlertRule]:
+    """Rules about each of the recipe's latency targets, refused requests and the queue."""
+    found = [_target(key, limit, selector) for key, limit in order.plan.recipe.sla.items()]
+    found.append(_refusing(selector))
+    if threshold.value is None:
+        return found
+    queue = _rule(
+        "LlmctlQueue",
+        f"llmctl_requests_waiting{{{selector}}} > {threshold.value}",
+        "2m",
+        "{{ $value | humanize }} requests wait, and first tokens come too late",
+        f"More than {threshold.value} waiting break the TTFT target: add replicas, or send less.",
+    )
+    return [*found, queue]
+
+
+def _refusing(selector: str) -> AlertRule:
+    return _rule(
+        "LlmctlRefusing",
+        f"{_per_second('llmctl_refused_total', selector)} > 0",
+        "5m",
+        "{{ $value | humanize }} requests a second get 503",
+        "For five minutes more requests came than the targets allow: add replicas, or send less.",
+    )
+
+
+def _target(key: str, limit: float, selector: str) -> AlertRule:
+    """The rule of one target, such as `ttft_p99_s`.
+
+    The server has a histogram bucket with each limit as its bound (`toolkit.serve.stats`), so the
+    share of late values is exact: more than 1 % break a p99, and any breaks a max.
+    """
+    metric, statistic, _ = key.split("_")
+    name, what = f"llmctl_{metric}_seconds", WHAT[metric]
+    all_ = _per_second(f"{name}_count", selector)
+    if statistic == "mean":
+        expression = f"{_per_second(f'{name}_sum', selector)} / {all_} > {limit:g}"
+        summary = f"The mean {what} is {{{{ $value | humanize }}}} s"
+        text = f"The recipe's target {key} is {limit:g} s."
+    else:
+        allowed = 0.0 if statistic == "max" else 1 - float(statistic.removeprefix("p")) / 100
+        kept = _per_second(f"{name}_bucket", f'{selector},le="{float(limit)}"')
+        expression = f"1 - {kept} / {all_} > {allowed:.4g}"
+        summary = f"{{{{ $value | humanizePercentage }}}} are beyond {limit:g} s: {what}"
+        text = f"The recipe's target {key} is {limit:g} s; it allows {100 * allowed:.4g} % beyond."
+    return _rule(f"LlmctlTarget{key.title().replace('_', '')}", expression, "5m", summary, text)
+
+
+def _per_second(metric: str, selector: str) -> str:
+    return f"sum by (instance) (rate({metric}{{{selector}}}{RATE}))"
+
+
+def _rule(
+    name: str,
+    expression: str,
+    lasting: str,
+    summary: str,
+    description: str,
+    severity: str = "warning",
+) -> AlertRule:
+    return AlertRule(
+        alert=name,
+        expr=expression,
+        for_=lasting,
+        labels={"severity": severity},
+        annotations={"summary": summary, "description": description},
+    )

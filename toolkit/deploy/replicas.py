@@ -1,0 +1,239 @@
+"""Replicas of an engine that is a server of its own, and llmctl's front before them.
+
+`Replication` is what the targets share: how many servers, the command of each, its devices and
+memory, how long it loads and drains, when one more is needed; and the command of the front. A
+target only writes them down in its own form. Every value has its source.
+
+A replica has no key: only the front and Prometheus reach it. Clients' keys are the front's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from toolkit.backends import DescribesServer, ServerCommand, backend_of
+from toolkit.deploy.order import (
+    ExplainedValue,
+    Order,
+    Sourced,
+    check_image,
+    explain_value,
+    llmctl_image,
+)
+from toolkit.deploy.reckon import (
+    LIMIT_FACTOR,
+    drain_s,
+    gpus,
+    startup_s,
+    waiting_threshold,
+    worker_memory_mib,
+)
+from toolkit.deploy.targets.vllm import check_servable_elsewhere, rows
+from toolkit.errors import InputError
+from toolkit.estimators.load import laws_from_fit
+from toolkit.serve.assemble import model_name
+
+# Host memory of a server's processes besides its workers: vLLM 0.32 on CPUs took 613 MiB for its
+# API server and 576 MiB for its scheduler.
+SERVER_MIB = 1280
+
+
+@dataclass(frozen=True)
+class Replication:
+    """The replicas of an order's plan. Raises `InputError` where its engine has no such servers."""
+
+    order: Order
+
+    @cached_property
+    def alone(self) -> Order:
+        """The order of one replica: its plan has one worker."""
+        plan = self.order.plan
+        recipe = plan.recipe.model_copy(update={"workers": 1})
+        return replace(self.order, plan=plan.model_copy(update={"workers": 1, "recipe": recipe}))
+
+    @property
+    def name(self) -> str:
+        """The name of the replicas' objects; the front's have the order's."""
+        return f"{self.order.name}-replica"
+
+    @cached_property
+    def server(self) -> ServerCommand:
+        """The command of a replica."""
+        engine = self.order.plan.recipe.engine.name
+        backend = backend_of(engine)
+        if not isinstance(backend, DescribesServer):
+            raise InputError(
+                f"engine '{engine}' has no servers that could stand behind a front",
+                "render it for 'local'",
+            )
+        return backend.described(self.order.plan, model_name(self.order.plan))
+
+    def check_containable(self) -> None:
+        """Raise `InputError` where a container of the engine cannot load the model."""
+        check_servable_elsewhere(self.order.plan.recipe, self.order.plan.recipe.engine.name)
+
+    def arguments(self, host: str, port: int) -> list[str]:
+        """The words after the program: the model's flags, the address and the drain."""
+        server = self.server
+        words = [word for flag, _ in server.flags for word in flag]
+        return [
+            *words,
+            *("--host", host, "--port", str(port)),
+            *(server.drain, str(self.drain.value)),
+        ]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """A replica's environment in a container, besides the folders of HOME and HF_HOME.
+
+        Libraries look up the user's name, which an unprivileged container does not have otherwise.
+        """
+        return dict(self.server.environment) | {"USER": "llmctl"}
+
+    @cached_property
+    def count(self) -> Sourced[int]:
+        """The number of replicas."""
+        options, plan = self.order.options, self.order.plan
+        if options.replicas:
+            return Sourced(options.replicas, "--replicas")
+        needed = plan.workload.workers_needed if plan.workload else None
+        if needed is not None:
+            return Sourced(needed, "tuned: the fewest that keep all limits")
+        return Sourced(plan.workers, "plan: workers; for more: --replicas, or tune with --workers")
+
+    @cached_property
+    def gpus(self) -> Sourced[int]:
+        """GPUs of one replica; 0 on CPUs."""
+        found = gpus(self.alone.plan.recipe)
+        if not found.value:
+            return found
+        return Sourced(found.value, "recipe: engine.tensor_parallel_size, for each replica")
+
+    def devices(self, number: int) -> list[int]:
+        """The GPUs of a replica on a machine that has those of all, from 0."""
+        return list(range(number * self.gpus.value, (number + 1) * self.gpus.value))
+
+    def cpus(self, number: int) -> list[int]:
+        """The CPUs of a replica on such a machine, where the recipe sets its threads; else none."""
+        recipe = self.order.plan.recipe
+        if recipe.hardware.device != "cpu" or recipe.engine.threads is None:
+            return []
+        each = recipe.engine.threads * recipe.engine.tensor_parallel_size
+        return list(range(number * each, (number + 1) * each))
+
+    @cached_property
+    def cores(self) -> Sourced[int]:
+        """CPU cores that a replica requests."""
+        recipe = self.order.plan.recipe
+        each = (recipe.engine.threads or 1) * recipe.engine.tensor_parallel_size
+        return Sourced(2 + each, f"its API server, its scheduler, and {each} for its workers")
+
+    @cached_property
+    def memory_mib(self) -> Sourced[int]:
+        """Host memory of a replica in MiB: also on GPUs the weights pass through it once."""
+        worker = worker_memory_mib(self.alone.plan.kinds[0])
+        source = f"{SERVER_MIB} MiB for its processes, and for its worker {worker.source}"
+        return Sourced(SERVER_MIB + worker.value, source)
+
+    @cached_property
+    def memory_limit_mib(self) -> Sourced[int]:
+        """Host memory in MiB at which a replica's container is killed."""
+        return Sourced(LIMIT_FACTOR * self.memory_mib.value, f"{LIMIT_FACTOR} times the request")
+
+    @cached_property
+    def front_image(self) -> Sourced[str]:
+        """The image of the front, which loads the model's tokenizer and no engine."""
+        return llmctl_image(self.order, engine=False)
+
+    @cached_property
+    def drain(self) -> Sourced[int]:
+        """Seconds that a replica's running requests get: the time of the longest, by targets,
+        predictions and laws.
+        """
+        plan, found = self.order.plan, drain_s(self.order)
+        laws, valid = laws_from_fit(plan.fit).rounds, plan.fit.decode.valid
+        running = min(rows(self.order).value, valid.batch_size_max)
+        tokens, middle = plan.recipe.serve.max_new_tokens, valid.length_max // 2
+        longest_s = laws.prefill_s(1, valid.length_max) + laws.decode_s(running, middle, tokens)
+        if longest_s <= found.value:
+            return found
+        among = f"{tokens:,} tokens (serve.max_new_tokens) among {running} requests"
+        return Sourced(math.ceil(longest_s), f"fit: {among} take {longest_s:.3g} s, rounded up")
+
+    @cached_property
+    def startup(self) -> Sourced[int]:
+        """Seconds that a replica's load may take."""
+        return startup_s(self.order)
+
+    @cached_property
+    def threshold(self) -> Sourced[int | None]:
+        """Requests that may wait for one replica."""
+        return waiting_threshold(self.alone.plan, self.order.trace)
+
+    @cached_property
+    def image(self) -> Sourced[str]:
+        """The image of a replica. `InputError` where the command line's is not pinned."""
+        if self.order.options.replica_image:
+            return Sourced(check_image(self.order.options.replica_image), "--replica-image")
+        source = f"{self.server.image_source}; another one: --replica-image"
+        return Sourced(self.server.image, source)
+
+    def front(self, plan: str, where: Sequence[str], host: str, port: int, *more: str) -> list[str]:
+        """The words after `llmctl` that start the front. `where` are the options that name its
+        replicas: `at` or `discovered`.
+        """
+        words = ["serve", plan, *where, "--host", host, "--port", str(port), *more]
+        return [*words, "--shutdown-timeout", str(self.drain.value), *self.order.allowances]
+
+    def explained(self) -> list[ExplainedValue]:
+        """The lines of EXPLAIN.md that all targets have."""
+        lines = [
+            explain_value("replicas", self.count),
+            explain_value("GPUs of a replica", self.gpus),
+            explain_value("replica: drain", self.drain, f"{self.drain.value} s"),
+            explain_value("replica: load", self.startup, f"{self.startup.value} s"),
+            ExplainedValue(
+                "front: drain",
+                f"{self.drain.value} s",
+                "as a replica's; it ends first, so its requests still have their replicas",
+            ),
+            ExplainedValue(
+                "front: router",
+                "the plan's",
+                "the front reads it from plan.json; `--router NAME` chooses another",
+            ),
+            ExplainedValue(
+                "keys",
+                "the front's",
+                "replicas ask for no key: only the front and Prometheus reach them",
+            ),
+        ]
+        threshold = self.threshold
+        return [
+            *lines,
+            explain_value(
+                "alert LlmctlReplicaQueue", threshold, "none" if threshold.value is None else None
+            ),
+        ]
+
+    def explained_flags(self) -> list[ExplainedValue]:
+        """The lines about a replica's own flags, where its command is written out."""
+        found = []
+        for flag, source in self.server.flags:
+            name = flag[0] if flag[0].startswith("-") else "flags"
+            values = flag[1:] if flag[0].startswith("-") else flag
+            found.append(ExplainedValue(f"replica {name}", " ".join(values) or "given", source))
+        return [*found, explain_value("replica: image", self.image)]
+
+
+def at(urls: Sequence[str]) -> list[str]:
+    """The options of a front that name its replicas one by one."""
+    return [word for url in urls for word in ("--replica", url)]
+
+
+def discovered(source: str) -> list[str]:
+    """The options of a front that finds its replicas, such as `dns://NAME:PORT`."""
+    return ["--replicas", source]
