@@ -282,9 +282,8 @@ def main() -> None:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         fronts = commands(given.bin, Path(name) / "plan.json", urls)
         costs = [measure(front, words, ports, given.requests) for front, words in fronts.items()]
-    print(
-        "| front | requests/s | requests per CPU s | events per CPU s | added p50 / p99 | RSS | failed |"
-    )
+    heads = "requests/s | requests per CPU s | events per CPU s | added p50 / p99 | RSS | failed"
+    print(f"| front | {heads} |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for cost in costs:
         p50, p99 = cost.added
