@@ -16,6 +16,8 @@ from commands import llmctl
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
+from toolkit.files.recipe import RouterSpec
+from toolkit.routing.balancer import read_routes, replay_routes
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +91,9 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
             _, said = server.communicate(timeout=30)
     assert server.returncode == 0, said
     assert ready["router"] == "least-tokens"
+    with log.open("rb") as lines:
+        balancer, events = read_routes(lines)
+    assert list(replay_routes(events, balancer)) == []
     kinds = [json.loads(line)["type"] for line in log.read_text().splitlines()]
     assert kinds[:3] == ["routing", "added", "added"]
     assert kinds.count("route") == 3
@@ -98,9 +103,12 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
 
 def test_several_workers_are_servers_behind_a_front_and_restart_one_at_a_time(tmp_path: Path):
     path = plan_for(tmp_path, workers=2)
+    router = RouterSpec(name="session-hash", parameters={"load_factor": 1.5})
+    write_file(read_file(Plan, path).model_copy(update={"replica_router": router}), path)
     with test_serve_vllm.start(path, "--served-model-name", MODEL) as server:
         assert server.stdout is not None
         ready = json.loads(server.stdout.readline())
+        assert ready["router"] == "session-hash"
         shown = httpx.get(f"{ready['url']}/replicas").json()["replicas"]
         assert [each["state"] for each in shown] == ["up", "up"]
         asked = {"model": MODEL, "prompt": [1, 2], "max_tokens": 3, "stream": False}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.routing.balancer import Balancer, BalancerEvent, replay_routes
+from toolkit.routing.balancer import Balancer, BalancerEvent, read_routes, replay_routes
 from toolkit.routing.replicas import PrefixIndex, ReplicaReport, ReplicaTraits, RoutedRequest
 from toolkit.routing.routers import ROUTERS, TARGETS, make_router, router_knobs
 
@@ -218,3 +218,10 @@ def test_every_parameter_has_a_search_range_that_is_valid():
             for value in limits.search:
                 whole = int(value) if parameter == "abs_load" else float(value)
                 make_router(name, {parameter: whole})
+
+
+def test_another_log_than_a_routers_is_refused():
+    for lines in ([], [b'{"type":"added","capacity_tokens":1,"pass_tokens":1,"max_rows":1,'
+                       b'"has_law":false}\n'], [b"{}\n"]):  # fmt: skip
+        with pytest.raises(InputError):
+            read_routes(lines)

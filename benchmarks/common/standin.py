@@ -89,6 +89,7 @@ class StandIn:
         status: answers requests for tokens with this status; 0: serves them.
         hung: accepts requests, answers /health, and generates nothing.
         dead: accepts connections and answers nothing at all.
+        token_bytes: of a prompt's token in the usage: a token is one byte, and four in real text.
         served: requests for tokens by path.
     """
 
@@ -103,6 +104,7 @@ class StandIn:
     port: int = 0
     metrics: str = ""
     first_s: float = 0.0
+    token_bytes: int = 1
     served: Counter[str] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keeps_bodies: bool = False
@@ -223,7 +225,7 @@ class StandInConnection(asyncio.Protocol):
                     text, made.finish = text[: text.index(stop)], "stop"
         choice = {"index": 0, "finish_reason": "abort" if self.aborted else made.finish}
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-        usage = _usage(len(prompt), len(text))
+        usage = _usage(len(prompt) // server.token_bytes, len(text))
         self._whole({"id": "whole", "choices": [choice], "usage": usage})
 
     async def _stream(
@@ -266,7 +268,10 @@ class StandInConnection(asyncio.Protocol):
         if made.finish == "abort":
             self._event(about | {"choices": [{"index": 0, "finish_reason": "abort"}]})
         if (body.get("stream_options") or {}).get("include_usage"):
-            self._event(about | {"choices": [], "usage": _usage(len(prompt), count)})
+            self._event(
+                about
+                | {"choices": [], "usage": _usage(len(prompt) // self.server.token_bytes, count)}
+            )
         self._write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
     async def _pause(self) -> None:

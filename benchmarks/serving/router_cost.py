@@ -10,7 +10,8 @@ Each front stands before the same two stand-in replicas, which answer at once. R
 second count the CPU time of the front's process alone, so they hold whatever the load generator and
 the replicas, which share the machine, cost. Prompts have 1.2 kB and share beginnings. Whole answers
 come over 32 connections, streams of 64 events over 32, an event every 5 ms; the latency that a
-front adds is that of one connection, less that without a front.
+front adds is that of one connection, less that without a front. At last one of the two replicas is
+killed while the streams run: an answer is failed that is no 200, breaks off, or lacks a token.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,18 +56,22 @@ class Cost(NamedTuple):
     events_cpu_s: float
     added: tuple[float, float]
     rss_mb: float
+    failed: int  # of the streams, where a replica was killed
+
+
+KILL_AFTER_S = 1.0
 
 
 def _replica(port: int, token_s: float) -> None:
     async def serve() -> None:
-        await StandIn(port=port, token_s=token_s, speaks_ids=False).start()
+        await StandIn(port=port, token_s=token_s, speaks_ids=False, token_bytes=4).start()
         await asyncio.Event().wait()
 
     uvloop.run(serve())
 
 
 @contextmanager
-def replicas(ports: Sequence[int], token_s: float) -> Iterator[None]:
+def replicas(ports: Sequence[int], token_s: float) -> Iterator[list[BaseProcess]]:
     """Stand-in replicas, each in a process."""
     context = multiprocessing.get_context("spawn")
     made = [context.Process(target=_replica, args=(port, token_s)) for port in ports]
@@ -74,7 +80,7 @@ def replicas(ports: Sequence[int], token_s: float) -> Iterator[None]:
     try:
         for port in ports:
             wait_for(port)
-        yield
+        yield list(made)
     finally:
         for process in made:
             process.terminate()
@@ -122,8 +128,10 @@ class Client:
     async def open(self) -> None:
         self._in, self._out = await asyncio.open_connection("127.0.0.1", self._port)
 
-    async def ask(self, body: bytes, *, checks: bool = True) -> int:
-        """Send a request; returns the bytes of its answer, or 0 for an error that may be."""
+    async def ask(self, body: bytes, *, checks: bool = True, counts: bytes = b"") -> int:
+        """Send a request; returns the bytes of its answer, or how often it has `counts`, or 0 for
+        an error that may be.
+        """
         self._out.write(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\n"
@@ -140,8 +148,8 @@ class Client:
         size = 0
         while True:
             chunk = int(await self._in.readuntil(b"\r\n"), 16)
-            await self._in.readexactly(chunk + 2)
-            size += chunk
+            piece = await self._in.readexactly(chunk + 2)
+            size += piece.count(counts) if counts else chunk
             if not chunk:
                 return size
 
@@ -160,6 +168,25 @@ async def load(port: int, bodies: Sequence[bytes], connections: int) -> list[flo
 
     await asyncio.gather(*(work() for _ in range(connections)))
     return took
+
+
+async def count_failed(port: int, asked: Sequence[bytes], replica: BaseProcess) -> int:
+    """Send streams, kill a replica among them, and count those that failed."""
+    left, failed = iter(asked), 0
+    asyncio.get_running_loop().call_later(KILL_AFTER_S, replica.kill)
+
+    async def work() -> None:
+        nonlocal failed
+        for body in left:
+            events = 0
+            with suppress(OSError, asyncio.IncompleteReadError, ValueError):
+                client = Client(port)
+                await client.open()
+                events = await client.ask(body, checks=False, counts=b'"text":"')
+            failed += events != EVENTS
+
+    await asyncio.gather(*(work() for _ in range(CONNECTIONS)))
+    return failed
 
 
 def bodies(count: int, **more: Any) -> list[bytes]:
@@ -197,6 +224,8 @@ def measure(front: str, command: Sequence[str], ports: Sequence[int], requests: 
         before_s = cpu_s(process)
         uvloop.run(load(port, asked, CONNECTIONS))
         streamed_s = cpu_s(process) - before_s
+    with replicas(ports, EVENT_S) as made, open_front(words, port) as process:
+        failed = uvloop.run(count_failed(port, asked, made[0]))
     added = [1000 * (through[int(p * ALONE)] - direct[int(p * ALONE)]) for p in (0.5, 0.99)]
     return Cost(
         front,
@@ -205,6 +234,7 @@ def measure(front: str, command: Sequence[str], ports: Sequence[int], requests: 
         STREAMS * EVENTS / streamed_s,
         (added[0], added[1]),
         rss,
+        failed,
     )
 
 
@@ -252,13 +282,15 @@ def main() -> None:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         fronts = commands(given.bin, Path(name) / "plan.json", urls)
         costs = [measure(front, words, ports, given.requests) for front, words in fronts.items()]
-    print("| front | requests/s | requests per CPU s | events per CPU s | added p50 / p99 | RSS |")
-    print("|---|---:|---:|---:|---:|---:|")
+    heads = "requests/s | requests per CPU s | events per CPU s | added p50 / p99 | RSS | failed"
+    print(f"| front | {heads} |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for cost in costs:
         p50, p99 = cost.added
         print(
             f"| {cost.front} | {cost.requests_s:,.0f} | {cost.requests_cpu_s:,.0f} "
-            f"| {cost.events_cpu_s:,.0f} | {p50:.2f} / {p99:.2f} ms | {cost.rss_mb:.0f} MB |"
+            f"| {cost.events_cpu_s:,.0f} | {p50:.2f} / {p99:.2f} ms | {cost.rss_mb:.0f} MB "
+            f"| {cost.failed} of {STREAMS} |"
         )
     best = statistics.mean(cost.requests_cpu_s for cost in costs if cost.front.startswith("llmctl"))
     print(f"llmctl serves {best:,.0f} requests per CPU second on average")

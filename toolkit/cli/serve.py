@@ -511,14 +511,23 @@ def _gateway(
 
 
 def _router(given: ServeOptions, plan: Plan) -> Router:
-    """The router of the command line, else the plan's, with the parameters of --set-router."""
+    """The router of the command line with the plan's targets, else the plan's; with the parameters
+    of --set-router.
+    """
     from toolkit.cli.arguments import parse_settings
-    from toolkit.routing.routers import RoundRobinRouter, make_router
+    from toolkit.routing.routers import (
+        RoundRobinRouter,
+        make_router,
+        refuse_unknown_router,
+        targets_of,
+    )
 
-    planned, changes = getattr(plan, "replica_router", None), parse_settings(given.router_settings)
-    if planned is None or given.router not in ("", planned.name):
-        return make_router(given.router or RoundRobinRouter.name, changes)
-    return make_router(planned.name, planned.parameters | changes)
+    planned, changes = plan.replica_router, parse_settings(given.router_settings)
+    if planned is not None and given.router in ("", planned.name):
+        return make_router(planned.name, planned.parameters | changes)
+    name = given.router or RoundRobinRouter.name
+    refuse_unknown_router(name)
+    return make_router(name, targets_of(name, plan.recipe.sla) | changes)
 
 
 def _reread(given: ServeOptions, file: Path, workers: int) -> Plan:

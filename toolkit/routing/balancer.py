@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
+from toolkit.errors import InputError
 from toolkit.routing.replicas import (
     DEFAULT_EXPECTED_TOKENS,
     PassLaw,
@@ -22,7 +23,8 @@ from toolkit.routing.replicas import (
     RoutedRequest,
     Sent,
 )
-from toolkit.routing.routers import Router, RouterView
+from toolkit.routing.routers import Router, RouterView, make_router
+from toolkit.sched.eventlog import Lost
 
 HISTORY = 1000  # outputs that the mean length is of
 
@@ -218,6 +220,37 @@ class Balancer:
         lengths.append(generated)
         self._length_sum += generated
         self._view.expected_tokens = self._length_sum / len(lengths)
+
+
+_decode = msgspec.json.Decoder(BalancerEvent | Lost).decode
+
+
+def read_routes(lines: Iterable[bytes]) -> tuple[Balancer, list[BalancerEvent]]:
+    """A fresh balancer as the log's header describes it, and the events of the log.
+
+    The events end where lines are missing. Raises `InputError` for a log of another kind.
+    """
+    events: list[BalancerEvent] = []
+    for line in lines:
+        if not line.endswith(b"\n"):  # a kill has cut the last line
+            break
+        try:
+            event = _decode(line)
+        except msgspec.DecodeError as error:
+            raise InputError(f"not a log of a router: {error}", "it is from --event-log") from None
+        if isinstance(event, Lost):
+            break
+        events.append(event)
+    if not events or not isinstance(header := events[0], RoutingLogHeader):
+        raise InputError("the log of a router begins with its header", "it is from --event-log")
+    balancer = Balancer(
+        make_router(header.router, header.parameters),
+        [],
+        block_tokens=header.block_tokens,
+        seed=header.seed,
+        index_limit=header.index_limit,
+    )
+    return balancer, events
 
 
 def replay_routes(

@@ -30,6 +30,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -200,11 +201,8 @@ def check_local_host(host: str, what: str = UNKEYED) -> None:
 
     Addresses and an empty Host pass, because no web page has them. `what` names what refuses.
     """
-    name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
-    with suppress(ValueError):
-        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-        return
-    if name.lower().rstrip(".") not in ("localhost", ""):
+    if not _is_local_name(host):
+        name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
         raise ApiError(
             f"{what} answers to addresses and to localhost, not to the Host {name[:80]!r}; "
             f"{'start it with an API key, or ' if what == UNKEYED else ''}"
@@ -212,6 +210,16 @@ def check_local_host(host: str, what: str = UNKEYED) -> None:
             status=403,
             code="host_refused",
         )
+
+
+@lru_cache(256)
+def _is_local_name(host: str) -> bool:
+    """Whether a Host is an address, localhost or nothing."""
+    name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+    with suppress(ValueError):
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        return True
+    return name.lower().rstrip(".") in ("localhost", "")
 
 
 def _denied(headers: Headers) -> ApiError:
