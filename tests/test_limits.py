@@ -361,6 +361,7 @@ def test_the_demo_continues_where_no_settings_keep_the_limits(
         "_tuned_window": [],
         "_safe_rows": 4,
         "_held": held,
+        "simulate_sharing": {},
     }.items():
         monkeypatch.setattr(demo, name, lambda *_, value=value: value)
     monkeypatch.setattr(demo.Stages, "_start", start)

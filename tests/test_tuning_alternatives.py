@@ -3,11 +3,9 @@ words.
 """
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import samples
-from commands import llmctl
 from hypothesis import given
 from hypothesis import strategies as st
 from test_tuning import HEAD, trace
@@ -197,16 +195,4 @@ def test_marked_policies_are_those_that_cannot_be_served() -> None:
     assert (
         footnote(["srpt-oracle"], [])
         == "* no server can run it. It takes the future, which no server knows, for srpt-oracle."
-    )
-
-
-def test_a_recipe_cannot_have_several_servers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["tune", "qwen3-8b-h200", "--fit", "qwen3-8b-h200", "--rate", "2", "--workers", "2"]
-    assert llmctl(*words) == 2
-    assert (
-        "error: --workers 2: engine 'vllm' is a server, which is one worker"
-        in capsys.readouterr().err
     )

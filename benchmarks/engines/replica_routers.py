@@ -203,7 +203,9 @@ def main() -> None:
     parser.add_argument("traces", nargs="*")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0])
-    parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
+    parser.add_argument(
+        "--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS), metavar="ROUTER"
+    )
     parser.add_argument("--requests", type=int, help="of each trace: the first ones")
     parser.add_argument("--regret", type=int, metavar="N")
     parser.add_argument("--sizes", action="store_true")

@@ -326,7 +326,7 @@ class SimulateOptions(StageOptions):
     replica_failures: Annotated[
         Path | None,
         typer.Option(
-            "--replica-failures",
+            "--failures",
             help="JSON lines of replicas that die or drain, and when they come back; the result "
             "says what that costs.",
         ),
