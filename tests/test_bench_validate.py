@@ -120,6 +120,7 @@ def validate(plan: Path, url: str, *options: str) -> int:
     return llmctl(*words)
 
 
+@pytest.mark.slow
 def test_a_validation_is_written_beside_the_plan_and_shown_with_predictions(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -141,6 +142,7 @@ def test_a_validation_is_written_beside_the_plan_and_shown_with_predictions(
     )
 
 
+@pytest.mark.slow
 def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -161,6 +163,7 @@ def test_windows_fit_themselves_to_the_trace_and_lengths_are_told_first(
     assert [window.end_s - window.start_s for window in found.windows] == pytest.approx([0.58] * 2)
 
 
+@pytest.mark.slow
 def test_a_validation_of_another_fit_is_not_shown(plan: Path, capsys: pytest.CaptureFixture[str]):
     with sse_server() as server:
         assert validate(plan, server.url, "--warmup", "0") == 0
@@ -171,6 +174,7 @@ def test_a_validation_of_another_fit_is_not_shown(plan: Path, capsys: pytest.Cap
     assert "it is about another fit" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_errors_beyond_the_limit_are_exit_code_4_and_nothing_is_lost(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -180,6 +184,7 @@ def test_errors_beyond_the_limit_are_exit_code_4_and_nothing_is_lost(
     assert plan.with_name("validation.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_every_request_is_reported(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -196,6 +201,7 @@ def test_a_server_that_fails_every_request_is_reported(
     assert all(each["failed"] == each["requests"] for each in out["windows"])
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_engine_is_refused_before_a_request_is_sent_and_forced_is_not(
     plan: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -3,10 +3,12 @@
 import pytest
 import samples
 
+import toolkit.sched.policies.slice as slice_policy
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.profile import EngineFacts
 from toolkit.serve.assemble import make_scheduler
+from toolkit.serve.launch import warm_up
 from toolkit.sim.world import world_from_fit
 
 
@@ -66,3 +68,17 @@ def test_plans_that_no_server_can_run_are_refused_by_name(policy: str, reason: s
     with pytest.raises(InputError) as caught:
         make_scheduler(plan(policy))
     assert caught.value.message.startswith(reason)
+
+
+def test_the_warm_up_runs_the_kernel_that_batches_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it takes 0.3 s, in which the first requests of a server would wait."""
+    kernel, pools = slice_policy.split_by_serving_time, []
+
+    def counted(*arguments: object) -> object:
+        pools.append(len(arguments[0]))  # type: ignore[arg-type]
+        return kernel(*arguments)
+
+    monkeypatch.setattr(slice_policy, "split_by_serving_time", counted)
+    warm_up(plan("slice"))
+    assert pools
+    assert max(pools) > 1

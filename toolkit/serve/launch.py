@@ -258,10 +258,18 @@ def _driver(
     )
 
 
+WARM_UP_REQUESTS = 8  # for each worker
+
+
 def warm_up(plan: Plan) -> None:
-    """Compile the policy's kernels, or load them from their cache, before the first request."""
+    """Compile the policy's kernels, or load them from their cache, before the first request.
+
+    That takes 0.3 s or more, in which no request would be served. A single request needs none of
+    the kernels that batch several.
+    """
     scheduler = make_scheduler(plan)
-    scheduler.submit(Request("warm-up", 0.0, 1, 1), 0.0)
+    for number in range(WARM_UP_REQUESTS * plan.workers):
+        scheduler.submit(Request(f"warm-up-{number}", 0.0, 1 + number, 1), 0.0)
     scheduler.tick(0.0)
 
 
