@@ -28,17 +28,7 @@ TRANSCRIPT = re.compile(r"(?<=^```text\n).*?(?=\n```$)", re.DOTALL | re.MULTILIN
 PROMISE, END = "^what tune promised", r"^rc \d|^real\t"
 # Parts of the output: from a line that matches the first pattern to before the next line that
 # matches the second.
-FIT = [(r"== 2/\d", "^coefficients")]
-TUNE = [
-    (r"== 3/\d", "^trace: |^warning: "),
-    ("^the target that binds", "^analytic|^wrote|^validation"),
-]
-SERVE = [
-    (r"== 5/\d", "^trace: |^warning: "),
-    (r"== 6/\d", r"^\$ "),
-    (r"== 7/\d", r"^wrote|^error"),
-    (PROMISE, END),
-]
+TEXT = [(PROMISE, END)]
 PICTURE = [(r"== 4/\d", r"^\$ "), ("^warm-up: batches", "^during the replay"), (PROMISE, END)]
 
 
@@ -76,7 +66,7 @@ def picture(lines: Sequence[str]) -> str:
 
 def transcript(lines: Sequence[str]) -> str:
     """The fit, the tuning and the comparison, shortened."""
-    return "\n".join(parts(lines, [*FIT, *TUNE, *SERVE], dots=True)).rstrip()
+    return "\n".join(parts(lines, TEXT, dots=True)).rstrip()
 
 
 def read(path: Path) -> list[str]:
