@@ -34,6 +34,8 @@ nitpicky = True
 smartquotes = False  # `--option` stays as it is typed
 
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = f"llmctl {version}"
 html_copy_source = False
 html_show_sourcelink = False
