@@ -1,6 +1,7 @@
 """Workers on Ray: tests on one cluster of two nodes, and tests that need no cluster."""
 
 import asyncio
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,14 @@ from toolkit.workers.protocol import (
 )
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _without_ray_s_handler() -> Iterator[None]:
+    """Ray's driver handles SIGTERM from its start, for ever."""
+    yield
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
 
 CRASH = 200
 CANARY = "canary-7f3a"
