@@ -56,7 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin("lanes-watch"):
         platform.processor()  # starts `uname -p` once in a process, in whichever test is first
         config.pluginmanager.register(Watch(), "lanes-watch")
-        HANDLERS.update({each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)})
+        for each in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(each) is signal.SIG_DFL:  # `nohup` ignores the second
+                HANDLERS[each] = signal.SIG_DFL
         platform.processor()  # on Arm it starts `uname`, once per process: not in a test
         sys.addaudithook(_see)
 
