@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -123,6 +124,12 @@ class Gateway:
         """Requests beyond the rows that the replicas run at once."""
         replicas = self.balancer.replicas
         return sum(max(each.requests - each.traits.max_rows, 0) for each in replicas)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and wait at most `timeout_s` seconds for those that run."""
+        self.draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.idle.wait(), timeout_s)
 
     def next_id(self) -> str:
         self._numbers += 1

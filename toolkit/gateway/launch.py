@@ -43,13 +43,13 @@ from toolkit.serve.http import CLIENT_SHARE, HttpServer, WireLimits
 from toolkit.serve.launch import FLUSH_EVERY_S, EventLog, Manager
 from toolkit.serve.rereading import Certificate, Followed, WatchedFiles, follow
 from toolkit.serve.server import (
-    ACCEPT_LAST_S,
     LAST_BYTES_S,
     Ending,
     Signals,
     check_exposure,
     first_of,
     is_loopback,
+    leave,
     listen,
     url,
 )
@@ -204,7 +204,9 @@ async def _serve(
                 say("no replica is up yet: requests get 503 until one is")
             on_ready(address)
             await signals.first.wait()
-        await _leave(gateway, server, order.ending, signals)
+        gateway.leaving = True
+        left, ending = gateway.running, order.ending
+        await leave(left, server, ending, signals, lambda: gateway.drain(ending.timeout_s))
     finally:
         for task in tasks:
             task.cancel()
@@ -284,23 +286,6 @@ def _raise(pool: ReplicaPool, own: OwnReplicas | None) -> None:
         raise pool.refused
     if own is not None and own.error is not None:
         raise own.error
-
-
-async def _leave(gateway: Gateway, server: HttpServer, ending: Ending, signals: Signals) -> None:
-    """Announce the end, serve for the notice, then wait for running requests."""
-    gateway.leaving = True
-    if left := gateway.running:
-        requests = "1 request has" if left == 1 else f"{left} requests have"
-        ending.say(
-            f"ending: {requests} {ending.timeout_s:g} s to finish; "
-            "a second signal or Ctrl-C ends it now"
-        )
-    with suppress(TimeoutError):
-        await asyncio.wait_for(signals.second.wait(), ending.notice_s)
-    await asyncio.sleep(ACCEPT_LAST_S)
-    gateway.draining = True
-    server.close_listener()
-    await first_of(gateway.idle.wait(), asyncio.sleep(ending.timeout_s), signals.second.wait())
 
 
 async def _flush(events: EventLog) -> None:

@@ -147,7 +147,9 @@ async def serve(
             for ended_by in (driver.bug, driver.failed):
                 if ended_by:
                     raise ended_by
-            await leave(driver, server, ending, signals)
+            driver.leaving = True
+            left = driver.running + driver.waiting
+            await leave(left, server, ending, signals, lambda: driver.drain(ending.timeout_s))
     finally:
         loading.cancel()
         await asyncio.wait([loading])
@@ -156,14 +158,19 @@ async def serve(
         signals.close()
 
 
-async def leave(driver: Driver, server: HttpServer, ending: Ending, signals: Signals) -> None:
-    """Announce the end, keep serving for the notice, then wait for running requests.
+async def leave(
+    left: int,
+    server: HttpServer,
+    ending: Ending,
+    signals: Signals,
+    drain: Callable[[], Awaitable[object]],
+) -> None:
+    """Say that `left` requests may end, keep serving for the notice, then `drain`: refuse new
+    requests and wait for those that run.
 
     A second signal ends both at once. Clients that have connected by the end of the notice get an
     answer; later ones cannot connect, and may try another server.
     """
-    driver.leaving = True
-    left = driver.running + driver.waiting
     if left:
         requests = "1 request has" if left == 1 else f"{left} requests have"
         ending.say(
@@ -174,7 +181,7 @@ async def leave(driver: Driver, server: HttpServer, ending: Ending, signals: Sig
         await asyncio.wait_for(signals.second.wait(), ending.notice_s)
     await asyncio.sleep(ACCEPT_LAST_S)
     server.close_listener()
-    await first_of(driver.drain(ending.timeout_s), signals.second.wait())
+    await first_of(drain(), signals.second.wait())
 
 
 async def first_of(*waits: Awaitable[object]) -> None:
