@@ -351,7 +351,7 @@ class Driver:
         """
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # any error: the state is unknown, whatever it was
             self.bug = self.bug or error
             self.broke.set()
             raise
