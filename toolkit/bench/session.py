@@ -26,9 +26,9 @@ from toolkit.bench.predict import (
     limits_of,
     predict,
     predicted,
+    reports_batch_times,
     scheduling,
     seen_by_clients,
-    tells_of_its_laws,
 )
 from toolkit.bench.report import Prediction, cache_use, report, served, values_of
 from toolkit.bench.warmup import ServerTimes, conditions, others, times_between, warm_up
@@ -196,7 +196,7 @@ class Measurement:
         as_fitted = found.metrics(self._sla)
         count = (
             round(about_s * as_fitted["throughput_rps"])
-            if tells_of_its_laws(self._plan, self._target)
+            if reports_batch_times(self._plan, self._target)
             else 0
         )
         trace = others(self._whole, after_s, count)
@@ -298,7 +298,7 @@ class Session:
         self._target, self._whole, self._load = subject.target, subject.trace, subject.load
         self._notes = subject.notes
         self._plan, self._warmup_s, self._progress = plan, warmup_s, progress
-        self._reports_batches = tells_of_its_laws(plan, subject.target)
+        self._reports_batches = reports_batch_times(plan, subject.target)
         self.results: list[WindowResult] = []
         self.lines: list[str] = []
         self._pairs: list[Pair] = []

@@ -200,7 +200,7 @@ class BenchReport(Envelope):
     predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's corrections")
     compared: list[Compared]
     cache: CacheUse | None = Field(
-        default=None, description="none: neither the server nor the prediction speaks of one"
+        default=None, description="none: neither the server nor the prediction has one"
     )
     targets: list[TargetResult] = Field(
         default=[], description="each target of `sla`; none where nothing was served"
