@@ -254,7 +254,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", required=True, help="Mooncake's conversation_trace.jsonl")
     parser.add_argument("--window", type=float, default=60.0, help="seconds of each window")
     parser.add_argument(
-        "--warmup", type=float, default=10.0, help="seconds of other requests before each window"
+        "--warmup", type=float, default=20.0, help="seconds of other requests before each window"
     )
     parser.add_argument("--minutes", type=float, help="start no window after so long")
     parser.add_argument("--only", nargs="+", help="beginnings of result files, such as tuned-")
