@@ -45,7 +45,7 @@ ONLY_IN = {
     "httpx": ("endpoints/", "backends/"), "httptools": ("endpoints/", "serve/"),
     "yaml": "files/",
     "typer": "cli/",
-    "matplotlib": "cli/plots.py",
+    "matplotlib": "cli/output.py",
 }  # fmt: skip
 NOWHERE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 NOT_IN_SCHED = {

@@ -36,8 +36,8 @@ from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import SAFE_VOCABULARY, EngineFacts, HitPoint
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import Unmeasurable, visit
 from toolkit.profiling.grid import GridPoint, SliceShape
+from toolkit.profiling.process import Unmeasurable, visit
 from toolkit.profiling.run import ProfileBench
 from toolkit.units import MIB
 from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady, Workers
@@ -243,7 +243,7 @@ def prompt_around(length: int, steps: int, max_model_len: int) -> int:
 
 
 class EndpointBench(ServerBench):
-    """`toolkit.profiling.bench.TimedEngine` on a server that runs already.
+    """`toolkit.profiling.process.TimedEngine` on a server that runs already.
 
     Raises `EngineError` when the server cannot answer the first requests.
     """

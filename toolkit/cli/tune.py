@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli import completion
+from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     FIT_HELP,
     JsonOption,
@@ -92,7 +92,7 @@ class TuneOptions:
 
     recipe: RecipeArgument
     fit: Annotated[
-        Path, typer.Option(callback=resolve_fit, autocompletion=completion.fits, help=FIT_HELP)
+        Path, typer.Option(callback=resolve_fit, autocompletion=arguments.fits, help=FIT_HELP)
     ] = Path("fit.json")
     out: Annotated[Path, typer.Option(help="Write the result to this file.")] = Path("tuning.json")
     force: Annotated[
@@ -106,7 +106,7 @@ class TuneOptions:
         _search(
             "--policies",
             metavar="NAME,...",
-            autocompletion=completion.policies,
+            autocompletion=arguments.policies,
             help="Search these policies and the recipe's. 'all' (default) means all policies "
             "except the oracles, 'own' only the recipe's.",
         ),
@@ -148,7 +148,7 @@ class TuneOptions:
     trace: Annotated[
         str,
         _traffic(
-            autocompletion=completion.traces,
+            autocompletion=arguments.traces,
             help="A trace file, or the name of a shipped trace; default: the recipe's.",
             show_default=False,
         ),

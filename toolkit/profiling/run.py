@@ -31,15 +31,6 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 from toolkit.files.recipe import ProfileSpec, Recipe
-from toolkit.profiling.bench import (
-    VISIT_S,
-    VISIT_SAMPLES,
-    CachingEngine,
-    TimedEngine,
-    TimedPassEngine,
-    TimedRoundEngine,
-    Unmeasurable,
-)
 from toolkit.profiling.grid import (
     GridPoint,
     Kind,
@@ -61,7 +52,17 @@ from toolkit.profiling.measure import (
     visits_left,
     warmups,
 )
-from toolkit.profiling.process import busy_neighbours, engine_process
+from toolkit.profiling.process import (
+    VISIT_S,
+    VISIT_SAMPLES,
+    CachingEngine,
+    TimedEngine,
+    TimedPassEngine,
+    TimedRoundEngine,
+    Unmeasurable,
+    busy_neighbours,
+    engine_process,
+)
 from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, SliceFeed
 from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
 from toolkit.workers.protocol import Workers

@@ -21,29 +21,27 @@ from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec, Recipe
 from toolkit.sched.types import Failure
-from toolkit.workers.frames import (
+from toolkit.workers.process import OnFrame, WorkerProcess, share_gpus, visible_gpus
+from toolkit.workers.protocol import (
     Alive,
+    BatchDone,
+    BatchProgress,
     Cancel,
     Done,
     DoneRound,
     FromWorker,
     Interrupt,
+    OnEvent,
     Progress,
     Ready,
     Refused,
+    RoundDone,
     RunRound,
     RunSlice,
     Start,
     Stop,
-    ToWorker,
-)
-from toolkit.workers.process import OnFrame, WorkerProcess, share_gpus, visible_gpus
-from toolkit.workers.protocol import (
-    BatchDone,
-    BatchProgress,
-    OnEvent,
-    RoundDone,
     Times,
+    ToWorker,
     WorkerEvent,
     WorkerLost,
     WorkerReady,

@@ -24,7 +24,7 @@ from toolkit import guard
 from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
-from toolkit.workers.frames import FromWorker, Start, ToWorker, front_side, pack
+from toolkit.workers.protocol import FromWorker, Start, ToWorker, front_side, pack
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
