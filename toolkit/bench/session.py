@@ -31,7 +31,15 @@ from toolkit.bench.predict import (
     seen_by_clients,
 )
 from toolkit.bench.report import Prediction, cache_use, report, served, values_of
-from toolkit.bench.warmup import ServerTimes, conditions, others, times_between, warm_up
+from toolkit.bench.warmup import (
+    SEEDS,
+    ServerTimes,
+    conditions,
+    others,
+    settle,
+    times_between,
+    warm_up,
+)
 from toolkit.endpoints.target import CacheCounts, Target, cache_counts, with_answer_ids
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.bench import (
@@ -349,8 +357,11 @@ class Session:
         self, number: int, trace: Trace, advance: Callable[..., None]
     ) -> tuple[Warmup | None, bool]:
         """`warm_up` of a server that does not report its batches."""
-        expected = predicted(self._plan, trace, self._unwarmed()).served
         load = self._load_of(number)
+        trace, interrupted = settle(self._target, trace, load, advance)
+        if interrupted:
+            return None, True
+        expected = predicted(self._plan, trace, self._unwarmed()).served
         replay = run(self._target, trace, replace(load, seed=load.seed + 1), advance)
         if replay.interrupted:
             return None, True
@@ -388,7 +399,7 @@ class Session:
         """The load of a window. Each window has prompts of its own, as has each warm-up: otherwise
         the server's cache would hold what the windows before have in common with it.
         """
-        return replace(self._load, seed=self._load.seed + 2 * (number - 1))
+        return replace(self._load, seed=self._load.seed + SEEDS * (number - 1))
 
     def _result(
         self,

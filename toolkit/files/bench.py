@@ -26,7 +26,7 @@ class Front(Strict):
 class Warmup(Strict):
     """Batch times of other requests before the replay, measured and predicted by the laws."""
 
-    requests: int
+    requests: int = Field(description="the first quarter settles the server and is not timed")
     batch_s: float
     predicted_batch_s: float
     slowdown: float = Field(
