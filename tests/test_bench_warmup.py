@@ -1,7 +1,7 @@
 """The warm-up before a replay: its requests, and what the server's counters show."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -70,7 +70,8 @@ def test_the_first_requests_settle_the_server_and_are_not_timed():
         return serve_request(body)
 
     with sse_server(answer) as server:
-        warm, _ = warm_up(find_target(server.url), others(trace(), 0.0, 8), LOAD, lambda: None)
+        at_once = replace(trace(), arrival_s=np.zeros(6))
+        warm, _ = warm_up(find_target(server.url), others(at_once, 0.0, 8), LOAD, lambda: None)
     assert (warm.requests, warm.predicted_batch_s, warm.slowdown) == (8, 6.0, 1.5)
     assert len({str(body["prompt"]) for body in server.bodies}) == 8
 
