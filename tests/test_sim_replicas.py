@@ -253,6 +253,24 @@ def test_the_law_s_router_makes_few_requests_late() -> None:
     assert list(homes.values()) == [0, 1]
 
 
+@pytest.mark.parametrize("target", ["", "gap_s"])
+def test_the_law_s_router_prices_the_cache_before_a_chunk(target: str) -> None:
+    """One replica has the prompt but its end, and rows that decode; another has to compute it all.
+    Where reading a cached token costs more than computing one, or makes the gap too long, the
+    request goes to the other.
+    """
+    homes = {}
+    for behind_s in (0.0, 1e-4 if target else 0.01):
+        law = PassTimes(replace(LAW, behind_s=behind_s))
+        given = {"gap_s": law.pass_s(2, 2_000, 1, 4, 4_000) * 1.5} if target else {}
+        traits = ReplicaTraits(10_000, 2048, 64, law)
+        front = Balancer(make_router("by-law", given), [traits] * 2, block_tokens=4)
+        front.route(RoutedRequest("first", 800, 50, tuple(range(200))), 0.0, (1,))
+        front.first_token("first")
+        homes[behind_s] = front.route(RoutedRequest("next", 804, 50, tuple(range(201))), 0.1)
+    assert list(homes.values()) == [0, 1]
+
+
 def test_of_many_replicas_the_law_weighs_few_and_finds_the_one_with_the_prompt() -> None:
     traits = ReplicaTraits(10_000, 2048, 64, PassTimes(LAW))
     balancer = Balancer(make_router("by-law", {}), [traits] * 64, block_tokens=4)

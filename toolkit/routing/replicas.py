@@ -41,7 +41,13 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
 
 class PassLaw(Protocol):
-    """Seconds of an engine's forward pass, its host's part included."""
+    """Seconds of an engine's forward pass, its host's part included.
+
+    `behind_s` is what each cached token before a part of a prompt adds; `pass_s` leaves it out.
+    """
+
+    @property
+    def behind_s(self) -> float: ...
 
     def pass_s(
         self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
@@ -108,6 +114,7 @@ class Replica:
         sent: the requests that it has, by id, in the order in which they were sent.
         prefills: how many of these have no token yet.
         prefill_tokens: what these have to compute.
+        prefill_cached: what is expected to be cached before that.
         decode_tokens: prompt tokens of the others.
         prompt_tokens: of all.
         blocks: of all prompts that it has, each counted once.
@@ -124,6 +131,7 @@ class Replica:
         "in_time",
         "index",
         "is_up",
+        "prefill_cached",
         "prefill_tokens",
         "prefilled_s",
         "prefills",
@@ -137,7 +145,7 @@ class Replica:
         self.index, self.traits = index, traits
         self.is_up = True
         self.sent: dict[str, Sent] = {}
-        self.prefills = self.prefill_tokens = self.decode_tokens = 0
+        self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
         self.prompt_tokens = self.blocks = 0
         self.report: ReplicaReport | None = None
         self.in_time = self._stalls = 0
@@ -173,6 +181,7 @@ class Replica:
         self.sent[sent.request.request_id] = sent
         self.prefills += 1
         self.prefill_tokens += sent.new_tokens
+        self.prefill_cached += sent.cached_tokens
         self.prompt_tokens += sent.request.prompt_tokens
         for block in sent.request.blocks:
             uses = self._uses.get(block, 0)
@@ -196,6 +205,7 @@ class Replica:
             sent.has_token = True
             self.prefills -= 1
             self.prefill_tokens -= sent.new_tokens
+            self.prefill_cached -= sent.cached_tokens
             self.decode_tokens += sent.request.prompt_tokens
 
     def remove(self, request_id: str) -> None:
@@ -210,6 +220,7 @@ class Replica:
         else:
             self.prefills -= 1
             self.prefill_tokens -= sent.new_tokens
+            self.prefill_cached -= sent.cached_tokens
         for block in sent.request.blocks:
             uses = self._uses[block] - 1
             if uses:

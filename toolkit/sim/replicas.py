@@ -107,7 +107,7 @@ class PassTimes:
     """The law of an engine's passes, for a router that asks for averages."""
 
     def __init__(self, law: StepLaw) -> None:
-        self._law = law
+        self._law, self.behind_s = law, law.behind_s
 
     def pass_s(
         self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
