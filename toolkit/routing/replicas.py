@@ -13,6 +13,10 @@ from typing import Protocol
 import msgspec
 
 DEFAULT_EXPECTED_TOKENS = 128  # of an output, before the first has ended
+# Of our front, live and simulated: the tokens of a block that it matches prompts by, and the
+# seconds between two readings of a replica's own figures, where the router reads them.
+BLOCK_TOKENS = 64
+REPORT_EVERY_S = 0.25
 
 
 class RoutedRequest(msgspec.Struct, frozen=True):
