@@ -1,0 +1,218 @@
+"""Routers live: two real vLLM replicas on two cores, each router predicted and then measured.
+
+    python -m benchmarks.engines.routers_live --work DIR --vllm-python PYTHON
+
+Takes about 25 minutes on a quiet machine of two cores. Needs an environment with vLLM 0.32.
+
+The model and the sessions are those of `prefix_live`; each replica has one core and a cache of
+20,448 tokens, half of what the sessions need, and front and load generator take their time from
+the same cores. After `llmctl profile` (of one vLLM) and `fit`, a plan with two replicas is made for
+each router. `llmctl serve` starts front and replicas, and `llmctl validate` predicts a window with
+what other requests before it show of the machine's speed, replays it in closed loop, and compares.
+All windows of all routers are reported, none is chosen.
+
+Each result is a file in DIR, and the same command continues after those that are there. `--minutes`
+starts no window after so long, `--stage` runs one stage, for machines that are quiet for minutes
+only. The report writes all results to `--write`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common.command import make_parser
+from benchmarks.engines.prefix_live import GENERATED, RECIPE, Window, measure
+from benchmarks.engines.vllm_flags import run
+from toolkit.files.bench import Validation, WindowResult
+from toolkit.files.io import read_file, write_file
+from toolkit.files.plan import Plan
+from toolkit.files.recipe import RouterSpec
+from toolkit.routing.routers import make_router, router_parameters, targets_of
+
+STAGES = ("prepare", "profile", "fit", "plans", "measure", "report")
+ROUTERS = ("round-robin", "session-hash", "llm-d", "sglang", "by-law")
+TRACE, RATES = "sessions", {"sessions": 8.0}  # turns/s
+SEEDS = (1, 2)
+AIMS = {"throughput_rps": 5.0, "ttft_mean_s": 15.0}  # percent
+HIT_AIM = 2.0  # points
+SHOWN = (*AIMS, "e2e_mean_s", "goodput_rps")
+
+
+def windows_of(arguments: argparse.Namespace) -> list[Window]:
+    """All windows: those of the first seed under every router, then those of the next."""
+    return [
+        Window(router, TRACE, seed, arguments.window, f"window-{seed}-{router}.json")
+        for seed in SEEDS
+        for router in ROUTERS
+    ]
+
+
+def plans(arguments: argparse.Namespace) -> None:
+    """A plan of two replicas with vLLM's defaults, for each router at its defaults."""
+    words = ["--fit", "fit.json", "--policy", "vllm", "--out", "one.json"]
+    run(arguments, "render", str(RECIPE), *words)
+    plan = read_file(Plan, arguments.work / "one.json")
+    for name in ROUTERS:
+        router = make_router(name, targets_of(name, plan.recipe.sla))
+        spec = RouterSpec(name=name, parameters=router_parameters(router))
+        routed = plan.model_copy(update={"workers": 2, "replica_router": spec})
+        write_file(routed, arguments.work / f"{name}.json")
+
+
+def found(arguments: argparse.Namespace) -> dict[tuple[int, str], WindowResult]:
+    """The results so far, by seed and router."""
+    return {
+        (window.seed, window.plan): read_file(Validation, arguments.work / window.out).windows[0]
+        for window in windows_of(arguments)
+        if (arguments.work / window.out).exists()
+    }
+
+
+def report(results: Mapping[tuple[int, str], WindowResult]) -> str:
+    """The tables as markdown."""
+    return "\n".join([*_windows(results), "", *_means(results), "", *_orders(results), ""])
+
+
+def _windows(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
+    yield "| window | router | | hits % | requests/s | TTFT mean s | E2E mean s | goodput/s |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|"
+    for (seed, router), one in results.items():
+        hits, expected = _hits(one)
+        speed = f"slowdown {one.slowdown:.2f} before, {one.slowdown_meanwhile or 1.0:.2f} meanwhile"
+        print(
+            f"{seed} {router}: {one.requests} requests, {one.failed} failed; {speed}; front"
+            f" {1e3 * one.front_first_s:.0f} ms",
+            file=sys.stderr,
+        )
+        yield f"| {seed} | {router} | measured | {hits:.1f} | {_values(one.measured)} |"
+        off = f"{expected - hits:+.1f} points"
+        yield f"| | | predicted | {expected:.1f} ({off}) | {_errors(one.predicted, one.measured)} |"
+        if one.predicted_in_hindsight:
+            yield f"| | | in hindsight | | {_errors(one.predicted_in_hindsight, one.measured)} |"
+
+
+def _means(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
+    """Over the windows of each router: what was measured, and the errors of the predictions."""
+    yield "| router | hits % | off | requests/s | off | TTFT mean s | off | goodput/s | off |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for router in ROUTERS:
+        of = [one for (_, name), one in results.items() if name == router]
+        if not of:
+            continue
+        hits = np.mean([_hits(one) for one in of], axis=0)
+        cells = [f"{hits[0]:.1f} | {hits[1] - hits[0]:+.1f}"]
+        for name in (*AIMS, "goodput_rps"):
+            measured, predicted = _mean(of, name)
+            cells.append(f"{measured:.3g} | {100.0 * (predicted / measured - 1.0):+.1f} %")
+        yield f"| {router} | {' | '.join(cells)} |"
+
+
+def _orders(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
+    """The pairs of routers that differ by more than the aim, and those that are in another order
+    than predicted.
+    """
+    for name, better in (("ttft_mean_s", -1.0), ("goodput_rps", 1.0)):
+        differ, wrong = 0, []
+        for first, second in combinations(ROUTERS, 2):
+            both = [[o for (_, n), o in results.items() if n == which] for which in (first, second)]
+            if not all(both):
+                continue
+            (one, one_said), (other, other_said) = (_mean(of, name) for of in both)
+            if abs(one / other - 1.0) <= AIMS.get(name, AIMS["throughput_rps"]) / 100.0:
+                continue
+            differ += 1
+            if (one > other) != (one_said > other_said):
+                wrong.append(f"{first} and {second}")
+        means = {
+            router: _mean([o for (_, n), o in results.items() if n == router], name)[0]
+            for router in ROUTERS
+            if any(n == router for _, n in results)
+        }
+        order = sorted(means, key=lambda router: -better * means[router])
+        yield (
+            f"{name}: best first, as measured: {', '.join(order)}. {differ} pairs differ by more"
+            f" than the aim; in another order than predicted: {', '.join(wrong) or 'none'}."
+        )
+
+
+def _hits(one: WindowResult) -> tuple[float, float]:
+    """Percent of the prompt tokens that were found in the caches: measured, predicted."""
+    assert one.cache is not None
+    return one.cache.hit_percent or 0.0, one.cache.predicted_percent or 0.0
+
+
+def _mean(of: Sequence[WindowResult], name: str) -> tuple[float, float]:
+    """A metric over windows: measured, predicted."""
+    return (
+        float(np.mean([one.measured[name] for one in of])),
+        float(np.mean([one.predicted[name] for one in of])),
+    )
+
+
+def _values(metrics: Mapping[str, float]) -> str:
+    return " | ".join(f"{metrics[name]:.3g}" for name in SHOWN)
+
+
+def _errors(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    return " | ".join(
+        f"{predicted[name]:.3g} ({100.0 * (predicted[name] / measured[name] - 1.0):+.1f} %)"
+        for name in SHOWN
+    )
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line, or of `words`."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for all files")
+    parser.add_argument(
+        "--vllm-python", required=True, help="the Python of an environment that has vLLM"
+    )
+    parser.add_argument("--window", type=float, default=60.0, help="seconds of each window")
+    parser.add_argument(
+        "--warmup", type=float, default=10.0, help="seconds of other requests before each window"
+    )
+    parser.add_argument("--minutes", type=float, help="start no window after so long")
+    parser.add_argument("--only", nargs="+", help="beginnings of result files, such as window-1")
+    parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
+    parser.add_argument("--write", type=Path, help="write all results to this file (JSON)")
+    found = parser.parse_args(words)
+    found.work, found.recipe = found.work.absolute(), RECIPE
+    found.work.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def main() -> None:
+    arguments = options()
+    stages = [arguments.stage] if arguments.stage else STAGES
+    work = arguments.work
+    if "prepare" in stages and not (work / f"{TRACE}.jsonl").exists():
+        generated = GENERATED[TRACE].split()
+        run(arguments, "trace", "generate", "--out", f"{TRACE}.jsonl", *generated)
+    if "profile" in stages:
+        run(arguments, "profile", str(RECIPE), "--out", "profile.json")
+    if "fit" in stages:
+        run(arguments, "fit", "profile.json", "--out", "fit.json")
+    if "plans" in stages:
+        plans(arguments)
+    if "measure" in stages:
+        measure(arguments, windows_of(arguments), RATES, apart=False)
+    if "report" in stages:
+        results = found(arguments)
+        print(report(results))
+        if arguments.write:
+            shown = [
+                {"seed": seed, "router": router, **one.model_dump(mode="json")}
+                for (seed, router), one in results.items()
+            ]
+            arguments.write.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
