@@ -11,7 +11,7 @@ from test_sim_prefix import LAW, trace_of, world
 from toolkit.errors import InputError
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
-from toolkit.routing.routers import ROUTERS, LawRouter, make_router
+from toolkit.routing.routers import ROUTERS, LawRouter, RoundRobinRouter, make_router
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
@@ -93,6 +93,24 @@ def test_every_router_serves_all_and_twice_the_same(name: str) -> None:
     one, other = simulate(trace, POLICY, there), simulate(trace, POLICY, there)
     same(one, other)
     assert one.served.ok.all()
+
+
+def test_a_front_matches_by_larger_blocks_than_the_trace_has() -> None:
+    """Of 15 tokens in blocks of 4, a front with blocks of 8 sees one: the hash of the second."""
+    seen: list[tuple[int, ...]] = []
+
+    class Spy(RoundRobinRouter):
+        def choose(self, request, view):
+            seen.append(request.blocks)
+            return super().choose(request, view)
+
+    trace = trace_of([(0.0, 15, 3), (0.0, 16, 3)], ids=[[1, 2, 3, 4], [1, 2, 5, 6]])
+    there = world(PagedEngine(LAW, 40, 4), 2)
+    for block_tokens, blocks in ((0, (1, 2, 3)), (4, (1, 2, 3)), (8, (2,))):
+        seen.clear()
+        simulate(trace, POLICY, replace(there, routing=Routing(Spy(), block_tokens=block_tokens)))
+        assert seen[0] == blocks
+    assert seen[1] == (2, 6)
 
 
 def test_a_router_by_prefix_hits_more_than_dealing_in_turn() -> None:

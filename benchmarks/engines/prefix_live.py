@@ -140,11 +140,11 @@ def measure(
     chosen = [one for one in windows if one.out.startswith(only)]
     left = [one for one in chosen if not (arguments.work / one.out).exists()]
     for plan in dict.fromkeys(one.plan for one in left):
-        if _late(arguments):
+        if late(arguments):
             return
         with serving(arguments, f"{plan}.json") as url:
             for window in left:
-                if window.plan != plan or _late(arguments):
+                if window.plan != plan or late(arguments):
                     continue
                 words = ["--url", url, "--trace", f"{window.trace}.jsonl"]
                 words += ["--rate", str(rates[window.trace]), "--loop", LOOPS[window.trace]]
@@ -154,7 +154,7 @@ def measure(
                 run(arguments, "validate", f"{plan}.json", *words, apart=apart)
 
 
-def _late(arguments: argparse.Namespace) -> bool:
+def late(arguments: argparse.Namespace) -> bool:
     return arguments.minutes is not None and (
         time.monotonic() - STARTED_S > 60.0 * arguments.minutes
     )
