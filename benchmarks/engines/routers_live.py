@@ -51,7 +51,7 @@ from toolkit.routing.routers import make_router, router_parameters, targets_of
 
 STAGES = ("prepare", "profile", "fit", "plans", "measure", "peers", "report")
 ROUTERS = ("round-robin", "session-hash", "llm-d", "sglang", "by-law")
-TRACE, RATES = "sessions", {"sessions": 8.0}  # turns/s
+TRACE, RATES = "sessions", {"sessions": 5.0}  # turns/s
 SEEDS = (1, 2)
 AIMS = {"throughput_rps": 5.0, "ttft_mean_s": 15.0}  # percent
 HIT_AIM = 2.0  # points
