@@ -17,8 +17,9 @@ from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.launch import traits_of_replica
 from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, BalancerEvent, RoutingLogHeader, replay_routes
-from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
+from toolkit.routing.replicas import PassLaw, ReplicaTraits, RoutedRequest
 from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.serve.access import Keyring
 from toolkit.serve.http import HttpServer, WireLimits
@@ -90,6 +91,8 @@ def run(
     sink: Callable[[BalancerEvent], None] | None = None,
     keyring: Keyring | None = None,
     said: list[str] | None = None,
+    limits: LatencyLimits = UNLIMITED,
+    law: PassLaw | None = None,
     **settings: Any,
 ) -> None:
     async def both() -> None:
@@ -97,11 +100,16 @@ def run(
         for server in servers:
             await server.start()
         balancer = Balancer(
-            make_router(router, {}), [], block_tokens=64, index_limit=1000, sink=sink
+            make_router(router, {}),
+            [],
+            block_tokens=64,
+            index_limit=1000,
+            sink=sink,
+            limits=limits,
         )
         pool = ReplicaPool(
             balancer,
-            ReplicaTraits(100_000),
+            ReplicaTraits(100_000, law=law),
             needs,
             hang_s=hang_s,
             say=(said if said is not None else []).append,
@@ -479,6 +487,37 @@ def test_more_requests_than_may_wait_get_503():
         assert front.gateway.stats.refused == codes.count(503)
 
     run(test, StandIn(token_s=0.002), StandIn(token_s=0.002), max_waiting=2)
+
+
+class SlowLaw:
+    """A prompt's token takes a second."""
+
+    def pass_s(self, decodes, decode_cached, chunks, new_tokens, attended):
+        return 1e-3 + float(new_tokens)
+
+
+def test_what_would_miss_its_target_gets_503_and_when_to_come_back():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        first = asyncio.create_task(front.stream(asked(200)))
+        while not front.gateway.running:
+            await asyncio.sleep(0.001)
+        refused = await front.http.post("/v1/completions", json=asked())
+        assert refused.status_code == 503
+        error = refused.json()["error"]
+        assert error["code"] == "overloaded"
+        assert "the first token would come in" in error["message"]
+        assert 1 <= int(refused.headers["Retry-After"]) <= 60
+        assert (await first).text == answer_of(asked(200))
+        assert "llmctl_refused_total{" in (told := (await front.http.get("/metrics")).text)
+        assert (
+            next(line for line in told.splitlines() if line.startswith("llmctl_refused_total"))[-3:]
+            == "1.0"
+        )
+        assert (await front.stream(asked())).text == answer_of(asked())
+
+    # a prompt of 16 bytes is 4 tokens: 4 s alone, 8 s behind another
+    slow = StandIn(token_s=0.002, first_s=0.2)
+    run(test, slow, limits=LatencyLimits(ttft_s=5.0), law=SlowLaw())
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def test_one_that_cannot_load_ends_the_front(tmp_path: Path):
         (["--replicas", "missing.txt"], "missing.txt: cannot be read"),
         (["--replica", "ftp://x"], "'ftp://x' is not the URL of a server"),
         (["--router", "by-law"], "needs the law of a pass"),
-        (["--admission", "targets"], "admits by the queue alone"),
+        (["--admission", "targets"], "--admission targets: "),
         (["--replica", "http://a:1", "--replicas", "x"], "both --replica and --replicas"),
         (["--status-page"], "does not support --status-page"),
     ],

@@ -240,6 +240,7 @@ class Gateway:
         most = call.choices * (request.prompt_tokens + max(limit, 1))
         keyed = KeyedRequest.of(scope)
         keyed.admit(call.choices, most)
+        request.admit()
         keyed.reserve(most, lambda: request.used)
         self.running += 1
         self.idle.clear()

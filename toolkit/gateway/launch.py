@@ -8,6 +8,7 @@ at SIGHUP.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import socket
@@ -33,6 +34,7 @@ from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
 from toolkit.routing.replicas import ReplicaTraits
 from toolkit.routing.routers import LawRouter, Router
@@ -90,6 +92,7 @@ class GatewayLaunch:
     access: Callers = ("", ())
     insecure: bool = False
     client_share: float = CLIENT_SHARE
+    limits: LatencyLimits = UNLIMITED  # by which new requests are refused
     event_log: Path | None = None
     request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
@@ -128,6 +131,32 @@ def replicas_like(
         version if traits_of(recipe.engine.name).timed_by_pass else "",
         strict,
     )
+
+
+def limits_of_replicas(
+    plan: Plan, admission: str | None, say: Callable[[str], None]
+) -> LatencyLimits:
+    """The targets by which a gateway refuses requests. `admission` is "targets" or "queue"; None
+    takes the recipe's choice, and says where that is not possible.
+
+    Raises `InputError` for "targets" without what it needs.
+    """
+    if (admission or plan.recipe.serve.admission) != "targets":
+        return UNLIMITED
+    limits = LatencyLimits.of(plan.recipe.sla)
+    lacks, hint = "", ""
+    if limits == UNLIMITED:
+        lacks, hint = "the recipe has no target for TTFT or E2E", "set sla in the recipe"
+    elif plan.fit.steps is None:
+        lacks = f"the fit of engine {plan.fit.engine.engine} has no law of forward passes"
+        hint = "profile and fit engine vllm"
+    if not lacks:
+        return limits
+    if admission is not None:
+        raise InputError(f"--admission targets: {lacks}", f"{hint}, or: --admission queue")
+    if limits != UNLIMITED:
+        say(f"admission by the queue alone: {lacks}")
+    return UNLIMITED
 
 
 def replica_key() -> str:
@@ -170,11 +199,13 @@ async def _serve(
     router, say = order.router, order.ending.say
     if events is not None:
         given: dict[str, Value] = dict(parameters(router))  # type: ignore[arg-type]
-        events.add(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT))
+        targets = (None if math.isinf(limit) else limit for limit in order.limits)
+        events.add(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
     balancer = Balancer(
         router,
         [],
         block_tokens=BLOCK_TOKENS,
+        limits=order.limits,
         index_limit=INDEX_LIMIT,
         sink=events.add if events is not None else None,
     )

@@ -14,8 +14,9 @@ from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
 from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.replicas import LiveReplica
 from toolkit.gateway.stream import DIVERGED, PassingAnswer, StreamedUsage
+from toolkit.routing.admission import Overload
 from toolkit.routing.replicas import RoutedRequest
-from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body
+from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late
 from toolkit.serve.server import first_of
 from toolkit.traces.write import TraceLine, ms_or_none
 
@@ -85,6 +86,7 @@ class PassedRequest:
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         self._usage: StreamedUsage | None = None
         self._status = "cancelled"
+        self._first: LiveReplica | None = None  # where it was admitted to
 
     @property
     def used(self) -> int:
@@ -99,6 +101,15 @@ class PassedRequest:
         if self._task is not None and not self._cut:
             self._cut = reason
             self._task.cancel()
+
+    def admit(self) -> None:
+        """Choose its first replica; `ApiError` where the forecast refuses it."""
+        gateway = self._gateway
+        found = gateway.balancer.offer(self._routed(), gateway.now_s(), gateway.pool.barred())
+        if isinstance(found, Overload):
+            gateway.stats.refused += 1
+            raise late(found.predicted, found.wait_s)
+        self._first = None if found is None else gateway.pool.by_index[found]
 
     async def run(self, receive: Receive) -> None:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
@@ -149,6 +160,9 @@ class PassedRequest:
     async def _choose(self, gone: asyncio.Task[None]) -> LiveReplica | None:
         """The replica for the next attempt; None if the request has ended without one."""
         gateway = self._gateway
+        first, self._first = self._first, None
+        if first is not None:
+            return first
         while not gone.done():
             up = {replica.index for replica in gateway.pool.up}
             if up and up <= self._excluded:
@@ -161,15 +175,7 @@ class PassedRequest:
             barred = self._excluded | set(gateway.pool.barred())
             if up <= barred:
                 barred = self._excluded
-            done = self._passing.progress() if self._passing.begun else None
-            routed = RoutedRequest(
-                self._id,
-                self.prompt_tokens + (done.tokens if done else 0),
-                self._call.max_tokens or gateway.settings.max_new_tokens,
-                self._blocks,
-                self._call.session,
-            )
-            index = gateway.balancer.route(routed, gateway.now_s(), sorted(barred))
+            index = gateway.balancer.route(self._routed(), gateway.now_s(), sorted(barred))
             if index is not None:
                 return gateway.pool.by_index[index]
             waiting = asyncio.create_task(gateway.pool.wait_up(gateway.settings.wait_up_s))
@@ -181,6 +187,17 @@ class PassedRequest:
                 await self._give_up(NO_REPLICA, 503)
                 return None
         return None
+
+    def _routed(self) -> RoutedRequest:
+        """The request as the router sees it: its prompt ends with what the client has."""
+        done = self._passing.progress() if self._passing.begun else None
+        return RoutedRequest(
+            self._id,
+            self.prompt_tokens + (done.tokens if done else 0),
+            self._call.max_tokens or self._gateway.settings.max_new_tokens,
+            self._blocks,
+            self._call.session,
+        )
 
     async def _attempt(self, replica: LiveReplica, gone: asyncio.Task[None]) -> bool:
         """Ask a replica. Returns whether the request has ended; raises `PassFailedError`."""
@@ -326,7 +343,7 @@ class PassedRequest:
             self._max_gap_s = max(self._max_gap_s, now_s - self._last_s)
         if not self.streaming:
             self.streaming = True
-            gateway.balancer.first_token(self._id)
+            gateway.balancer.first_token(self._id, now_s)
         gateway.stats.count_tokens(count, self.arrival_s, self._last_s, now_s)
         self._last_s = now_s
 

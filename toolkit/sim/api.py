@@ -103,9 +103,11 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     else:
         assert not isinstance(policy, BuiltIn)
         if world.routing is not None:
+            what = f"replica_router is '{world.routing.router.name}'"
+            if world.refuses:
+                what = "admission is 'targets'"
             raise InputError(
-                f"replica_router is '{world.routing.router.name}', and policy '{policy.name}' "
-                "gives requests to workers itself",
+                f"{what}, and policy '{policy.name}' gives requests to workers itself",
                 f"leave it out, or simulate the policy '{VllmPolicy.name}'",
             )
         world = world.under(policy)
