@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,20 +12,23 @@ import pytest
 import samples
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
+from toolkit.backends import ServerOrder
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.front import Gateway, GatewaySettings
-from toolkit.gateway.launch import traits_of_replica
+from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, traits_of_replica
 from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
+from toolkit.gateway.status import GatewayStatus
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, BalancerEvent, RoutingLogHeader, replay_routes
 from toolkit.routing.replicas import PassLaw, ReplicaTraits, RoutedRequest
 from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.serve.access import Keyring
 from toolkit.serve.http import HttpServer, WireLimits
-from toolkit.serve.server import listen, url
+from toolkit.serve.server import Ending, listen, url
+from toolkit.serve.status import Facts, KindFacts
 
 PROMPT = "Once upon a time"
 
@@ -550,3 +555,94 @@ def test_the_law_of_the_plans_fit_routes():
         balancer.change(balancer.add(traits), is_up=True)
     chosen = {balancer.route(RoutedRequest(f"r{k}", 500, 50), 0.0) for k in range(2)}
     assert chosen == {0, 1}
+
+
+def test_the_status_page_says_how_each_replica_is_without_its_address():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        kind = KindFacts("toy", "vllm", "cpu", 2)
+        facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, [kind], {}, {})
+        status = front.gateway.status = GatewayStatus(front.gateway, facts)
+        prompt = PROMPT * 40
+        for _ in range(4):
+            await front.http.post("/v1/completions", json=asked(prompt=prompt))
+        status.sample()
+        page = await front.http.get("/")
+        assert "text/html" in page.headers["content-type"]
+        data = (await front.http.get("/status.json")).json()
+        assert [each["requests"] for each in data["replicas"]] == [2, 2]
+        assert [each["state"] for each in data["replicas"]] == ["up", "up"]
+        shares = [each["cached_share"] for each in data["replicas"]]
+        assert all(0.0 < share < 0.5 for share in shares)  # its second request found a part
+        assert (data["router"], data["state"], data["problem"]) == ("round-robin", "ready", "")
+        assert data["totals"]["ended"] == {"length": 4}
+        assert data["totals"]["retry_budget"] == 1.0
+        point = dict(zip(data["columns"], data["points"][-1], strict=True))
+        assert point["output_tokens_per_s"] > 0
+        assert servers[0].url not in json.dumps(data)
+        servers[1].kill()
+        await front.until("down", 1)
+        status.sample()
+        data = (await front.http.get("/status.json")).json()
+        assert data["happenings"][-1]["text"] == "replica 1 is down"
+        foreign = await front.http.get("/status.json", headers={"Host": "elsewhere.example"})
+        assert foreign.status_code == 403
+
+    run(test, router="round-robin", status_page=True)
+
+    async def without(front: Front, servers: list[StandIn]) -> None:
+        assert (await front.http.get("/status.json")).status_code == 404
+
+    run(without)
+
+
+class OwnStandIn:
+    """A server that the gateway starts: a stand-in whose process goes on when it hangs."""
+
+    def __init__(self, servers: "list[OwnStandIn]", standin: StandIn) -> None:
+        self.standin, self.stopped, self.running = standin, False, True
+        self.url = standin.url
+        servers.append(self)
+
+    def wait_until_ready(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.stopped, self.running = True, False
+
+
+def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
+    plan = fake_plan_of(samples.paged_fit())
+    serve = plan.recipe.serve.model_copy(update={"hang_s": 0.3})
+    recipe = plan.recipe.model_copy(update={"serve": serve})
+    plan = plan.model_copy(update={"workers": 1, "recipe": recipe})
+    made: list[OwnStandIn] = []
+    said: list[str] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        spare = [StandIn(), StandIn()]
+        for each in spare:
+            await each.start()
+
+        class Backend:
+            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
+                return OwnStandIn(made, spare[len(made)])
+
+        ending = Ending(0.0, 1.0, said.append)
+        order = GatewayLaunch(
+            plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
+            "127.0.0.1", 0, own=Backend(), ending=ending,
+        )  # fmt: skip
+        own = OwnReplicas(order, front.pool, "")
+        own.start()
+        while MODEL not in {each.model for each in front.pool.up if each.url == spare[0].url}:
+            await asyncio.sleep(0.005)
+        spare[0].kill()
+        while spare[1].url not in {each.url for each in front.pool.up}:
+            await asyncio.sleep(0.005)
+        assert (await front.stream(asked())).text == answer_of(asked())
+        await own.stop()
+        spare[1].kill()
+        assert [each.stopped for each in made] == [True, True]
+
+    run(test)
+    assert any(re.match(r"replica 0: .*, for 0.3 s; restarting", line) for line in said), said

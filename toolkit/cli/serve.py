@@ -471,10 +471,10 @@ def _gateway(
         replicas_like,
     )
     from toolkit.serve.http import CLIENT_SHARE
-    from toolkit.serve.server import Ending
+    from toolkit.serve.server import Ending, is_loopback
 
     _refuse(given, "a front before replicas", "--ray", "--allow-end-after", "--vllm-metrics",
-            "--check", "--status-page")  # fmt: skip
+            "--check")  # fmt: skip
     source = _replica_source(given)
     (api_key, keys), watched_keys = access
     needs = replicas_like(
@@ -490,6 +490,7 @@ def _gateway(
             max_waiting=serve.max_waiting,
             request_timeout_s=given.request_timeout or serve.request_timeout_s or math.inf,
             open_metrics=given.open_metrics,
+            status_page=is_loopback(host) if given.status_page is None else given.status_page,
         ),
         router=_router(given, plan),
         needs=needs,

@@ -34,6 +34,7 @@ from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
+from toolkit.gateway.status import GatewayStatus
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
 from toolkit.routing.replicas import ReplicaTraits
@@ -56,6 +57,7 @@ from toolkit.serve.server import (
     url,
 )
 from toolkit.serve.stats import Stats
+from toolkit.serve.status import facts_of
 from toolkit.sim.replicas import PassTimes
 from toolkit.traces.write import TraceLog
 
@@ -218,12 +220,17 @@ async def _serve(
     stats = Stats(sla=order.plan.recipe.sla)
     gateway = Gateway(pool, balancer, settings, keyring, stats=stats, log=log)
     gateway.metrics = GatewayExposition(gateway).text
+    if settings.status_page:
+        name = order.needs.model or model_name(order.plan)
+        gateway.status = GatewayStatus(gateway, facts_of(order.plan, name))
     limits = WireLimits(client_share=order.client_share, descriptors_each=2)
     server = HttpServer(gateway.access, limits, on_share=stats.count_share)
     signals = Signals()
     own = OwnReplicas(order, pool, key) if order.own is not None else None
     followed, tls = _followed(order, keyring, own)
     background = _background(order, pool, events)
+    if gateway.status is not None:
+        background.append(gateway.status.sampling())
     background.append(follow(followed, say))
     tasks = [asyncio.create_task(each) for each in background]
     address = url(listener, tls=tls is not None)
@@ -403,7 +410,7 @@ class OwnReplicas:
         loop, wait_s, was_up = asyncio.get_running_loop(), RESTART_S, False
         while True:
             self._renewed[number].clear()
-            begin_s, error = loop.time(), None
+            begin_s, error, why = loop.time(), None, ""
             with tempfile.TemporaryDirectory(prefix="llmctl-replica-") as name:
                 server: ReplicaServer | None = None
                 try:
@@ -412,9 +419,9 @@ class OwnReplicas:
                     await asyncio.to_thread(server.wait_until_ready)
                     was_up = True
                     replica = self._replicas[number] = self._pool.add(server.url)
-                    await self._until_over(number, server, replica)
+                    why = await self._until_over(number, server, replica)
                     self._pool.remove(replica)
-                    replica.cut_all("its process ended")
+                    replica.cut_all(why or "it is restarted")
                 except LlmctlError as found:
                     error = found
                 finally:
@@ -427,7 +434,7 @@ class OwnReplicas:
                 return
             if self._renewed[number].is_set():
                 continue
-            self._say(f"replica {number} ended{': ' + error.message if error else ''}; restarting")
+            self._say(f"replica {number}: {error.message if error else why}; restarting")
             wait_s = RESTART_S if loop.time() - begin_s > LOADED_S else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, RESTART_MAX_S)
@@ -435,7 +442,20 @@ class OwnReplicas:
     def _start(self, number: int, folder: Path) -> ReplicaServer:
         return self._own.replica(self._order, number, folder)
 
-    async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> None:
-        """Until the server has ended or hangs, or is to be restarted."""
-        while server.running and replica.state != "hung" and not self._renewed[number].is_set():
+    async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> str:
+        """Until the server has ended or hangs, or its probes have failed for `hang_s` seconds, or
+        it is to be restarted. Returns why, or '' for the last.
+        """
+        now_s = asyncio.get_running_loop().time
+        limit_s, answered_s = self._order.plan.recipe.serve.hang_s, now_s()
+        while not self._renewed[number].is_set():
+            if not server.running:
+                return "its process ended"
+            if replica.state == "hung":
+                return replica.problem
+            if replica.state != "down":
+                answered_s = now_s()
+            elif now_s() - answered_s > limit_s:
+                return f"{replica.problem}, for {limit_s:g} s"
             await asyncio.sleep(POLL_EVERY_S)
+        return ""

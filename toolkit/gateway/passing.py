@@ -41,6 +41,11 @@ class RetryBudget:
     def __init__(self) -> None:
         self._left = RETRY_BURST
 
+    @property
+    def share(self) -> float:
+        """What is left of the budget, from 0 to 1."""
+        return self._left / RETRY_BURST
+
     def request(self) -> None:
         self._left = min(self._left + RETRY_SHARE, RETRY_BURST)
 
@@ -206,6 +211,9 @@ class PassedRequest:
         self.heard_s, self.streaming, self.waiting = gateway.now_s(), False, True
         replica.requests += 1
         replica.attempts.add(self)
+        sent = gateway.balancer.replicas[replica.index].sent[self._id]
+        replica.prompt_tokens += sent.request.prompt_tokens
+        replica.cached_tokens += sent.cached_tokens
         task = self._task = asyncio.create_task(self._pass(replica))
         generated = -1
         try:
@@ -368,7 +376,10 @@ class PassedRequest:
         if math.isnan(self._first_s) and self._status in ("stop", "length"):
             stats.ended[self._status] += 1  # an answer in one piece
             stats.generation_tokens += tokens
-            stats.e2e.observe(self._last_s - self.arrival_s)
+            e2e_s = self._last_s - self.arrival_s
+            stats.e2e.observe(e2e_s)
+            targets = (limit for key, limit in stats.sla.items() if key.startswith("e2e_"))
+            stats.within_targets += all(e2e_s <= limit for limit in targets)
         else:
             times = self.arrival_s, self._first_s, self._last_s
             stats.count_end(self._status, *times, tokens, self._max_gap_s)
