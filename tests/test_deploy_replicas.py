@@ -460,3 +460,11 @@ def test_the_weights_of_llm_ds_router_become_those_of_an_endpoint_picker(shipped
     assert "endpointpicker.yaml" not in files["kustomization.yaml"]
     said = " ".join(files["EXPLAIN.md"].split())
     assert "parameter 'prefix' of router 'llm-d'" in said
+
+
+def test_a_replicas_unit_is_started_again_when_its_server_does_not_answer(order: Order) -> None:
+    files = render_target("systemd", order)
+    unit = files[f"{order.name}-replica@.service"]
+    assert "does not answer /health for 30 s (serve.hang_s)" in unit
+    assert "Restart=on-failure" in unit
+    assert "| replica that hangs | 30 s |" in " ".join(files["EXPLAIN.md"].replace("`", "").split())
