@@ -127,9 +127,10 @@ def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
 
 
 def routed(world: World, router: RouterSpec) -> World:
-    """The world with another router before its replicas."""
-    chosen = make_router(router.name, router.parameters)
-    return replace(world, routing=replace(world.routing or Routing(), router=chosen))
+    """The world with our front and another router before its replicas."""
+    routing = Routing.of_front(make_router(router.name, router.parameters))
+    limits = world.routing.limits if world.routing else UNLIMITED
+    return replace(world, routing=replace(routing, limits=limits))
 
 
 def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:

@@ -188,8 +188,8 @@ def _explained_replicas(
         ExplainedValue(
             "replica that hangs",
             f"{recipe.serve.hang_s:g} s",
-            "recipe: serve.hang_s; llmctl asks its server's /health, and ends with an error if that "
-            "does not answer for so long: the unit is started again",
+            "recipe: serve.hang_s; llmctl asks its server's /health, and ends with an error if "
+            "that does not answer for so long: the unit is started again",
         ),
         ExplainedValue(f"{order.name}.target", "Requires, Wants, PartOf", order_of),
         ExplainedValue(
