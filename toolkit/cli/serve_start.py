@@ -362,8 +362,12 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
             memory.ready(url, order.settings.model, plan, certificate)
             order.manager.tell("READY=1")
             page = f"{url}/" if order.settings.status_page else None
-            facts = {"url": url, "model": order.settings.model, "router": order.router.name}
-            facts |= {"status_page": page}
+            facts = {
+                "url": url,
+                "model": order.settings.model,
+                "router": order.router.name,
+                "status_page": page,
+            }
             emit(as_json, facts, lambda: _show_gateway(order, url))
             sys.stdout.flush()
 

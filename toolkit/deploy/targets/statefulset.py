@@ -209,7 +209,8 @@ def _explained_picker(order: Order) -> list[ExplainedValue]:
     picker = _picker(order)
     if picker is None:
         return []
-    knobs, (profile,) = dict(SCORERS), picker.scheduling_profiles
+    knobs = dict[str, str](SCORERS)
+    (profile,) = picker.scheduling_profiles
     whole = "a file for the picker of Gateway API's inference extension, instead of the front"
     lines = [ExplainedValue(PICKER, picker.api_version, f"{whole}; llm-d 0.8: llm-d.ai/v1alpha1")]
     lines += [
