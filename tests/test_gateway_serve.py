@@ -199,7 +199,7 @@ def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
             server.communicate(timeout=30)
     assert server.returncode == 0
     shown = data.json()
-    assert [each["requests"] for each in shown["replicas"]] == [2, 2]
+    assert sum(each["requests"] for each in shown["replicas"]) == 4
     assert (shown["router"], shown["knobs"]["prefix"]) == ("llm-d", 3.0)
     assert first.url not in data.text  # a page without a key shows no address
 
