@@ -127,32 +127,34 @@ def tune(arguments: argparse.Namespace) -> None:
             run(arguments, "render", str(RECIPE), *options, "--out", f"{name}.json")
 
 
-def measure(
-    arguments: argparse.Namespace,
-    windows: Sequence[Window],
-    rates: Mapping[str, float] = RATES,
-    *,
-    apart: bool = True,
-) -> None:
-    """Replay the windows that have no result yet, plan by plan; with `apart` not on the engine's
-    CPUs.
-    """
-    only = tuple(arguments.only or [""])
-    chosen = [one for one in windows if one.out.startswith(only)]
-    left = [one for one in chosen if not (arguments.work / one.out).exists()]
+def measure(arguments: argparse.Namespace) -> None:
+    """Replay the windows that have no result yet, plan by plan."""
+    left = unmeasured(arguments, windows_of(arguments))
     for plan in dict.fromkeys(one.plan for one in left):
         if late(arguments):
             return
         with serving(arguments, f"{plan}.json") as url:
             for window in left:
-                if window.plan != plan or late(arguments):
-                    continue
-                words = ["--url", url, "--trace", f"{window.trace}.jsonl"]
-                words += ["--rate", str(rates[window.trace]), "--loop", LOOPS[window.trace]]
-                words += ["--windows", "1", "--window", str(window.seconds)]
-                words += ["--seed", str(window.seed), "--warmup", str(arguments.warmup)]
-                words += ["--out", window.out, "--save-requests", f"{window.out}l"]
-                run(arguments, "validate", f"{plan}.json", *words, apart=apart)
+                if window.plan == plan and not late(arguments):
+                    replay(arguments, url, window, RATES[window.trace])
+
+
+def unmeasured(arguments: argparse.Namespace, windows: Sequence[Window]) -> list[Window]:
+    """The windows that were asked for and have no result yet."""
+    only = tuple(arguments.only or [""])
+    chosen = [one for one in windows if one.out.startswith(only)]
+    return [one for one in chosen if not (arguments.work / one.out).exists()]
+
+
+def replay(
+    arguments: argparse.Namespace, url: str, window: Window, rate: float, *, apart: bool = True
+) -> None:
+    """Predict and replay a window on the server at `url`; with `apart` not on the engine's CPUs."""
+    words = ["--url", url, "--trace", f"{window.trace}.jsonl", "--rate", str(rate)]
+    words += ["--loop", LOOPS[window.trace], "--windows", "1", "--window", str(window.seconds)]
+    words += ["--seed", str(window.seed), "--warmup", str(arguments.warmup)]
+    words += ["--out", window.out, "--save-requests", f"{window.out}l"]
+    run(arguments, "validate", f"{window.plan}.json", *words, apart=apart)
 
 
 def late(arguments: argparse.Namespace) -> bool:
@@ -320,7 +322,7 @@ def main() -> None:
     if "tune" in stages:
         tune(arguments)
     if "measure" in stages:
-        measure(arguments, windows_of(arguments))
+        measure(arguments)
     if "report" in stages:
         found = results_of(arguments)
         print(tables(found))
