@@ -5,8 +5,8 @@ than half a second. A test without the mark that starts a process fails, so the 
 forgotten. One that only takes long is named at the end of `make quick`: time alone is no reason to
 fail on a machine that does other work.
 
-Of a few tests whose parameters take seconds in all, `make quick` runs every second or third
-parameter (`thinned`), and it tries fewer of Hypothesis' examples.
+Of a few tests with parameters that take seconds in all, `make quick` runs every second or third
+(`thinned`), and it tries fewer of Hypothesis' examples.
 
 A run by pytest-xdist gives each of its workers whole files, so what a file's tests share is made
 once. Files with slow tests go first, so no worker is left alone with one at the end.
