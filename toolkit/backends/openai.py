@@ -41,7 +41,7 @@ from toolkit.profiling.process import Unmeasurable, visit
 from toolkit.profiling.run import ProfileBench
 from toolkit.units import MIB
 from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady, Workers
-from toolkit.workers.supervisor import SilentWorkerError
+from toolkit.workers.supervisor import SilentWorker
 
 KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
 # Tokens of a request with timed decode steps. Servers may hold the last one back for a while.
@@ -390,7 +390,7 @@ class EndpointWorkers:
     def kill(self, worker: int) -> None:
         """Do nothing: llmctl did not start the server."""
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         """No worker is watched: `GROUP_TIMEOUT_S` bounds each request instead."""
         return []
 

@@ -176,12 +176,8 @@ def slice_rows(shape: SliceShape, vocab_size: int = 2) -> list[Row]:
     The first row is L tokens long, the others down to 3/4 of it, for real padding.
     """
     tokens = tuple(position % vocab_size for position in range(shape.input_length))
-    shortest = shape.input_length - shape.input_length // 4
-    lengths = [
-        shape.input_length
-        - number * (shape.input_length - shortest) // max(shape.batch_size - 1, 1)
-        for number in range(shape.batch_size)
-    ]
+    spread, last = shape.input_length // 4, max(shape.batch_size - 1, 1)
+    lengths = [shape.input_length - number * spread // last for number in range(shape.batch_size)]
     sampling = SamplingParams(ignore_eos=True)
     return [
         Row(

@@ -505,8 +505,8 @@ def _runs(unit: Ints, offsets: Ints, partial: NDArray[np.bool_]) -> tuple[Ints, 
 
 
 def _distances(unit: Ints, size: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """For each repeated use of a unit, the blocks used since its use before and ahead of this
-    request, each counted once; and the places of these uses.
+    """For each repeated use of a unit: the blocks that were used after its previous use and before
+    this request, each counted once; and the places of these repeated uses.
     """
     count = len(unit)
     order = np.argsort(unit, kind="stable")
@@ -517,7 +517,8 @@ def _distances(unit: Ints, size: Ints, rows: Ints) -> tuple[Ints, Ints]:
     before = np.concatenate([[0], np.cumsum(size)])
     request = np.searchsorted(rows, rows[again])  # where the request of each use begins
     between = before[request] - before[previous[again] + 1]
-    # A unit that was used twice since then counts once: not where its use before is later, too.
+    # A unit that was used several times in between counts once, at the first of these uses. Of its
+    # other uses, the previous use is in between, too.
     return between - _later_before(previous[again], size[again]), again
 
 

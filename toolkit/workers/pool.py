@@ -47,7 +47,7 @@ from toolkit.workers.protocol import (
     WorkerReady,
     WorkersFailed,
 )
-from toolkit.workers.supervisor import START_S, Patience, SilentWorkerError, Supervisor
+from toolkit.workers.supervisor import START_S, Patience, SilentWorker, Supervisor
 
 MAX_BACKOFF_S = 30.0
 PATIENCE = Patience()
@@ -209,7 +209,7 @@ class WorkerPool:
         """Send a round. If the worker is gone, the round ends as crashed."""
         self._send(worker, batch_id, RunRound(batch_id, plan), estimated_s)
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         """The workers that take too long now."""
         return self.supervisor.silent()
 
@@ -309,7 +309,7 @@ class WorkerPool:
             return self._patience.load_s
         return LOAD_TIMES * self._longest_load_s + self._load_grace_s
 
-    def _kill_silent(self, silent: SilentWorkerError) -> None:
+    def _kill_silent(self, silent: SilentWorker) -> None:
         """Kill a worker that takes too long: nothing else shows that it hangs."""
         slot = self._slots[silent.worker]
         if slot.body is not None:

@@ -204,8 +204,8 @@ class WorkerProcess:
         try:
             process = await loop.run_in_executor(_SPAWNERS, _start, theirs, environment)
             _, errors = await loop.connect_read_pipe(_Tail, process.stderr)
-        except BaseException:
-            transport.close()  # ends the child, if it was started
+        except BaseException:  # also when cancelled: closing ends the child, if it was started
+            transport.close()
             raise
         worker = cls(process, link, errors)
         worker.send(start)

@@ -19,7 +19,7 @@ from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.types import Failure
 from toolkit.workers.lifeline import FrontSocket
-from toolkit.workers.supervisor import SilentWorkerError
+from toolkit.workers.supervisor import SilentWorker
 
 
 @dataclass(slots=True, frozen=True)
@@ -155,7 +155,7 @@ class Workers(Protocol):
         """End a worker at once; `WorkerLost` follows, and it is restarted."""
         ...
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         """The workers that take too long now; they are about to be killed."""
         ...
 
