@@ -82,7 +82,7 @@ def test_a_page_links_its_raw_data_and_shows_what_it_says(file: Path) -> None:
     module = words[2]
     assert importlib.util.find_spec(module) is not None
     assert module in page
-    # a table of the page whose columns are the run's has rows of the run only
+    # if the run printed a table with these columns, the page's rows are rows of it
     for shown in tables_of(page):
         for run in found["tables"]:
             if set(shown["columns"]) <= set(run["columns"]):
