@@ -57,6 +57,7 @@ def test_a_run_that_fails_leaves_no_data(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "out.json").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_benchmark_that_a_page_shows_has_the_option(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
