@@ -39,6 +39,9 @@ JOBS   ?= auto
 PYTEST := -m pytest -n $(JOBS)
 TESTS  ?=  # files of tests; none: all
 
+# Each process of a run would compile every module again where the shell sets this.
+quick quick-compiled test coverage check: export PYTHONDONTWRITEBYTECODE =
+
 quick: $(STAMP)  ## the tests that start no process and take less than half a second, for every change
 	$(BIN)/python $(PYTEST) -m "not slow"
 

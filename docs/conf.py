@@ -120,7 +120,7 @@ def add_navigation(_: Sphinx, name: str, content: list[str]) -> None:
 
 
 def copy_pictures(app: Sphinx, problem: Exception | None) -> None:
-    """Pictures that follow the colour scheme are HTML, whose files Sphinx does not copy."""
+    """Pictures that follow the colour scheme are HTML. Sphinx does not copy such files."""
     if problem is None:
         shutil.copytree(HERE / "pictures", Path(app.outdir) / "pictures", dirs_exist_ok=True)
 

@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
                 HANDLERS[each] = signal.SIG_DFL
         platform.processor()  # on Arm it starts `uname`, once per process: not in a test
         sys.addaudithook(_see)
+        # jsonschema's optional check of IRIs: importing it takes a second, and no test needs it
+        sys.modules["rfc3987_syntax"] = None
 
 
 class Watch:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import samples
 
-from toolkit.deploy.folder import digest
 from toolkit.deploy.order import Options, Order
 from toolkit.deploy.plan import make_plan
+from toolkit.deploy.render import digest
 from toolkit.files.fit import Fit
 from toolkit.files.io import file_text, write_file
 from toolkit.files.plan import Kind, Plan, PlannedPolicy, PlannedWorkload

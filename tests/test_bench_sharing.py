@@ -20,8 +20,7 @@ from sse_server import (
     whole,
 )
 
-from toolkit.bench.client import NOT_CONTINUED, LoadSpec, replay, run
-from toolkit.bench.prompts import Prompts
+from toolkit.bench.client import NOT_CONTINUED, LoadSpec, Prompts, replay, run
 from toolkit.bench.report import cache_use
 from toolkit.bench.session import RequestSettings, look_at
 from toolkit.bench.warmup import others

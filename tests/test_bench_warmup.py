@@ -63,6 +63,18 @@ def test_the_slowdown_is_of_the_batches_that_ran_meanwhile():
     )
 
 
+def test_the_first_requests_settle_the_server_and_are_not_timed():
+    def answer(body):
+        took_s = 9.0 if len(server.bodies) <= 2 else 1.5
+        server.batch_s = (server.batch_s[0] + took_s, server.batch_s[1] + 1.0)
+        return serve_request(body)
+
+    with sse_server(answer) as server:
+        warm, _ = warm_up(find_target(server.url), others(trace(), 0.0, 8), LOAD, lambda: None)
+    assert (warm.requests, warm.predicted_batch_s, warm.slowdown) == (8, 6.0, 1.5)
+    assert len({str(body["prompt"]) for body in server.bodies}) == 8
+
+
 def test_without_batches_the_warm_up_shows_nothing():
     with sse_server() as server:
         assert warm_up(find_target(server.url), others(trace(), 0.0, 1), LOAD, lambda: None) == (

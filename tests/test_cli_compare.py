@@ -9,7 +9,7 @@ import pytest
 import samples
 from commands import llmctl
 
-from toolkit.cli.plots import COLUMNS, ROWS, FigurePanel, bars, chart, draw
+from toolkit.cli.output import COLUMNS, ROWS, FigurePanel, bars, chart, draw
 from toolkit.files.io import write_file
 from toolkit.sched.policies import ORACLES, POLICIES
 from toolkit.sched.policies.servable import footnote

@@ -10,7 +10,7 @@ import pytest
 from commands import llmctl
 from test_cli_main import HEAVY
 
-from toolkit.cli import completion
+from toolkit.cli import arguments
 from toolkit.cli.serve_start import IN_PROCESS, MANAGED
 from toolkit.cli.simulate import StageOptions, open_stage
 from toolkit.deploy.render import TARGETS
@@ -103,12 +103,12 @@ def test_completion_offers_shipped_names_and_local_files(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("complete", "known"),
     [
-        (completion.recipes, shipped_names()),
-        (completion.fits, shipped_fits()),
-        (completion.traces, shipped_traces()),
-        (completion.policy, KNOWN),
-        (completion.rendered_targets, TARGETS),
-        (completion.served_targets, IN_PROCESS + MANAGED),
+        (arguments.recipes, shipped_names()),
+        (arguments.fits, shipped_fits()),
+        (arguments.traces, shipped_traces()),
+        (arguments.policy, KNOWN),
+        (arguments.rendered_targets, TARGETS),
+        (arguments.served_targets, IN_PROCESS + MANAGED),
     ],
 )
 def test_completion_offers_exactly_the_existing_names(
@@ -120,5 +120,5 @@ def test_completion_offers_exactly_the_existing_names(
 
 
 def test_completion_offers_the_clock_of_steps_to_simulations() -> None:
-    assert open_stage(StageOptions(trace="bursty-small", fit=completion.UNIT_STEP)).fit is None
-    assert completion.UNIT_STEP == UNIT_STEP
+    assert open_stage(StageOptions(trace="bursty-small", fit=arguments.UNIT_STEP)).fit is None
+    assert arguments.UNIT_STEP == UNIT_STEP

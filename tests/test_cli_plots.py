@@ -1,6 +1,6 @@
 """Scatters in plain text."""
 
-from toolkit.cli.plots import PlotPoint, scatter
+from toolkit.cli.output import PlotPoint, scatter
 
 
 def test_the_least_and_the_greatest_points_are_in_the_corners() -> None:

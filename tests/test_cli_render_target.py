@@ -9,7 +9,7 @@ import orders
 import pytest
 from commands import llmctl
 
-from toolkit.deploy.folder import read_manifest
+from toolkit.deploy.render import read_manifest
 from toolkit.errors import InputError
 from toolkit.files import io
 from toolkit.files.bench import MetricError, Validation

@@ -21,27 +21,25 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
-from toolkit.workers.frames import (
+from toolkit.workers.pool import WorkerSpec
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
     Done,
     FromWorker,
     Interrupt,
+    OnEvent,
     Ready,
     Refused,
     RunSlice,
     Start,
     Stop,
     ToWorker,
-    front_side,
-    pack,
-)
-from toolkit.workers.pool import WorkerSpec
-from toolkit.workers.protocol import (
-    BatchDone,
-    BatchProgress,
-    OnEvent,
     WorkerEvent,
     WorkerLost,
     WorkerReady,
+    front_side,
+    pack,
 )
 
 pytestmark = pytest.mark.slow

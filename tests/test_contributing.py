@@ -36,6 +36,15 @@ def targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):.*##", text, re.MULTILINE))
 
 
+def test_runs_of_tests_keep_bytecode_whatever_the_shell_says() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    rules = re.findall(r"^([a-z-]+):.*##.*\n((?:\t.*\n)+)", text, re.MULTILINE)
+    run_tests = {target for target, recipe in rules if "$(PYTEST)" in recipe}
+    kept = re.search(r"^(.*): export PYTHONDONTWRITEBYTECODE =$", text, re.MULTILINE)
+    assert kept is not None
+    assert {"quick", "test"} <= run_tests == set(kept[1].split())
+
+
 @pytest.mark.parametrize(
     "name",
     [

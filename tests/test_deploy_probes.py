@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import orders
 import pytest
 import yaml
@@ -52,6 +51,8 @@ def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(
     """While its one worker is loaded again no new requests come, and those that it has are
     answered.
     """
+    import openai  # here: it takes half a second, and only slow tests need it
+
     found = probes(target, tmp_path)
     assert found.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
     ready, alive = found["readinessProbe"], found["livenessProbe"]

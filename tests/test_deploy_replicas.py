@@ -22,12 +22,11 @@ from toolkit.backends.vllm.backend import command_of, described
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_of_recipe
 from toolkit.deploy.alerts import replica_rules
-from toolkit.deploy.folder import manifest_of
 from toolkit.deploy.manifests import StatefulSet
 from toolkit.deploy.operators import PodMonitor, PrometheusRule, ScaledObject
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.reckon import startup_s, waiting_threshold
-from toolkit.deploy.render import render_target
+from toolkit.deploy.render import manifest_of, render_target
 from toolkit.deploy.replicas import Replication
 from toolkit.deploy.running import start, stop
 from toolkit.errors import InputError

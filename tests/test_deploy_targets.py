@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from toolkit.cli.basis import plan_of_recipe
+from toolkit.deploy import reckon
 from toolkit.deploy.manifests import Deployment, Kustomization
 from toolkit.deploy.operators import PodMonitor, PrometheusRule, RulesFile, ScaledObject
 from toolkit.deploy.order import Order
@@ -444,6 +445,17 @@ def test_the_recipe_s_own_trace_is_the_default_and_one_that_is_not_here_is_repla
     assert found.value == waiting_threshold(gpu, read_trace(trace_path("bursty-small"))[0]).value
     assert "so with the lengths of bursty-small" in found.source
     assert default_trace(with_trace("elsewhere/traffic.jsonl").recipe) == "chat-small"
+
+
+def test_the_files_of_a_target_share_one_simulation_of_the_threshold(
+    gpu: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(reckon, "_ANSWERS", {})
+    monkeypatch.setattr(reckon, "largest", lambda keeps: asked.append(keeps) or 96)
+    files = render_target("kubernetes", orders.order(gpu))
+    assert "96 at once keep" in files["EXPLAIN.md"]
+    assert len(asked) == 1
 
 
 def test_a_target_that_no_request_keeps_has_no_threshold_but_a_reason(gpu: Plan) -> None:

@@ -26,8 +26,8 @@ from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
-from toolkit.profiling.bench import LocalTimedEngine
 from toolkit.profiling.grid import GridPoint, SliceShape
+from toolkit.profiling.process import LocalTimedEngine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.common.serving import LAW
 from toolkit.errors import InputError
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.files.lines import MARK_BYTES, LineLog
+from toolkit.files.io import MARK_BYTES, LineLog
 from toolkit.sched.eventlog import (
     EventLogHeader,
     Lost,

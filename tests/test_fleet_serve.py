@@ -5,7 +5,6 @@ one did.
 import asyncio
 from pathlib import Path
 
-import openai
 import pytest
 import test_serve_replay
 import tiny
@@ -95,6 +94,8 @@ def test_a_live_run_of_unequal_workers_replays_exactly(
 
 @pytest.mark.slow
 def test_a_fleet_is_served_by_processes_and_its_log_replays(tmp_path: Path) -> None:
+    import openai  # here: it takes half a second, and only slow tests need it
+
     fast = {"name": "fake", "kv_cache_memory_mib": 64.0}
     write_kind(tmp_path, "large", 8192, 4.0, engine=fast, serve={"port": 0, "max_new_tokens": 64})
     write_kind(tmp_path, "small", 256, engine={"name": "fake", "kv_cache_memory_mib": 1.0})

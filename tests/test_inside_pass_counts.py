@@ -55,7 +55,7 @@ def one(start_s: float, end_s: float, rows: list[LoggedRow], *ended: str) -> Log
 
 
 def test_a_pass_counts_with_the_gap_before_it_while_requests_are_there(counts, series: Series):
-    counts.arrived("a", 1.0)
+    counts.arrived("a", 1.0, 1.0)
     counts.looked(1.0)
     counts.passed(one(1.0, 1.5, [LoggedRow("a", 0, 8, 8)]))
     counts.looked(1.6)
@@ -69,30 +69,45 @@ def test_a_pass_counts_with_the_gap_before_it_while_requests_are_there(counts, s
 
 def test_idle_time_is_not_counted(counts, series: Series):
     for start_s in (1.0, 5.0):
-        counts.arrived("a", start_s)
+        counts.arrived("a", start_s, start_s)
         counts.looked(start_s)
         counts.passed(one(start_s, start_s + 0.5, [LoggedRow("a", 0, 8, 8)], "a"))
     assert series.took_s == pytest.approx(1.0)
     assert series.firsts_s == series.lasts_s == [0.5, 0.5]
 
 
-def test_a_request_that_arrives_during_a_pass_counts_from_its_middle(counts, series: Series):
-    counts.arrived("a", 1.0)
+def test_a_request_that_arrives_during_a_pass_counts_from_when_it_reached_the_engine(
+    counts, series: Series
+):
+    counts.arrived("a", 1.0, 0.9)  # so 0.1 s lie between the front and the engine
     counts.looked(1.0)
     counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 8, 8)]))
-    counts.arrived("b", 2.0)  # the first look since 1.0
+    counts.arrived("b", 2.0, 1.2)  # the first look since 1.0
     counts.looked(2.0)
     counts.passed(one(2.0, 3.0, [LoggedRow("a", 8, 1, 8), LoggedRow("b", 0, 4, 8)]))
     counts.looked(3.0)
     counts.passed(one(3.0, 4.0, [LoggedRow("a", 9, 1, 8), LoggedRow("b", 4, 4, 8)], "a", "b"))
-    assert series.firsts_s == [1.0, 2.5]
-    assert series.lasts_s == [3.0, 2.5]
+    assert series.firsts_s == pytest.approx([1.0, 2.7])
+    assert series.lasts_s == pytest.approx([3.0, 2.7])
+
+
+@pytest.mark.parametrize(("made_s", "waited_s"), [(-7.0, 2.0), (1.95, 1.0), (9.0, 1.0)])
+def test_an_arrival_is_between_two_looks_whatever_the_fronts_clock_says(
+    counts, series: Series, made_s: float, waited_s: float
+):
+    counts.arrived("a", 1.0, 0.9)
+    counts.looked(1.0)
+    counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 8, 8)]))
+    counts.arrived("b", 2.0, made_s)
+    counts.looked(2.0)
+    counts.passed(one(2.0, 3.0, [LoggedRow("b", 0, 4, 4)], "a", "b"))
+    assert series.firsts_s[-1] == pytest.approx(waited_s)
 
 
 def test_a_first_token_is_counted_once_though_its_request_is_prefilled_again(
     counts, series: Series
 ):
-    counts.arrived("a", 0.0)
+    counts.arrived("a", 0.0, 0.0)
     counts.looked(0.0)
     counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 8)]))
     counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 9, 8)], "a"))
@@ -100,12 +115,12 @@ def test_a_first_token_is_counted_once_though_its_request_is_prefilled_again(
 
 
 def test_an_aborted_request_is_in_no_sum_and_leaves_the_engine_idle(counts, series: Series):
-    counts.arrived("a", 0.0)
+    counts.arrived("a", 0.0, 0.0)
     counts.looked(0.0)
     counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 9)]))
     counts.gone("a")
     counts.passed(one(7.0, 7.0, [], "a"))
-    counts.arrived("b", 9.0)
+    counts.arrived("b", 9.0, 9.0)
     counts.looked(9.0)
     counts.passed(one(9.0, 10.0, [LoggedRow("b", 0, 8, 8)], "b"))
     assert series.took_s == pytest.approx(2.0)

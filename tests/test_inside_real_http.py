@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import samples
-from openai import AsyncOpenAI
 from real_vllm import differences, needed, recipe
 
 from toolkit.backends.vllm.command import VllmCommand, VllmServer, vllm_server
@@ -49,7 +49,7 @@ def serving(flags: list[str], variables: dict[str, str]) -> Iterator[VllmServer]
 class Client:
     """Requests completions of made-up prompts with the longest outputs."""
 
-    def __init__(self, openai: AsyncOpenAI) -> None:
+    def __init__(self, openai: Any) -> None:
         self._ask = openai.completions.create
 
     async def ask(self, k: int, **how):
@@ -130,6 +130,8 @@ class Client:
 
 async def talk(server: VllmServer, stop: str | None):
     """The answers of all requests, and the tokens of those that run when the server ends."""
+    from openai import AsyncOpenAI  # here: it takes half a second, and only slow tests need it
+
     async with AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=120
     ) as openai:

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from real_vllm import PYTHON, differences, needed
+from real_vllm import CONFIG, PYTHON, differences, needed
 
+from benchmarks.engines import vllm_passes
 from benchmarks.engines import vllm_past_future as bench
 
 
@@ -36,3 +37,37 @@ def test_tokens_are_vllm_s_own_and_the_log_replays(
     assert found["equal"] == found["compared"] == 10
     assert min(run["preemptions"] for run in found["runs"]) > 0
     assert differences(log, {}) == []
+
+
+@needed
+@pytest.mark.slow
+def test_the_blocks_that_past_future_counts_are_those_that_vllm_holds(tmp_path: Path) -> None:
+    """Prompts in a tree, whole in a pass; those that came first end while others go on."""
+    size = 8
+    requests = [[3 * n, size * 9 + 4, 4 + 7 * n % 30, 34] for n in range(60)]
+    case = {
+        "block_tokens": size,
+        "blocks": 100,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "prefix_caching": True,
+        "watermark": 0.0,
+        "shared_tokens": size,
+        "ids": [[100 * k + n % 2 ** (k // 2) for k in range(9)] + [1000 + n] for n in range(60)],
+        "requests": requests,
+        "policy": "past-future initial_count=50 initial_length=30",
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(CONFIG | {"architectures": ["LlamaForCausalLM"]}), encoding="utf-8"
+    )
+    passes = [
+        one
+        for found in vllm_passes.theirs_of_cases(
+            [case | {"ahead": ahead} for ahead in (False, True)], PYTHON, str(tmp_path)
+        )
+        for one in found
+    ]
+    held, counted, uncounted = zip(*[one["blocks"] for one in passes], strict=True)
+    assert max(uncounted) > 0
+    assert [a + b for a, b in zip(counted, uncounted, strict=True)] == list(held)

@@ -280,8 +280,9 @@ def test_the_tokens_that_the_policy_counts_are_those_that_vllm_holds(make, ahead
     assert scheduler._counted.uncounted == 0
 
 
-def test_a_shared_block_is_counted_with_the_next_request_when_the_first_has_ended(make):
-    scheduler = make("conservative", blocks=101, slots=8, budget=400)
+def test_a_request_brings_its_own_blocks_where_others_hold_the_shared_ones(make):
+    """21 blocks hold three requests of a common prompt, also after the first of them has ended."""
+    scheduler = make("conservative", blocks=22, slots=8, budget=400)
     first, second, third = alike(count=3)
     sizes = submitted(scheduler)
     scheduler.add_request(first)
@@ -291,8 +292,23 @@ def test_a_shared_block_is_counted_with_the_next_request_when_the_first_has_ende
     assert scheduler._counted.uncounted == 8
     scheduler.add_request(third)
     scheduler.schedule()
-    assert sizes == {"r0": 36 + 2, "r1": 36 + 2 - 32, "r2": 36 + 2}
+    assert sizes == {"r0": 36 + 2, "r1": 36 + 2 - 32, "r2": 36 + 2 - 32}
+    assert [request.request_id for request in scheduler.running] == ["r1", "r2"]
+    assert scheduler._counted.uncounted == 8
+    scheduler.finish_requests(["r1", "r2"], None)
     assert scheduler._counted.uncounted == 0
+
+
+def test_a_shared_block_is_counted_again_once_all_that_held_it_have_ended(make):
+    scheduler = make("conservative", blocks=101, slots=8, budget=400)
+    first, second, third = alike(count=3)
+    sizes = submitted(scheduler)
+    scheduler.add_request(first)
+    scheduler.add_request(second)
+    scheduler.schedule()
+    scheduler.finish_requests(["r0", "r1"], None)
+    scheduler.add_request(third)
+    assert sizes["r2"] == 36 + 2
 
 
 def test_a_log_with_shared_blocks_replays(make, tmp_path):

@@ -17,8 +17,8 @@ from toolkit.endpoints.wire import Sample
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import Unmeasurable
 from toolkit.profiling.grid import GridPoint
+from toolkit.profiling.process import Unmeasurable
 from toolkit.profiling.run import profile
 
 DECODE_S = 0.002

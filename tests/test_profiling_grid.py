@@ -9,7 +9,6 @@ from synthetic_profiles import FACTS
 from toolkit.engines.fake import FakeEngine
 from toolkit.engines.protocol import OutOfMemory
 from toolkit.files.recipe import ProfileSpec
-from toolkit.profiling.bench import VISIT_SAMPLES, LocalTimedEngine, Unmeasurable, slice_rows
 from toolkit.profiling.grid import (
     CHEAP_VISITS,
     GridPoint,
@@ -18,6 +17,7 @@ from toolkit.profiling.grid import (
     in_rounds,
     slice_shapes,
 )
+from toolkit.profiling.process import VISIT_SAMPLES, LocalTimedEngine, Unmeasurable, slice_rows
 from toolkit.profiling.run import Work, estimate_s
 
 SPEC = ProfileSpec(

@@ -7,8 +7,8 @@ from synthetic_profiles import FACTS
 from toolkit.engines.fake import FakeEngine
 from toolkit.files.profile import MemoryPoint
 from toolkit.files.recipe import ProfileSpec
-from toolkit.profiling.bench import LocalTimedEngine
 from toolkit.profiling.measure import find_edge, probe_memory, probe_shapes, safe_tokens
+from toolkit.profiling.process import LocalTimedEngine
 
 NEVER = float("inf")
 

@@ -9,9 +9,9 @@ from test_profiling_run import InMemory
 from toolkit.engines.fake import FakeRoundEngine
 from toolkit.files.profile import FailedPoint, RoundSequence
 from toolkit.files.recipe import ProfileSpec
-from toolkit.profiling.bench import LocalTimedEngine
 from toolkit.profiling.grid import GridPoint, part_points
 from toolkit.profiling.measure import admission_lengths, probe_admission
+from toolkit.profiling.process import LocalTimedEngine
 from toolkit.profiling.worker_runs import ROUNDS, Ranges, RowsOfSequence, SequenceFeed
 
 SPEC = ProfileSpec(

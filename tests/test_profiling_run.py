@@ -20,7 +20,6 @@ from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.io import load_recipe
 from toolkit.files.profile import FailedPoint, SlicePoint
-from toolkit.profiling.bench import LocalTimedEngine, Unmeasurable
 from toolkit.profiling.grid import GridPoint, SliceShape, grid
 from toolkit.profiling.journal import Journal, JournalConditions
 from toolkit.profiling.measure import grid_points, measure, visits_left
@@ -28,6 +27,8 @@ from toolkit.profiling.process import (
     DEATHS_MAX,
     Died,
     EngineProcess,
+    LocalTimedEngine,
+    Unmeasurable,
     busy_neighbours,
     engine_process,
 )

@@ -12,7 +12,7 @@ from benchmarks.common.serving import HandWorkers, client, make_driver, turns
 from toolkit.errors import EngineError
 from toolkit.serve.stats import Histogram
 from toolkit.serve.status import failure, gauges, problem, state
-from toolkit.workers.supervisor import SilentWorkerError
+from toolkit.workers.supervisor import SilentWorker
 
 
 def ask(test: Callable[[httpx.AsyncClient], Coroutine], **options) -> None:
@@ -59,7 +59,7 @@ def test_a_worker_that_is_silent_for_too_long_is_a_problem_and_the_front_is_heal
         assert problem(http.driver) == ""
         (flight,) = http.driver.flights.values()
         assert http.workers.estimated_s == flight.batch.estimated_s > 0
-        http.workers.hung = [SilentWorkerError(0, "running", 31.0)]
+        http.workers.hung = [SilentWorker(0, "running", 31.0)]
         assert problem(http.driver) == "worker 0 has been silent for 31 s in a batch"
         assert (await http.get("/health")).status_code == 200
         http.workers.hung = []
@@ -71,9 +71,9 @@ def test_a_worker_that_is_silent_for_too_long_is_a_problem_and_the_front_is_heal
 
 def test_a_hung_worker_is_no_problem_while_another_works():
     async def test(http: httpx.AsyncClient) -> None:
-        http.workers.hung = [SilentWorkerError(0, "idle", 3600.0)]
+        http.workers.hung = [SilentWorker(0, "idle", 3600.0)]
         assert problem(http.driver) == ""
-        http.workers.hung += [SilentWorkerError(1, "running", 3600.0)]
+        http.workers.hung += [SilentWorker(1, "running", 3600.0)]
         assert problem(http.driver) == "worker 0 has been silent for 3600 s while it was idle"
 
     ask(test, workers=HandWorkers(2))

@@ -5,9 +5,9 @@ import hashlib
 import math
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import httpx
-import openai
 import pytest
 from commands import llmctl
 from hypothesis import given
@@ -345,6 +345,8 @@ def test_an_api_key_and_a_keys_file_together_are_refused(tmp_path: Path, capsys)
 
 @pytest.mark.slow
 def test_openais_client_obeys_retry_after_and_should_retry(tmp_path: Path, monkeypatch):
+    import openai  # here: it takes half a second, and only slow tests need it
+
     fake_plan(tmp_path)
     limits = "    requests_per_minute: 60\n    tokens_per_minute: 2000\n"
     (tmp_path / "keys.yaml").write_text(f"keys:\n{ENTRY}{limits}")
@@ -367,7 +369,7 @@ def test_openais_client_obeys_retry_after_and_should_retry(tmp_path: Path, monke
             wrong.models.list()
 
 
-def ask_often(one: openai.OpenAI, model: str) -> None:
+def ask_often(one: Any, model: str) -> None:
     for _ in range(1000):
         one.completions.create(model=model, prompt="a", max_tokens=1)
 

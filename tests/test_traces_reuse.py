@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from toolkit.errors import InputError
 from toolkit.traces.generate import Arrivals, draw_arrivals
-from toolkit.traces.reuse import cold_tokens, describe_reuse, reusable_tokens, reuse_curve
-from toolkit.traces.sharing import scale_blocks
+from toolkit.traces.sharing import (
+    cold_tokens,
+    describe_reuse,
+    reusable_tokens,
+    reuse_curve,
+    scale_blocks,
+)
 from toolkit.traces.types import Sessions, SharedBlocks, Trace
 from toolkit.traces.windows import cut, divide_lengths, scale_lengths
 

@@ -45,7 +45,7 @@ ONLY_IN = {
     "httpx": ("endpoints/", "backends/"), "httptools": ("endpoints/", "serve/"),
     "yaml": "files/",
     "typer": "cli/",
-    "matplotlib": "cli/plots.py",
+    "matplotlib": "cli/output.py",
 }  # fmt: skip
 NOWHERE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 NOT_IN_SCHED = {
@@ -186,13 +186,22 @@ def test_one_public_name_is_one_class() -> None:
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
+def test_a_broad_except_says_why() -> None:
+    found = []
+    for path in sources():
+        lines = (PACKAGE / path).read_text(encoding="utf-8").splitlines()
+        for node in nodes_in(PACKAGE / path):
+            if isinstance(node, ast.ExceptHandler) and (
+                node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            ):
+                reason = lines[node.lineno - 1].partition("#")[2].replace("noqa: BLE001", "")
+                if not reason.strip():
+                    found.append(f"{path}:{node.lineno}")
+    assert found == []
+
+
 FUNCTION_LINES = 60
 FILE_LINES = 600
-# Longer functions, until they are divided.
-LONG_FUNCTIONS = {
-    "toolkit/cli/tune.py: command": 62,
-    "toolkit/tuning/tune.py: _report": 61,
-}
 
 
 def test_functions_and_files_are_short_enough_to_read_at_once() -> None:
@@ -205,6 +214,6 @@ def test_functions_and_files_are_short_enough_to_read_at_once() -> None:
         for node in nodes_in(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > LONG_FUNCTIONS.get(f"{name}: {node.name}", FUNCTION_LINES):
+                if lines > FUNCTION_LINES:
                     functions[f"{name}: {node.name}"] = lines
     assert (files, functions) == ({}, {})

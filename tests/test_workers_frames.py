@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from toolkit.engines.protocol import FinishReason, Round, Row, SamplingParams, StepOutput
 from toolkit.workers.child import Outbox, RunningRound, RunningSlice
-from toolkit.workers.frames import (
+from toolkit.workers.pool import BatchRecord
+from toolkit.workers.protocol import (
     MAX_FRAME_BYTES,
     Cancel,
     Done,
@@ -20,13 +21,12 @@ from toolkit.workers.frames import (
     RunSlice,
     Start,
     Stop,
+    Times,
     ToWorker,
     front_side,
     pack,
     worker_side,
 )
-from toolkit.workers.pool import BatchRecord
-from toolkit.workers.protocol import Times
 
 SAMPLED = SamplingParams(temperature=0.5, seed=-3, stop_token_ids=(1, 2))
 TO_WORKER = [

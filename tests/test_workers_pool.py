@@ -22,17 +22,21 @@ from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Round, Row, SamplingParams, SliceOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
-from toolkit.workers.frames import Alive, Progress, Ready, Stop, pack
 from toolkit.workers.lifeline import ALIVE, LifeSigns
 from toolkit.workers.pool import MAX_FAILED_LOADS, OnFrame, ProcessWorkers, WorkerPool
 from toolkit.workers.protocol import (
+    Alive,
     BatchDone,
     BatchProgress,
+    Progress,
+    Ready,
     RoundDone,
+    Stop,
     WorkerEvent,
     WorkerLost,
     WorkerReady,
     WorkersFailed,
+    pack,
 )
 from toolkit.workers.supervisor import Patience
 

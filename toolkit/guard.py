@@ -75,7 +75,7 @@ def _start() -> int:
     except subprocess.CalledProcessError as error:
         os.close(writer)
         raise OSError(error.returncode, "the process that guards its children ended") from None
-    except BaseException:
+    except BaseException:  # also Ctrl-C: the guard ends when its pipe is closed
         os.close(writer)
         raise
     finally:

@@ -45,7 +45,7 @@ from toolkit.workers.protocol import (
     WorkerLost,
     WorkerReady,
 )
-from toolkit.workers.supervisor import SilentWorkerError
+from toolkit.workers.supervisor import SilentWorker
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
 HELPER = "toolkit.serve.helper"  # in the command of the process that reads large bodies
@@ -100,7 +100,7 @@ class HandWorkers:
         self.rows: list[list[Row]] = []  # of every batch that was started
         self.unwanted: list[str] = []
         self.killed: list[int] = []
-        self.hung: list[SilentWorkerError] = []
+        self.hung: list[SilentWorker] = []
         self.stopped = False
 
     async def start(self, on_event: OnEvent) -> None:
@@ -136,7 +136,7 @@ class HandWorkers:
     def kill(self, worker: int) -> None:
         self.killed.append(worker)
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         return self.hung
 
     async def stop(self) -> None:

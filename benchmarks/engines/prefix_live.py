@@ -15,17 +15,18 @@ prediction stands beside a blind one: the same simulator, fit and conditions wit
 
 Each result is a file in DIR, and the same command continues after those that are there. `--minutes`
 starts no window after so long, `--stage` runs one stage, for machines that are quiet for minutes
-only.
+only. `report` prints the tables; its numbers are in docs/results/data/prefix-sharing.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,8 +61,8 @@ LOOPS = {"mooncake": "open", "sessions": "closed", "templates": "open"}
 HELD_OUT = ("mooncake", "sessions")  # the traces of the prediction's windows
 WINDOWS = 3
 KNOWING = ("knowing", "blind")
-AIMS = {"throughput_rps": 5.0, "ttft_mean_s": 15.0, "tpot_mean_s": 10.0}
-HIT_AIM = 1.0  # points
+AIMS = ("throughput_rps", "ttft_mean_s", "tpot_mean_s")
+OF_PLANS = ("goodput_rps", "throughput_rps", "ttft_mean_s", "ttft_p99_s", "mtpot_p99_s")
 
 
 @dataclass(slots=True, frozen=True)
@@ -175,73 +176,104 @@ def _given(trace: Trace, loop: str) -> Trace:
     return replace(trace, max_tokens=trace.output_tokens, sessions=sessions)
 
 
-def report(arguments: argparse.Namespace) -> str:
+def results_of(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """All windows that have a result, as numbers: those of the prediction, and those of tuned
+    plans.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"predictions": [], "recommendations": []}
+    for window in windows_of(arguments):
+        path = arguments.work / window.out
+        if path.exists():
+            result = read_file(Validation, path).windows[0]
+            if window.plan == "defaults":
+                found["predictions"].append(_prediction(arguments.work, window, result))
+            else:
+                found["recommendations"].append(_recommendation(arguments.work, window, result))
+    return found
+
+
+def _prediction(work: Path, window: Window, found: WindowResult) -> dict[str, Any]:
+    cache = found.cache
+    assert cache is not None
+    return {
+        "window": f"{window.trace} {window.seed}",
+        "start_s": _round(found.start_s),
+        "requests": found.requests,
+        "prompt_tokens": cache.prompt_tokens,
+        "hit_tokens": cache.hit_tokens,
+        "counter_hits": cache.counter_hits,
+        "slowdown": _round(found.slowdown),
+        "slowdown_meanwhile": _round(found.slowdown_meanwhile),
+        "front_first_s": _round(found.front_first_s),
+        "measured": _kept(found.measured, cache.hit_percent),
+        "predicted": _kept(found.predicted, cache.predicted_percent),
+        "in hindsight": _kept(
+            found.predicted_in_hindsight, found.predicted_in_hindsight.get("hit_percent")
+        ),
+        "blind": _kept(blind(work, window, found), 0.0),
+    }
+
+
+def _kept(metrics: Mapping[str, float], hit_percent: float | None) -> dict[str, float | None]:
+    return {"hit_percent": _round(hit_percent)} | {name: _round(metrics[name]) for name in AIMS}
+
+
+def _recommendation(work: Path, window: Window, found: WindowResult) -> dict[str, Any]:
+    tuning, cache = read_file(Tuning, work / f"tuning-{window.plan}.json"), found.cache
+    trace, _, how = window.plan.rpartition("-")
+    return {
+        "trace": trace,
+        "tuned": how,
+        "flags": {k: _round(v) for k, v in tuning.recommended.parameters.items()},
+        "tune_predicts_rps": _round(tuning.recommended.metrics["goodput_rps"]),
+        "tune_predicts_defaults_rps": _round(tuning.defaults_held_out.metrics["goodput_rps"]),
+        "requests": found.requests,
+        "predicted": {name: _round(found.predicted.get(name)) for name in OF_PLANS},
+        "measured": {name: _round(found.measured.get(name)) for name in OF_PLANS},
+        "hit_percent": _round(cache.hit_percent) if cache else None,
+    }
+
+
+def _round(value: Any) -> Any:
+    """A number with four digits; anything else as it is."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Both tables as markdown."""
-    return "\n".join([*_predictions(arguments), "", *_recommendations(arguments), ""])
+    lines = ["| window | | hits % | requests/s | TTFT mean s | TPOT mean s |"]
+    lines.append("|---|---|---:|---:|---:|---:|")
+    for one in found["predictions"]:
+        lines += _rows(one)
+    lines += [
+        "",
+        "| trace | tuned | tokens a pass, rows, watermark | `tune` predicts, goodput/s"
+        " | of vLLM's defaults | this window, predicted | measured | TTFT p99 s | MTPOT p99 s |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in found["recommendations"]:
+        flags, measured = one["flags"], one["measured"]
+        shown = f"{flags['max_num_batched_tokens']:,}, {flags['max_num_seqs']}"
+        shown += f", {flags.get('watermark', 0.0):.2f}"
+        cells = [one["tune_predicts_rps"], one["tune_predicts_defaults_rps"]]
+        cells += [one["predicted"]["goodput_rps"], measured["goodput_rps"]]
+        cells += [measured["ttft_p99_s"], measured["mtpot_p99_s"]]
+        numbers = " | ".join("-" if cell is None else f"{cell:.3g}" for cell in cells)
+        lines.append(f"| {one['trace']} | {one['tuned']} | {shown} | {numbers} |")
+    return "\n".join([*lines, ""])
 
 
-def _predictions(arguments: argparse.Namespace) -> Iterator[str]:
-    yield "| window | | hits % | requests/s | TTFT mean s | TPOT mean s |"
-    yield "|---|---|---:|---:|---:|---:|"
-    for window in windows_of(arguments):
-        path = arguments.work / window.out
-        if window.plan != "defaults" or not path.exists():
-            continue
-        found = read_file(Validation, path).windows[0]
-        cache, measured = found.cache, found.measured
-        assert cache is not None
-        assert cache.hit_percent is not None
-        title = f"{window.trace} {window.seed}"
-        usage, counter = cache.hit_tokens, cache.counter_hits
-        said = f"{title}: {found.requests} requests, usage says {usage} hit tokens,"
-        print(f"{said} the counters {counter}; slowdown {_slow(found)}", file=sys.stderr)
-        yield f"| {title} | measured | {cache.hit_percent:.1f} | {_values(measured)} |"
-        hits = cache.predicted_percent or 0.0
-        off = f"{hits - cache.hit_percent:+.1f} points"
-        yield f"| | predicted | {hits:.1f} ({off}) | {_errors(found.predicted, measured)} |"
-        if found.predicted_in_hindsight:
-            late = _errors(found.predicted_in_hindsight, measured)
-            yield f"| | in hindsight | | {late} |"
-        unknowing = blind(arguments.work, window, found)
-        off = f"{-cache.hit_percent:+.1f} points"
-        yield f"| | blind | 0.0 ({off}) | {_errors(unknowing, measured)} |"
-
-
-def _slow(found: WindowResult) -> str:
-    return f"{found.slowdown:.2f} before, {found.slowdown_meanwhile or 1.0:.2f} meanwhile"
-
-
-def _values(metrics: Mapping[str, float]) -> str:
-    return " | ".join(f"{metrics[name]:.3g}" for name in AIMS)
-
-
-def _errors(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    return " | ".join(
-        f"{predicted[name]:.3g} ({100.0 * (predicted[name] / measured[name] - 1.0):+.1f} %)"
-        for name in AIMS
-    )
-
-
-def _recommendations(arguments: argparse.Namespace) -> Iterator[str]:
-    yield "| trace, tuned | flags | goodput/s by `tune` | measured | TTFT mean, p99 s | hits % |"
-    yield "|---|---|---:|---:|---:|---:|"
-    for window in windows_of(arguments):
-        path = arguments.work / window.out
-        if window.plan == "defaults" or not path.exists():
-            continue
-        found = read_file(Validation, path).windows[0]
-        tuning = read_file(Tuning, arguments.work / f"tuning-{window.plan}.json")
-        flags = ", ".join(f"{k} {_short(v)}" for k, v in tuning.recommended.parameters.items())
-        measured, cache = found.measured, found.cache
-        hits = cache.hit_percent if cache and cache.hit_percent is not None else 0.0
-        ttft = f"{measured['ttft_mean_s']:.3g}, {measured['ttft_p99_s']:.3g}"
-        promised = tuning.recommended.metrics["goodput_rps"]
-        goodput = f"{promised:.2f} | {measured['goodput_rps']:.2f}"
-        yield f"| {window.plan} | {flags} | {goodput} | {ttft} | {hits:.1f} |"
-
-
-def _short(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value).lower()
+def _rows(one: Mapping[str, Any]) -> Iterator[str]:
+    measured = one["measured"]
+    hits, values = measured["hit_percent"], " | ".join(f"{measured[name]:.3g}" for name in AIMS)
+    yield f"| {one['window']} | measured | {hits:.1f} | {values} |"
+    for what in ("predicted", "in hindsight", "blind"):
+        said = one[what]
+        errors = " | ".join(
+            f"{100.0 * (said[name] / measured[name] - 1.0):+.1f} %" for name in AIMS
+        )
+        points = said["hit_percent"] - hits
+        yield f"| | {what} | {said['hit_percent']:.1f} ({points:+.1f} points) | {errors} |"
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -254,10 +286,11 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", required=True, help="Mooncake's conversation_trace.jsonl")
     parser.add_argument("--window", type=float, default=60.0, help="seconds of each window")
     parser.add_argument(
-        "--warmup", type=float, default=10.0, help="seconds of other requests before each window"
+        "--warmup", type=float, default=20.0, help="seconds of other requests before each window"
     )
     parser.add_argument("--minutes", type=float, help="start no window after so long")
     parser.add_argument("--only", nargs="+", help="beginnings of result files, such as tuned-")
+    parser.add_argument("--json", type=Path, help="where `report` also writes all numbers")
     parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), RECIPE
@@ -281,7 +314,10 @@ def main() -> None:
     if "measure" in stages:
         measure(arguments)
     if "report" in stages:
-        print(report(arguments))
+        found = results_of(arguments)
+        print(tables(found))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

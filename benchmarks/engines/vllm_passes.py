@@ -40,6 +40,7 @@ import numpy as np
 
 from benchmarks.common.command import make_parser
 from benchmarks.engines.vllm_passes_child import Arrivals
+from toolkit.backends.vllm.command import link_package
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest, contents
@@ -302,8 +303,9 @@ def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
 
 def theirs_of_cases(cases: Sequence[Case], python: str, model: str) -> list[list[Any]]:
     """The passes that vLLM's own schedulers make of the workloads."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as folder:
+        link_package(Path(folder))  # and what our scheduler inside vLLM needs
+        environment = os.environ | {"PYTHONPATH": folder}
         given, found = Path(folder, "cases.json"), Path(folder, "passes.json")
         given.write_text(json.dumps(cases), encoding="utf-8")
         child = [python, "-m", "benchmarks.engines.vllm_passes_child"]

@@ -129,7 +129,13 @@ class Driven:
         spec = FullAttentionSpec(
             block_size=case["block_tokens"], num_kv_heads=1, head_size=1, dtype=torch.float32
         )
-        self.scheduler: Any = (AsyncScheduler if case["ahead"] else Scheduler)(
+        kind = AsyncScheduler if case["ahead"] else Scheduler
+        if "policy" in case:
+            from toolkit.backends.vllm.scheduler import LlmctlScheduler
+
+            os.environ["LLMCTL_VLLM_POLICY"] = case["policy"]
+            kind = LlmctlScheduler
+        self.scheduler: Any = kind(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=blocks,
@@ -225,10 +231,24 @@ class Driven:
                     if "ids" in self.case
                     else {}
                 )
+                | ({"blocks": self._blocks_of_prompts()} if "policy" in self.case else {})
             )
         if rows:
             self.under_way.append((output, gives))
         return bool(rows)
+
+    def _blocks_of_prompts(self) -> list[int]:
+        """The full blocks of prompts that the running requests hold, by vLLM's block manager, and
+        as our scheduler inside it counts them: with each request, and with none.
+        """
+        scheduler = self.scheduler
+        held, counted, size = set(), 0, self.case["block_tokens"]
+        for job in scheduler.steps.scheduler.workers[0].residents.jobs:
+            request = self.requests[job.request_id]
+            (blocks,) = scheduler.kv_cache_manager.get_block_ids(job.request_id)
+            held.update(blocks[: request.num_prompt_tokens // size])
+            counted += (job.request.prompt_tokens - size // 2) // size
+        return [len(held), counted, scheduler._counted.uncounted]
 
     def _update(self) -> None:
         from vllm.v1.outputs import ModelRunnerOutput

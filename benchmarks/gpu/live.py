@@ -33,7 +33,7 @@ from toolkit.traces.generate import Arrivals, Lengths, backlog, generate
 from toolkit.traces.types import Trace
 from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import OnEvent, RoundDone, WorkerEvent, WorkerReady, Workers
-from toolkit.workers.supervisor import SilentWorkerError
+from toolkit.workers.supervisor import SilentWorker
 
 OVERLOAD = 1.5  # arrivals, as a multiple of the best contender's predicted throughput
 SETTLE_S = 60.0  # for cancelled rows to leave their workers
@@ -332,7 +332,7 @@ class KeptWorkers:
     def kill(self, worker: int) -> None:
         self._workers.kill(worker)
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         return self._workers.silent()
 
     async def stop(self) -> None:

@@ -28,9 +28,16 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Request, RoundResult, Worker
 from toolkit.serve.live import merge
 from toolkit.workers.child import Outbox, RunningRound
-from toolkit.workers.frames import DoneRound, RunRound, SocketChannel, front_side, pack, worker_side
 from toolkit.workers.lifeline import FrontSocket
-from toolkit.workers.protocol import Times
+from toolkit.workers.protocol import (
+    DoneRound,
+    RunRound,
+    SocketChannel,
+    Times,
+    front_side,
+    pack,
+    worker_side,
+)
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
 CAPACITY = 16_384  # tokens

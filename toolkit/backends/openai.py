@@ -36,12 +36,12 @@ from toolkit.engines.protocol import FinishReason, Round, Row, SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import SAFE_VOCABULARY, EngineFacts, HitPoint
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import Unmeasurable, visit
 from toolkit.profiling.grid import GridPoint, SliceShape
+from toolkit.profiling.process import Unmeasurable, visit
 from toolkit.profiling.run import ProfileBench
 from toolkit.units import MIB
 from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady, Workers
-from toolkit.workers.supervisor import SilentWorkerError
+from toolkit.workers.supervisor import SilentWorker
 
 KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
 # Tokens of a request with timed decode steps. Servers may hold the last one back for a while.
@@ -243,7 +243,7 @@ def prompt_around(length: int, steps: int, max_model_len: int) -> int:
 
 
 class EndpointBench(ServerBench):
-    """`toolkit.profiling.bench.TimedEngine` on a server that runs already.
+    """`toolkit.profiling.process.TimedEngine` on a server that runs already.
 
     Raises `EngineError` when the server cannot answer the first requests.
     """
@@ -390,7 +390,7 @@ class EndpointWorkers:
     def kill(self, worker: int) -> None:
         """Do nothing: llmctl did not start the server."""
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         """No worker is watched: `GROUP_TIMEOUT_S` bounds each request instead."""
         return []
 

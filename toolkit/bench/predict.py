@@ -84,8 +84,8 @@ def _slowed(world: World, conditions: ServerConditions) -> World:
 
 
 FACTOR_MAX = 16.0  # a slowdown is between this and its inverse
-# Bisections of that range, to 0.14 %. Seconds are not linear in the slowdown, since rows that last
-# longer meet other rows.
+# A bisection of that range finds the slowdown to 0.14 %. It cannot be computed from one simulation:
+# rows that last longer run beside other rows, so seconds are not linear in the slowdown.
 HALVINGS = 12
 
 Chosen = NDArray[np.bool_]
@@ -150,7 +150,7 @@ COUNTED = {  # field of `Scheduling`: the growth of this series (docs/how-to/ser
 
 
 def counts(target: Target) -> dict[str, float]:
-    """The counters of a server of llmctl's, by series; a series with several sums by `name:sum`.
+    """The counters of a server of llmctl's, by series: `name`, or `name:OF` with a label `of`.
 
     `InputError` where it does not answer.
     """
@@ -163,7 +163,7 @@ def counts(target: Target) -> dict[str, float]:
 
 
 def counts_or_none(target: Target) -> dict[str, float]:
-    """The same; empty where the server does not answer."""
+    """As `counts`, but empty where the server does not answer."""
     try:
         return counts(target)
     except InputError:
@@ -194,11 +194,10 @@ def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None
     refuse_foreign(plan.fit.engine, [_served(plan, target)], on_foreign)
 
 
-def tells_of_its_laws(plan: Plan, target: Target) -> bool:
-    """Whether the server reports batch times that the plan's laws predict: not where it was fitted
-    from outside.
+def reports_batch_times(plan: Plan, target: Target) -> bool:
+    """Whether the server reports batch times, which the plan's laws predict.
 
-    vLLM reports them where llmctl started it.
+    Servers of llmctl's and vLLM started by it do. A server that was fitted from outside does not.
     """
     if not traits_of(plan.fit.engine.engine).started:
         return False

@@ -26,12 +26,20 @@ from toolkit.bench.predict import (
     limits_of,
     predict,
     predicted,
+    reports_batch_times,
     scheduling,
     seen_by_clients,
-    tells_of_its_laws,
 )
 from toolkit.bench.report import Prediction, cache_use, report, served, values_of
-from toolkit.bench.warmup import ServerTimes, conditions, others, times_between, warm_up
+from toolkit.bench.warmup import (
+    SEEDS,
+    ServerTimes,
+    conditions,
+    others,
+    settle,
+    times_between,
+    warm_up,
+)
 from toolkit.endpoints.target import CacheCounts, Target, cache_counts, with_answer_ids
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.bench import (
@@ -196,7 +204,7 @@ class Measurement:
         as_fitted = found.metrics(self._sla)
         count = (
             round(about_s * as_fitted["throughput_rps"])
-            if tells_of_its_laws(self._plan, self._target)
+            if reports_batch_times(self._plan, self._target)
             else 0
         )
         trace = others(self._whole, after_s, count)
@@ -298,7 +306,7 @@ class Session:
         self._target, self._whole, self._load = subject.target, subject.trace, subject.load
         self._notes = subject.notes
         self._plan, self._warmup_s, self._progress = plan, warmup_s, progress
-        self._reports_batches = tells_of_its_laws(plan, subject.target)
+        self._reports_batches = reports_batch_times(plan, subject.target)
         self.results: list[WindowResult] = []
         self.lines: list[str] = []
         self._pairs: list[Pair] = []
@@ -349,8 +357,11 @@ class Session:
         self, number: int, trace: Trace, advance: Callable[..., None]
     ) -> tuple[Warmup | None, bool]:
         """`warm_up` of a server that does not report its batches."""
-        expected = predicted(self._plan, trace, self._unwarmed()).served
         load = self._load_of(number)
+        trace, interrupted = settle(self._target, trace, load, advance)
+        if interrupted:
+            return None, True
+        expected = predicted(self._plan, trace, self._unwarmed()).served
         replay = run(self._target, trace, replace(load, seed=load.seed + 1), advance)
         if replay.interrupted:
             return None, True
@@ -388,7 +399,7 @@ class Session:
         """The load of a window. Each window has prompts of its own, as has each warm-up: otherwise
         the server's cache would hold what the windows before have in common with it.
         """
-        return replace(self._load, seed=self._load.seed + 2 * (number - 1))
+        return replace(self._load, seed=self._load.seed + SEEDS * (number - 1))
 
     def _result(
         self,

@@ -5,7 +5,8 @@ batches took and how long its laws predict; the ratio, over requests that are no
 the prediction before anything is measured. Where workers compute on the front's cores, an arriving
 request takes time from the batches that run; the server counts the arrivals during each batch,
 which separates the two effects. The server also knows when it had each token. Clients see it later,
-by the time of HTTP, tokenizing and streams, which is in no law.
+by the time of HTTP, tokenizing and streams, which is in no law. A server that has just started is
+slow at first, so the first requests are not counted.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ MIN_BATCHES = 40  # over fewer batches the machine's own drift looks like the co
 ROUNDING = 1e-9  # a smaller share of a sum is the rounding error of a difference of equals
 SURE = 2.0  # a cost must be above 0 by so many standard errors
 MAX_ARRIVAL_SHARE = 0.9  # of the batches' time; arrivals cost no more
+SETTLING = 0.25  # of the requests; they meet shapes, memory and code for the first time
 # from submission until the driver has the token
 TTFT, E2E = "llmctl_ttft_seconds", "llmctl_e2e_seconds"
 
@@ -176,14 +178,36 @@ def counts_of_times(target: Target) -> dict[str, float]:
     return found
 
 
+SEEDS = 3  # of prompts: of a replay's, its warm-up's, and those that settle
+
+
+def settle(
+    target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
+) -> tuple[Trace, bool]:
+    """Serve the first requests of `trace`, to their end; the others, and whether it was
+    interrupted.
+    """
+    count = int(SETTLING * len(trace))
+    if not count:
+        return trace, False
+    first, rest = trace.take(np.arange(count)), trace.take(np.arange(count, len(trace)))
+    replay = run(target, first, replace(load, seed=load.seed + 2), on_done)
+    return replace(rest, arrival_s=rest.arrival_s - rest.arrival_s[0]), replay.interrupted
+
+
 def warm_up(
     target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
 ) -> tuple[Warmup | None, bool]:
-    """Serve `trace`, with other prompts than the replay's; what it shows, and whether it was
-    interrupted.
+    """Serve `trace`, with other prompts than the replay's; what it shows once the server has
+    settled, and whether it was interrupted.
 
     None where no batch ended that the laws can be compared with.
     """
+    requests = len(trace)
+    counts_of_times(target)  # a server without counters is named before the load
+    trace, interrupted = settle(target, trace, load, on_done)
+    if interrupted:
+        return None, True
     before = counts_of_times(target)
     replay = run(target, trace, replace(load, seed=load.seed + 1), on_done)
     if replay.interrupted:
@@ -193,7 +217,7 @@ def warm_up(
         return None, False
     return (
         Warmup(
-            requests=len(trace),
+            requests=requests,
             batch_s=times.batch_s,
             predicted_batch_s=times.predicted_batch_s,
             slowdown=times.slowdown,

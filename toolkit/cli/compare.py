@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli import completion
+from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, command_of, parse_settings, parse_sla
 from toolkit.cli.simulate import (
     StageOptions,
@@ -25,7 +25,7 @@ from toolkit.cli.simulate import (
 )
 
 if TYPE_CHECKING:
-    from toolkit.cli.plots import FigurePanel
+    from toolkit.cli.output import FigurePanel
     from toolkit.cli.results import ComparedRun
     from toolkit.sim.api import PolicyRun
     from toolkit.sim.world import World
@@ -42,7 +42,7 @@ class CompareOptions(StageOptions):
     policies: Annotated[
         str | None,
         typer.Option(
-            autocompletion=completion.policies,
+            autocompletion=arguments.policies,
             help="Names, separated by commas; default: all except the oracles, which need the "
             "future.",
         ),
@@ -69,8 +69,7 @@ def command(given: CompareOptions) -> None:
     it. Ctrl-C prints the finished runs.
     """
     from toolkit.cli.basis import note_rest, plain
-    from toolkit.cli.output import emit, note
-    from toolkit.cli.plots import draw, require_matplotlib
+    from toolkit.cli.output import draw, emit, note, require_matplotlib
     from toolkit.cli.results import Comparison
     from toolkit.files.io import check_writable
     from toolkit.sched.policies import KNOWN
@@ -236,8 +235,7 @@ def _rates_of(runs: Sequence[PolicyRun]) -> int:
 def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[str]) -> None:
     from textwrap import fill
 
-    from toolkit.cli.output import WIDTH, table
-    from toolkit.cli.plots import bars, blocks, chart
+    from toolkit.cli.output import WIDTH, bars, blocks, chart, table
     from toolkit.sched.policies.servable import footnote, marked
 
     many = _rates_of(runs) > 1
@@ -265,7 +263,7 @@ def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
     """
     import numpy as np
 
-    from toolkit.cli.plots import FigurePanel
+    from toolkit.cli.output import FigurePanel
 
     done = [run for run in runs if len(run.e2e_s)]
     if not done:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import aligned, emit
 
+SIMULATED = "in simulations only: they need the future"
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyLine:
@@ -58,13 +60,7 @@ def _show(lines: list[PolicyLine]) -> None:
     show = aligned([heads, *(row for rows in groups.values() for row in rows)])
     show(heads)
     for engines, rows in groups.items():
-        print(
-            "\n"
-            + (
-                f"live on {', '.join(engines)}"
-                if engines
-                else "in simulations only: they need the future"
-            )
-        )
+        where = f"live on {', '.join(engines)}" if engines else SIMULATED
+        print(f"\n{where}")
         for row in rows:
             show(row)

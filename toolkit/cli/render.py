@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli import completion
+from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     FIT_HELP,
     BrokenOption,
@@ -27,9 +27,9 @@ from toolkit.cli.arguments import (
 from toolkit.cli.output import emit, note, table
 
 if TYPE_CHECKING:
-    from toolkit.deploy.folder import Change
     from toolkit.deploy.order import Order
     from toolkit.deploy.plan import Difference
+    from toolkit.deploy.render import Change
     from toolkit.files.plan import Plan, PlannedPolicy
 
 # of the predicted metrics, those that are shown; the plan has all
@@ -46,7 +46,7 @@ class RenderOptions:
         Path,
         typer.Argument(
             metavar="RECIPE|FLEET|PLAN.json",
-            autocompletion=completion.recipes_and_plans,
+            autocompletion=arguments.recipes_and_plans,
             help="A recipe with --fit, a fleet, or a plan with --target.",
         ),
     ]
@@ -54,7 +54,7 @@ class RenderOptions:
         Path | None,
         typer.Option(
             callback=resolve_fit,
-            autocompletion=completion.fits,
+            autocompletion=arguments.fits,
             help=f"The fit of a recipe: {FIT_HELP}",
         ),
     ] = None
@@ -65,7 +65,7 @@ class RenderOptions:
     policy: Annotated[
         str | None,
         typer.Option(
-            autocompletion=completion.policy,
+            autocompletion=arguments.policy,
             help="Use this policy instead of the tuning's, with the parameters of --set.",
         ),
     ] = None
@@ -74,7 +74,7 @@ class RenderOptions:
         str | None,
         typer.Option(
             metavar="TARGET",
-            autocompletion=completion.rendered_targets,
+            autocompletion=arguments.rendered_targets,
             help="Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or "
             "sglang; see docs/how-to/deploy.md.",
         ),
@@ -282,9 +282,8 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
     differences.
     """
     from toolkit.cli.basis import note_analytic
-    from toolkit.deploy.folder import changes, manifest_of, write
     from toolkit.deploy.reckon import default_trace, ttft_targets
-    from toolkit.deploy.render import render_target
+    from toolkit.deploy.render import changes, manifest_of, render_target, write
 
     folder, recipe = given.out or Path(target), made.plan.recipe
     order = _order(made, folder, given)
@@ -310,9 +309,8 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
 
 def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
     from toolkit.cli.basis import find_validation
-    from toolkit.deploy.folder import digest
     from toolkit.deploy.order import Options, Order
-    from toolkit.deploy.render import shipped_trace
+    from toolkit.deploy.render import digest, shipped_trace
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli import completion
+from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, size
 
@@ -17,7 +17,7 @@ def command(
         str,
         typer.Argument(
             metavar="RECIPE|PLAN.json",
-            autocompletion=completion.recipes_and_plans,
+            autocompletion=arguments.recipes_and_plans,
             help="A recipe or a plan, with its files beside it.",
         ),
     ],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from toolkit.cli import completion
+from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     SET_HELP,
     JsonOption,
@@ -50,7 +50,7 @@ class ServeOptions:
         str | None,
         typer.Argument(
             metavar="PLAN.json|RECIPE|FLEET|FOLDER",
-            autocompletion=completion.recipes_and_plans,
+            autocompletion=arguments.recipes_and_plans,
             help="A plan, a recipe with --fit, a fleet, or a rendered folder.",
         ),
     ] = None
@@ -59,7 +59,7 @@ class ServeOptions:
         _plan(
             "--target",
             metavar="TARGET",
-            autocompletion=completion.served_targets,
+            autocompletion=arguments.served_targets,
             help="Where to run: local or ray; systemd or compose for a folder rendered for it.",
         ),
     ] = None
@@ -71,7 +71,7 @@ class ServeOptions:
         _plan(
             "--fit",
             callback=resolve_fit,
-            autocompletion=completion.fits,
+            autocompletion=arguments.fits,
             help="The fit of a recipe: fit.json, or the name of a recipe that has a shipped fit. "
             "The plan is made here.",
         ),
@@ -83,7 +83,7 @@ class ServeOptions:
         str | None,
         _plan(
             "--policy",
-            autocompletion=completion.policy,
+            autocompletion=arguments.policy,
             help="Use this policy instead of the plan's, with the parameters of --set.",
         ),
     ] = None
@@ -156,7 +156,7 @@ class ServeOptions:
         str,
         _replicas(
             "--router",
-            autocompletion=completion.router,
+            autocompletion=arguments.router,
             show_default=False,
             help="What chooses a request's replica; default: the plan's, else round-robin.",
         ),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from toolkit.backends import ServerOrder, Serves
-    from toolkit.deploy.folder import Manifest
+    from toolkit.deploy.render import Manifest
     from toolkit.deploy.running import Running, Where
     from toolkit.files.plan import Plan, PlannedPolicy
     from toolkit.gateway.launch import GatewayLaunch
@@ -66,7 +66,7 @@ def locate(source: str | None, target: str | None) -> ServeLocation:
     """Where to serve `source`. `InputError` for a target that serve cannot start, or for which
     nothing was rendered.
     """
-    from toolkit.deploy.folder import read_manifest
+    from toolkit.deploy.render import read_manifest
     from toolkit.errors import InputError, nearest
 
     folder = Path(source) if source and Path(source).is_dir() else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli import completion
+from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     JsonOption,
     SetOption,
@@ -45,13 +45,13 @@ class StageOptions:
     trace: Annotated[
         str,
         typer.Option(
-            autocompletion=completion.traces, help="A trace file, or the name of a shipped trace."
+            autocompletion=arguments.traces, help="A trace file, or the name of a shipped trace."
         ),
     ] = "chat-small"
     fit: Annotated[
         str,
         typer.Option(
-            autocompletion=completion.fits_and_clock,
+            autocompletion=arguments.fits_and_clock,
             help="fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock "
             "of steps).",
         ),
@@ -317,7 +317,7 @@ class SimulateOptions(StageOptions):
     policy: Annotated[
         str,
         typer.Option(
-            autocompletion=completion.policy, help="The policy, one that `llmctl policies` lists."
+            autocompletion=arguments.policy, help="The policy, one that `llmctl policies` lists."
         ),
     ] = "slice"
     rate: Annotated[

@@ -124,7 +124,7 @@ def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
 
 
 def _stop_managed(server: Running) -> dict[str, object]:
-    from toolkit.deploy.folder import read_manifest
+    from toolkit.deploy.render import read_manifest
     from toolkit.deploy.running import forget, stop
     from toolkit.errors import InputError
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli import completion
+from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, command_of, resolve_recipe
 from toolkit.cli.output import emit, note, number, seconds, size, table
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from toolkit.traces.generate import SharedContent
-    from toolkit.traces.reuse import PromptReuse
+    from toolkit.traces.sharing import PromptReuse
     from toolkit.traces.types import Trace
     from toolkit.traces.windows import Description
 
@@ -147,7 +147,7 @@ TraceArgument = Annotated[
     str,
     typer.Argument(
         metavar="TRACE",
-        autocompletion=completion.traces,
+        autocompletion=arguments.traces,
         help="A trace in any known format, a folder of agents' sessions, or the name of a shipped"
         " trace.",
     ),
@@ -175,7 +175,7 @@ def inspect(
     from dataclasses import asdict
 
     from toolkit.traces.read import read_trace
-    from toolkit.traces.reuse import describe_reuse
+    from toolkit.traces.sharing import describe_reuse
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import describe
 
@@ -476,7 +476,7 @@ def _show(trace: Trace, found: Description, reuse: PromptReuse | None) -> None:
 
 def _show_reuse(reuse: PromptReuse) -> None:
     """The hit rate by the size of a cache, as a plot and as a table of every fourth size."""
-    from toolkit.cli.plots import chart
+    from toolkit.cli.output import chart
 
     print(
         f"reuse: {reuse.reusable_percent:.1f} % of the prompt tokens repeat the beginning of an"

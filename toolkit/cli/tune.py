@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli import completion
+from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     FIT_HELP,
     JsonOption,
@@ -92,7 +92,7 @@ class TuneOptions:
 
     recipe: RecipeArgument
     fit: Annotated[
-        Path, typer.Option(callback=resolve_fit, autocompletion=completion.fits, help=FIT_HELP)
+        Path, typer.Option(callback=resolve_fit, autocompletion=arguments.fits, help=FIT_HELP)
     ] = Path("fit.json")
     out: Annotated[Path, typer.Option(help="Write the result to this file.")] = Path("tuning.json")
     force: Annotated[
@@ -106,7 +106,7 @@ class TuneOptions:
         _search(
             "--policies",
             metavar="NAME,...",
-            autocompletion=completion.policies,
+            autocompletion=arguments.policies,
             help="Search these policies and the recipe's. 'all' (default) means all policies "
             "except the oracles, 'own' only the recipe's.",
         ),
@@ -148,7 +148,7 @@ class TuneOptions:
     trace: Annotated[
         str,
         _traffic(
-            autocompletion=completion.traces,
+            autocompletion=arguments.traces,
             help="A trace file, or the name of a shipped trace; default: the recipe's.",
             show_default=False,
         ),
@@ -220,7 +220,7 @@ def command(given: TuneOptions) -> None:
     change only the time. Exit code 5 means that the recommendation breaks a limit; the result is
     written and printed nevertheless.
     """
-    from toolkit.cli.basis import note_basis, note_trace, read_fit
+    from toolkit.cli.basis import note_basis, note_trace
     from toolkit.cli.output import emit, note, progress
     from toolkit.cli.tune_show import show
     from toolkit.files.io import check_writable, head, shipped_siblings, write_file
@@ -230,13 +230,7 @@ def command(given: TuneOptions) -> None:
     from toolkit.tuning.executor import Remembering
     from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
 
-    fleet = _fleet_of(given)
-    if fleet:
-        first, others = fleet.kinds[0], fleet.others
-        spec, fit = first.recipe.model_copy(update={"workers": first.workers}), first.fit
-    else:
-        spec, others = open_recipe(given.recipe), []
-        fit = read_fit(given.fit, given.recipe, force=given.force)
+    fleet, spec, fit, others = _open(given)
     spec = _with_options(spec, given)
     traffic = trace_path(given.trace or spec.tune.trace)
     # a load is a share of what the recipe's own number of workers serves
@@ -271,15 +265,22 @@ def command(given: TuneOptions) -> None:
         raise _limits_broken(result)
 
 
-def _fleet_of(given: TuneOptions) -> Fleet | None:
-    """The fleet; None where a recipe was given."""
-    from toolkit.cli.basis import open_fleet, refuse_workers
+def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
+    """The recipe that is tuned and its fit; of a fleet, also itself and its kinds after the first.
+
+    A fleet's settings of the search are those of its first kind.
+    """
+    from toolkit.cli.basis import open_fleet, read_fit, refuse_workers
     from toolkit.files.fleet import is_fleet
 
     if not is_fleet(given.recipe):
-        return None
+        recipe = open_recipe(given.recipe)
+        return None, recipe, read_fit(given.fit, given.recipe, force=given.force), []
     refuse_workers(given.workers)
-    return open_fleet(given.recipe, force=given.force)
+    fleet = open_fleet(given.recipe, force=given.force)
+    first = fleet.kinds[0]
+    recipe = first.recipe.model_copy(update={"workers": first.workers})
+    return fleet, recipe, first.fit, fleet.others
 
 
 def _with_options(recipe: Recipe, given: TuneOptions) -> Recipe:

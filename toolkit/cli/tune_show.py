@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from textwrap import fill
 
-from toolkit.cli.output import WIDTH, number, table
-from toolkit.cli.plots import PlotPoint, scatter
+from toolkit.cli.output import WIDTH, PlotPoint, number, scatter, table
 from toolkit.files.tuning import (
     Outcome,
     ParameterValue,

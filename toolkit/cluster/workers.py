@@ -32,9 +32,13 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import VALUE_PATTERN, EngineSpec, HardwareSpec
 from toolkit.workers.child import serve
-from toolkit.workers.frames import (
+from toolkit.workers.lifeline import LifeSigns
+from toolkit.workers.pool import PATIENCE, Body, WorkerPool, WorkerSpec
+from toolkit.workers.process import OnFrame, engine_variables
+from toolkit.workers.protocol import (
     Alive,
     FromWorker,
+    OnEvent,
     Progress,
     RunRound,
     RunSlice,
@@ -44,10 +48,6 @@ from toolkit.workers.frames import (
     pack,
     worker_side,
 )
-from toolkit.workers.lifeline import LifeSigns
-from toolkit.workers.pool import PATIENCE, Body, WorkerPool, WorkerSpec
-from toolkit.workers.process import OnFrame, engine_variables
-from toolkit.workers.protocol import OnEvent
 from toolkit.workers.supervisor import Patience
 
 ACCELERATOR = "ray.io/accelerator-type"
@@ -220,7 +220,7 @@ THREADS = 4
 
 
 class QueueChannel:
-    """`toolkit.workers.frames.Channel` between threads. Ray ends an actor when its front is gone.
+    """`toolkit.workers.protocol.Channel` between threads. Ray ends an actor when its front is gone.
 
     Ray may call methods in any order, so frames are numbered and delivered in order.
     """

@@ -279,21 +279,11 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
         default = default_trace(plan.recipe)
         lengths_of = f"no trace was given, so with the lengths of {Path(default).name}"
         trace = read_trace(trace_path(default))[0]
-    policy = make_any(plan.policy.name, plan.policy.parameters)
-    limit, seed = plan.recipe.serve.max_new_tokens, plan.recipe.tune.seed
-    world = fleet(
-        [
-            world_from_fit(kind.fit, workers=kind.workers, max_new_tokens=limit, seed=seed)
-            for kind in plan.kinds
-        ]
-    )
-    lengths = prepare(trace, plan.recipe)
-    served = largest(lambda count: _keeps(backlog(lengths, count), policy, world, targets))
+    served, at_once = _simulated(plan, prepare(trace, plan.recipe), targets)
     kept = ", ".join(f"{key} {value:g}" for key, value in targets.items())
     simulated = f"simulated with the fit, {lengths_of}"
     if not served:
         return Sourced(None, f"{simulated}: not even one request alone keeps {kept}")
-    at_once = _start_at_once(backlog(lengths, served), policy, world)
     if served <= at_once:
         return Sourced(
             None, f"{simulated}: {served} at once keep {kept}, and all start at once: none can wait"
@@ -303,6 +293,34 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
         found = f"even {MAX_BACKLOG} at once keep {kept}, and more were not tried"
     source = f"{simulated}: {found}; {at_once} of them start at once and do not wait"
     return Sourced(served - at_once, source)
+
+
+_ANSWERS: dict[tuple[str, tuple[str, ...], bytes], tuple[int, int]] = {}
+
+
+def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tuple[int, int]:
+    """How many requests at once keep the targets, and how many of those start at once.
+
+    The files of one target ask several times, and each answer takes many simulations, so answers
+    are kept by all that they depend on.
+    """
+    kinds = tuple(kind.model_dump_json() for kind in plan.kinds)
+    columns = lengths.prompt_tokens, lengths.output_tokens, lengths.max_tokens
+    key = plan.policy.model_dump_json(), kinds, b"".join(each.tobytes() for each in columns)
+    if key in _ANSWERS:
+        return _ANSWERS[key]
+    policy = make_any(plan.policy.name, plan.policy.parameters)
+    limit, seed = plan.recipe.serve.max_new_tokens, plan.recipe.tune.seed
+    world = fleet(
+        [
+            world_from_fit(kind.fit, workers=kind.workers, max_new_tokens=limit, seed=seed)
+            for kind in plan.kinds
+        ]
+    )
+    served = largest(lambda count: _keeps(backlog(lengths, count), policy, world, targets))
+    at_once = _start_at_once(backlog(lengths, served), policy, world) if served else 0
+    _ANSWERS[key] = served, at_once
+    return served, at_once
 
 
 def largest(keeps: Callable[[int], bool]) -> int:

@@ -24,7 +24,7 @@ from typing import Literal
 import psutil
 from pydantic import Field
 
-from toolkit.deploy.folder import Manifest
+from toolkit.deploy.render import Manifest
 from toolkit.errors import EngineError, InputError
 from toolkit.files.io import write_file
 from toolkit.files.strict import Strict, read_bytes, validate

@@ -87,7 +87,7 @@ class ByteLedger:
         self.take(size_bytes)
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever ended the block, its memory is free again
             self.take(-size_bytes)
             raise
 

@@ -3,7 +3,7 @@
 In this order: the rows of a batch and what a slice or a round returns; `Engine` and `RoundEngine`;
 and the rules for when a row ends, which are the same for every engine.
 
-The structs also travel between processes (`toolkit.workers.frames`), so they are msgspec structs.
+The structs also travel between processes (`toolkit.workers.protocol`), so they are msgspec structs.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ class TensorParallelEngine:
                 self._engine = load_engine(
                     model, engine, hardware, RankShare(0, size, rendezvous, self._watch)
                 )
-            except BaseException:
+            except BaseException:  # also when interrupted: the other ranks would wait for ever
                 self._end()
                 raise
         self.facts = self._engine.facts

@@ -26,7 +26,7 @@ class Front(Strict):
 class Warmup(Strict):
     """Batch times of other requests before the replay, measured and predicted by the laws."""
 
-    requests: int
+    requests: int = Field(description="the first quarter settles the server and is not timed")
     batch_s: float
     predicted_batch_s: float
     slowdown: float = Field(
@@ -200,7 +200,7 @@ class BenchReport(Envelope):
     predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's corrections")
     compared: list[Compared]
     cache: CacheUse | None = Field(
-        default=None, description="none: neither the server nor the prediction speaks of one"
+        default=None, description="none: neither the server nor the prediction has one"
     )
     targets: list[TargetResult] = Field(
         default=[], description="each target of `sla`; none where nothing was served"

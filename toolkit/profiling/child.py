@@ -12,7 +12,6 @@ from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import Engine, OutOfMemory
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import LocalTimedEngine, Unmeasurable, slice_rows
 from toolkit.profiling.process import (
     Admit,
     Admitted,
@@ -21,12 +20,15 @@ from toolkit.profiling.process import (
     KeepBusy,
     Loaded,
     LoadEngine,
+    LocalTimedEngine,
     Reply,
     Request,
     RunTimes,
     Time,
     Tried,
+    Unmeasurable,
     read_request,
+    slice_rows,
     write_frame,
 )
 from toolkit.workers.lifeline import end_with_front

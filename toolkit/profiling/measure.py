@@ -19,9 +19,9 @@ from toolkit.files.profile import (
     PrefillPoint,
 )
 from toolkit.files.recipe import ProfileSpec
-from toolkit.profiling.bench import TimedEngine, TimedPassEngine, TimedRoundEngine, Unmeasurable
 from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, SliceShape, in_rounds
 from toolkit.profiling.journal import Journal, PointVisit, Result
+from toolkit.profiling.process import TimedEngine, TimedPassEngine, TimedRoundEngine, Unmeasurable
 
 
 def visit_key(point: GridPoint, number: int) -> str:

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +31,6 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 from toolkit.files.recipe import ProfileSpec, Recipe
-from toolkit.profiling.bench import (
-    VISIT_S,
-    VISIT_SAMPLES,
-    CachingEngine,
-    TimedEngine,
-    TimedPassEngine,
-    TimedRoundEngine,
-    Unmeasurable,
-)
 from toolkit.profiling.grid import (
     GridPoint,
     Kind,
@@ -61,7 +52,17 @@ from toolkit.profiling.measure import (
     visits_left,
     warmups,
 )
-from toolkit.profiling.process import busy_neighbours, engine_process
+from toolkit.profiling.process import (
+    VISIT_S,
+    VISIT_SAMPLES,
+    CachingEngine,
+    TimedEngine,
+    TimedPassEngine,
+    TimedRoundEngine,
+    Unmeasurable,
+    busy_neighbours,
+    engine_process,
+)
 from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, SliceFeed
 from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
 from toolkit.workers.protocol import Workers
@@ -101,10 +102,6 @@ class ProfileEstimate:
     set_aside: str  # why an earlier run's results are not used; '' if they are or there are none
 
 
-def skip_reasons(skipped: Iterable[FailedPoint]) -> dict[str, int]:
-    return dict(Counter(point.reason for point in skipped))
-
-
 def estimate_s(
     work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench: TimedEngine, workers: int
 ) -> float:
@@ -134,15 +131,12 @@ def estimate_s(
     admissions_s = sum(
         capacity / length * lines["prefill"].at(length) for length in work.admissions
     )
-    tokens = round(
-        math.prod(
-            math.sqrt(min(grid) * max(grid)) for grid in (spec.batch_sizes, spec.input_lengths)
-        )
-    )
+    # A sequence draws batch sizes, lengths and steps from ranges: geometric means stand for them.
+    ranges = spec.batch_sizes, spec.input_lengths
+    tokens = round(math.prod(math.sqrt(min(each) * max(each)) for each in ranges))
     steps = ROUNDS * math.sqrt(max(spec.slice_tokens))
-    sequence_s = SEQUENCE_PREFILLS * lines["prefill"].at(tokens) + steps * lines["decode"].at(
-        tokens
-    )
+    prefills_s = SEQUENCE_PREFILLS * lines["prefill"].at(tokens)
+    sequence_s = prefills_s + steps * lines["decode"].at(tokens)
     return (
         visits_s
         + slices_s
@@ -345,7 +339,7 @@ class _Session:
             steps=work.steps,
             about_s=work_s + loads * load_s,
             resumed=len(self._journal.results),
-            skipped=skip_reasons(self._skipped),
+            skipped=dict(Counter(point.reason for point in self._skipped)),
             set_aside=self._journal.set_aside,
         )
 

@@ -30,10 +30,10 @@ from toolkit.files.profile import (
     SlicePoint,
 )
 from toolkit.files.recipe import ProfileSpec, Recipe
-from toolkit.profiling.bench import TimedRoundEngine, Unmeasurable, slice_rows
 from toolkit.profiling.grid import SliceShape, log_uniform, part_points
 from toolkit.profiling.journal import Journal
 from toolkit.profiling.measure import admission_lengths, probe_admission, round_parts, safe_tokens
+from toolkit.profiling.process import TimedRoundEngine, Unmeasurable, slice_rows
 from toolkit.sched.rounds import groups_alike
 from toolkit.workers.protocol import BatchDone, RoundDone, WorkerEvent, WorkerReady, Workers
 

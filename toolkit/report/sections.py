@@ -47,7 +47,7 @@ Point = tuple[int, int, float]  # batch size, length, seconds
 
 def bench_section(found: Material) -> Section:
     """The replays against running servers (`llmctl bench --out`), measured and predicted."""
-    out = [why for name, why in found.why.items() if name.endswith(".json")]
+    left_out = [why for name, why in found.why.items() if name.endswith(".json")]
     if not found.benches:
         plan, rate = found.file_name("plan"), found.rate_rps
         at = f" --rate {rate:.3g}" if rate else ""
@@ -58,7 +58,7 @@ def bench_section(found: Material) -> Section:
             "No trace was replayed against a running server of this plan yet.",
             command,
         )
-        section.lines += [f"Left out: {why}." for why in out]
+        section.lines += [f"Left out: {why}." for why in left_out]
         return section
     requests = sum(bench.content.answered for bench in found.benches)
     counted = f"{len(found.benches)} replay{'s' if len(found.benches) > 1 else ''}"
@@ -87,7 +87,7 @@ def bench_section(found: Material) -> Section:
         section.tables.append(_table(bench))
     if len(found.benches) > 1:
         section.tables.insert(0, _side_by_side(found.benches))
-    section.lines += [f"Left out: {why}." for why in out]
+    section.lines += [f"Left out: {why}." for why in left_out]
     return section
 
 
@@ -250,16 +250,16 @@ def _law_figures(
 
     The residuals are in-sample: the law is the one in use.
     """
-    measured = [seconds for _, _, seconds in points]
+    measured = [real_s for _, _, real_s in points]
     predicted = [law(size, length) for size, length, _ in points]
     residuals = [100 * (a / b - 1) if b else 0.0 for a, b in zip(predicted, measured, strict=True)]
     sizes = sorted({size for size, _, _ in points})
     third = -(-len(sizes) // 3) or 1
     groups = [sizes[start : start + third] for start in range(0, len(sizes), third)]
     labels = [
-        f"N {size}, length {length}: predicted {seconds(law)}, "
-        f"measured {seconds(real)} ({percent(off)})"
-        for (size, length, real), law, off in zip(points, predicted, residuals, strict=True)
+        f"N {size}, length {length}: predicted {seconds(by_law_s)}, "
+        f"measured {seconds(real_s)} ({percent(off)})"
+        for (size, length, real_s), by_law_s, off in zip(points, predicted, residuals, strict=True)
     ]
     by_size = [
         ChartSeries(
@@ -301,8 +301,8 @@ def _slices(laws: Laws, profile: Profile) -> Figure:
     ]
     labels = [
         f"N {point.batch_size}, length {point.input_length}, {point.steps} steps: "
-        f"predicted {seconds(law)}, measured {seconds(point.seconds)}"
-        for point, law in zip(profile.slices, predicted, strict=True)
+        f"predicted {seconds(by_law_s)}, measured {seconds(point.seconds)}"
+        for point, by_law_s in zip(profile.slices, predicted, strict=True)
     ]
     drawn = ChartSeries("slices", measured, predicted, labels=labels)
     axes = Axes("measured, s", "predicted, s", [drawn], log=True, diagonal=True)

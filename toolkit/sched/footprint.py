@@ -255,10 +255,8 @@ class SlabFootprint(Footprint):
         width = self._width(rows, newcomers, longest, entering)
         if not newcomers:
             return rows * (width + steps), 0
-        shapes = self._shapes(rows, newcomers)
-        return rows * (width + steps), rows * (
-            width + entering
-        ) if shapes else rows * width + entering
+        shaped = rows * entering if self._shapes(rows, newcomers) else entering
+        return rows * (width + steps), rows * width + shaped
 
 
 def _longest_input(jobs: Iterable[Job]) -> int:
@@ -288,19 +286,15 @@ def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], *, padde
     return int(padded_peak(used, remaining) if padded else future_peak(used, remaining))
 
 
-# The longest request that fits a worker's memory, which bounds the limits of requests.
-
-
 def longest(memory: MemoryLaw, continuous: bool) -> int:
-    """Prompt + output, in tokens, of the longest request that fits alone on the worker.
+    """Prompt + output, in tokens, of the longest request that fits alone on the worker: the bound
+    of what a request may ask for.
 
-    In rounds (`continuous`) that is the whole capacity, in a static batch what the memory law says.
+    In rounds (`continuous`) that is the whole capacity. In a static batch the memory law decides,
+    by bisection, because the law is monotone.
     """
-    return memory.usable_tokens if continuous else _longest_alone(memory)
-
-
-def _longest_alone(memory: MemoryLaw) -> int:
-    """By bisection, because the law is monotone."""
+    if continuous:
+        return memory.usable_tokens
 
     def fits(length: int) -> bool:
         return bool(memory.max_batch(np.array([length]), 0, 0.0)[0] >= 1)

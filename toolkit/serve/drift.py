@@ -39,7 +39,7 @@ from toolkit.workers.protocol import (
     WorkerEvent,
     Workers,
 )
-from toolkit.workers.supervisor import SilentWorkerError
+from toolkit.workers.supervisor import SilentWorker
 
 POINT_STEPS_MAX = 16
 RUNS_MIN, RUNS_MAX = 3, 9  # of each point
@@ -327,7 +327,7 @@ class CheckedWorkers:
     def kill(self, worker: int) -> None:
         self.workers.kill(worker)
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         return self.workers.silent()
 
     async def stop(self) -> None:

@@ -44,7 +44,7 @@ from toolkit.workers.protocol import (
     Workers,
     WorkersFailed,
 )
-from toolkit.workers.supervisor import SilentWorkerError
+from toolkit.workers.supervisor import SilentWorker
 
 SHUTTING_DOWN = "the server is shutting down"
 TIMED_OUT = "it was not done at its deadline"
@@ -114,7 +114,7 @@ class Driver:
         """The batch that each worker runs now."""
         return self._activity.flights
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         """Workers that take longer than their work should take."""
         return self._workers.silent()
 
@@ -351,7 +351,7 @@ class Driver:
         """
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # any error: the state is unknown, whatever it was
             self.bug = self.bug or error
             self.broke.set()
             raise

@@ -25,7 +25,7 @@ import uvloop
 
 from toolkit.engines.tokenizer import load_tokenizer
 from toolkit.errors import InputError
-from toolkit.files.lines import LineLog
+from toolkit.files.io import LineLog
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, OnForeign, identity, refuse_foreign
 from toolkit.routing.balancer import BalancerEvent
@@ -285,7 +285,7 @@ class EventLog:
 
     The owner calls `flush`; a killed process loses the events since. Only whole lines are written,
     so the file of a killed process can be replayed to its end. Events that cannot be written are
-    lost, and a line in the log says so where they are missing (`toolkit.files.lines`). An error of
+    lost, and a line in the log says so where they are missing (`toolkit.files.io`). An error of
     the disk raises nothing here.
     """
 

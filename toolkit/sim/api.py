@@ -110,11 +110,8 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
             )
         world = world.under(policy)
         closed = trace.sessions if world.closed_loop else None
-        refusals, capacity_tokens = (
-            _run(requests, policy, world, ledger, closed),
-            world.memory.usable_tokens,
-        )
-        front = world.front
+        refusals = _run(requests, policy, world, ledger, closed)
+        capacity_tokens, front = world.memory.usable_tokens, world.front
     return SimResult(
         front.seen(ledger.served()), counters(ledger, len(refusals), capacity_tokens), refusals
     )

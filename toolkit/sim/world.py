@@ -306,8 +306,8 @@ class DrawnEdge:
 
 
 # `unit-step` is the world of Past-Future's Table 1: a decode step takes 1, a prefill takes 0, and
-# one worker holds `TABLE_1_CAPACITY` tokens. Its defaults are those of the authors' artifact. No
-# server would have two of them:
+# one worker holds `TABLE_1_CAPACITY` tokens. Its defaults are those of the authors' artifact. Two
+# of them fit no real server:
 #
 # - `overfill` (a parameter of the policy): a new request needs no free memory now, only the
 #   policy's consent, and an evicted job counts with its prompt alone. It is therefore admitted at
@@ -372,12 +372,10 @@ def assign_settings(
     """Split `given` into the settings of the world and the parameters of each policy.
 
     `policy.key` belongs to that policy, `router.key` to the world's router; `key` to the world, or
-    to every policy that has it.
-    `InputError` for a key that neither has.
+    to every policy that has it. `InputError` for a key that neither has.
     """
-    known = {
-        name: knobs(type(make_any(name, {}))).keys() for name in policies
-    }  # refuses an unknown policy
+    # `make_any` refuses an unknown policy.
+    known = {name: knobs(type(make_any(name, {}))).keys() for name in policies}
     own = {f.name for f in fields(WorldSettings)}
     of_world: dict[str, Value] = {}
     of_policy: dict[str, dict[str, Value]] = {name: {} for name in policies}

@@ -269,16 +269,16 @@ def _ordered(
     reordered = bool((np.diff(arrivals) < 0).any())
     if sharing:
         trace = sharing.attach(trace)
-        turns = trace.sessions.previous if trace.sessions else np.empty(0)
-        later = int((turns >= 0).sum())
-        sessions = len(set(turns[turns >= 0].tolist()) - set(np.flatnonzero(turns >= 0).tolist()))
+        previous = trace.sessions.previous if trace.sessions else np.empty(0, dtype=np.int64)
+        later = np.flatnonzero(previous >= 0)  # turns after the first
+        sessions = len(np.setdiff1d(previous[later], later))  # first turns that another follows
         report = replace(
             report,
             unshared=sharing.unshared,
             unlinked=sharing.unlinked,
             block_tokens=trace.shared.block_tokens if trace.shared else 0,
             sessions=sessions,
-            turns=later + sessions,
+            turns=len(later) + sessions,
         )
     report = replace(report, reordered=reordered)
     if reordered:

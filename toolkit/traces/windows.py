@@ -16,8 +16,7 @@ from toolkit.errors import InputError
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import ScaledLengths, Scaling
 from toolkit.traces.formats import MAX_LENGTH
-from toolkit.traces.reuse import cold_tokens
-from toolkit.traces.sharing import keep_sessions, scale_blocks
+from toolkit.traces.sharing import cold_tokens, keep_sessions, scale_blocks
 from toolkit.traces.types import Trace
 
 MAX_DIVISOR = 1e6  # of lengths

@@ -272,7 +272,7 @@ def _report(
     The best is one that the recipe's engine can run. `siblings` are the siblings where they were
     tried already.
     """
-    recipe, workload, cut = inputs.recipe, inputs.workload, inputs.workload.windows
+    recipe = inputs.recipe
     settings = settings_of(recipe, inputs.fit, inputs.others)
     limits = settings.limits
     runs = _alternative_runs(inputs, runner, progress)
@@ -295,18 +295,11 @@ def _report(
             "seed": settings.seed,
             "sla": recipe.sla,
             "workers": runs.setup.world.size,
-            "request_rate_rps": workload.rate_rps,
-            "trace_notes": list(workload.trace.notes),
-            "scaling": workload.trace.scaling,
-            "window_length": WindowLength(
-                wished_s=cut.wished_s, seconds=cut.seconds, longest_s=cut.longest_s
-            ),
-            "search_windows": _window_specs(workload.search),
-            "held_out_windows": _window_specs(workload.held_out),
+            **_described(inputs.workload),
             "trials": trials,
             **verdict,
             "sensitivity": sensitivity(
-                inputs.setup("search", workload.search), runner, space, chosen, progress
+                inputs.setup("search", inputs.workload.search), runner, space, chosen, progress
             ),
             "policies": [_result(found, best, settings, inputs.engines) for best in held_out],
             "in_turn": in_turn,
@@ -320,6 +313,21 @@ def _report(
             "cost": _cost(inputs, recommended.outcome, runs.setup),
         }
     )
+
+
+def _described(workload: Workload) -> dict[str, object]:
+    """The fields of a tuning that describe the traffic and its windows."""
+    cut = workload.windows
+    return {
+        "request_rate_rps": workload.rate_rps,
+        "trace_notes": list(workload.trace.notes),
+        "scaling": workload.trace.scaling,
+        "window_length": WindowLength(
+            wished_s=cut.wished_s, seconds=cut.seconds, longest_s=cut.longest_s
+        ),
+        "search_windows": _window_specs(workload.search),
+        "held_out_windows": _window_specs(workload.held_out),
+    }
 
 
 def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | None:
@@ -436,6 +444,9 @@ def _best_trial(found: Found, keys: Collection[str]) -> int:
 def _verdict(
     default: Evaluation, best: Evaluation, limits: CandidateLimits, recipe: Recipe
 ) -> dict[str, object]:
+    """The fields of a tuning that compare the best with the recipe's settings, on held-out windows,
+    and judge the recommended one of the two by each limit.
+    """
     before, after = default.goodput_rps, best.goodput_rps
     keep = (best.feasible(limits), best.score) <= (default.feasible(limits), default.score)
     recommended = default if keep else best

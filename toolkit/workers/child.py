@@ -28,7 +28,8 @@ from toolkit.engines.protocol import (
 )
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
-from toolkit.workers.frames import (
+from toolkit.workers.lifeline import FrontSocket, LifeSigns
+from toolkit.workers.protocol import (
     Cancel,
     Channel,
     Done,
@@ -43,9 +44,8 @@ from toolkit.workers.frames import (
     SocketChannel,
     Start,
     Stop,
+    Times,
 )
-from toolkit.workers.lifeline import FrontSocket, LifeSigns
-from toolkit.workers.protocol import Times
 
 WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 3))
 

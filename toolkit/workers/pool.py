@@ -21,35 +21,33 @@ from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec, Recipe
 from toolkit.sched.types import Failure
-from toolkit.workers.frames import (
+from toolkit.workers.process import OnFrame, WorkerProcess, share_gpus, visible_gpus
+from toolkit.workers.protocol import (
     Alive,
+    BatchDone,
+    BatchProgress,
     Cancel,
     Done,
     DoneRound,
     FromWorker,
     Interrupt,
+    OnEvent,
     Progress,
     Ready,
     Refused,
+    RoundDone,
     RunRound,
     RunSlice,
     Start,
     Stop,
-    ToWorker,
-)
-from toolkit.workers.process import OnFrame, WorkerProcess, share_gpus, visible_gpus
-from toolkit.workers.protocol import (
-    BatchDone,
-    BatchProgress,
-    OnEvent,
-    RoundDone,
     Times,
+    ToWorker,
     WorkerEvent,
     WorkerLost,
     WorkerReady,
     WorkersFailed,
 )
-from toolkit.workers.supervisor import START_S, Patience, SilentWorkerError, Supervisor
+from toolkit.workers.supervisor import START_S, Patience, SilentWorker, Supervisor
 
 MAX_BACKOFF_S = 30.0
 PATIENCE = Patience()
@@ -211,7 +209,7 @@ class WorkerPool:
         """Send a round. If the worker is gone, the round ends as crashed."""
         self._send(worker, batch_id, RunRound(batch_id, plan), estimated_s)
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         """The workers that take too long now."""
         return self.supervisor.silent()
 
@@ -311,7 +309,7 @@ class WorkerPool:
             return self._patience.load_s
         return LOAD_TIMES * self._longest_load_s + self._load_grace_s
 
-    def _kill_silent(self, silent: SilentWorkerError) -> None:
+    def _kill_silent(self, silent: SilentWorker) -> None:
         """Kill a worker that takes too long: nothing else shows that it hangs."""
         slot = self._slots[silent.worker]
         if slot.body is not None:

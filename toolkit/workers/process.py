@@ -24,7 +24,7 @@ from toolkit import guard
 from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
-from toolkit.workers.frames import FromWorker, Start, ToWorker, front_side, pack
+from toolkit.workers.protocol import FromWorker, Start, ToWorker, front_side, pack
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -204,8 +204,8 @@ class WorkerProcess:
         try:
             process = await loop.run_in_executor(_SPAWNERS, _start, theirs, environment)
             _, errors = await loop.connect_read_pipe(_Tail, process.stderr)
-        except BaseException:
-            transport.close()  # ends the child, if it was started
+        except BaseException:  # also when cancelled: closing ends the child, if it was started
+            transport.close()
             raise
         worker = cls(process, link, errors)
         worker.send(start)

@@ -1,21 +1,25 @@
 """The interface between the scheduler's driver and the workers: calls that send slices and rounds,
-and the events that report their results.
+and the events that report their results. Below it are the frames that carry both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from toolkit.engines.protocol import Round, RoundOutput, Row, SliceOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.types import Failure
-from toolkit.workers.supervisor import SilentWorkerError
+from toolkit.workers.lifeline import FrontSocket
+from toolkit.workers.supervisor import SilentWorker
 
 
 @dataclass(slots=True, frozen=True)
@@ -151,10 +155,238 @@ class Workers(Protocol):
         """End a worker at once; `WorkerLost` follows, and it is restarted."""
         ...
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         """The workers that take too long now; they are about to be killed."""
         ...
 
     async def stop(self) -> None:
         """End all workers."""
         ...
+
+
+# The frames between the front and a worker: typed msgpack structs, each preceded by its length.
+#
+# Nothing is unpickled, and any other frame is an error.
+#
+# In this order: the frames to a worker and from it, the reader that cuts a stream into frames,
+# and a worker's end of the connection (`Channel`).
+
+MAX_FRAME_BYTES = 1 << 28
+_HEAD_BYTES = 4
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """The first frame to a worker: what to load. The specs are JSON of the recipe's sections.
+
+    Progress is sent at most every `flush_s` seconds, except for a slice's first tokens.
+    """
+
+    model: str
+    engine: str
+    hardware: str
+    flush_s: float
+
+    @classmethod
+    def of(
+        cls, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, flush_s: float
+    ) -> Start:
+        """From the sections of a recipe."""
+        return cls(
+            model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json(), flush_s
+        )
+
+
+class RunSlice(msgspec.Struct, frozen=True, tag="run"):
+    """Serve a slice."""
+
+    batch_id: int
+    rows: tuple[Row, ...]
+    steps: int
+
+
+class RunRound(msgspec.Struct, frozen=True, tag="run-round"):
+    """Run a round, on an engine that keeps its rows."""
+
+    batch_id: int
+    plan: Round
+
+
+class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
+    """End the running round at the next step where it may end."""
+
+    batch_id: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Cancel these rows of a slice."""
+
+    batch_id: int
+    request_ids: tuple[str, ...]
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End the process at the next step boundary."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine is loaded and warm. `facts` is JSON of `EngineFacts`."""
+
+    facts: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The engine cannot be loaded, for a reason that the user can correct."""
+
+    message: str
+    hint: str
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """A sign of life. `toolkit.workers.lifeline` has its bytes."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Steps of the running batch since the last frame."""
+
+    batch_id: int
+    steps: tuple[StepOutput, ...]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The slice has ended. `steps` are those since the last frame."""
+
+    batch_id: int
+    steps: tuple[StepOutput, ...]
+    times: Times
+    out_of_memory: bool = False
+
+
+class DoneRound(msgspec.Struct, frozen=True, tag="done-round"):
+    """The round has ended. `steps` are those since the last frame."""
+
+    batch_id: int
+    steps: tuple[StepOutput, ...]
+    times: Times
+    output: RoundOutput
+
+
+ToWorker = Start | RunSlice | RunRound | Interrupt | Cancel | Stop
+FromWorker = Alive | Ready | Refused | Progress | Done | DoneRound
+Frame = TypeVar("Frame")
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def pack(frame: ToWorker | FromWorker) -> bytes:
+    """The frame's bytes, preceded by its length."""
+    body = _ENCODER.encode(frame)
+    return len(body).to_bytes(_HEAD_BYTES, "big") + body
+
+
+class FrameReader(Generic[Frame]):
+    """Cuts a stream of bytes into frames. It does no I/O, so both ends use it."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Frame]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames that are complete now. Raises `ValueError` (or msgspec's subclasses) for an
+        invalid frame.
+        """
+        self._buffer += data
+        while len(self._buffer) >= _HEAD_BYTES:
+            size = int.from_bytes(self._buffer[:_HEAD_BYTES], "big")
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size} bytes; the limit is {MAX_FRAME_BYTES}")
+            end = _HEAD_BYTES + size
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_HEAD_BYTES:end])
+            del self._buffer[:end]
+            yield self._decoder.decode(body)
+
+
+def worker_side() -> FrameReader[ToWorker]:
+    """A reader of frames to a worker."""
+    return FrameReader(msgspec.msgpack.Decoder(ToWorker))
+
+
+def front_side() -> FrameReader[FromWorker]:
+    """A reader of frames to the front."""
+    return FrameReader(msgspec.msgpack.Decoder(FromWorker))
+
+
+_RECEIVE_BYTES = 1 << 16
+
+
+class FrontGoneError(Exception):
+    """The front has closed the connection, so the worker has no more work."""
+
+
+class Channel(Protocol):
+    """A worker's end of the connection: frames in order. All methods raise `FrontGoneError` when
+    the front has closed it.
+    """
+
+    def send(self, frame: FromWorker) -> None:
+        """Send a frame; this may block."""
+        ...
+
+    def receive(self) -> ToWorker:
+        """Wait for the next frame."""
+        ...
+
+    def poll(self) -> list[ToWorker]:
+        """The frames that have arrived, without waiting."""
+        ...
+
+    def put_back(self, frame: ToWorker) -> None:
+        """Let `receive` return this frame next."""
+        ...
+
+
+class SocketChannel:
+    """Blocking frames over a socket."""
+
+    def __init__(self, line: FrontSocket) -> None:
+        self._line = line
+        self._socket = line.socket
+        self._reader = worker_side()
+        self._waiting: deque[ToWorker] = deque()
+
+    def send(self, frame: FromWorker) -> None:
+        try:
+            self._line.send(pack(frame))
+        except (BrokenPipeError, ConnectionResetError):
+            raise FrontGoneError from None
+
+    def receive(self) -> ToWorker:
+        """Wait for the next frame."""
+        while not self._waiting:
+            self._receive(0)
+        return self._waiting.popleft()
+
+    def poll(self) -> list[ToWorker]:
+        """The frames that have arrived, without waiting."""
+        try:
+            while True:
+                self._receive(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        frames = list(self._waiting)
+        self._waiting.clear()
+        return frames
+
+    def put_back(self, frame: ToWorker) -> None:
+        """Let `receive` return this frame next."""
+        self._waiting.appendleft(frame)
+
+    def _receive(self, flags: int) -> None:
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES, flags)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise FrontGoneError
+        self._waiting.extend(self._reader.feed(data))

@@ -51,7 +51,7 @@ class Patience:
         return self.times * estimated_s + self.grace_s
 
 
-class SilentWorkerError(NamedTuple):
+class SilentWorker(NamedTuple):
     """A worker that has taken too long: it was silent for `seconds`, or, with `loading`, gave signs
     of life but did not finish loading in `seconds`.
     """
@@ -99,7 +99,7 @@ class Supervisor:
     def __init__(
         self,
         size: int,
-        kill: Callable[[SilentWorkerError], None],
+        kill: Callable[[SilentWorker], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.watched = [SupervisedWorker() for _ in range(size)]
@@ -145,7 +145,7 @@ class Supervisor:
             self._kill(silent)
         self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self.check)
 
-    def silent(self) -> list[SilentWorkerError]:
+    def silent(self) -> list[SilentWorker]:
         """The workers that take too long now."""
         now_s, found = self._clock(), []
         for worker, watched in enumerate(self.watched):
@@ -153,7 +153,7 @@ class Supervisor:
             if watched.state == "away":
                 continue
             if silence_s > watched.silence_s:
-                found.append(SilentWorkerError(worker, watched.state, silence_s))
+                found.append(SilentWorker(worker, watched.state, silence_s))
             elif total_s > watched.total_s:
-                found.append(SilentWorkerError(worker, watched.state, total_s, loading=True))
+                found.append(SilentWorker(worker, watched.state, total_s, loading=True))
         return found

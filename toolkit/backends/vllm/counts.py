@@ -66,10 +66,11 @@ class PassCounts:
     A pass counts from its start to its end, plus the gap since the previous pass if requests were
     there during all of that gap.
 
-    The engine sees a request that arrives during a pass only after that pass. Its exact arrival is
-    unknown, so the middle between the two looks is taken, which is right on average. HTTP and
-    tokenizing before that, and everything after the end of a pass, belong to the front and are not
-    counted.
+    The engine sees a request that arrives during a pass only after that pass, however long it was
+    there. Its arrival is then the time at which the front made it, later by what this takes to
+    reach an idle engine. The middle of the pass would be wrong for bursts, which arrive as a pass
+    begins. HTTP and tokenizing before that, and everything after the end of a pass, belong to the
+    front and are not counted.
     """
 
     def __init__(self, law: StepLaw, series: PassSeries) -> None:
@@ -81,11 +82,18 @@ class PassCounts:
         self._looked_s: float | None = None
         self._ended_s: float | None = None
         self._rows = 0  # of the last pass
+        self._hops_s, self._hops = 0.0, 0  # from the front to an idle engine: the sum, the number
 
-    def arrived(self, request_id: str, now_s: float) -> None:
-        """The engine sees a new request."""
-        looked_s = now_s if self._looked_s is None else self._looked_s
-        self._arrived_s[request_id] = (looked_s + now_s) / 2
+    def arrived(self, request_id: str, now_s: float, made_s: float) -> None:
+        """The engine sees a new request, which the front made at `made_s`."""
+        if self._looked_s is None:
+            self._hops_s += max(now_s - made_s, 0.0)
+            self._hops += 1
+            arrived_s = now_s
+        else:  # the clocks of several machines may disagree
+            hop_s = self._hops_s / self._hops if self._hops else 0.0
+            arrived_s = min(max(made_s + hop_s, self._looked_s), now_s)
+        self._arrived_s[request_id] = arrived_s
         self._without_token.add(request_id)
 
     def looked(self, now_s: float) -> None:
@@ -144,7 +152,8 @@ class Counted(PassLoggingMixin):
 
     def add_request(self, request: VllmRequest) -> None:
         if request.request_id not in self.requests:
-            self._counts.arrived(request.request_id, time.monotonic())
+            now_s, age_s = time.monotonic(), time.time() - request.arrival_time
+            self._counts.arrived(request.request_id, now_s, now_s - age_s)
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:

@@ -32,8 +32,8 @@ from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import processor
 from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.bench import VISIT_SAMPLES, Unmeasurable
 from toolkit.profiling.grid import MIX_STEPS, GridPoint, log_uniform
+from toolkit.profiling.process import VISIT_SAMPLES, Unmeasurable
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 
 
@@ -104,7 +104,7 @@ STAGGER = 0.6  # of the time of a mix's decodes: its prompts arrive within it
 
 
 class VllmBench(ServerBench):
-    """`toolkit.profiling.bench.TimedEngine` and `TimedPassEngine` on a running vLLM server.
+    """`toolkit.profiling.process.TimedEngine` and `TimedPassEngine` on a running vLLM server.
 
     `log` is the file that vLLM's scheduler writes its passes to, at its first line.
     """

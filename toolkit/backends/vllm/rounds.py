@@ -161,9 +161,11 @@ class CountedBlocks:
     """Which blocks of tokens are counted, and with which request.
 
     The scheduler adds up the lengths of requests. Where an engine with prefix caching holds a block
-    once for several of them, it is counted with the one that came first and is still there. When
-    that one ends, the next that comes with the block is counted with it. Until this one runs, the
-    block is `uncounted`.
+    once for several of them, it is counted with the first of them. When that one ends while others
+    hold the block, it is `uncounted`: the capacity is smaller by it, and a request that comes with
+    it brings only its other blocks, as in the engine. A request that comes when none holds the
+    block is counted with it again. If the last holder ends while such a request waits, this one
+    takes more than was counted, and the block is uncounted from then on.
     """
 
     def __init__(self) -> None:
@@ -175,11 +177,17 @@ class CountedBlocks:
 
     def enter(self, request_id: str, blocks: Sequence[Hashable]) -> int:
         """A request comes, with the keys of its full blocks, each of which stands for all tokens up
-        to its end. Returns how many of them are counted with other requests.
+        to its end. Returns how many of them are counted without it.
         """
-        counted = self._counted
+        counted, holders = self._counted, self._holders
         self._blocks[request_id] = blocks
-        return sum(counted.setdefault(block, request_id) != request_id for block in blocks)
+        shared = 0
+        for block in blocks:
+            if block in counted or block in holders:
+                shared += 1
+            else:
+                counted[block] = request_id
+        return shared
 
     def run(self, request_id: str) -> None:
         """A request is admitted and holds its blocks."""

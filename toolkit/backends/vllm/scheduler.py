@@ -28,7 +28,7 @@ from toolkit.backends.vllm.command import check_version
 from toolkit.backends.vllm.rounds import AdmissionGate, CountedBlocks, StepOrders, Steps
 from toolkit.backends.vllm.setup import Setup, make_worker, one_line, read_setup, warm_up
 from toolkit.errors import InputError
-from toolkit.files.lines import LineLog
+from toolkit.files.io import LineLog
 from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler, lost_line, to_line
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from toolkit.sched.planner import RoundPlanner
 from toolkit.sched.policies.continuous import RoundPolicy
@@ -35,6 +35,18 @@ from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.view import View
+
+
+class RoundSettings(TypedDict):
+    """The arguments of `PreemptiveRounds` besides the view."""
+
+    max_batch_size: int
+    interval_steps: int
+    max_prefill_tokens: int
+    proactive: bool
+    free_share: float
+    chunk_tokens: int
+    patience_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +112,7 @@ class PreemptivePolicy(RoundPolicy):
     def make_planner(self, view: View) -> RoundPlanner:
         return PreemptiveRounds(view, **self.rounds())
 
-    def rounds(self) -> dict[str, Any]:
+    def rounds(self) -> RoundSettings:
         """The arguments of `PreemptiveRounds` besides the view."""
         return {
             "max_batch_size": self.max_batch_size,
