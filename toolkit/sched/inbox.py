@@ -207,7 +207,7 @@ class RankedInbox(Inbox):
         self._starved_counts: dict[float, int] = {}
         # The indices of the first of them, as of the last call of `standings`.
         self._firsts: dict[float, tuple[int, int]] = {}
-        self._left = 0  # how many jobs came in at the left; the others are in order of ticket
+        self._left = 0  # jobs that came in at the left; the others are in order of their tickets
 
     @property
     def shortest(self) -> int:
@@ -235,13 +235,16 @@ class RankedInbox(Inbox):
         return job
 
     def remove(self, job: Job) -> None:
-        """Take a job by its ticket: a search would look at half of the backlog."""
+        """Take a job; `ValueError` if it does not wait here. Its place follows from its ticket,
+        since a search would look at half of the backlog.
+        """
         jobs, left = self.jobs, self._left
         place = bisect_left(jobs, job.ticket, left, key=_ticket)
         if place == len(jobs) or jobs[place] is not job:
-            place = next((k for k in range(left) if jobs[k] is job), -1)
-            if place < 0:
-                raise ValueError(f"request {job.request_id!r} does not wait here")
+            place = next((k for k, other in enumerate(jobs) if other is job), -1)
+        if place < 0:
+            raise ValueError(f"request {job.request_id!r} does not wait here")
+        if place < left:
             self._left -= 1
         del jobs[place]
         self._removed(job)
