@@ -7,6 +7,7 @@ from dataclasses import replace
 import commands
 import numpy as np
 import pytest
+import samples
 from hypothesis import given
 from hypothesis import strategies as st
 from sse_server import (
@@ -21,6 +22,7 @@ from sse_server import (
 )
 
 from toolkit.bench.client import NOT_CONTINUED, LoadSpec, Prompts, replay, run
+from toolkit.bench.predict import predicted
 from toolkit.bench.report import cache_use
 from toolkit.bench.session import RequestSettings, look_at
 from toolkit.bench.warmup import others
@@ -35,6 +37,14 @@ from toolkit.endpoints.target import (
 )
 from toolkit.endpoints.wire import Sample
 from toolkit.errors import InputError
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.recipe import RouterSpec
+from toolkit.routing.routers import make_router
+from toolkit.sched.policies import make_any
+from toolkit.sched.policies.parameters import parameters
+from toolkit.sim.api import simulate
+from toolkit.sim.replicas import Routing
+from toolkit.sim.world import world_of
 from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
 TEXT = Dialect(token_ids=False, ignore_eos=False, tokens_per_word=1.3, flat_tokens=2.0)
@@ -252,6 +262,32 @@ def test_the_loop_is_closed_where_the_trace_has_sessions_unless_it_is_opened():
         assert not any("closed loop" in line for line in opened.notes)
         with pytest.raises(InputError, match="it has no sessions"):
             look_at(target, replace(trace, sessions=None), None, RequestSettings(loop="closed"))
+
+
+def test_replicas_are_predicted_behind_the_router_of_the_plan():
+    """Three sessions of three turns each on two replicas: in turn, each session is on both."""
+    previous = np.array([-1, -1, -1, 0, 1, 2, 3, 4, 5])
+    lengths = np.repeat([64, 128, 192], 3)
+    sessions = Sessions(previous, np.full(9, 0.5))
+    trace = trace_of(lengths, sessions=sessions, arrivals=np.repeat([0.0, 5.0, 10.0], 3))
+    envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
+    chosen = PlannedPolicy(name="vllm", parameters=parameters(make_any("vllm", {})))
+    recipe = samples.recipe(engine={"name": "vllm", "vllm": {"python": "python"}})
+    found = {}
+    for name in ("round-robin", "session-hash"):
+        plan = Plan(
+            **envelope, recipe=recipe, fit=samples.paged_fit(), workers=2, policy=chosen,
+            predicted={}, limits=[], explained={}, replica_router=RouterSpec(name=name),
+        )  # fmt: skip
+        found[name] = predicted(plan, trace)
+        world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens)
+        routed = replace(world, routing=Routing.of_front(make_router(name, {})))
+        behind = simulate(trace, make_any("vllm", chosen.parameters), routed)
+        assert found[name].counters == behind.counters
+    hits = {name: result.counters["hit_percent"] for name, result in found.items()}
+    assert hits["session-hash"] > hits["round-robin"]
+    without = plan.model_copy(update={"replica_router": None})
+    assert predicted(without, trace).counters == found["round-robin"].counters
 
 
 def test_a_warm_up_is_in_open_loop():

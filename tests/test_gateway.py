@@ -6,23 +6,36 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import samples
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
+from toolkit.bench.client import LoadSpec, replay
+from toolkit.bench.predict import check_server, counts
+from toolkit.endpoints.target import cache_counts, find_target
+from toolkit.errors import ForeignError
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.launch import traits_of_replica
 from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
-from toolkit.routing.balancer import Balancer, BalancerEvent, RoutingLogHeader, replay_routes
+from toolkit.routing.balancer import (
+    Balancer,
+    BalancerEvent,
+    Routed,
+    RoutingLogHeader,
+    replay_routes,
+)
 from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
-from toolkit.routing.routers import ROUTERS, make_router
+from toolkit.routing.routers import ROUTERS, make_router, router_defaults
 from toolkit.serve.access import Keyring
 from toolkit.serve.http import HttpServer, WireLimits
 from toolkit.serve.server import listen, url
+from toolkit.traces.types import Sessions, Trace
 
 PROMPT = "Once upon a time"
 
@@ -424,6 +437,76 @@ def test_reports_reach_the_balancer(monkeypatch: pytest.MonkeyPatch):
         await asyncio.gather(task, return_exceptions=True)
 
     run(test, StandIn(metrics=text), StandIn(metrics=text), router="vllm-dp")
+
+
+def counted(queries: int, batch_s: float) -> str:
+    """The metrics of a replica."""
+    return (
+        "# TYPE vllm:prefix_cache_queries counter\n"
+        f'vllm:prefix_cache_queries_total{{engine="0"}} {queries}\n'
+        f'vllm:prefix_cache_hits_total{{engine="0"}} {queries // 2}\n'
+        f"# TYPE llmctl_batch_seconds counter\nllmctl_batch_seconds_total {batch_s}\n"
+    )
+
+
+def test_what_replicas_count_comes_through_the_front_together():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        target = await asyncio.to_thread(find_target, str(front.http.base_url))
+        assert (target.own, target.front) == (False, True)
+        text = (await front.http.get("/replicas/metrics")).text
+        for each in servers:
+            assert f'queries_total{{engine="0",replica="{each.url}"}}' in text
+        assert text.count("# TYPE vllm:prefix_cache_queries_total counter") == 1
+        assert (await asyncio.to_thread(counts, target))["llmctl_batch_seconds_total"] == 3.5
+        assert await asyncio.to_thread(cache_counts, target) == (50.0, 25.0)
+
+    run(test, StandIn(metrics=counted(40, 1.5)), StandIn(metrics=counted(10, 2.0)))
+
+
+def test_a_front_that_runs_another_router_than_the_plan_is_foreign():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        target = await asyncio.to_thread(find_target, str(front.http.base_url))
+
+        def found(name: str, workers: int = 2, **given: float) -> str:
+            spec = RouterSpec(name=name, parameters=router_defaults(ROUTERS[name]) | given)
+            fit = samples.paged_fit()
+            engine = fit.engine.model_copy(update={"engine": "vllm", "engine_version": "0.32.0"})
+            plan = fake_plan_of(fit.model_copy(update={"engine": engine}))
+            said: list[str] = []
+            changes = {"workers": workers, "replica_router": spec}
+            check_server(plan.model_copy(update=changes), target, said.append)
+            return "; ".join(said)
+
+        assert await asyncio.to_thread(found, "sglang") == ""
+        for name, workers, given, message in [
+            ("by-law", 2, {}, "runs router 'sglang' before 2 replicas, the plan has router 'by-l"),
+            ("sglang", 3, {}, "the plan has router 'sglang' before 3"),
+            ("sglang", 2, {"threshold": 0.5}, "'sglang' has threshold 0.3, the plan 0.5"),
+        ]:
+            assert message in await asyncio.to_thread(found, name, workers, **given)
+        older = fake_plan_of(samples.paged_fit())
+        with pytest.raises(ForeignError, match=r"another engine vllm 0.1.0 \(here vllm 0.32.0\)"):
+            await asyncio.to_thread(check_server, older, target)
+
+    run(test, router="sglang")
+
+
+def test_a_replay_names_its_sessions_as_the_simulator_does():
+    events: list[BalancerEvent] = []
+    previous = np.array([-1, -1, 0, 1, 2])
+    lengths = np.array([200, 100, 230, 120, 260]), np.full(5, 4), np.full(5, 4)
+    trace = Trace(np.arange(5) * 0.01, *lengths, sessions=Sessions(previous, np.zeros(5)))
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        target = await asyncio.to_thread(find_target, str(front.http.base_url))
+        found = await replay(target, trace, LoadSpec("given", 4, 256), lambda: None)
+        assert not any(sample.failure for sample in found.samples)
+
+    run(test, router="session-hash", sink=events.append)
+    routed = [event for event in events if isinstance(event, Routed)]
+    homes = {(event.request.session, event.replica) for event in routed}
+    assert sorted(event.request.session for event in routed) == ["0", "0", "0", "1", "1"]
+    assert len(homes) == 2
 
 
 def test_a_deadline_ends_a_stream_and_a_whole_answer():

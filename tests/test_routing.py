@@ -14,6 +14,8 @@ from toolkit.routing.routers import ROUTERS, TARGETS, make_router, router_knobs
 class Law:
     """A pass takes 10 ms, 0.1 ms per new token and 1 us per cached token."""
 
+    behind_s = 0.0
+
     def pass_s(self, decodes, decode_cached, chunks, new_tokens, attended):
         return 0.01 + 1e-4 * (decodes + new_tokens) + 1e-6 * decode_cached
 

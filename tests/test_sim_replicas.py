@@ -11,7 +11,7 @@ from test_sim_prefix import LAW, trace_of, world
 from toolkit.errors import InputError
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
-from toolkit.routing.routers import ROUTERS, LawRouter, make_router
+from toolkit.routing.routers import ROUTERS, LawRouter, RoundRobinRouter, make_router
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
@@ -93,6 +93,24 @@ def test_every_router_serves_all_and_twice_the_same(name: str) -> None:
     one, other = simulate(trace, POLICY, there), simulate(trace, POLICY, there)
     same(one, other)
     assert one.served.ok.all()
+
+
+def test_a_front_matches_by_larger_blocks_than_the_trace_has() -> None:
+    """Of 15 tokens in blocks of 4, a front with blocks of 8 sees one: the hash of the second."""
+    seen: list[tuple[int, ...]] = []
+
+    class Spy(RoundRobinRouter):
+        def choose(self, request, view):
+            seen.append(request.blocks)
+            return super().choose(request, view)
+
+    trace = trace_of([(0.0, 15, 3), (0.0, 16, 3)], ids=[[1, 2, 3, 4], [1, 2, 5, 6]])
+    there = world(PagedEngine(LAW, 40, 4), 2)
+    for block_tokens, blocks in ((0, (1, 2, 3)), (4, (1, 2, 3)), (8, (2,))):
+        seen.clear()
+        simulate(trace, POLICY, replace(there, routing=Routing(Spy(), block_tokens=block_tokens)))
+        assert seen[0] == blocks
+    assert seen[1] == (2, 6)
 
 
 def test_a_router_by_prefix_hits_more_than_dealing_in_turn() -> None:
@@ -250,6 +268,24 @@ def test_the_law_s_router_makes_few_requests_late() -> None:
             balancer.first_token(str(k))
         balancer.replicas[1].in_time = 0
         homes[gap_s] = balancer.route(RoutedRequest("long", 1_500, 50), 0.1)
+    assert list(homes.values()) == [0, 1]
+
+
+@pytest.mark.parametrize("target", ["", "gap_s"])
+def test_the_law_s_router_prices_the_cache_before_a_chunk(target: str) -> None:
+    """One replica has the prompt but its end, and rows that decode; another has to compute it all.
+    Where reading a cached token costs more than computing one, or makes the gap too long, the
+    request goes to the other.
+    """
+    homes = {}
+    for behind_s in (0.0, 1e-4 if target else 0.01):
+        law = PassTimes(replace(LAW, behind_s=behind_s))
+        given = {"gap_s": law.pass_s(2, 2_000, 1, 4, 4_000) * 1.5} if target else {}
+        traits = ReplicaTraits(10_000, 2048, 64, law)
+        front = Balancer(make_router("by-law", given), [traits] * 2, block_tokens=4)
+        front.route(RoutedRequest("first", 800, 50, tuple(range(200))), 0.0, (1,))
+        front.first_token("first")
+        homes[behind_s] = front.route(RoutedRequest("next", 804, 50, tuple(range(201))), 0.1)
     assert list(homes.values()) == [0, 1]
 
 

@@ -127,27 +127,35 @@ def tune(arguments: argparse.Namespace) -> None:
             run(arguments, "render", str(RECIPE), *options, "--out", f"{name}.json")
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """Replay the windows that have no result yet, plan by plan."""
+def measure(
+    arguments: argparse.Namespace,
+    windows: Sequence[Window],
+    rates: Mapping[str, float] = RATES,
+    *,
+    apart: bool = True,
+) -> None:
+    """Replay the windows that have no result yet, plan by plan; with `apart` not on the engine's
+    CPUs.
+    """
     only = tuple(arguments.only or [""])
-    chosen = [one for one in windows_of(arguments) if one.out.startswith(only)]
+    chosen = [one for one in windows if one.out.startswith(only)]
     left = [one for one in chosen if not (arguments.work / one.out).exists()]
     for plan in dict.fromkeys(one.plan for one in left):
-        if _late(arguments):
+        if late(arguments):
             return
         with serving(arguments, f"{plan}.json") as url:
             for window in left:
-                if window.plan != plan or _late(arguments):
+                if window.plan != plan or late(arguments):
                     continue
                 words = ["--url", url, "--trace", f"{window.trace}.jsonl"]
-                words += ["--rate", str(RATES[window.trace]), "--loop", LOOPS[window.trace]]
+                words += ["--rate", str(rates[window.trace]), "--loop", LOOPS[window.trace]]
                 words += ["--windows", "1", "--window", str(window.seconds)]
                 words += ["--seed", str(window.seed), "--warmup", str(arguments.warmup)]
                 words += ["--out", window.out, "--save-requests", f"{window.out}l"]
-                run(arguments, "validate", f"{plan}.json", *words, apart=True)
+                run(arguments, "validate", f"{plan}.json", *words, apart=apart)
 
 
-def _late(arguments: argparse.Namespace) -> bool:
+def late(arguments: argparse.Namespace) -> bool:
     return arguments.minutes is not None and (
         time.monotonic() - STARTED_S > 60.0 * arguments.minutes
     )
@@ -312,7 +320,7 @@ def main() -> None:
     if "tune" in stages:
         tune(arguments)
     if "measure" in stages:
-        measure(arguments)
+        measure(arguments, windows_of(arguments))
     if "report" in stages:
         found = results_of(arguments)
         print(tables(found))

@@ -97,12 +97,12 @@ def wait_for(port: int) -> None:
     raise SystemExit(f"nothing listens on port {port}")
 
 
-async def wait_served(port: int) -> None:
+async def wait_served(port: int, model: str) -> None:
     """Wait until the front has found its replicas."""
     for _ in range(300):
         client = Client(port)
         await client.open()
-        if await client.ask(bodies(1)[0], checks=False):
+        if await client.ask(bodies(1, model=model)[0], checks=False):
             await asyncio.sleep(1.0)
             return
         await asyncio.sleep(0.2)
@@ -239,20 +239,23 @@ def measure(front: str, command: Sequence[str], ports: Sequence[int], requests: 
 
 
 @contextmanager
-def open_front(words: Sequence[str], port: int) -> Iterator[psutil.Process]:
+def open_front(words: Sequence[str], port: int, model: str = MODEL) -> Iterator[psutil.Process]:
+    """A front of this command line; it has found its replicas, which serve `model`."""
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_for(port)
-        uvloop.run(wait_served(port))
+        uvloop.run(wait_served(port, model))
         try:
             yield psutil.Process(process.pid)
         finally:
             process.terminate()
 
 
-def commands(folder: Path, plan: Path, urls: Sequence[str]) -> dict[str, list[str]]:
+def commands(
+    folder: Path, plan: Path, urls: Sequence[str], model: str = MODEL
+) -> dict[str, list[str]]:
     """The fronts that are there."""
     ours = [sys.executable, "-m", "toolkit", "serve", str(plan), "--port", "PORT"]
-    ours += ["--served-model-name", MODEL, *(word for url in urls for word in ("--replica", url))]
+    ours += ["--served-model-name", model, *(word for url in urls for word in ("--replica", url))]
     found = {
         "llmctl, round-robin": ours,
         "llmctl, sglang": [*ours, "--router", "sglang"],

@@ -228,7 +228,9 @@ class _Sender:
         self._start_s = 0.0
         self._next: dict[int, int] = {}  # the row of the next turn
         self._think_s: list[float] = []
+        self._sessions: list[int] = []  # of each row, as the simulator names them
         if trace.sessions is not None:
+            self._sessions = trace.sessions.first.tolist()
             later = np.flatnonzero(trace.sessions.previous >= 0)
             before = trace.sessions.previous[later]
             self._next = dict(zip(before.tolist(), later.tolist(), strict=True))
@@ -260,7 +262,8 @@ class _Sender:
             priority=self._priorities[row],
             keep=sample.keeps_answer,
         )
-        return self._connection.request(fields)
+        session = str(self._sessions[row]) if self._sessions else ""
+        return self._connection.request(fields, session)
 
     async def session(
         self, row: int, prompt: Prompt, request: bytes, on_done: Callable[[], None]

@@ -17,17 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.bench.report import served
-from toolkit.endpoints.target import Target, scrape, version
+from toolkit.endpoints.target import Target, front_state, scrape, version
 from toolkit.endpoints.wire import Sample
 from toolkit.engine_traits import traits_of
-from toolkit.errors import InputError
+from toolkit.errors import ForeignError, InputError
 from toolkit.estimators.laws import WithOverhead
 from toolkit.files.bench import Front, Scheduling, Warmup
 from toolkit.files.plan import Plan
 from toolkit.files.profile import SAFE_VOCABULARY, Identity, OnForeign, refuse_foreign
 from toolkit.metrics import Served
+from toolkit.routing.routers import RoundRobinRouter, Router, make_router, router_parameters
 from toolkit.sched.policies import make_any
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
+from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.sim.world import World, fleet, world_of
 from toolkit.traces.types import Trace
@@ -70,7 +73,20 @@ def predicted(plan: Plan, trace: Trace, conditions: ServerConditions = AS_FITTED
     paged = world.paged.slowed(conditions.slowdown) if world.paged else None
     front = world.front if conditions.front is None else conditions.front
     world = replace(world, finished=conditions.finished, front=front, paged=paged)
+    if isinstance(policy, VllmPolicy) and routes(plan):
+        world = replace(world, routing=Routing.of_front(router_of_plan(plan)))
     return simulate(trace, policy, world)
+
+
+def routes(plan: Plan) -> bool:
+    """Whether the plan's workers are replicas behind our front."""
+    return plan.workers > 1 and traits_of(plan.recipe.engine.name).server
+
+
+def router_of_plan(plan: Plan) -> Router:
+    """The router before the plan's replicas."""
+    spec = plan.replica_router
+    return make_router(spec.name, spec.parameters) if spec else RoundRobinRouter()
 
 
 def _slowed(world: World, conditions: ServerConditions) -> World:
@@ -154,12 +170,11 @@ def counts(target: Target) -> dict[str, float]:
 
     `InputError` where it does not answer.
     """
-    return {
-        f"{sample.name}:{sample.labels['of']}"
-        if "of" in sample.labels
-        else sample.name: sample.value
-        for sample in scrape(target)
-    }
+    found: dict[str, float] = {}
+    for name, labels, value in scrape(target):
+        key = f"{name}:{labels['of']}" if "of" in labels else name
+        found[key] = found.get(key, 0.0) + value  # over the replicas of a front
+    return found
 
 
 def counts_or_none(target: Target) -> dict[str, float]:
@@ -189,9 +204,33 @@ def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None
     see `refuse_foreign`.
 
     llmctl's own servers name all of these in /metrics; of other servers, /version and the model's
-    name are compared.
+    name are compared. Of a front, the versions of its replicas, and also their number and its
+    router.
     """
-    refuse_foreign(plan.fit.engine, [_served(plan, target)], on_foreign)
+    if not target.front:
+        refuse_foreign(plan.fit.engine, [_served(plan, target)], on_foreign)
+        return
+    shown, engine = front_state(target), plan.fit.engine.engine
+    versions = [{"engine": f"{engine} {each.version}".strip()} for each in shown.up]
+    refuse_foreign(plan.fit.engine, versions, on_foreign)
+    planned = router_of_plan(plan)
+    runs = f"router '{shown.router}' before {len(shown.up)} replicas"
+    says = f"router '{planned.name}' before {plan.workers}"
+    changed = {
+        name: value
+        for name, value in router_parameters(planned).items()
+        if shown.parameters.get(name, value) != value
+    }
+    if runs != f"{says} replicas":
+        message = f"the server runs {runs}, the plan has {says}"
+    elif changed:
+        name, value = next(iter(changed.items()))
+        message = f"router '{shown.router}' has {name} {shown.parameters[name]}, the plan {value}"
+    else:
+        return
+    if on_foreign is None:
+        raise ForeignError(message, "render a plan with that router and workers, or --force")
+    on_foreign(message)
 
 
 def reports_batch_times(plan: Plan, target: Target) -> bool:

@@ -26,6 +26,7 @@ KEY_REFUSED = (401, 403)
 NOT_READY = 503
 NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
 KEY_VARIABLE = "LLMCTL_API_KEY"
+REPLICA_METRICS = "/replicas/metrics"  # of all replicas of a front, with their URLs as a label
 # A first answer may take this long. A server that loads its model refuses connections meanwhile.
 ANSWER_TIMEOUT_S = 60.0
 
@@ -70,11 +71,14 @@ def distrusted(error: BaseException) -> str:
 
 
 class Model(msgspec.Struct):
-    """A model in /v1/models; only OpenAI's `id` is always there."""
+    """A model in /v1/models; only OpenAI's `id` is always there. Our front before replicas says how
+    many serve it.
+    """
 
     id: str
     owned_by: str = ""
     max_model_len: int | None = None
+    replicas: int | None = None
 
 
 class Models(msgspec.Struct):
@@ -105,8 +109,9 @@ class ForeignErrorBody(msgspec.Struct):
 class Target:
     """A server that answered.
 
-    `own` says that it is llmctl's, which can hide the trace's lengths from its scheduler.
-    `key_variable` is the environment variable of the key, for error messages.
+    `own` says that it is llmctl's, which can hide the trace's lengths from its scheduler; `front`
+    that it is our front before replicas, whose counters it shows together. `key_variable` is the
+    environment variable of the key, for error messages.
     """
 
     url: str  # scheme, host, port and any path before /v1
@@ -115,6 +120,12 @@ class Target:
     max_model_len: int | None
     own: bool
     key_variable: str = KEY_VARIABLE
+    front: bool = False
+
+    @property
+    def metrics_url(self) -> str:
+        """Where the engines' metrics are: of a front, those of its replicas."""
+        return f"{self.url}{REPLICA_METRICS if self.front else '/metrics'}"
 
     @property
     def headers(self) -> dict[str, str]:
@@ -146,8 +157,36 @@ def find_target(
         target,
         model=chosen.id,
         max_model_len=chosen.max_model_len,
-        own=chosen.owned_by == "llmctl",
+        own=chosen.owned_by == "llmctl" and chosen.replicas is None,
+        front=chosen.replicas is not None,
     )
+
+
+class FrontReplica(msgspec.Struct):
+    """One replica, as a front shows it."""
+
+    state: str
+    version: str = ""
+
+
+class FrontState(msgspec.Struct):
+    """The page /replicas of a front."""
+
+    router: str
+    parameters: dict[str, bool | int | float | str] = {}
+    replicas: list[FrontReplica] = []
+
+    @property
+    def up(self) -> list[FrontReplica]:
+        return [each for each in self.replicas if each.state == "up"]
+
+
+def front_state(target: Target) -> FrontState:
+    """The router and the replicas of a front. Raises `InputError` if it does not show them."""
+    try:
+        return msgspec.json.decode(get(target, "/replicas"), type=FrontState)
+    except msgspec.DecodeError as error:
+        raise InputError(f"{target.url}/replicas is not that of a front: {error}") from error
 
 
 def version(target: Target) -> str:
@@ -432,7 +471,7 @@ def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
 
     Raises `InputError` if the server does not answer. `certificate` is the server's own, if known.
     """
-    url = f"{target.url}/metrics"
+    url = target.metrics_url
     try:
         trusted = verify(url, certificate)
         answer = httpx.get(

@@ -385,10 +385,11 @@ class ClientConnection:
         lines += [f"{name}: {value}" for name, value in target.headers.items()]
         self._head = "\r\n".join(lines).encode()
 
-    def request(self, fields: dict[str, object]) -> bytes:
-        """The bytes of one request, head and body."""
+    def request(self, fields: dict[str, object], session: str = "") -> bytes:
+        """The bytes of one request, head and body; `session` names its conversation."""
         body = msgspec.json.encode(fields)
-        return b"%s\r\ncontent-length: %d\r\n\r\n%s" % (self._head, len(body), body)
+        named = b"\r\nx-session-id: %s" % session.encode() if session else b""
+        return b"%s%s\r\ncontent-length: %d\r\n\r\n%s" % (self._head, named, len(body), body)
 
     async def send(
         self, request: bytes, sample: Sample, clock: Callable[[], float], timeout_s: float

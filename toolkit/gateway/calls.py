@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Raw
 
+from toolkit.routing.replicas import BLOCK_TOKENS
 from toolkit.serve.errors import ApiError
 from toolkit.serve.prompt_blocks import prompt_content
 
@@ -32,7 +33,6 @@ Mode = Literal["first", "ids", "text", "again"]
 Prompt = list[int] | bytes | None
 ValueT = TypeVar("ValueT")
 
-BLOCK_TOKENS = 64
 BYTES_PER_TOKEN = 4.0  # of text, before any was counted
 COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions

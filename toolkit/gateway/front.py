@@ -22,8 +22,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import toolkit
+from toolkit.endpoints.target import REPLICA_METRICS
 from toolkit.endpoints.upstream import UpstreamError
 from toolkit.gateway.calls import GenerationCall, PromptGauge
+from toolkit.gateway.metrics import merged_metrics
 from toolkit.gateway.passing import (
     NO_REPLICA,
     PassedRequest,
@@ -34,6 +36,7 @@ from toolkit.gateway.passing import (
 )
 from toolkit.gateway.replicas import ReplicaPool
 from toolkit.routing.balancer import Balancer
+from toolkit.routing.routers import router_parameters
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
 from toolkit.serve.forms import read_body, read_json_bytes
@@ -42,6 +45,7 @@ from toolkit.traces.write import TraceLog
 
 _logger = logging.getLogger(__name__)
 
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 WAIT_UP_S = 60.0  # an accepted request waits this long for a replica to be up
 # The path of a request passes only where it is one of these.
 RELAYED = ("/tokenize", "/detokenize", "/v1/embeddings")
@@ -147,6 +151,9 @@ class Gateway:
             await self._generate(scope, receive, send)
         elif path in RELAYED and method == "POST":
             await self._relay(scope, receive, send)
+        elif path == REPLICA_METRICS and method == "GET":
+            content = await asyncio.to_thread(merged_metrics, await self.pool.read_metrics())
+            await send_whole(send, 200, [(b"content-type", METRICS_TYPE)], content)
         elif method not in ("GET", "HEAD"):
             raise ApiError(f"there is no such route: {method} {path[:80]}", status=404)
         else:
@@ -164,7 +171,7 @@ class Gateway:
             case "/version":
                 return 200, kind, encode({"version": toolkit.__version__})
             case "/metrics":
-                return 200, b"text/plain; version=0.0.4; charset=utf-8", self.metrics()
+                return 200, METRICS_TYPE, self.metrics()
             case "/v1/models":
                 return 200, kind, encode({"object": "list", "data": [self._model()]})
             case "/replicas":
@@ -180,7 +187,8 @@ class Gateway:
     def _model(self) -> dict[str, object]:
         lengths = [each.max_model_len for each in self.pool.up if each.max_model_len]
         about = {"id": self.model, "object": "model", "created": self._created}
-        return about | {"owned_by": "llmctl", "max_model_len": min(lengths, default=None)}
+        about |= {"owned_by": "llmctl", "replicas": len(self.pool.up)}
+        return about | {"max_model_len": min(lengths, default=None)}
 
     def _shown(self) -> dict[str, object]:
         """The state of all replicas."""
@@ -198,7 +206,8 @@ class Gateway:
             for each in self.pool.replicas
         ]
         router = self.balancer.router
-        return {"router": router.name, "state": self.state, "replicas": shown}
+        about = {"router": router.name, "parameters": router_parameters(router)}
+        return about | {"state": self.state, "replicas": shown}
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a small request to any replica, and its whole answer back."""

@@ -28,13 +28,12 @@ from toolkit.errors import InputError, LlmctlError
 from toolkit.estimators.steps import law_of_steps
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
-from toolkit.gateway.calls import BLOCK_TOKENS
 from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
-from toolkit.routing.replicas import ReplicaTraits
+from toolkit.routing.replicas import BLOCK_TOKENS, ReplicaTraits
 from toolkit.routing.routers import LawRouter, Router
 from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.serve.access import Callers, Keyring

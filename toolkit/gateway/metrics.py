@@ -6,7 +6,8 @@ What the server of one engine also has, has the same name here; what is about re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -15,8 +16,11 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from toolkit.gateway.front import Gateway
+if TYPE_CHECKING:
+    from toolkit.gateway.front import Gateway
 
 Labels = Mapping[str, str]
 
@@ -105,6 +109,39 @@ class GatewayExposition:
         ):
             values = {account.name: float(getattr(account, attribute)) for account in named}
             yield _by(CounterMetricFamily, name, text, labels, "key", values)
+
+
+class _Families:
+    """Families for `generate_latest`."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def merged_metrics(texts: Mapping[str, str]) -> bytes:
+    """The metrics of several servers, by URL, as one text with the URLs as the label `replica`.
+
+    A text that is not in Prometheus' format is left out.
+    """
+    found: dict[str, Metric] = {}
+    for url, text in texts.items():
+        try:
+            families = list(text_string_to_metric_families(text))
+        except ValueError:
+            continue
+        for family in families:
+            known = found.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            known.samples += [
+                Sample(one.name, {"replica": url, **one.labels}, one.value)
+                for one in family.samples
+            ]
+    text_of_all: bytes = generate_latest(_Families(found.values()))  # type: ignore[arg-type]
+    return text_of_all
 
 
 Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]

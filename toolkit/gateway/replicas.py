@@ -24,7 +24,7 @@ from toolkit.endpoints.target import Models, Version
 from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import InputError
 from toolkit.routing.balancer import Balancer
-from toolkit.routing.replicas import ReplicaReport, ReplicaTraits
+from toolkit.routing.replicas import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
 
 State = Literal["joining", "up", "down", "hung", "left out", "draining", "gone"]
 
@@ -34,7 +34,6 @@ PROBE_DOWN_MAX_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 FAILED_PROBES = 2  # in a row take a replica out
 FAILED_ANSWERS = 5  # in a row, with a status of 500 and above
-REPORT_EVERY_S = 0.25  # a replica's own figures are read this often, where the router reads them
 SLOW_START_S = 10.0  # a replica that came back gets its share of the requests after this long
 SWEEP_EVERY_S = 0.25
 MAX_PROBE_BYTES = 4 << 20
@@ -272,6 +271,13 @@ class ReplicaPool:
             await asyncio.gather(*(self._report(replica) for replica in self.up))
             await asyncio.sleep(max(REPORT_EVERY_S - (self._now_s() - start_s), 0.01))
 
+    async def read_metrics(self) -> dict[str, str]:
+        """The pages /metrics of the replicas that are up and have one, by URL."""
+        up = self.up
+        pages = await asyncio.gather(*(self._metrics_page(replica) for replica in up))
+        found = zip(up, pages, strict=True)
+        return {one.url: page.decode(errors="replace") for one, page in found if page is not None}
+
     async def stop(self) -> None:
         tasks = [*self._tasks.values(), *self._checks]
         for task in tasks:
@@ -442,15 +448,20 @@ class ReplicaPool:
 
     async def _report(self, replica: LiveReplica) -> None:
         at_s = self._now_s()
+        body = await self._metrics_page(replica)
+        if body is not None and replica.state == "up":
+            found = report_of(body, at_s)
+            if found is not None:
+                self._balancer.report(replica.index, found)
+
+    async def _metrics_page(self, replica: LiveReplica) -> bytes | None:
+        """A replica's /metrics; None where it has none."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 status, body = await self._get(replica, b"/metrics")
         except (TimeoutError, UpstreamError):
-            return
-        if status == 200 and replica.state == "up":
-            found = report_of(body, at_s)
-            if found is not None:
-                self._balancer.report(replica.index, found)
+            return None
+        return body if status == 200 else None
 
 
 def report_of(metrics: bytes, at_s: float) -> ReplicaReport | None:

@@ -13,6 +13,10 @@ from typing import Protocol
 import msgspec
 
 DEFAULT_EXPECTED_TOKENS = 128  # of an output, before the first has ended
+# Of our front, live and simulated: the tokens of a block that it matches prompts by, and the
+# seconds between two readings of a replica's own figures, where the router reads them.
+BLOCK_TOKENS = 64
+REPORT_EVERY_S = 0.25
 
 
 class RoutedRequest(msgspec.Struct, frozen=True):
@@ -41,7 +45,13 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
 
 class PassLaw(Protocol):
-    """Seconds of an engine's forward pass, its host's part included."""
+    """Seconds of an engine's forward pass, its host's part included.
+
+    `behind_s` is what each cached token before a part of a prompt adds; `pass_s` leaves it out.
+    """
+
+    @property
+    def behind_s(self) -> float: ...
 
     def pass_s(
         self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
@@ -108,6 +118,7 @@ class Replica:
         sent: the requests that it has, by id, in the order in which they were sent.
         prefills: how many of these have no token yet.
         prefill_tokens: what these have to compute.
+        prefill_cached: what is expected to be cached before that.
         decode_tokens: prompt tokens of the others.
         prompt_tokens: of all.
         blocks: of all prompts that it has, each counted once.
@@ -124,6 +135,7 @@ class Replica:
         "in_time",
         "index",
         "is_up",
+        "prefill_cached",
         "prefill_tokens",
         "prefilled_s",
         "prefills",
@@ -137,7 +149,7 @@ class Replica:
         self.index, self.traits = index, traits
         self.is_up = True
         self.sent: dict[str, Sent] = {}
-        self.prefills = self.prefill_tokens = self.decode_tokens = 0
+        self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
         self.prompt_tokens = self.blocks = 0
         self.report: ReplicaReport | None = None
         self.in_time = self._stalls = 0
@@ -173,6 +185,7 @@ class Replica:
         self.sent[sent.request.request_id] = sent
         self.prefills += 1
         self.prefill_tokens += sent.new_tokens
+        self.prefill_cached += sent.cached_tokens
         self.prompt_tokens += sent.request.prompt_tokens
         for block in sent.request.blocks:
             uses = self._uses.get(block, 0)
@@ -196,6 +209,7 @@ class Replica:
             sent.has_token = True
             self.prefills -= 1
             self.prefill_tokens -= sent.new_tokens
+            self.prefill_cached -= sent.cached_tokens
             self.decode_tokens += sent.request.prompt_tokens
 
     def remove(self, request_id: str) -> None:
@@ -210,6 +224,7 @@ class Replica:
         else:
             self.prefills -= 1
             self.prefill_tokens -= sent.new_tokens
+            self.prefill_cached -= sent.cached_tokens
         for block in sent.request.blocks:
             uses = self._uses[block] - 1
             if uses:

@@ -397,9 +397,12 @@ class LawRouter(_Checked):
         )
         # what its own prompt adds to the passes of the rows that decode
         own_s = max(chunk_s - plain_s, 0.0) * passes * new / (ahead + new)
+        whole_s = passes * chunk_s - own_s - plain_s
+        own_s += law.behind_s * _tokens_behind(1, cached, new, room)
         left = rest = 0.0  # seconds and tokens of the prompts ahead: part of them is computed
         if ahead:
-            whole_s = passes * chunk_s - own_s - plain_s
+            behind = _tokens_behind(replica.prefills, replica.prefill_cached, ahead, room)
+            whole_s += law.behind_s * behind
             left = min(whole_s, max(replica.prefilled_s - view.now_s, 0.0))
             rest = ahead * left / max(whole_s, 1e-9)
         slower_s = law.pass_s(decodes + 1, context + prompt + expected / 2, 0, 0, 0.0) - plain_s
@@ -414,6 +417,7 @@ class LawRouter(_Checked):
             own = min(new, tokens)
             attended = own * (prompt - own / 2) + (tokens - own) * attended_ahead / max(ahead, 1)
             longest_s = law.pass_s(decodes, context, 1, tokens, attended)
+            longest_s += law.behind_s * (prompt - own)
             stalls = longest_s > self.gap_s
             late += replica.in_time * _chance(longest_s, self.gap_s)
         cost = self.first * first_s + expected * (plain_s + slower_s) + self.others * lost_s
@@ -533,6 +537,14 @@ def _chance(expected_s: float, target_s: float) -> float:
     if expected_s <= 0.0:
         return 0.0
     return 1.0 / (1.0 + min(target_s / expected_s, 100.0) ** SHARPNESS)
+
+
+def _tokens_behind(prompts: int, cached: int, new: int, room: int) -> float:
+    """Tokens that parts of prompts find cached before them, those of earlier parts included, where
+    a pass computes at most `room` new tokens; `cached` and `new` are of all `prompts` together.
+    """
+    parts = -(-new // (prompts * room))  # of each prompt
+    return parts * cached + prompts * room * parts * (parts - 1) / 2
 
 
 def _memory_wait_s(

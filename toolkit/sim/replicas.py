@@ -24,7 +24,13 @@ import msgspec
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.routing.balancer import Balancer
-from toolkit.routing.replicas import ReplicaReport, ReplicaTraits, RoutedRequest
+from toolkit.routing.replicas import (
+    BLOCK_TOKENS,
+    REPORT_EVERY_S,
+    ReplicaReport,
+    ReplicaTraits,
+    RoutedRequest,
+)
 from toolkit.routing.routers import RoundRobinRouter, Router
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
@@ -92,6 +98,8 @@ class Routing:
         report_s: seconds between two reports of a replica; vLLM's balancer and llm-d's scheduler
             read them about every 0.1 and 0.05 s.
         report_age_s: how old a report is when it comes.
+        block_tokens: of the blocks that prompts are matched by; 0, or fewer than the trace's
+            blocks have: these.
         seed: of ties.
         outages: of replicas.
     """
@@ -101,13 +109,19 @@ class Routing:
     report_age_s: float = 0.0
     seed: int = 0
     outages: tuple[Outage, ...] = ()
+    block_tokens: int = 0
+
+    @classmethod
+    def of_front(cls, router: Router) -> Routing:
+        """As our front routes by `router`: what it knows as coarsely and as late."""
+        return cls(router, report_s=REPORT_EVERY_S, block_tokens=BLOCK_TOKENS)
 
 
 class PassTimes:
     """The law of an engine's passes, for a router that asks for averages."""
 
     def __init__(self, law: StepLaw) -> None:
-        self._law = law
+        self._law, self.behind_s = law, law.behind_s
 
     def pass_s(
         self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
@@ -336,10 +350,13 @@ class _RoutedRun:
             flags.max_num_seqs,
             PassTimes(engine.steps),
         )
+        given = reuse.shared.block_tokens if reuse.shared else engine.block_tokens
+        self._merged = max(routing.block_tokens // given, 1)  # blocks that the router sees as one
+        self._router_block_tokens = self._merged * given
         self._balancer = Balancer(
             routing.router,
             [traits] * ledger.workers,
-            block_tokens=reuse.shared.block_tokens if reuse.shared else engine.block_tokens,
+            block_tokens=self._router_block_tokens,
             seed=routing.seed,
         )
         self._report_s = routing.report_s if routing.router.reads_reports else math.inf
@@ -508,12 +525,12 @@ class _RoutedRun:
         shared, sessions = self._reuse.shared, self._sessions
         blocks: tuple[int, ...] = ()
         session = "" if sessions is None else str(sessions[number])
+        full = request.prompt_tokens // self._router_block_tokens
         if shared is not None:
-            first = int(shared.offsets[number])
-            full = request.prompt_tokens // shared.block_tokens
-            blocks = tuple(shared.ids[first : first + full].tolist())
+            first, merged = int(shared.offsets[number]), self._merged
+            last = first + full * merged
+            blocks = tuple(shared.ids[first + merged - 1 : last : merged].tolist())
         elif sessions is not None:
-            full = request.prompt_tokens // self._engine.block_tokens
             chain = sessions[number] << 32
             blocks = tuple(range(chain, chain + full))
         return RoutedRequest(

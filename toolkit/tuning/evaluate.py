@@ -122,8 +122,8 @@ def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
 
 
 def routed(world: World, router: RouterSpec) -> World:
-    """The world with a router before its replicas."""
-    return replace(world, routing=Routing(make_router(router.name, router.parameters)))
+    """The world with our front and a router before its replicas."""
+    return replace(world, routing=Routing.of_front(make_router(router.name, router.parameters)))
 
 
 def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:

@@ -1,0 +1,335 @@
+"""Routers live: two real vLLM replicas on two cores, each router predicted and then measured.
+
+    python -m benchmarks.engines.routers_live --work DIR --vllm-python PYTHON [--bin FOLDER]
+
+Takes about 25 minutes on a quiet machine of two cores. Needs an environment with vLLM 0.32, and
+for `peers` one with `pip install sglang-router vllm-router`.
+
+The model and the sessions are those of `prefix_live`; each replica has one core and a cache of
+20,448 tokens, half of what the sessions need, and front and load generator take their time from
+the same cores. After `llmctl profile` (of one vLLM) and `fit`, a plan with two replicas is made for
+each router. `llmctl serve` starts front and replicas, and `llmctl validate` predicts a window with
+what other requests before it show of the machine's speed, replays it in closed loop, and compares.
+All windows of all routers are reported, none is chosen.
+
+Its stage `peers` stands our front, `sglang-router` and `vllm-router` (in the folder `--bin`) before
+two such vLLM servers, and kills one of these in the middle of 40 streams. 80 streams of 150 tokens
+are sent by 40 clients, each on its own connection; an answer is failed that is no 200, breaks off,
+or lacks a token.
+
+Each result is a file in DIR, and the same command continues after those that are there. `--minutes`
+starts no window after so long, `--stage` runs one stage, for machines that are quiet for minutes
+only. The report writes all results to `--write`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import combinations
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+
+from benchmarks.common.command import make_parser
+from benchmarks.engines.prefix_live import GENERATED, RECIPE, Window, late, measure
+from benchmarks.engines.vllm_flags import LLMCTL, run
+from benchmarks.serving.router_cost import commands, free_ports, open_front
+from toolkit.files.bench import Validation, WindowResult
+from toolkit.files.io import read_file, write_file
+from toolkit.files.plan import Plan
+from toolkit.files.recipe import RouterSpec
+from toolkit.routing.routers import make_router, router_parameters, targets_of
+
+STAGES = ("prepare", "profile", "fit", "plans", "measure", "peers", "report")
+ROUTERS = ("round-robin", "session-hash", "llm-d", "sglang", "by-law")
+TRACE, RATES = "sessions", {"sessions": 5.0}  # turns/s
+SEEDS = (1, 2)
+AIMS = {"throughput_rps": 5.0, "ttft_mean_s": 15.0}  # percent
+HIT_AIM = 2.0  # points
+CLIENTS, STREAMS, TOKENS = 40, 80, 150
+KILL_AT = CLIENTS * TOKENS // 5  # events of all streams
+SHOWN = (*AIMS, "e2e_mean_s", "goodput_rps")
+
+
+def windows_of(arguments: argparse.Namespace) -> list[Window]:
+    """All windows: those of the first seed under every router, then those of the next."""
+    return [
+        Window(router, TRACE, seed, arguments.window, f"window-{seed}-{router}.json")
+        for seed in SEEDS
+        for router in ROUTERS
+    ]
+
+
+def plans(arguments: argparse.Namespace) -> None:
+    """A plan of two replicas with vLLM's defaults, for each router at its defaults."""
+    words = ["--fit", "fit.json", "--policy", "vllm", "--out", "one.json"]
+    run(arguments, "render", str(RECIPE), *words)
+    plan = read_file(Plan, arguments.work / "one.json")
+    for name in ROUTERS:
+        router = make_router(name, targets_of(name, plan.recipe.sla))
+        spec = RouterSpec(name=name, parameters=router_parameters(router))
+        routed = plan.model_copy(update={"workers": 2, "replica_router": spec})
+        write_file(routed, arguments.work / f"{name}.json")
+
+
+def found(arguments: argparse.Namespace) -> dict[tuple[int, str], WindowResult]:
+    """The results so far, by seed and router."""
+    return {
+        (window.seed, window.plan): read_file(Validation, arguments.work / window.out).windows[0]
+        for window in windows_of(arguments)
+        if (arguments.work / window.out).exists()
+    }
+
+
+@contextmanager
+def vllm_on(arguments: argparse.Namespace, cpu: int, port: int) -> Iterator[psutil.Process]:
+    """One vLLM server that has the CPU to itself; killed at the end if it still runs."""
+    words = ["taskset", "-c", str(cpu), *LLMCTL, "serve", "one.json", "--port", str(port)]
+    environment = os.environ | {"LLMCTL_VLLM_PYTHON": arguments.vllm_python}
+    with (arguments.work / "peers.log").open("a") as log:
+        server = psutil.Popen(words, cwd=arguments.work, env=environment, stdout=log, stderr=log)
+        try:
+            yield server
+        finally:
+            kill(server)
+
+
+def kill(server: psutil.Process) -> None:
+    """Kill a server and its processes at once."""
+    with suppress(psutil.NoSuchProcess):
+        for process in (server, *server.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    server.wait()
+
+
+async def wait_healthy(ports: Sequence[int]) -> None:
+    """Wait until vLLM answers on all ports."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        for port in ports:
+            for _ in range(600):
+                with suppress(httpx.HTTPError):
+                    if (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200:
+                        break
+                await asyncio.sleep(0.25)
+            else:
+                raise SystemExit(f"no vLLM on port {port}; see peers.log")
+
+
+async def failed_streams(port: int, model: str, victim: psutil.Process) -> dict[str, int]:
+    """Send all streams, and kill `victim` after `KILL_AT` events; failures by their reason."""
+    left, events, failures = iter(range(STREAMS)), 0, Counter[str]()
+
+    async def ask(http: httpx.AsyncClient, number: int) -> str:
+        nonlocal events
+        body = {"model": model, "prompt": f"{number} times upon a time", "max_tokens": TOKENS}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        tokens, done = 0, False
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                return f"HTTP {answer.status_code}"
+            async for line in answer.aiter_lines():
+                done = done or line == "data: [DONE]"
+                if not line.startswith("data: {"):
+                    continue
+                tokens = (json.loads(line[6:]).get("usage") or {}).get("completion_tokens", 0)
+                events += 1
+                if events == KILL_AT:
+                    await asyncio.to_thread(kill, victim)
+        return "" if done and tokens == TOKENS else "broke off"
+
+    async def work() -> None:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
+            for number in left:
+                try:
+                    reason = await ask(http, number)
+                except httpx.HTTPError as error:
+                    reason = type(error).__name__
+                failures.update([reason] if reason else [])
+
+    await asyncio.gather(*(work() for _ in range(CLIENTS)))
+    if events < KILL_AT:
+        raise SystemExit(f"only {events} events came: nothing was killed")
+    return dict(failures)
+
+
+def peers(arguments: argparse.Namespace) -> None:
+    """The failures of each front; those that have a result already are left out."""
+    out = arguments.work / "peers.json"
+    results = json.loads(out.read_text()) if out.exists() else {}
+    ports, model = free_ports(2), read_file(Plan, arguments.work / "one.json").recipe.name
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    plan = arguments.work / "round-robin.json"
+    fronts = commands(arguments.bin, plan, urls, model)
+    with ExitStack() as both:
+        both.enter_context(vllm_on(arguments, 0, ports[0]))
+        for name, command in fronts.items():
+            if name in results or late(arguments):
+                continue
+            (port,) = free_ports(1)
+            words = [word.replace("PORT", str(port)) for word in command]
+            with vllm_on(arguments, 1, ports[1]) as victim:
+                asyncio.run(wait_healthy(ports))
+                with open_front(words, port, model):
+                    results[name] = asyncio.run(failed_streams(port, model, victim))
+            out.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{name}: {results[name] or 'none'} of {STREAMS} failed", file=sys.stderr)
+
+
+def report(results: Mapping[tuple[int, str], WindowResult]) -> str:
+    """The tables as markdown."""
+    return "\n".join([*_windows(results), "", *_means(results), "", *_orders(results), ""])
+
+
+def _windows(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
+    yield "| window | router | | hits % | requests/s | TTFT mean s | E2E mean s | goodput/s |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|"
+    for (seed, router), one in results.items():
+        hits, expected = _hits(one)
+        speed = f"slowdown {one.slowdown:.2f} before, {one.slowdown_meanwhile or 1.0:.2f} meanwhile"
+        print(
+            f"{seed} {router}: {one.requests} requests, {one.failed} failed; {speed}; front"
+            f" {1e3 * one.front_first_s:.0f} ms",
+            file=sys.stderr,
+        )
+        yield f"| {seed} | {router} | measured | {hits:.1f} | {_values(one.measured)} |"
+        off = f"{expected - hits:+.1f} points"
+        yield f"| | | predicted | {expected:.1f} ({off}) | {_errors(one.predicted, one.measured)} |"
+        if one.predicted_in_hindsight:
+            yield f"| | | in hindsight | | {_errors(one.predicted_in_hindsight, one.measured)} |"
+
+
+def _means(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
+    """Over the windows of each router: what was measured, and the errors of the predictions."""
+    yield "| router | hits % | off | requests/s | off | TTFT mean s | off | goodput/s | off |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for router in ROUTERS:
+        of = [one for (_, name), one in results.items() if name == router]
+        if not of:
+            continue
+        hits = np.mean([_hits(one) for one in of], axis=0)
+        cells = [f"{hits[0]:.1f} | {hits[1] - hits[0]:+.1f}"]
+        for name in (*AIMS, "goodput_rps"):
+            measured, predicted = _mean(of, name)
+            cells.append(f"{measured:.3g} | {100.0 * (predicted / measured - 1.0):+.1f} %")
+        yield f"| {router} | {' | '.join(cells)} |"
+
+
+def _orders(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
+    """The pairs of routers that differ by more than the aim, and those that are in another order
+    than predicted.
+    """
+    for name, better in (("ttft_mean_s", -1.0), ("goodput_rps", 1.0)):
+        differ, wrong = 0, []
+        for first, second in combinations(ROUTERS, 2):
+            both = [[o for (_, n), o in results.items() if n == which] for which in (first, second)]
+            if not all(both):
+                continue
+            (one, one_said), (other, other_said) = (_mean(of, name) for of in both)
+            if abs(one / other - 1.0) <= AIMS.get(name, AIMS["throughput_rps"]) / 100.0:
+                continue
+            differ += 1
+            if (one > other) != (one_said > other_said):
+                wrong.append(f"{first} and {second}")
+        means = {
+            router: _mean([o for (_, n), o in results.items() if n == router], name)[0]
+            for router in ROUTERS
+            if any(n == router for _, n in results)
+        }
+        order = sorted(means, key=lambda router: -better * means[router])
+        yield (
+            f"{name}: best first, as measured: {', '.join(order)}. {differ} pairs differ by more"
+            f" than the aim; in another order than predicted: {', '.join(wrong) or 'none'}."
+        )
+
+
+def _hits(one: WindowResult) -> tuple[float, float]:
+    """Percent of the prompt tokens that were found in the caches: measured, predicted."""
+    assert one.cache is not None
+    return one.cache.hit_percent or 0.0, one.cache.predicted_percent or 0.0
+
+
+def _mean(of: Sequence[WindowResult], name: str) -> tuple[float, float]:
+    """A metric over windows: measured, predicted."""
+    return (
+        float(np.mean([one.measured[name] for one in of])),
+        float(np.mean([one.predicted[name] for one in of])),
+    )
+
+
+def _values(metrics: Mapping[str, float]) -> str:
+    return " | ".join(f"{metrics[name]:.3g}" for name in SHOWN)
+
+
+def _errors(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    return " | ".join(
+        f"{predicted[name]:.3g} ({100.0 * (predicted[name] / measured[name] - 1.0):+.1f} %)"
+        for name in SHOWN
+    )
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line, or of `words`."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for all files")
+    parser.add_argument(
+        "--vllm-python", required=True, help="the Python of an environment that has vLLM"
+    )
+    parser.add_argument(
+        "--bin", type=Path, default=Path(sys.executable).parent, help="where the other routers are"
+    )
+    parser.add_argument("--window", type=float, default=60.0, help="seconds of each window")
+    parser.add_argument(
+        "--warmup", type=float, default=10.0, help="seconds of other requests before each window"
+    )
+    parser.add_argument("--minutes", type=float, help="start no window after so long")
+    parser.add_argument("--only", nargs="+", help="beginnings of result files, such as window-1")
+    parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
+    parser.add_argument("--write", type=Path, help="write all results to this file (JSON)")
+    found = parser.parse_args(words)
+    found.work, found.recipe = found.work.absolute(), RECIPE
+    found.work.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def main() -> None:
+    arguments = options()
+    stages = [arguments.stage] if arguments.stage else STAGES
+    work = arguments.work
+    if "prepare" in stages and not (work / f"{TRACE}.jsonl").exists():
+        generated = GENERATED[TRACE].split()
+        run(arguments, "trace", "generate", "--out", f"{TRACE}.jsonl", *generated)
+    if "profile" in stages:
+        run(arguments, "profile", str(RECIPE), "--out", "profile.json")
+    if "fit" in stages:
+        run(arguments, "fit", "profile.json", "--out", "fit.json")
+    if "plans" in stages:
+        plans(arguments)
+    if "measure" in stages:
+        measure(arguments, windows_of(arguments), RATES, apart=False)
+    if "peers" in stages:
+        peers(arguments)
+    if "report" in stages:
+        results = found(arguments)
+        print(report(results))
+        if arguments.write:
+            shown = [
+                {"seed": seed, "router": router, **one.model_dump(mode="json")}
+                for (seed, router), one in results.items()
+            ]
+            arguments.write.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
