@@ -21,7 +21,6 @@ only. `report` prints the tables; its numbers are in docs/results/data/prefix-sh
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import make_parser
+from benchmarks.common.results_file import keep
 from benchmarks.engines.vllm_flags import run, serving
 from toolkit.bench.predict import LengthLimits, ServerConditions, fitted, predict
 from toolkit.deploy.order import ALLOW_BROKEN
@@ -300,7 +300,6 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, help="start no window after so long")
     parser.add_argument("--only", nargs="+", help="beginnings of result files, such as tuned-")
-    parser.add_argument("--json", type=Path, help="where `report` also writes all numbers")
     parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), RECIPE
@@ -326,8 +325,8 @@ def main() -> None:
     if "report" in stages:
         found = results_of(arguments)
         print(tables(found))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        for name, numbers in found.items():
+            keep(name, numbers)
 
 
 if __name__ == "__main__":
