@@ -197,19 +197,7 @@ async def _serve(
     log: TraceLog | None,
     on_ready: Callable[[str], None],
 ) -> Mapping[str, int]:
-    router, say = order.router, order.ending.say
-    if events is not None:
-        given: dict[str, Value] = dict(parameters(router))  # type: ignore[arg-type]
-        targets = (None if math.isinf(limit) else limit for limit in order.limits)
-        events.add(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
-    balancer = Balancer(
-        router,
-        [],
-        block_tokens=BLOCK_TOKENS,
-        limits=order.limits,
-        index_limit=INDEX_LIMIT,
-        sink=events.add if events is not None else None,
-    )
+    say, balancer = order.ending.say, _balancer(order, events)
     serve_spec = order.plan.recipe.serve
     key = secrets.token_urlsafe(24) if order.own is not None else order.key
     pool = ReplicaPool(balancer, traits, order.needs, hang_s=serve_spec.hang_s, key=key, say=say)
@@ -254,6 +242,23 @@ async def _serve(
         await server.stop(LAST_BYTES_S)
         signals.close()
     return dict(stats.ended)
+
+
+def _balancer(order: GatewayLaunch, events: EventLog | None) -> Balancer:
+    """The balancer without replicas; its log begins with what a replay needs to know of it."""
+    router = order.router
+    if events is not None:
+        given: dict[str, Value] = dict(parameters(router))  # type: ignore[arg-type]
+        targets = (None if math.isinf(limit) else limit for limit in order.limits)
+        events.add(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
+    return Balancer(
+        router,
+        [],
+        block_tokens=BLOCK_TOKENS,
+        limits=order.limits,
+        index_limit=INDEX_LIMIT,
+        sink=events.add if events is not None else None,
+    )
 
 
 def _background(
