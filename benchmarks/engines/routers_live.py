@@ -325,7 +325,8 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, help="start no window after so long")
     parser.add_argument("--only", nargs="+", help="beginnings of result files, such as window-1")
-    parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
+    only = f"run only this stage, of {', '.join(STAGES)}; default: all"
+    parser.add_argument("--stage", choices=STAGES, metavar="STAGE", help=only)
     parser.add_argument("--write", type=Path, help="write all results to this file (JSON)")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), RECIPE
