@@ -147,7 +147,8 @@ def running() -> RunningCode:
     if not reason:
         return RunningCode(True)
     if not (PACKAGE.parent / "hatch_build.py").exists():
-        return RunningCode(False, reason, "install llmctl again where a C compiler is")
+        remedy = "install llmctl from its source (the sdist) where a C compiler is"
+        return RunningCode(False, reason, remedy)
     lacking = "" if _finder.refused else obstacle()
     if lacking:
         reason, remedy = f"{reason}; {lacking}", f"install gcc or clang, and {HEADERS}; {REMEDY}"

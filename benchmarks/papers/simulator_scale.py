@@ -19,7 +19,6 @@ compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the latter. `--jso
 from __future__ import annotations
 
 import ctypes
-import json
 import random
 import shutil
 import statistics
@@ -33,6 +32,7 @@ from time import process_time
 import numpy as np
 
 from benchmarks.common.command import make_parser
+from benchmarks.common.results_file import keep
 from benchmarks.papers.simulator_speed import ENGINE, LAW, MAX_NEW_TOKENS, MEMORY
 from toolkit.compiled import running
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
@@ -262,7 +262,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small rows, each measured once")
     parser.add_argument("--out", type=Path, help="a PNG with the plots")
-    parser.add_argument("--json", type=Path, help="a file for the rows")
     options = parser.parse_args()
     policies = options.policies
     if ALL in policies:
@@ -270,9 +269,7 @@ def main() -> None:
     size = options.most, options.repeats, PER_WORKER
     measured = measure(policies, *(QUICK if options.quick else size))
     print_growth(measured.rows)
-    if options.json:
-        options.json.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
-        print(f"\nwrote {options.json}")
+    keep("measured", asdict(measured))
     if options.out:
         draw(measured.rows, options.out)
 

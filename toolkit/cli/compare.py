@@ -20,6 +20,7 @@ from toolkit.cli.simulate import (
     hit_notes,
     open_stage,
     refusal_notes,
+    routed,
     sharing_notes,
     unfinished_notes,
 )
@@ -91,7 +92,7 @@ def command(given: CompareOptions) -> None:
     names = names or usual_policies(stage.fit)
     of_world, of_policy = assign_settings(names, parse_settings(given.settings))
     contenders = [policy_for(stage.fit, name, of_policy[name]) for name in names]
-    world = stage.world(of_world, given.workers, given.seed)
+    world = routed(stage.world(of_world, given.workers, given.seed), targets, of_world, None)
     check_capacity(of_world, world, stage.trace)
     note_rest(stage.trace)
     for line in sharing_notes(stage.trace, names):

@@ -114,7 +114,10 @@ def limits_of(recipe: Recipe) -> CandidateLimits:
     """The recipe's limits besides the latency targets."""
     spec = recipe.tune
     return CandidateLimits(
-        spec.max_oom_percent, spec.max_evicted_percent, spec.min_attainment_percent
+        spec.max_oom_percent,
+        spec.max_evicted_percent,
+        spec.min_attainment_percent,
+        spec.max_refused_percent,
     )
 
 
