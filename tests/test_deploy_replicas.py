@@ -284,7 +284,7 @@ def test_only_the_front_and_prometheus_reach_a_replica(order: Order) -> None:
 def test_the_front_may_list_endpoints_and_nothing_else(order: Order) -> None:
     found = objects(order)
     (rule,) = found["core/role.yaml"]["rules"]
-    assert (rule["resources"], rule["verbs"]) == (["endpointslices"], ["get", "list"])
+    assert (rule["resources"], rule["verbs"]) == (["endpointslices"], ["get", "list", "watch"])
     pods = [found[f"core/{kind}.yaml"]["spec"]["template"]["spec"] for kind in
             ("deployment", "statefulset")]  # fmt: skip
     assert [pod["automountServiceAccountToken"] for pod in pods] == [True, False]
@@ -434,3 +434,36 @@ def test_llmctl_serve_links_all_units_and_starts_and_stops_the_target(
 def test_statefulsets_are_read_as_they_are_written(order: Order) -> None:
     data = objects(order)["core/statefulset.yaml"]
     assert StatefulSet.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data
+
+
+def test_the_weights_of_llm_ds_router_become_those_of_an_endpoint_picker(shipped: Plan) -> None:
+    assert "endpointpicker.yaml" not in render_target("kubernetes", orders.order(shipped))
+    spec = RouterSpec(name="llm-d", parameters={"prefix": 4.5, "queue": 1.0})
+    files = render_target(
+        "kubernetes", orders.order(shipped.model_copy(update={"replica_router": spec}))
+    )
+    found = yaml.safe_load(files["endpointpicker.yaml"])
+    assert found["apiVersion"] == "inference.networking.x-k8s.io/v1alpha1"
+    assert found["kind"] == "EndpointPickerConfig"
+    types = [plugin["type"] for plugin in found["plugins"]]
+    (profile,) = found["schedulingProfiles"]
+    assert {one["pluginRef"] for one in profile["plugins"]} < set(types)
+    assert "single-profile-handler" in types
+    assert {one["pluginRef"]: one.get("weight") for one in profile["plugins"]} == {
+        "prefix-cache-scorer": 4.5,
+        "queue-scorer": 1.0,
+        "kv-cache-utilization-scorer": 2.0,  # the router's default
+        "max-score-picker": None,
+    }
+    assert found["plugins"][0]["parameters"] == {"lruCapacityPerServer": 31_250}
+    assert "endpointpicker.yaml" not in files["kustomization.yaml"]
+    said = " ".join(files["EXPLAIN.md"].split())
+    assert "parameter 'prefix' of router 'llm-d'" in said
+
+
+def test_a_replicas_unit_is_started_again_when_its_server_does_not_answer(order: Order) -> None:
+    files = render_target("systemd", order)
+    unit = files[f"{order.name}-replica@.service"]
+    assert "does not answer /health for 30 s (serve.hang_s)" in unit
+    assert "Restart=on-failure" in unit
+    assert "| replica that hangs | 30 s |" in " ".join(files["EXPLAIN.md"].replace("`", "").split())

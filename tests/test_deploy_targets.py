@@ -28,6 +28,7 @@ from toolkit.deploy.render import TARGETS, render_target
 from toolkit.errors import InputError
 from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.recipe import RouterSpec
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
@@ -387,6 +388,20 @@ def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
     rate = 512 / (0.002 + 1.1 * (2e-5 * 512 + 1e-4 + 1e-6 * 512 + 4e-3))
     assert f"  --max-num-queued-tokens {int(2.0 * rate)} \\\n" in script
     assert "--scheduler-cls" not in script, "not with data parallelism"
+
+
+@pytest.mark.parametrize(
+    ("router", "flag", "says"),
+    [
+        ("vllm-dp", True, "simulated as router 'vllm-dp'"),
+        ("by-law", False, "2 replicas were simulated behind router 'by-law'"),
+    ],
+)
+def test_vllm_starts_what_was_simulated(gpu: Plan, router: str, flag: bool, says: str) -> None:
+    spec = RouterSpec(name=router, parameters={})
+    files = render_target("vllm", orders.order(gpu.model_copy(update={"replica_router": spec})))
+    assert ("--data-parallel-size 2" in files["serve.sh"]) == flag
+    assert says in " ".join(files["EXPLAIN.md"].split())
 
 
 def test_our_scheduler_runs_inside_vllm_where_it_can(tmp_path: Path) -> None:

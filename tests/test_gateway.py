@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ import pytest
 import samples
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
+from toolkit.backends import ServerOrder
 from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
@@ -20,9 +23,11 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.front import Gateway, GatewaySettings
-from toolkit.gateway.launch import traits_of_replica
+from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, traits_of_replica
 from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
+from toolkit.gateway.status import GatewayStatus
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import (
     Balancer,
     BalancerEvent,
@@ -30,11 +35,12 @@ from toolkit.routing.balancer import (
     RoutingLogHeader,
     replay_routes,
 )
-from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
+from toolkit.routing.replicas import PassLaw, ReplicaTraits, RoutedRequest
 from toolkit.routing.routers import ROUTERS, make_router, router_defaults
 from toolkit.serve.access import Keyring
 from toolkit.serve.http import HttpServer, WireLimits
-from toolkit.serve.server import listen, url
+from toolkit.serve.server import Ending, listen, url
+from toolkit.serve.status import Facts, KindFacts
 from toolkit.traces.types import Sessions, Trace
 
 PROMPT = "Once upon a time"
@@ -103,6 +109,8 @@ def run(
     sink: Callable[[BalancerEvent], None] | None = None,
     keyring: Keyring | None = None,
     said: list[str] | None = None,
+    limits: LatencyLimits = UNLIMITED,
+    law: PassLaw | None = None,
     **settings: Any,
 ) -> None:
     async def both() -> None:
@@ -110,11 +118,16 @@ def run(
         for server in servers:
             await server.start()
         balancer = Balancer(
-            make_router(router, {}), [], block_tokens=64, index_limit=1000, sink=sink
+            make_router(router, {}),
+            [],
+            block_tokens=64,
+            index_limit=1000,
+            sink=sink,
+            limits=limits,
         )
         pool = ReplicaPool(
             balancer,
-            ReplicaTraits(100_000),
+            ReplicaTraits(100_000, law=law),
             needs,
             hang_s=hang_s,
             say=(said if said is not None else []).append,
@@ -564,6 +577,37 @@ def test_more_requests_than_may_wait_get_503():
     run(test, StandIn(token_s=0.002), StandIn(token_s=0.002), max_waiting=2)
 
 
+class SlowLaw:
+    """A prompt's token takes a second."""
+
+    def pass_s(self, decodes, decode_cached, chunks, new_tokens, attended):
+        return 1e-3 + float(new_tokens)
+
+
+def test_what_would_miss_its_target_gets_503_and_when_to_come_back():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        first = asyncio.create_task(front.stream(asked(200)))
+        while not front.gateway.running:
+            await asyncio.sleep(0.001)
+        refused = await front.http.post("/v1/completions", json=asked())
+        assert refused.status_code == 503
+        error = refused.json()["error"]
+        assert error["code"] == "overloaded"
+        assert "the first token would come in" in error["message"]
+        assert 1 <= int(refused.headers["Retry-After"]) <= 60
+        assert (await first).text == answer_of(asked(200))
+        assert "llmctl_refused_total{" in (told := (await front.http.get("/metrics")).text)
+        assert (
+            next(line for line in told.splitlines() if line.startswith("llmctl_refused_total"))[-3:]
+            == "1.0"
+        )
+        assert (await front.stream(asked())).text == answer_of(asked())
+
+    # a prompt of 16 bytes is 4 tokens: 4 s alone, 8 s behind another
+    slow = StandIn(token_s=0.002, first_s=0.2)
+    run(test, slow, limits=LatencyLimits(ttft_s=5.0), law=SlowLaw())
+
+
 @pytest.mark.slow
 def test_replicas_that_every_router_names_serve():
     async def test(front: Front, servers: list[StandIn]) -> None:
@@ -594,3 +638,94 @@ def test_the_law_of_the_plans_fit_routes():
         balancer.change(balancer.add(traits), is_up=True)
     chosen = {balancer.route(RoutedRequest(f"r{k}", 500, 50), 0.0) for k in range(2)}
     assert chosen == {0, 1}
+
+
+def test_the_status_page_says_how_each_replica_is_without_its_address():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        kind = KindFacts("toy", "vllm", "cpu", 2)
+        facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, [kind], {}, {})
+        status = front.gateway.status = GatewayStatus(front.gateway, facts)
+        prompt = PROMPT * 40
+        for _ in range(4):
+            await front.http.post("/v1/completions", json=asked(prompt=prompt))
+        status.sample()
+        page = await front.http.get("/")
+        assert "text/html" in page.headers["content-type"]
+        data = (await front.http.get("/status.json")).json()
+        assert [each["requests"] for each in data["replicas"]] == [2, 2]
+        assert [each["state"] for each in data["replicas"]] == ["up", "up"]
+        shares = [each["cached_share"] for each in data["replicas"]]
+        assert all(0.0 < share < 0.5 for share in shares)  # its second request found a part
+        assert (data["router"], data["state"], data["problem"]) == ("round-robin", "ready", "")
+        assert data["totals"]["ended"] == {"length": 4}
+        assert data["totals"]["retry_budget"] == 1.0
+        point = dict(zip(data["columns"], data["points"][-1], strict=True))
+        assert point["output_tokens_per_s"] > 0
+        assert servers[0].url not in json.dumps(data)
+        servers[1].kill()
+        await front.until("down", 1)
+        status.sample()
+        data = (await front.http.get("/status.json")).json()
+        assert data["happenings"][-1]["text"] == "replica 1 is down"
+        foreign = await front.http.get("/status.json", headers={"Host": "elsewhere.example"})
+        assert foreign.status_code == 403
+
+    run(test, router="round-robin", status_page=True)
+
+    async def without(front: Front, servers: list[StandIn]) -> None:
+        assert (await front.http.get("/status.json")).status_code == 404
+
+    run(without)
+
+
+class OwnStandIn:
+    """A server that the gateway starts: a stand-in whose process goes on when it hangs."""
+
+    def __init__(self, servers: "list[OwnStandIn]", standin: StandIn) -> None:
+        self.standin, self.stopped, self.running = standin, False, True
+        self.url = standin.url
+        servers.append(self)
+
+    def wait_until_ready(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.stopped, self.running = True, False
+
+
+def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
+    plan = fake_plan_of(samples.paged_fit())
+    serve = plan.recipe.serve.model_copy(update={"hang_s": 0.3})
+    recipe = plan.recipe.model_copy(update={"serve": serve})
+    plan = plan.model_copy(update={"workers": 1, "recipe": recipe})
+    made: list[OwnStandIn] = []
+    said: list[str] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        spare = [StandIn(), StandIn()]
+        for each in spare:
+            await each.start()
+
+        class Backend:
+            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
+                return OwnStandIn(made, spare[len(made)])
+
+        ending = Ending(0.0, 1.0, said.append)
+        order = GatewayLaunch(
+            plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
+            "127.0.0.1", 0, own=Backend(), ending=ending,
+        )  # fmt: skip
+        own = OwnReplicas(order, front.pool, "")
+        own.start()
+        while MODEL not in {each.model for each in front.pool.up if each.url == spare[0].url}:
+            await asyncio.sleep(0.005)
+        spare[0].kill()
+        while spare[1].url not in {each.url for each in front.pool.up}:
+            await asyncio.sleep(0.005)
+        assert (await front.stream(asked())).text == answer_of(asked())
+        await own.stop()
+        spare[1].kill()
+        assert [each.stopped for each in made] == [True, True]
+
+    run(test)
+    assert any(re.match(r"replica 0: .*, for 0.3 s; restarting", line) for line in said), said

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 import test_serve_vllm
+from browser import CONTRAST, chromium, page_of
 from commands import llmctl
+from test_serve_status import shows
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.files.io import read_file, write_file
@@ -149,9 +152,9 @@ def test_one_that_cannot_load_ends_the_front(tmp_path: Path):
         (["--replicas", "missing.txt"], "missing.txt: cannot be read"),
         (["--replica", "ftp://x"], "'ftp://x' is not the URL of a server"),
         (["--router", "by-law"], "needs the law of a pass"),
-        (["--admission", "targets"], "admits by the queue alone"),
+        (["--admission", "targets"], "--admission targets: "),
         (["--replica", "http://a:1", "--replicas", "x"], "both --replica and --replicas"),
-        (["--status-page"], "does not support --status-page"),
+        (["--vllm-metrics"], "does not support --vllm-metrics"),
     ],
 )
 def test_wrong_input_is_named(
@@ -162,6 +165,43 @@ def test_wrong_input_is_named(
     )
     assert llmctl("serve", plan_for(tmp_path), "--port", "0", *given) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
+    first, second = StandIn(), StandIn()
+    with standins(first, second) as loop, chromium() as browser:
+        words = ["--replica", first.url, "--replica", second.url, "--router", "llm-d"]
+        words += ["--served-model-name", MODEL]
+        with test_serve_vllm.start(plan_for(tmp_path), *words) as server:
+            assert server.stdout is not None
+            ready = json.loads(server.stdout.readline())
+            url = ready["status_page"]
+            for _ in range(4):
+                httpx.post(f"{ready['url']}/v1/completions", json=BODY)
+            data = httpx.get(f"{url}status.json")
+            assert httpx.get(url, headers={"Host": "elsewhere.example"}).status_code == 403
+            for scheme, width in (("light", 1600), ("dark", 1600), ("light", 360), ("dark", 360)):
+                size = {"width": width, "height": 800}
+                with page_of(browser, url, viewport=size, color_scheme=scheme) as (page, seen):
+                    shows(page, "#state", "ready")
+                    shows(page, "#t-workers", "Replicas")
+                    shows(page, "#totals td:nth-child(2)", "4")
+                    shows(page, "#workers tbody tr:nth-child(2) td:nth-child(2)", "up")
+                    shows(page, "#policy td:nth-child(2)", "llm-d")
+                    assert page.evaluate("document.documentElement.scrollWidth") == width
+                    assert page.evaluate(CONTRAST) == []
+                    assert seen.complaints == []
+            loop.call_soon_threadsafe(second.kill)
+            with page_of(browser, url) as (page, _):
+                shows(page, "#workers tbody tr:nth-child(2) td:nth-child(2)", "down")
+                shows(page, "#happenings li:last-child", re.compile("replica 1 is down"))
+            server.send_signal(signal.SIGTERM)
+            server.communicate(timeout=30)
+    assert server.returncode == 0
+    shown = data.json()
+    assert sum(each["requests"] for each in shown["replicas"]) == 4
+    assert (shown["router"], shown["knobs"]["prefix"]) == ("llm-d", 3.0)
+    assert first.url not in data.text  # a page without a key shows no address
 
 
 def test_strict_refuses_another_model(tmp_path: Path):

@@ -1,7 +1,9 @@
 """Where the list of replicas comes from, and what happens to it when the source changes."""
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sse_server import sse_server
@@ -41,7 +43,7 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
     file.write_text("http://a:1/\n\n# none\nhttp://b:2 # two\nhttp://a:1\n")
     source = replica_source(str(file))
     assert read(source) == ["http://a:1", "http://b:2"]
-    monkeypatch.setattr(type(source), "every_s", 0.002)
+    monkeypatch.setattr(sources, "FILE_EVERY_S", 0.002)
     applied: list[list[str]] = []
     said: list[str] = []
 
@@ -98,3 +100,115 @@ def test_given_urls_are_checked_and_kept_once():
     assert read(GivenReplicas(["http://a:1/", "http://a:1"])) == ["http://a:1"]
     with pytest.raises(InputError):
         GivenReplicas(["a:1"])
+
+
+def slice_of(version: int, *endpoints: tuple[str, bool, bool]) -> dict[str, Any]:
+    """An EndpointSlice; an endpoint is (address, serving, terminating)."""
+    found = [
+        {"addresses": [address], "conditions": {"serving": serving, "terminating": terminating}}
+        for address, serving, terminating in endpoints
+    ]
+    return {"metadata": {"name": "vllm-x", "resourceVersion": str(version)}, "endpoints": found}
+
+
+def event(kind: str, content: dict[str, Any]) -> bytes:
+    return json.dumps({"type": kind, "object": content}).encode() + b"\n"
+
+
+class ApiServer:
+    """A stand-in API server: answers each request with the next of its scripted answers."""
+
+    def __init__(self, *answers: tuple[int, list[bytes]]) -> None:
+        self.answers, self.asked, self.tokens = list(answers), list[str](), set[str]()
+        self.url = ""
+
+    async def __aenter__(self) -> "ApiServer":
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.asked.append(head.partition(" HTTP")[0].partition("=kubernetes.io%2F")[2])
+        self.tokens |= {line for line in head.splitlines() if line.lower().startswith("authoriz")}
+        status, pieces = self.answers.pop(0) if self.answers else (200, [b"wait"])
+        writer.write(f"HTTP/1.1 {status} X\r\nConnection: close\r\n".encode())
+        writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
+        for piece in pieces:
+            if piece == b"cut":
+                writer.transport.abort()
+                return
+            if piece == b"wait":  # a watch without news
+                await reader.read()
+                break
+            writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        writer.close()
+
+
+def listed(version: int, *endpoints: tuple[str, bool, bool]) -> tuple[int, list[bytes]]:
+    items = [slice_of(version, *endpoints)]
+    return 200, [
+        json.dumps({"metadata": {"resourceVersion": str(version)}, "items": items}).encode()
+    ]
+
+
+def test_endpoints_are_watched_and_listed_again_only_where_the_version_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "token").write_text("secret\n")
+    monkeypatch.setattr(sources, "PAUSE_S", 0.001)
+    one, two = ("10.0.0.1", True, False), ("10.0.0.2", True, False)
+    ends, ended = ("10.0.0.1", True, True), ("10.0.0.1", False, True)
+    changed = event("MODIFIED", slice_of(12, one, two))
+    answers = [
+        (500, [b"no"]),
+        listed(10, one),
+        # an event in two pieces, a bookmark, and a connection that breaks off
+        (200, [changed[:30], changed[30:], event("BOOKMARK", slice_of(15)), b"cut"]),
+        (200, [event("MODIFIED", slice_of(16, ends, two))]),  # the API server ends the watch
+        (200, [event("ERROR", {"kind": "Status", "code": 410, "metadata": {}})]),
+        (410, [b""]),
+        listed(30, ends),  # every endpoint ends, and one still serves
+        (410, [b""]),
+        listed(40, ended, two),
+        (200, [event("DELETED", slice_of(41, ended, two)), b"wait"]),
+    ]
+    answers[5:6] = [listed(20, two)]
+    answers[6:6] = [(410, [b""])]
+    applied: list[list[str]] = []
+    said: list[str] = []
+
+    def apply(urls: list[str]) -> str:
+        applied.append([url[7:-5] for url in urls])
+        return "changed"
+
+    async def follow() -> list[str]:
+        async with ApiServer(*answers) as server:
+            source = SlicedReplicas("here", "vllm", 8000, api=server.url, account=tmp_path)
+            with pytest.raises(InputError, match="answered 500"):
+                await source.read()
+            task = asyncio.create_task(follow_source(source, apply, said.append))
+            async with asyncio.timeout(20):
+                while [] not in applied:
+                    await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert server.tokens == {"authorization: Bearer secret"}
+        return server.asked
+
+    asked = asyncio.run(follow())
+    assert applied == [
+        ["10.0.0.1", "10.0.0.2"],
+        ["10.0.0.2"],
+        ["10.0.0.1"],
+        ["10.0.0.2"],
+        [],
+    ]
+    versions = [each.rpartition("resourceVersion=")[2] if "watch" in each else "" for each in asked]
+    assert versions == ["", "", "10", "15", "16", "", "20", "", "30", "", "40"]
+    assert "allowWatchBookmarks=true" in asked[2]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.routing.balancer import Balancer, BalancerEvent, read_routes, replay_routes
+from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
+from toolkit.routing.balancer import Balancer, BalancerEvent, Routed, read_routes, replay_routes
 from toolkit.routing.replicas import PrefixIndex, ReplicaReport, ReplicaTraits, RoutedRequest
 from toolkit.routing.routers import ROUTERS, TARGETS, make_router, router_knobs
 
@@ -20,9 +21,10 @@ class Law:
         return 0.01 + 1e-4 * (decodes + new_tokens) + 1e-6 * decode_cached
 
 
-def balancer(name: str, replicas: int = 3, sink=None, **parameters) -> Balancer:
+def balancer(name: str, replicas: int = 3, sink=None, limits=UNLIMITED, **parameters) -> Balancer:
     traits = [ReplicaTraits(4_000, 512, 8, Law()) for _ in range(replicas)]
-    return Balancer(make_router(name, parameters), traits, block_tokens=10, sink=sink)
+    router = make_router(name, parameters)
+    return Balancer(router, traits, block_tokens=10, sink=sink, limits=limits)
 
 
 def request(name: str, prompt: int = 50, blocks: tuple[int, ...] = (), session: str = ""):
@@ -227,3 +229,70 @@ def test_another_log_than_a_routers_is_refused():
                        b'"has_law":false}\n'], [b"{}\n"]):  # fmt: skip
         with pytest.raises(InputError):
             read_routes(lines)
+
+
+@pytest.mark.parametrize("name", ["round-robin", "by-law"])
+def test_admission_refuses_what_would_be_late_everywhere_and_nothing_else(name: str):
+    limits = LatencyLimits(ttft_s=0.2)
+    front = balancer(name, 2, limits=limits)
+    assert front.offer(request("long", 3_000), 0.0) in (0, 1)  # late even alone: no wait helps
+    front.ended("long", 1)
+    placed = [front.offer(request(f"r{k}", 600), 0.0) for k in range(6)]
+    late = [found for found in placed if isinstance(found, Overload)]
+    assert len(late) == 2
+    assert {found for found in placed if not isinstance(found, Overload)} == {0, 1}
+    assert all(found.predicted.ttft_s > 0.18 and 0 < found.wait_s < 0.2 for found in late)
+    assert front.route(request("moved", 600), 0.0) in (0, 1)  # accepted before: never refused
+    small = front.offer(request("small", 10), 1.0)  # the prompts there have been computed since
+    assert small in (0, 1)
+
+
+def test_a_request_goes_where_it_is_in_time_if_the_router_would_make_it_late():
+    limits = LatencyLimits(ttft_s=0.2)
+    front = balancer("session-hash", 2, limits=limits)
+    homes = [front.offer(request(f"r{k}", 600, session="one"), 0.0) for k in range(4)]
+    assert homes[0] == homes[1] != homes[2] == homes[3]
+    assert isinstance(front.offer(request("r4", 600, session="one"), 0.0), Overload)
+
+
+def test_admission_by_the_whole_requests_time():
+    front = balancer("round-robin", 1, limits=LatencyLimits(e2e_s=2.5))
+    found = [front.offer(request(f"r{k}", 400), 0.0) for k in range(12)]
+    late = [each for each in found if isinstance(each, Overload)]
+    assert late
+    assert found[0] == 0
+    assert late[0].predicted.e2e_s > 0.9 * 2.5
+
+
+def test_admission_learns_what_the_law_leaves_out():
+    """Each first token comes 60 ms later than forecast, so fewer prompts fit before a target."""
+
+    def admitted(extra_s: float) -> int:
+        front, now_s = balancer("round-robin", 1, limits=LatencyLimits(ttft_s=0.4)), 0.0
+        for k in range(64):
+            now_s = 10.0 * k
+            assert front.offer(request(f"a{k}", 600), now_s) == 0
+            expected_s = front.replicas[0].sent[f"a{k}"].first_s
+            front.first_token(f"a{k}", expected_s + extra_s)
+            front.ended(f"a{k}", 100)
+        placed = [front.offer(request(f"b{k}", 600), now_s + 10) for k in range(12)]
+        return sum(not isinstance(found, Overload) for found in placed)
+
+    assert admitted(0.06) < admitted(0.0) < 12
+
+
+def test_refusals_replay_from_the_log():
+    events: list[BalancerEvent] = []
+    limits = LatencyLimits(ttft_s=0.2)
+    front = balancer("by-law", 0, sink=events.append, limits=limits)
+    for _ in range(2):
+        front.change(front.add(ReplicaTraits(4_000, 512, 8, Law())), is_up=True)
+    for k in range(40):
+        front.offer(request(f"r{k}", 600), 0.01 * k)
+        front.first_token(f"r{k - 8}", 0.01 * k)
+        front.ended(f"r{k - 16}", 10)
+    assert -2 in {event.replica for event in events if isinstance(event, Routed)}
+    fresh = balancer("by-law", 0, limits=limits)
+    assert list(replay_routes(events, fresh, Law())) == []
+    other = balancer("by-law", 0, limits=LatencyLimits(ttft_s=0.5))
+    assert list(replay_routes(events, other, Law()))

@@ -8,10 +8,11 @@ import pytest
 from benchmarks.common.serving import LAW, HandWorkers, client, turns
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.routing.admission import Delay, LatencyLimits, PredictedLatency
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, Worker
-from toolkit.serve.forecast import Delay, Forecast, LatencyLimits, PredictedLatency
+from toolkit.serve.forecast import Forecast
 
 POLICIES = {"slice": {"slice_tokens": 16}, "conservative": {}}
 

@@ -410,7 +410,7 @@ class LiveServer:
         assert done.wait(60)
 
 
-def shows(page, selector: str, text: str) -> None:
+def shows(page, selector: str, text: str | re.Pattern[str]) -> None:
     """Wait until it is true. A script in the page is not possible: its policy forbids it."""
     from playwright.sync_api import expect
 

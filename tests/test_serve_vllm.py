@@ -13,11 +13,13 @@ import psutil
 import pytest
 import samples
 
-from toolkit.errors import InputError
+from toolkit.backends.vllm import backend
+from toolkit.errors import EngineError, InputError
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.policies.parameters import parameters
+from toolkit.serve.server import Ending
 
 pytestmark = pytest.mark.slow
 
@@ -191,3 +193,21 @@ def test_a_plan_fitted_elsewhere_is_refused_unless_forced(tmp_path: Path):
 def test_policies_that_vllm_cannot_host_are_refused(policy: str):
     with pytest.raises(InputError, match=policy):
         refuse_unservable(make_policy(policy, {}), "vllm")
+
+
+def test_a_server_that_answers_no_health_check_ends_llmctl_with_an_error(monkeypatch):
+    class Silent:
+        asked = 0
+
+        def wait(self, timeout_s: float) -> None:
+            return None
+
+        def healthy(self) -> bool:
+            self.asked += 1
+            return self.asked < 3
+
+    monkeypatch.setattr(backend, "ASK_EVERY_S", 0.0)
+    server, signals = Silent(), backend._Signals()
+    with pytest.raises(EngineError, match=r"did not answer /health for 0\.01 s"):
+        backend._serve(server, Ending(0.0, 0.0, print), signals, 0.01)
+    assert server.asked > 3

@@ -15,6 +15,7 @@ from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
 from toolkit.sched.iterations import header_of, passes_of
+from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.blocks import PagedRequest
@@ -290,3 +291,12 @@ def test_more_sequences_than_a_pass_has_tokens_are_refused_as_by_vllm() -> None:
         InputError, match="max_num_batched_tokens is 64; the limit is at least max_num_seqs, 100"
     ):
         VllmPolicy(max_num_seqs=100, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize("name", ["vllm", "slice"])
+def test_a_fit_without_usable_memory_is_one_clear_line(name: str) -> None:
+    engine, memory = PagedEngine(LAW, 0, 4), ZetaMemory(1, zeta=0.1)
+    there = World(unit_step(), memory, 1, 100, paged=engine)
+    policy = make_any(name, {})
+    with pytest.raises(InputError, match="0 tokens of KV cache are usable"):
+        simulate(Trace(np.zeros(1), np.array([3]), np.array([2]), np.array([2])), policy, there)

@@ -9,6 +9,7 @@ import pytest
 from test_sim_prefix import LAW, trace_of, world
 
 from toolkit.errors import InputError
+from toolkit.routing.admission import LatencyLimits
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
 from toolkit.routing.routers import ROUTERS, LawRouter, RoundRobinRouter, make_router
@@ -307,3 +308,20 @@ def test_of_many_replicas_the_law_weighs_few_and_finds_the_one_with_the_prompt()
         )
         assert balancer.route(RoutedRequest("again", 80, 5, blocks), 1.0) == 41
     assert len(weighed) <= 14
+
+
+@pytest.mark.parametrize("name", ["round-robin", "by-law"])
+def test_a_front_that_refuses_by_its_forecast_has_more_goodput_in_an_overload(name: str) -> None:
+    sla, there = {"ttft_p99_s": 0.4}, world(PagedEngine(LAW, 60, 4), 3)
+    found = {}
+    for gap_s in (0.05, 0.001):
+        for limits in (LatencyLimits(), LatencyLimits.of(sla)):
+            routing = Routing(make_router(name, {}), limits=limits)
+            result = simulate(made_up(4, 600, gap_s=gap_s), POLICY, replace(there, routing=routing))
+            found[gap_s, limits.ttft_s] = result.metrics(sla)
+    assert found[0.05, 0.4]["goodput_rps"] == found[0.05, np.inf]["goodput_rps"]
+    assert found[0.05, 0.4]["refused"] == 0
+    without, refusing = found[0.001, np.inf], found[0.001, 0.4]
+    assert refusing["refused"] > 50
+    assert refusing["goodput_rps"] > 1.5 * without["goodput_rps"]
+    assert refusing["ttft_p99_s"] < without["ttft_p99_s"]

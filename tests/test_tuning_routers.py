@@ -238,3 +238,16 @@ def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
     assert prices[1] < prices[0]
     assert any(line.startswith("cost: 6 USD an hour") for line in verdict(result))
     assert tune(given, InProcessRunner(), HEAD, lambda best: None).cost is None
+
+
+def test_refusals_by_forecast_are_simulated_and_bounded_where_the_recipe_bounds_them() -> None:
+    sla = {"ttft_p90_s": 0.05}
+    bounded = TUNE | {"max_refused_percent": 5.0, "routers": ["own"], "trials": 1}
+    found = tune(inputs(sla, tune=bounded), InProcessRunner(), HEAD, lambda best: None)
+    refused = found.best_held_out.metrics["refused_percent"]
+    limit = next(limit for limit in found.limits if limit.name == "refused_percent")
+    assert refused > 5.0
+    assert (limit.limit, limit.predicted, limit.kept) == (5.0, refused, False)
+    for change in ({"tune": TUNE}, {"tune": bounded, "serve": {"admission": "queue"}}):
+        given = inputs(sla, **change)
+        assert not make_world(given.recipe, given.fit).refuses

@@ -31,7 +31,6 @@ MODULES = (
     "toolkit.sched.figures",
     "toolkit.sched.footprint",
     "toolkit.sched.inbox",
-    "toolkit.sched.planner",
     "toolkit.sched.policies.admission",
     "toolkit.sched.policies.baton_rounds",
     "toolkit.sched.policies.continuous_rounds",

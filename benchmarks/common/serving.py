@@ -28,6 +28,7 @@ from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.io import write_file
 from toolkit.files.plan import Plan
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Worker
@@ -35,7 +36,6 @@ from toolkit.serve.access import Keyring
 from toolkit.serve.api import make_app
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
-from toolkit.serve.forecast import UNLIMITED, LatencyLimits
 from toolkit.serve.stats import Stats
 from toolkit.workers.protocol import (
     BatchDone,

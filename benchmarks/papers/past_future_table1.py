@@ -2,7 +2,8 @@
 
     python -m benchmarks.papers.past_future_table1 [--seeds 5] [--processes 2]
 
-Takes two minutes per seed on two shared, busy cores. Needs nothing but the package.
+Takes 90 s with compiled code, else two minutes per seed, on two shared, busy cores. Needs nothing
+but the package.
 
 The clock counts decode steps: it is the world `unit-step` of `llmctl simulate`, so each row is also
 a command. The first trace and row of D3:

@@ -23,10 +23,11 @@ import numpy as np
 from benchmarks.common.command import make_parser
 from benchmarks.papers.simulator_scale import SERVED_RPS, made_up
 from benchmarks.papers.simulator_speed import LAW, MAX_NEW_TOKENS, MEMORY
+from toolkit.routing.admission import UNLIMITED
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request
-from toolkit.serve.forecast import UNLIMITED, Forecast
+from toolkit.serve.forecast import Forecast
 from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import VirtualWorker

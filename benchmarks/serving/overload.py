@@ -35,7 +35,7 @@ from benchmarks.common.raw_client import request, send
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.serve.forecast import LatencyLimits
+from toolkit.routing.admission import LatencyLimits
 
 FAKE = {
     "eos_one_in": 0,

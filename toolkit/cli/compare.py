@@ -20,6 +20,7 @@ from toolkit.cli.simulate import (
     hit_notes,
     open_stage,
     refusal_notes,
+    routed,
     sharing_notes,
     unfinished_notes,
 )
@@ -91,7 +92,7 @@ def command(given: CompareOptions) -> None:
     names = names or usual_policies(stage.fit)
     of_world, of_policy = assign_settings(names, parse_settings(given.settings))
     contenders = [policy_for(stage.fit, name, of_policy[name]) for name in names]
-    world = stage.world(of_world, given.workers, given.seed)
+    world = routed(stage.world(of_world, given.workers, given.seed), targets, of_world, None)
     check_capacity(of_world, world, stage.trace)
     note_rest(stage.trace)
     for line in sharing_notes(stage.trace, names):
@@ -176,7 +177,7 @@ def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
 
 def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
     from toolkit.cli.results import ComparedRun
-    from toolkit.sched.policies.servable import refusal
+    from toolkit.sched.policies import refusal
 
     refused = refusal(run.policy, engines)
     return ComparedRun(
@@ -236,7 +237,7 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
     from textwrap import fill
 
     from toolkit.cli.output import WIDTH, bars, blocks, chart, table
-    from toolkit.sched.policies.servable import footnote, marked
+    from toolkit.sched.policies import footnote, marked
 
     many = _rates_of(runs) > 1
     rows: list[list[object]] = []

@@ -463,16 +463,18 @@ def _gateway(
 ) -> GatewayLaunch:
     """The front before several servers. `InputError` for options that it does not have."""
     from toolkit.cli.serve_start import find_certificate
-    from toolkit.errors import InputError
     from toolkit.gateway.front import GatewaySettings
-    from toolkit.gateway.launch import GatewayLaunch, replica_key, replicas_like
+    from toolkit.gateway.launch import (
+        GatewayLaunch,
+        limits_of_replicas,
+        replica_key,
+        replicas_like,
+    )
     from toolkit.serve.http import CLIENT_SHARE
-    from toolkit.serve.server import Ending
+    from toolkit.serve.server import Ending, is_loopback
 
     _refuse(given, "a front before replicas", "--ray", "--allow-end-after", "--vllm-metrics",
-            "--check", "--status-page")  # fmt: skip
-    if given.admission == "targets":
-        raise InputError("a front before replicas admits by the queue alone", "--admission queue")
+            "--check")  # fmt: skip
     source = _replica_source(given)
     (api_key, keys), watched_keys = access
     needs = replicas_like(
@@ -488,6 +490,7 @@ def _gateway(
             max_waiting=serve.max_waiting,
             request_timeout_s=given.request_timeout or serve.request_timeout_s or math.inf,
             open_metrics=given.open_metrics,
+            status_page=is_loopback(host) if given.status_page is None else given.status_page,
         ),
         router=_router(given, plan),
         needs=needs,
@@ -501,6 +504,7 @@ def _gateway(
         access=(api_key, keys),
         insecure=given.insecure,
         client_share=CLIENT_SHARE if given.client_share is None else given.client_share,
+        limits=limits_of_replicas(plan, given.admission, note),
         event_log=given.event_log,
         request_log=given.request_log,
         ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),

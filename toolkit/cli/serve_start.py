@@ -361,7 +361,13 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
         def on_ready(url: str) -> None:
             memory.ready(url, order.settings.model, plan, certificate)
             order.manager.tell("READY=1")
-            facts = {"url": url, "model": order.settings.model, "router": order.router.name}
+            page = f"{url}/" if order.settings.status_page else None
+            facts = {
+                "url": url,
+                "model": order.settings.model,
+                "router": order.router.name,
+                "status_page": page,
+            }
             emit(as_json, facts, lambda: _show_gateway(order, url))
             sys.stdout.flush()
 
@@ -371,6 +377,8 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
 def _show_gateway(order: GatewayLaunch, url: str) -> None:
     print(f"ready: {url} serves {order.settings.model or 'the model of its replicas'}")
     print(f"router: {order.router.name}; replicas: {url}/replicas")
+    if order.settings.status_page:
+        print(f"status page: {url}/")
 
 
 def _announce(

@@ -265,10 +265,16 @@ def unfinished_notes(metrics: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _routed(world: World, targets: Mapping[str, float], failures: Path | None) -> World:
-    """The world with the targets given to its router, and failures of replicas from a file."""
+def routed(
+    world: World, targets: Mapping[str, float], given: Mapping[str, Value], failures: Path | None
+) -> World:
+    """The world with the targets given to its router, and to its front if the world's settings
+    `given` say that it refuses requests, and failures of replicas from a file.
+    """
     from dataclasses import replace
 
+    from toolkit.errors import InputError
+    from toolkit.routing.admission import UNLIMITED, LatencyLimits
     from toolkit.routing.routers import make_router, router_parameters, targets_of
     from toolkit.sim.replicas import Routing, read_outages
 
@@ -278,8 +284,15 @@ def _routed(world: World, targets: Mapping[str, float], failures: Path | None) -
     elif world.routing is None:
         return world
     router, own = routing.router, router_parameters(routing.router)
-    given = {k: v for k, v in targets_of(router.name, targets).items() if not own[k]}
-    routing = replace(routing, router=make_router(router.name, own | given))
+    known = {k: v for k, v in targets_of(router.name, targets).items() if not own[k]}
+    refuses = given.get("admission") == "targets"
+    limits = LatencyLimits.of(targets) if refuses else UNLIMITED
+    if refuses and limits == UNLIMITED:
+        raise InputError(
+            "admission is 'targets', and no target for TTFT or E2E is given",
+            "add one, such as --sla ttft_p99_s=1",
+        )
+    routing = replace(routing, router=make_router(router.name, own | known), limits=limits)
     return replace(world, routing=routing)
 
 
@@ -345,8 +358,8 @@ def command(given: SimulateOptions) -> None:
     from toolkit.cli.basis import note_rest, plain
     from toolkit.cli.output import emit, note, table
     from toolkit.cli.results import Simulation
+    from toolkit.sched.policies import footnote, marked
     from toolkit.sched.policies.parameters import parameters
-    from toolkit.sched.policies.servable import footnote, marked
     from toolkit.sim.api import simulate
     from toolkit.sim.world import assign_settings, check_capacity, policy_for
     from toolkit.traces.windows import scale_rate
@@ -361,7 +374,7 @@ def command(given: SimulateOptions) -> None:
     note_rest(requests)
     for line in sharing_notes(requests, [given.policy]):
         note(line)
-    world = _routed(world, targets, given.replica_failures)
+    world = routed(world, targets, of_world, given.replica_failures)
     result = simulate(requests, chosen, world)
     for line in _failure_notes(result, targets, lambda: simulate(requests, chosen, _quiet(world))):
         note(line)

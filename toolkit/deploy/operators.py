@@ -156,3 +156,32 @@ class RayCluster(StrictObject):
     kind: Literal["RayCluster"] = "RayCluster"
     metadata: Metadata
     spec: RayClusterSpec
+
+
+Scorer = Literal["prefix-cache-scorer", "queue-scorer", "kv-cache-utilization-scorer"]
+
+
+class EndpointPlugin(StrictObject):
+    type: Scorer | Literal["max-score-picker", "single-profile-handler"]
+    parameters: dict[str, int] | None = None
+
+
+class WeightedPlugin(StrictObject):
+    plugin_ref: str
+    weight: float | None = None
+
+
+class SchedulingProfile(StrictObject):
+    name: DnsName
+    plugins: list[WeightedPlugin]
+
+
+class EndpointPickerConfig(StrictObject):
+    """What the endpoint picker of a Gateway reads when it starts: no object of the cluster."""
+
+    api_version: Literal["inference.networking.x-k8s.io/v1alpha1"] = (
+        "inference.networking.x-k8s.io/v1alpha1"
+    )
+    kind: Literal["EndpointPickerConfig"] = "EndpointPickerConfig"
+    plugins: list[EndpointPlugin]
+    scheduling_profiles: list[SchedulingProfile]

@@ -407,6 +407,11 @@ class TuneSpec(Strict):
         description="share of requests that must meet all targets, judged by its lower confidence "
         "bound",
     )
+    max_refused_percent: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        default=None,
+        description="share of requests that a front before replicas may refuse by its forecast; "
+        "None: simulated without refusals",
+    )
     draws: Annotated[int, Field(ge=0, le=MAX_DRAWS)] = Field(
         default=40,
         description="the verdict is repeated with this many draws of the fitted laws; 0: none",

@@ -18,6 +18,7 @@ from toolkit.units import number
 
 OOM = "oom_percent"
 EVICTED = "evicted_percent"
+REFUSED = "refused_percent"
 ATTAINMENT = "sla_attainment_lower_percent"
 # The used share of a latency target where no request is served; files cannot hold infinity.
 UNSERVED = 1e9
@@ -83,6 +84,8 @@ def recipe_limits(recipe: Recipe) -> list[Limit]:
     found.append(Limit(name=OOM, bound="at most", limit=spec.max_oom_percent))
     if spec.max_evicted_percent is not None:
         found.append(Limit(name=EVICTED, bound="at most", limit=spec.max_evicted_percent))
+    if spec.max_refused_percent is not None:
+        found.append(Limit(name=REFUSED, bound="at most", limit=spec.max_refused_percent))
     if spec.min_attainment_percent is not None:
         found.append(Limit(name=ATTAINMENT, bound="at least", limit=spec.min_attainment_percent))
     return found

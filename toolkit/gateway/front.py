@@ -41,6 +41,7 @@ from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
 from toolkit.serve.forms import read_body, read_json_bytes
 from toolkit.serve.stats import Stats
+from toolkit.serve.status import DATA, PAGE, StatusPage
 from toolkit.traces.write import TraceLog
 
 _logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class GatewaySettings:
     max_body_bytes: int = 8 << 20
     request_timeout_s: float = math.inf
     open_metrics: bool = False
+    status_page: bool = False
     local_hosts_only: bool = False
     wait_up_s: float = WAIT_UP_S
 
@@ -108,12 +110,14 @@ class Gateway:
         self._numbers = 0
         self._created = int(time.time())
         self.metrics: Callable[[], bytes] = lambda: b""
+        self.status: StatusPage | None = None
         open_paths = ["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])]
         self.access: ASGIApp = AccessGate(
             self._answer,
             keyring,
             now_s,
             open_paths=open_paths,
+            local_paths=[PAGE, DATA] if settings.status_page else [],
             local_hosts_only=settings.local_hosts_only,
         )
 
@@ -156,6 +160,10 @@ class Gateway:
             await send_whole(send, 200, [(b"content-type", METRICS_TYPE)], content)
         elif method not in ("GET", "HEAD"):
             raise ApiError(f"there is no such route: {method} {path[:80]}", status=404)
+        elif self.status is not None and path in (PAGE, DATA):
+            show = self.status.page if path == PAGE else self.status.data
+            response = await show(Request(scope, receive))
+            await response(scope, receive, send)
         else:
             status, kind, content = self._page(path)
             await send_whole(send, status, [(b"content-type", kind)], content)
@@ -249,6 +257,7 @@ class Gateway:
         most = call.choices * (request.prompt_tokens + max(limit, 1))
         keyed = KeyedRequest.of(scope)
         keyed.admit(call.choices, most)
+        request.admit()
         keyed.reserve(most, lambda: request.used)
         self.running += 1
         self.idle.clear()

@@ -8,6 +8,7 @@ at SIGHUP.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import socket
@@ -32,6 +33,8 @@ from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
+from toolkit.gateway.status import GatewayStatus
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
 from toolkit.routing.replicas import BLOCK_TOKENS, ReplicaTraits
 from toolkit.routing.routers import LawRouter, Router
@@ -53,6 +56,7 @@ from toolkit.serve.server import (
     url,
 )
 from toolkit.serve.stats import Stats
+from toolkit.serve.status import facts_of
 from toolkit.sim.replicas import PassTimes
 from toolkit.traces.write import TraceLog
 
@@ -89,6 +93,7 @@ class GatewayLaunch:
     access: Callers = ("", ())
     insecure: bool = False
     client_share: float = CLIENT_SHARE
+    limits: LatencyLimits = UNLIMITED  # by which new requests are refused
     event_log: Path | None = None
     request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
@@ -127,6 +132,32 @@ def replicas_like(
         version if traits_of(recipe.engine.name).timed_by_pass else "",
         strict,
     )
+
+
+def limits_of_replicas(
+    plan: Plan, admission: str | None, say: Callable[[str], None]
+) -> LatencyLimits:
+    """The targets by which a gateway refuses requests. `admission` is "targets" or "queue"; None
+    takes the recipe's choice, and says where that is not possible.
+
+    Raises `InputError` for "targets" without what it needs.
+    """
+    if (admission or plan.recipe.serve.admission) != "targets":
+        return UNLIMITED
+    limits = LatencyLimits.of(plan.recipe.sla)
+    lacks, hint = "", ""
+    if limits == UNLIMITED:
+        lacks, hint = "the recipe has no target for TTFT or E2E", "set sla in the recipe"
+    elif plan.fit.steps is None:
+        lacks = f"the fit of engine {plan.fit.engine.engine} has no law of forward passes"
+        hint = "profile and fit engine vllm"
+    if not lacks:
+        return limits
+    if admission is not None:
+        raise InputError(f"--admission targets: {lacks}", f"{hint}, or: --admission queue")
+    if limits != UNLIMITED:
+        say(f"admission by the queue alone: {lacks}")
+    return UNLIMITED
 
 
 def replica_key() -> str:
@@ -169,11 +200,13 @@ async def _serve(
     router, say = order.router, order.ending.say
     if events is not None:
         given: dict[str, Value] = dict(parameters(router))  # type: ignore[arg-type]
-        events.add(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT))
+        targets = (None if math.isinf(limit) else limit for limit in order.limits)
+        events.add(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
     balancer = Balancer(
         router,
         [],
         block_tokens=BLOCK_TOKENS,
+        limits=order.limits,
         index_limit=INDEX_LIMIT,
         sink=events.add if events is not None else None,
     )
@@ -186,12 +219,17 @@ async def _serve(
     stats = Stats(sla=order.plan.recipe.sla)
     gateway = Gateway(pool, balancer, settings, keyring, stats=stats, log=log)
     gateway.metrics = GatewayExposition(gateway).text
+    if settings.status_page:
+        name = order.needs.model or model_name(order.plan)
+        gateway.status = GatewayStatus(gateway, facts_of(order.plan, name))
     limits = WireLimits(client_share=order.client_share, descriptors_each=2)
     server = HttpServer(gateway.access, limits, on_share=stats.count_share)
     signals = Signals()
     own = OwnReplicas(order, pool, key) if order.own is not None else None
     followed, tls = _followed(order, keyring, own)
     background = _background(order, pool, events)
+    if gateway.status is not None:
+        background.append(gateway.status.sampling())
     background.append(follow(followed, say))
     tasks = [asyncio.create_task(each) for each in background]
     address = url(listener, tls=tls is not None)
@@ -371,7 +409,7 @@ class OwnReplicas:
         loop, wait_s, was_up = asyncio.get_running_loop(), RESTART_S, False
         while True:
             self._renewed[number].clear()
-            begin_s, error = loop.time(), None
+            begin_s, error, why = loop.time(), None, ""
             with tempfile.TemporaryDirectory(prefix="llmctl-replica-") as name:
                 server: ReplicaServer | None = None
                 try:
@@ -380,9 +418,9 @@ class OwnReplicas:
                     await asyncio.to_thread(server.wait_until_ready)
                     was_up = True
                     replica = self._replicas[number] = self._pool.add(server.url)
-                    await self._until_over(number, server, replica)
+                    why = await self._until_over(number, server, replica)
                     self._pool.remove(replica)
-                    replica.cut_all("its process ended")
+                    replica.cut_all(why or "it is restarted")
                 except LlmctlError as found:
                     error = found
                 finally:
@@ -395,7 +433,7 @@ class OwnReplicas:
                 return
             if self._renewed[number].is_set():
                 continue
-            self._say(f"replica {number} ended{': ' + error.message if error else ''}; restarting")
+            self._say(f"replica {number}: {error.message if error else why}; restarting")
             wait_s = RESTART_S if loop.time() - begin_s > LOADED_S else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, RESTART_MAX_S)
@@ -403,7 +441,20 @@ class OwnReplicas:
     def _start(self, number: int, folder: Path) -> ReplicaServer:
         return self._own.replica(self._order, number, folder)
 
-    async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> None:
-        """Until the server has ended or hangs, or is to be restarted."""
-        while server.running and replica.state != "hung" and not self._renewed[number].is_set():
+    async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> str:
+        """Until the server has ended or hangs, or its probes have failed for `hang_s` seconds, or
+        it is to be restarted. Returns why, or '' for the last.
+        """
+        now_s = asyncio.get_running_loop().time
+        limit_s, answered_s = self._order.plan.recipe.serve.hang_s, now_s()
+        while not self._renewed[number].is_set():
+            if not server.running:
+                return "its process ended"
+            if replica.state == "hung":
+                return replica.problem
+            if replica.state != "down":
+                answered_s = now_s()
+            elif now_s() - answered_s > limit_s:
+                return f"{replica.problem}, for {limit_s:g} s"
             await asyncio.sleep(POLL_EVERY_S)
+        return ""

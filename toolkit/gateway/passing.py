@@ -14,8 +14,9 @@ from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
 from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.replicas import LiveReplica
 from toolkit.gateway.stream import DIVERGED, PassingAnswer, StreamedUsage
+from toolkit.routing.admission import Overload
 from toolkit.routing.replicas import RoutedRequest
-from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body
+from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late
 from toolkit.serve.server import first_of
 from toolkit.traces.write import TraceLine, ms_or_none
 
@@ -39,6 +40,11 @@ class RetryBudget:
 
     def __init__(self) -> None:
         self._left = RETRY_BURST
+
+    @property
+    def share(self) -> float:
+        """What is left of the budget, from 0 to 1."""
+        return self._left / RETRY_BURST
 
     def request(self) -> None:
         self._left = min(self._left + RETRY_SHARE, RETRY_BURST)
@@ -85,6 +91,7 @@ class PassedRequest:
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         self._usage: StreamedUsage | None = None
         self._status = "cancelled"
+        self._first: LiveReplica | None = None  # where it was admitted to
 
     @property
     def used(self) -> int:
@@ -99,6 +106,15 @@ class PassedRequest:
         if self._task is not None and not self._cut:
             self._cut = reason
             self._task.cancel()
+
+    def admit(self) -> None:
+        """Choose its first replica; `ApiError` where the forecast refuses it."""
+        gateway = self._gateway
+        found = gateway.balancer.offer(self._routed(), gateway.now_s(), gateway.pool.barred())
+        if isinstance(found, Overload):
+            gateway.stats.refused += 1
+            raise late(found.predicted, found.wait_s)
+        self._first = None if found is None else gateway.pool.by_index[found]
 
     async def run(self, receive: Receive) -> None:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
@@ -149,6 +165,9 @@ class PassedRequest:
     async def _choose(self, gone: asyncio.Task[None]) -> LiveReplica | None:
         """The replica for the next attempt; None if the request has ended without one."""
         gateway = self._gateway
+        first, self._first = self._first, None
+        if first is not None:
+            return first
         while not gone.done():
             up = {replica.index for replica in gateway.pool.up}
             if up and up <= self._excluded:
@@ -161,15 +180,7 @@ class PassedRequest:
             barred = self._excluded | set(gateway.pool.barred())
             if up <= barred:
                 barred = self._excluded
-            done = self._passing.progress() if self._passing.begun else None
-            routed = RoutedRequest(
-                self._id,
-                self.prompt_tokens + (done.tokens if done else 0),
-                self._call.max_tokens or gateway.settings.max_new_tokens,
-                self._blocks,
-                self._call.session,
-            )
-            index = gateway.balancer.route(routed, gateway.now_s(), sorted(barred))
+            index = gateway.balancer.route(self._routed(), gateway.now_s(), sorted(barred))
             if index is not None:
                 return gateway.pool.by_index[index]
             waiting = asyncio.create_task(gateway.pool.wait_up(gateway.settings.wait_up_s))
@@ -182,6 +193,17 @@ class PassedRequest:
                 return None
         return None
 
+    def _routed(self) -> RoutedRequest:
+        """The request as the router sees it: its prompt ends with what the client has."""
+        done = self._passing.progress() if self._passing.begun else None
+        return RoutedRequest(
+            self._id,
+            self.prompt_tokens + (done.tokens if done else 0),
+            self._call.max_tokens or self._gateway.settings.max_new_tokens,
+            self._blocks,
+            self._call.session,
+        )
+
     async def _attempt(self, replica: LiveReplica, gone: asyncio.Task[None]) -> bool:
         """Ask a replica. Returns whether the request has ended; raises `PassFailedError`."""
         gateway = self._gateway
@@ -189,6 +211,9 @@ class PassedRequest:
         self.heard_s, self.streaming, self.waiting = gateway.now_s(), False, True
         replica.requests += 1
         replica.attempts.add(self)
+        sent = gateway.balancer.replicas[replica.index].sent[self._id]
+        replica.prompt_tokens += sent.request.prompt_tokens
+        replica.cached_tokens += sent.cached_tokens
         task = self._task = asyncio.create_task(self._pass(replica))
         generated = -1
         try:
@@ -326,7 +351,7 @@ class PassedRequest:
             self._max_gap_s = max(self._max_gap_s, now_s - self._last_s)
         if not self.streaming:
             self.streaming = True
-            gateway.balancer.first_token(self._id)
+            gateway.balancer.first_token(self._id, now_s)
         gateway.stats.count_tokens(count, self.arrival_s, self._last_s, now_s)
         self._last_s = now_s
 
@@ -351,7 +376,10 @@ class PassedRequest:
         if math.isnan(self._first_s) and self._status in ("stop", "length"):
             stats.ended[self._status] += 1  # an answer in one piece
             stats.generation_tokens += tokens
-            stats.e2e.observe(self._last_s - self.arrival_s)
+            e2e_s = self._last_s - self.arrival_s
+            stats.e2e.observe(e2e_s)
+            targets = (limit for key, limit in stats.sla.items() if key.startswith("e2e_"))
+            stats.within_targets += all(e2e_s <= limit for limit in targets)
         else:
             times = self.arrival_s, self._first_s, self._last_s
             stats.count_end(self._status, *times, tokens, self._max_gap_s)

@@ -69,6 +69,8 @@ class LiveReplica:
         heard_s: when the last byte of any answer came.
         requests, failures, moved: how many requests it was sent, how many attempts failed there,
             and how many answers went on elsewhere.
+        prompt_tokens, cached_tokens: of all requests, and which of them the router expected to be
+            cached.
     """
 
     url: str
@@ -87,6 +89,8 @@ class LiveReplica:
     requests: int = 0
     failures: int = 0
     moved: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def cut_all(self, reason: str) -> None:

@@ -1,6 +1,7 @@
 """Where the list of replicas comes from: the command line, a file, DNS, or Kubernetes.
 
-A source is read again every few seconds. One that cannot be read leaves the list as it was.
+A source is read again every few seconds, or when Kubernetes says that it changed. One that cannot
+be read leaves the list as it was.
 """
 
 from __future__ import annotations
@@ -9,30 +10,33 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from toolkit.endpoints.upstream import Upstream, UpstreamError
+from toolkit.endpoints.upstream import Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.serve.rereading import WatchedFiles
 
 MAX_REPLICAS = 1024
 FILE_EVERY_S = 1.0
 DNS_EVERY_S = 3.0
-SLICES_EVERY_S = 2.0
+WATCH_S = 290  # then the API server ends a watch, which begins again
+PAUSE_S, PAUSE_MAX_S = 0.5, 30.0  # before a watch or a list that failed is tried again
 ANSWER_S = 10.0
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 KINDS = "FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
 
 
 class ReplicaSource(Protocol):
-    """A list of URLs that may change. `every_s` is how often to read it; 0: once."""
+    """A list of URLs that may change."""
 
-    every_s: float
+    async def wait(self) -> bool:
+        """Wait until it may have changed; False: it never will."""
+        ...
 
     async def read(self) -> list[str]:
         """The URLs now. Raises `InputError` if they cannot be known."""
@@ -42,22 +46,28 @@ class ReplicaSource(Protocol):
 class GivenReplicas:
     """URLs of the command line."""
 
-    every_s = 0.0
-
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = list(dict.fromkeys(map(_checked, urls)))
 
+    async def wait(self) -> bool:
+        """See `ReplicaSource.wait`."""
+        return False
+
     async def read(self) -> list[str]:
+        """See `ReplicaSource.read`."""
         return self._urls
 
 
 class ListedReplicas:
     """A file with one URL a line; `#` begins a comment."""
 
-    every_s = FILE_EVERY_S
-
     def __init__(self, path: Path) -> None:
         self._files = WatchedFiles([path], lambda: _read_list(path))
+
+    async def wait(self) -> bool:
+        """See `ReplicaSource.wait`."""
+        await asyncio.sleep(FILE_EVERY_S)
+        return True
 
     async def read(self) -> list[str]:
         self._files.changed()
@@ -67,10 +77,13 @@ class ListedReplicas:
 class NamedReplicas:
     """All addresses of a name, as a headless Service of Kubernetes or round-robin DNS has them."""
 
-    every_s = DNS_EVERY_S
-
     def __init__(self, name: str, port: int) -> None:
         self._name, self._port = name, port
+
+    async def wait(self) -> bool:
+        """See `ReplicaSource.wait`."""
+        await asyncio.sleep(DNS_EVERY_S)
+        return True
 
     async def read(self) -> list[str]:
         loop = asyncio.get_running_loop()
@@ -85,7 +98,7 @@ class NamedReplicas:
 
 
 class _Conditions(msgspec.Struct, frozen=True):
-    ready: bool | None = None
+    serving: bool | None = None
     terminating: bool | None = None
 
 
@@ -94,23 +107,36 @@ class _Endpoint(msgspec.Struct):
     conditions: _Conditions = _Conditions()
 
 
+class _Metadata(msgspec.Struct, rename="camel"):
+    name: str = ""
+    resource_version: str = ""
+
+
 class _Slice(msgspec.Struct):
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
     endpoints: list[_Endpoint] | None = None
 
 
 class _Slices(msgspec.Struct):
     items: list[_Slice]
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+
+
+class _Change(msgspec.Struct):
+    type: str
+    object: _Slice  # of type ERROR: a Status, of which nothing is read
 
 
 class SlicedReplicas:
-    """The endpoints of a Kubernetes Service, from its EndpointSlices.
+    """The endpoints of a Kubernetes Service, from its EndpointSlices: listed once, then watched.
 
-    The API server is asked with the pod's service account, which needs `list` on `endpointslices`
-    of `discovery.k8s.io`. Endpoints that terminate are left out, so that a pod that is about to end
-    gets no more requests; those that are not ready yet are found by the gateway's own probes.
+    The API server is asked with the pod's service account, which needs `list` and `watch` on
+    `endpointslices` of `discovery.k8s.io`. Endpoints that terminate are left out, so that a pod
+    that is about to end gets no more requests, unless all do and some still serve; those that are
+    not ready yet are found by the gateway's own probes. A watch that ends goes on from the version
+    that it had; where the API server no longer has that (410), all is listed again. After a
+    failure the pause before the next attempt doubles, from `PAUSE_S` to `PAUSE_MAX_S`.
     """
-
-    every_s = SLICES_EVERY_S
 
     def __init__(
         self, namespace: str, service: str, port: int, *, api: str = "", account: Path = ACCOUNT
@@ -125,40 +151,115 @@ class SlicedReplicas:
             where = f"[{host}]" if ":" in host else host
             api = f"https://{where}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
         authorities = account / "ca.crt" if api.startswith("https:") else None
-        self._api, self._token, self._port = Upstream(api, ANSWER_S, authorities), account, port
+        self._api = Upstream(api, WATCH_S + ANSWER_S, authorities)
+        self._token, self._port = account, port
         self._path = (
             f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
             f"?labelSelector=kubernetes.io%2Fservice-name%3D{service}"
-        ).encode("ascii")
+        )
         self._where = f"{namespace}/{service}"
+        self._slices: dict[str, _Slice] = {}
+        self._version = ""  # of the slices that are known; '': they are to be listed
+        self._changes: AsyncGenerator[None, None] | None = None  # a watch that goes on
+        self._pause_s = 0.0
+
+    async def wait(self) -> bool:
+        """See `ReplicaSource.wait`."""
+        await asyncio.sleep(self._pause_s)
+        if not self._version:
+            return True
+        changes = self._changes = self._changes or self._watch()
+        try:
+            await anext(changes)
+        except StopAsyncIteration:
+            self._changes, self._pause_s = None, PAUSE_S
+        except (UpstreamError, msgspec.DecodeError, InputError):
+            self._changes = None
+            self._fail()
+        return True
 
     async def read(self) -> list[str]:
-        headers = [(b"accept", b"application/json")]
-        with suppress(OSError):  # a token is replaced while the pod runs
-            token = (self._token / "token").read_text(encoding="ascii").strip()
-            headers.append((b"authorization", f"Bearer {token}".encode("ascii")))
-        hint = "its service account needs `list` on endpointslices of discovery.k8s.io"
+        """See `ReplicaSource.read`."""
+        if not self._version:
+            try:
+                await self._list()
+            except InputError:
+                self._fail()
+                raise
+        return self._urls()
+
+    def _fail(self) -> None:
+        self._pause_s = min(max(2 * self._pause_s, PAUSE_S), PAUSE_MAX_S)
+
+    def _urls(self) -> list[str]:
+        found = [one for each in self._slices.values() for one in each.endpoints or ()]
+        staying = [one for one in found if not one.conditions.terminating]
+        serving = [one for one in found if one.conditions.serving]  # until others are there
+        return sorted(
+            {_url(address, self._port) for one in staying or serving for address in one.addresses}
+        )
+
+    async def _list(self) -> None:
+        hint = "its service account needs `list` and `watch` on endpointslices of discovery.k8s.io"
         try:
             async with asyncio.timeout(ANSWER_S):
-                answer = await self._api.send("GET", self._path, headers, b"")
+                answer = await self._ask("")
                 body = b"".join([piece async for piece in answer.body()])
                 await answer.close()
             if answer.status != 200:
                 raise InputError(f"the API server answered {answer.status} for {self._where}", hint)
-            slices = msgspec.json.decode(body, type=_Slices).items
+            slices = msgspec.json.decode(body, type=_Slices)
         except (TimeoutError, UpstreamError, msgspec.DecodeError):
             raise InputError(
                 f"the API server gave no EndpointSlices of {self._where}", hint
             ) from None
-        return sorted(
-            {
-                _url(address, self._port)
-                for each in slices
-                for endpoint in each.endpoints or ()
-                if not endpoint.conditions.terminating
-                for address in endpoint.addresses
-            }
-        )
+        self._slices = {one.metadata.name or str(k): one for k, one in enumerate(slices.items)}
+        self._version, self._pause_s = slices.metadata.resource_version or "0", 0.0
+
+    async def _watch(self) -> AsyncGenerator[None, None]:
+        """Yield after each change. Ends where the watch does; the slices are to be listed again if
+        the API server has forgotten their version.
+        """
+        query = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
+        answer = await self._ask(f"{query}&resourceVersion={self._version}")
+        try:
+            if answer.status == 410:
+                self._version = ""
+                return
+            if answer.status != 200:
+                raise InputError(f"the API server answered {answer.status} for {self._where}")
+            rest = b""
+            async for piece in answer.body():
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in filter(None, lines):
+                    if not self._apply(msgspec.json.decode(line, type=_Change)):
+                        self._version = ""
+                        return
+                if lines:
+                    self._pause_s = 0.0
+                    yield
+        finally:
+            await answer.close()
+
+    def _apply(self, change: _Change) -> bool:
+        """Apply a change; False: the API server gave an error."""
+        found = change.object
+        match change.type:
+            case "ERROR":
+                return False
+            case "ADDED" | "MODIFIED":
+                self._slices[found.metadata.name] = found
+            case "DELETED":
+                self._slices.pop(found.metadata.name, None)
+        self._version = found.metadata.resource_version
+        return True
+
+    async def _ask(self, query: str) -> UpstreamAnswer:
+        headers = [(b"accept", b"application/json")]
+        with suppress(OSError):  # a token is replaced while the pod runs
+            token = (self._token / "token").read_text(encoding="ascii").strip()
+            headers.append((b"authorization", f"Bearer {token}".encode("ascii")))
+        return await self._api.send("GET", (self._path + query).encode("ascii"), headers, b"")
 
 
 def replica_source(text: str) -> ReplicaSource:
@@ -182,8 +283,7 @@ async def follow_source(
 ) -> None:
     """Read a source again and again, and apply each change, until cancelled."""
     last, problem = await source.read(), ""
-    while source.every_s:
-        await asyncio.sleep(source.every_s)
+    while await source.wait():
         try:
             urls = await source.read()
             if urls != last:

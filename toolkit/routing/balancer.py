@@ -6,6 +6,7 @@ the same calls. Its log, replayed into a fresh one, gives the same choices.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 
 from toolkit.errors import InputError
+from toolkit.routing.admission import UNLIMITED, Admission, LatencyLimits, Overload
 from toolkit.routing.replicas import (
     DEFAULT_EXPECTED_TOKENS,
     PassLaw,
@@ -27,16 +29,26 @@ from toolkit.routing.routers import Router, RouterView, make_router
 from toolkit.sched.eventlog import Lost
 
 HISTORY = 1000  # outputs that the mean length is of
+NONE_UP, REFUSED = -1, -2  # in the log, where a request went to no replica
 
 
 class RoutingLogHeader(msgspec.Struct, frozen=True, tag="routing"):
-    """The configuration of the balancer: with the law of a pass, enough to create an equal one."""
+    """The configuration of the balancer: with the law of a pass, enough to create an equal one.
+    `ttft_s` and `e2e_s` are the targets of admission; None: there is none.
+    """
 
     router: str
     parameters: dict[str, bool | int | float | str]
     block_tokens: int
     index_limit: int
     seed: int = 0
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+
+    @property
+    def latency_limits(self) -> LatencyLimits:
+        """The targets of admission."""
+        return LatencyLimits(self.ttft_s or math.inf, self.e2e_s or math.inf)
 
 
 class ReplicaAdded(msgspec.Struct, frozen=True, tag="added"):
@@ -49,16 +61,20 @@ class ReplicaAdded(msgspec.Struct, frozen=True, tag="added"):
 
 
 class Routed(msgspec.Struct, frozen=True, tag="route"):
-    """A request, and the replica that it went to; -1: none was up."""
+    """A request, and the replica that it went to; -1: none was up, -2: it was refused.
+    `is_offer`: it could be refused.
+    """
 
     now_s: float
     request: RoutedRequest
     replica: int
     excluded: tuple[int, ...] = ()
+    is_offer: bool = False
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
     request_id: str
+    now_s: float = 0.0
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -94,6 +110,7 @@ class Balancer:
         traits: of each replica.
         block_tokens: of the blocks that requests carry.
         seed: of ties.
+        limits: the targets by which `offer` refuses requests; with one, each replica needs a law.
         index_limit: of the blocks that are remembered for each replica, where the router has no
             bound of its own or a greater one; 0: none.
         sink: gets every call and every choice.
@@ -106,10 +123,12 @@ class Balancer:
         *,
         block_tokens: int = 16,
         seed: int = 0,
+        limits: LatencyLimits = UNLIMITED,
         index_limit: int = 0,
         sink: Callable[[BalancerEvent], None] | None = None,
     ) -> None:
         self.router, self._sink = router, sink
+        self._admission = Admission(limits, router) if limits != UNLIMITED else None
         self.replicas = [Replica(index, each) for index, each in enumerate(traits)]
         self._block_tokens, self._index_limit = block_tokens, index_limit
         bound = self._index_bound(traits)
@@ -146,34 +165,63 @@ class Balancer:
         `excluded` are replicas that must not get it, because they failed it before. If no other is
         up, they may.
         """
-        view, barred = self._view, tuple(excluded)
+        barred = tuple(excluded)
+        found = self._route(request, now_s, barred, None)
+        assert not isinstance(found, Overload)
+        if self._sink is not None:
+            self._sink(Routed(now_s, request, _logged(found), barred))
+        return found
+
+    def offer(
+        self, request: RoutedRequest, now_s: float, excluded: Iterable[int] = ()
+    ) -> int | Overload | None:
+        """As `route`, for a new request: it may be refused by the forecast."""
+        barred = tuple(excluded)
+        found = self._route(request, now_s, barred, self._admission)
+        if self._sink is not None:
+            self._sink(Routed(now_s, request, _logged(found), barred, is_offer=True))
+        return found
+
+    def _route(
+        self,
+        request: RoutedRequest,
+        now_s: float,
+        barred: tuple[int, ...],
+        admission: Admission | None,
+    ) -> int | Overload | None:
+        view = self._view
         up = [replica for replica in self.replicas if replica.is_up]
         able = [replica for replica in up if replica.index not in barred] or up
-        index = -1
-        if able:
-            view.replicas = able
-            view.now_s, view.outlook = now_s, None
-            view.matched = self._index.matched(request.blocks, now_s)
-            index = self.router.choose(request, view)
-            view.routed += 1
-            replica = self.replicas[index]
-            sent = Sent(request, now_s, view.cached_tokens(request, replica))
-            replica.add(sent)
-            if view.outlook is not None:
-                replica.expect(sent, view.outlook)
-            self._homes[request.request_id] = replica
-            self._index.add(index, request.blocks, now_s)
-        if self._sink is not None:
-            self._sink(Routed(now_s, request, index, barred))
-        return None if index < 0 else index
+        if not able:
+            return None
+        view.replicas = able
+        view.now_s, view.outlook = now_s, None
+        view.matched = self._index.matched(request.blocks, now_s)
+        index = self.router.choose(request, view)
+        view.routed += 1
+        if admission is not None:
+            placed = admission.place(request, view, able, index)
+            if isinstance(placed, Overload):
+                return placed
+            index = placed
+        replica = self.replicas[index]
+        sent = Sent(request, now_s, view.cached_tokens(request, replica))
+        replica.add(sent)
+        if view.outlook is not None:
+            replica.expect(sent, view.outlook)
+        self._homes[request.request_id] = replica
+        self._index.add(index, request.blocks, now_s)
+        return index
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request_id: str, now_s: float = 0.0) -> None:
         """The first token of a request came back."""
         home = self._homes.get(request_id)
         if home is not None:
-            home.first_token(request_id)
+            sent = home.first_token(request_id)
+            if sent is not None and self._admission is not None:
+                self._admission.first_token(sent, now_s)
         if self._sink is not None:
-            self._sink(FirstToken(request_id))
+            self._sink(FirstToken(request_id, now_s))
 
     def ended(self, request_id: str, generated: int) -> None:
         """A request ended with so many output tokens; -1: it was not answered to its end."""
@@ -222,6 +270,13 @@ class Balancer:
         self._view.expected_tokens = self._length_sum / len(lengths)
 
 
+def _logged(choice: int | Overload | None) -> int:
+    """A choice as the log has it."""
+    if choice is None:
+        return NONE_UP
+    return REFUSED if isinstance(choice, Overload) else choice
+
+
 _decode = msgspec.json.Decoder(BalancerEvent | Lost).decode
 
 
@@ -248,6 +303,7 @@ def read_routes(lines: Iterable[bytes]) -> tuple[Balancer, list[BalancerEvent]]:
         [],
         block_tokens=header.block_tokens,
         seed=header.seed,
+        limits=header.latency_limits,
         index_limit=header.index_limit,
     )
     return balancer, events
@@ -268,15 +324,16 @@ def replay_routes(
                 balancer.add(
                     ReplicaTraits(capacity_tokens, pass_tokens, max_rows, law if has_law else None)
                 )
-            case Routed(now_s, request, logged, excluded):
-                chosen = balancer.route(request, now_s, excluded)
-                if (-1 if chosen is None else chosen) != logged:
+            case Routed(now_s, request, logged, excluded, is_offer):
+                choose = balancer.offer if is_offer else balancer.route
+                chosen = _logged(choose(request, now_s, excluded))
+                if chosen != logged:
                     yield (
                         f"event {number}: {request.request_id} went to replica {chosen}, "
                         f"logged {logged}"
                     )
-            case FirstToken(request_id):
-                balancer.first_token(request_id)
+            case FirstToken(request_id, now_s):
+                balancer.first_token(request_id, now_s)
             case Ended(request_id, generated):
                 balancer.ended(request_id, generated)
             case Reported(replica, report):

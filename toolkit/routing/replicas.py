@@ -96,7 +96,8 @@ class RequestOutlook(msgspec.Struct, frozen=True):
 
 class Sent(msgspec.Struct):
     """A request that a replica has. `cached_tokens` is what the router expected to be cached;
-    `stalls` counts the stalls of the replica before it (-1: it is late in any case).
+    `stalls` counts the stalls of the replica before it (-1: it is late in any case); `first_s` is
+    when its first token is expected (0: that was not computed).
     """
 
     request: RoutedRequest
@@ -104,6 +105,7 @@ class Sent(msgspec.Struct):
     cached_tokens: int
     has_token: bool = False
     stalls: int = -1
+    first_s: float = 0.0
 
     @property
     def new_tokens(self) -> int:
@@ -194,7 +196,7 @@ class Replica:
 
     def expect(self, sent: Sent, outlook: RequestOutlook) -> None:
         """What is expected of a request that was just added, and of the others with it."""
-        self.prefilled_s = outlook.prefilled_s
+        self.prefilled_s = sent.first_s = outlook.prefilled_s
         if outlook.stalls:
             self._stalls += 1
             self.in_time = 0
@@ -202,15 +204,17 @@ class Replica:
             sent.stalls = self._stalls
             self.in_time += 1
 
-    def first_token(self, request_id: str) -> None:
-        """The first token of a request came back."""
+    def first_token(self, request_id: str) -> Sent | None:
+        """The first token of a request came back; returns it if it had none before."""
         sent = self.sent.get(request_id)
-        if sent is not None and not sent.has_token:
-            sent.has_token = True
-            self.prefills -= 1
-            self.prefill_tokens -= sent.new_tokens
-            self.prefill_cached -= sent.cached_tokens
-            self.decode_tokens += sent.request.prompt_tokens
+        if sent is None or sent.has_token:
+            return None
+        sent.has_token = True
+        self.prefills -= 1
+        self.prefill_tokens -= sent.new_tokens
+        self.prefill_cached -= sent.cached_tokens
+        self.decode_tokens += sent.request.prompt_tokens
+        return sent
 
     def remove(self, request_id: str) -> None:
         """A request ended, or went elsewhere."""

@@ -370,6 +370,10 @@ class LawRouter(_Checked):
         )
         return index
 
+    def outlook(self, request: RoutedRequest, replica: Replica, view: RouterView) -> RequestOutlook:
+        """What to expect of a request on a replica."""
+        return self._weighed(request, replica, view)[1]
+
     def _weighed(
         self, request: RoutedRequest, replica: Replica, view: RouterView
     ) -> tuple[float, RequestOutlook]:

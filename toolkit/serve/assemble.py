@@ -11,11 +11,11 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
-from toolkit.serve.forecast import UNLIMITED, LatencyLimits
 from toolkit.serve.stats import Stats
 
 if TYPE_CHECKING:

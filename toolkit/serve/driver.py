@@ -21,9 +21,10 @@ from typing import Literal, NamedTuple
 from toolkit.engines.protocol import FinishReason, Round, RoundOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Failure, Job, Request, RoundResult
-from toolkit.serve.forecast import UNLIMITED, Forecast, LatencyLimits
+from toolkit.serve.forecast import Forecast
 from toolkit.serve.live import (
     ActiveRequest,
     ActiveRequests,

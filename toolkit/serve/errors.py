@@ -5,6 +5,7 @@ Every response of the server that reports an error has this body.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -13,7 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from toolkit.routing.admission import PredictedLatency
+
 RETRY_AFTER_S = 5
+MAX_RETRY_AFTER_S = 60
 TYPES = {  # the body's `type`, by status
     401: "authentication_error",
     404: "not_found_error",
@@ -58,6 +62,20 @@ def overloaded(text: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     """The error for a request that exceeds what the server can take now."""
     headers = {"Retry-After": str(retry_after_s)}
     return ApiError(text, status=503, code="overloaded", headers=headers)
+
+
+def late(predicted: PredictedLatency, wait_s: float) -> ApiError:
+    """The error for a request that would miss a target: its forecast, and for how many seconds."""
+    text = (
+        f"too many requests wait: the first token would come in {predicted.ttft_s:.1f} s, "
+        f"the last in {predicted.e2e_s:.1f} s"
+    )
+    return overloaded(text, retry_after_s(wait_s))
+
+
+def retry_after_s(wait_s: float) -> int:
+    """For the header `Retry-After`: whole seconds, within limits."""
+    return math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S))
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

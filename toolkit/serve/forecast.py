@@ -17,71 +17,22 @@ tokens.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import NamedTuple
 
 import numpy as np
 
+from toolkit.routing.admission import UNLIMITED, Delay, LatencyLimits, PredictedLatency
 from toolkit.sched.queues import requests_per_s
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Worker
 
-TARGET_SHARE_MAX = 0.9  # refuse a request that is predicted to take more than this of a target
 MEAN_DECAY = 0.98  # weight that a mean of lengths keeps with each new request
-DELAY_WINDOW_REQUESTS = 256  # a delay is learnt from this many recent requests
-DELAY_UPDATE_REQUESTS = 8  # and computed anew after this many
-DELAY_QUANTILE = 0.97  # of the differences between measured and predicted latency
-DELAY_SHARE_MAX = 0.5  # bound on a learnt delay, as a share of the latency limit
-# A delay ignores predictions below this share of the limit: they say nothing about overload.
-INFORMATIVE_SHARE_MIN = 0.125
 # Time constant of the pace, in seconds of predicted batch time. The laws alone have this weight at
 # the start, and the weight of a batch falls by a factor of e for each such span that follows it.
 PACE_TIME_CONSTANT_S = 4.0
 
-
-class PredictedLatency(NamedTuple):
-    """Predicted latency of a request with mean lengths, in seconds from its arrival."""
-
-    ttft_s: float
-    e2e_s: float
-    contention_s: float  # the part of `e2e_s` that other requests cause
-
-
-NO_PREDICTION = PredictedLatency(0.0, 0.0, 0.0)
-
-
-class LatencyLimits(NamedTuple):
-    """The latency targets of admission, in seconds. Infinity means no target."""
-
-    ttft_s: float = math.inf
-    e2e_s: float = math.inf
-
-    @classmethod
-    def of(cls, sla: Mapping[str, float]) -> LatencyLimits:
-        """The strictest TTFT target and the strictest E2E target of a recipe."""
-
-        def strictest(metric: str) -> float:
-            limits = (limit for key, limit in sla.items() if key.startswith(f"{metric}_"))
-            return min(limits, default=math.inf)
-
-        return cls(strictest("ttft"), strictest("e2e"))
-
-    def excess_s(self, predicted: PredictedLatency) -> float:
-        """Seconds until a new request would meet the limits if no other request came.
-
-        0 means that it meets them now, or that no other request delays it.
-        """
-        late_s = max(
-            predicted.ttft_s - TARGET_SHARE_MAX * self.ttft_s,
-            predicted.e2e_s - TARGET_SHARE_MAX * self.e2e_s,
-        )
-        return max(min(late_s, predicted.contention_s), 0.0)
-
-
-UNLIMITED = LatencyLimits()
 
 # Predicts from workers of one kind, the time in seconds, and the number of waiting requests.
 Predictor = Callable[[Sequence[Worker], float, int], PredictedLatency]
@@ -256,24 +207,3 @@ class Pace:
         keep = math.exp(-expected_s / PACE_TIME_CONSTANT_S)
         self._took_s = keep * self._took_s + took_s
         self._expected_s = keep * self._expected_s + expected_s
-
-
-class Delay:
-    """By how many seconds requests take longer than predicted: a high quantile of recent ones."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._late_s: deque[float] = deque(maxlen=DELAY_WINDOW_REQUESTS)
-        self._added = 0
-        self.value_s = 0.0
-
-    def add(self, predicted_s: float, measured_s: float) -> None:
-        """The predicted and the measured latency of one request."""
-        if predicted_s < INFORMATIVE_SHARE_MIN * self._limit_s:
-            return
-        self._late_s.append(measured_s - predicted_s)
-        self._added += 1
-        if self._added % DELAY_UPDATE_REQUESTS == 0:
-            bound_s = DELAY_SHARE_MAX * self._limit_s
-            late_s = float(np.quantile(self._late_s, DELAY_QUANTILE))
-            self.value_s = min(max(late_s, -bound_s), bound_s)

@@ -35,7 +35,7 @@ from toolkit.engines.tokenizer import Tokenizer
 from toolkit.serve.access import KeyedRequest
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
-from toolkit.serve.errors import ApiError, error_body, overloaded
+from toolkit.serve.errors import ApiError, error_body, late, overloaded, retry_after_s
 from toolkit.serve.forms import (
     BodyReader,
     ChatForm,
@@ -46,7 +46,6 @@ from toolkit.serve.forms import (
 )
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 
-MAX_RETRY_AFTER_S = 60
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
 MAX_SEED = (1 << 63) - 1
 DONE = b"data: [DONE]\n\n"
@@ -103,7 +102,9 @@ class Generation:
                 f"{driver.waiting} requests wait; with {choices} more it would exceed "
                 f"{settings.max_waiting}"
             )
-            raise self._overloaded(text, driver.forecast.predict(driver.now_s).ttft_s)
+            driver.stats.refused += 1
+            wait_s = driver.forecast.predict(driver.now_s).ttft_s
+            raise overloaded(text, retry_after_s(wait_s))
 
     def _admit(
         self, form: GenerationForm, prompts: int, max_tokens: int | None, keyed: KeyedRequest
@@ -129,15 +130,8 @@ class Generation:
         predicted = driver.forecast.predict(driver.now_s)
         excess_s = driver.forecast.limits.excess_s(predicted)
         if excess_s:
-            text = (
-                f"too many requests wait: the first token would come in {predicted.ttft_s:.1f} s, "
-                f"the last in {predicted.e2e_s:.1f} s"
-            )
-            raise self._overloaded(text, excess_s)
-
-    def _overloaded(self, text: str, wait_s: float) -> ApiError:
-        self._driver.stats.refused += 1
-        return overloaded(text, math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S)))
+            driver.stats.refused += 1
+            raise late(predicted, excess_s)
 
     def _check_ready(self) -> None:
         if self._driver.state != "ready":

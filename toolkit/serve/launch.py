@@ -28,6 +28,7 @@ from toolkit.errors import InputError
 from toolkit.files.io import LineLog
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, OnForeign, identity, refuse_foreign
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import BalancerEvent
 from toolkit.sched.eventlog import Event, lost_line, to_line
 from toolkit.sched.types import Request
@@ -36,7 +37,6 @@ from toolkit.serve.api import make_app
 from toolkit.serve.assemble import FrontSettings, make_scheduler, make_stats
 from toolkit.serve.drift import CheckedWorkers, DriftCheck, OnFound
 from toolkit.serve.driver import Driver
-from toolkit.serve.forecast import UNLIMITED, LatencyLimits
 from toolkit.serve.helper import Helper
 from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest

@@ -18,8 +18,9 @@ from typing import Literal
 
 from toolkit.engines.protocol import FinishReason, Row, SamplingParams, StepOutput
 from toolkit.engines.tokenizer import Detokenizer
+from toolkit.routing.admission import NO_PREDICTION, PredictedLatency
 from toolkit.sched.types import Batch
-from toolkit.serve.forecast import NO_PREDICTION, Forecast, PredictedLatency
+from toolkit.serve.forecast import Forecast
 from toolkit.serve.stats import Stats
 
 

@@ -6,7 +6,8 @@ elsewhere cannot read it through a browser: nothing here allows other origins, a
 `toolkit.serve.access` refuses a Host that is a name other than `localhost`, which its owner may
 have pointed to this machine ("DNS rebinding").
 
-`Status` has the two routes. `MetricHistory` keeps the last hour in bounded memory: a point every
+`StatusPage` has the two routes; `Status` is that of one engine, and the gateway has one of its own.
+`MetricHistory` keeps the last hour in bounded memory: a point every
 few seconds from what `Stats` counts anyway, percentiles of the last minute, and incidents.
 `failure`, `state` and `problem` say how the server is: /health is about the front alone, /ready
 about whether requests should be sent here. The server replaces a dead or hung worker itself, and
@@ -20,6 +21,7 @@ import base64
 import hashlib
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -109,12 +111,11 @@ def facts_of(plan: Plan, model: str) -> Facts:
     return Facts(name, plan.policy.name, plan.policy.parameters, kinds, plan.recipe.sla, predicted)
 
 
-class Status:
+class StatusPage(ABC):
     """The routes of the page and of its data, and the history behind them."""
 
-    def __init__(self, driver: Driver, facts: Facts) -> None:
-        self.history = MetricHistory(driver.stats, lambda: gauges(driver), lambda: driver.now_s)
-        self._driver = driver
+    def __init__(self, history: MetricHistory, facts: Facts) -> None:
+        self.history = history
         self._facts = facts
         # By this a page notices that another server answers than before.
         self._instance = secrets.token_hex(8)
@@ -125,8 +126,15 @@ class Status:
         """Take points of the history until cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_S)
-            if self._driver.state != "loading":
-                self.history.sample()
+            self.sample()
+
+    @abstractmethod
+    def sample(self) -> None:
+        """Take a point of the history, if the server can serve."""
+
+    @abstractmethod
+    def _now(self) -> dict[str, Any]:
+        """What only this kind of server knows: its state, problem, uptime, workers and totals."""
 
     async def page(self, request: Request) -> Response:
         return Response(
@@ -152,15 +160,12 @@ class Status:
         )
 
     def _shown(self, since: int) -> dict[str, Any]:
-        driver, history, facts = self._driver, self.history, self._facts
+        history, facts = self.history, self._facts
         first = max(since, history.taken - len(history.points))
         skipped = first - (history.taken - len(history.points))
         return {
             "instance": self._instance,
             "version": toolkit.__version__,
-            "state": state(driver),
-            "problem": problem(driver),
-            "uptime_s": round(driver.now_s, 1) if driver.state != "loading" else 0.0,
             "model": facts.model,
             "kinds": [asdict(kind) for kind in facts.kinds],
             "policy": facts.policy,
@@ -175,14 +180,36 @@ class Status:
                 for key, limit in facts.sla.items()
             ],
             "attainment": history.attainment(),
-            "workers": self._workers(),
-            "totals": self._totals(),
             "happenings": [asdict(incident) for incident in history.incidents],
             "sample_s": SAMPLE_S,
             "kept": POINTS_MAX,
             "columns": COLUMNS,
             "first": first,
             "points": list(history.points)[skipped:],
+        } | self._now()
+
+
+class Status(StatusPage):
+    """The status of the server of one engine."""
+
+    def __init__(self, driver: Driver, facts: Facts) -> None:
+        history = MetricHistory(driver.stats, lambda: gauges(driver), lambda: driver.now_s)
+        super().__init__(history, facts)
+        self._driver = driver
+
+    def sample(self) -> None:
+        """See `StatusPage.sample`."""
+        if self._driver.state != "loading":
+            self.history.sample()
+
+    def _now(self) -> dict[str, Any]:
+        driver = self._driver
+        return {
+            "state": state(driver),
+            "problem": problem(driver),
+            "uptime_s": round(driver.now_s, 1) if driver.state != "loading" else 0.0,
+            "workers": self._workers(),
+            "totals": self._totals(),
         }
 
     def _workers(self) -> list[dict[str, Any]]:
@@ -291,6 +318,10 @@ class MetricHistory:
         self.points.append(msgspec.Raw(msgspec.json.encode(self._point(before, now))))
         self.taken += 1
 
+    def note(self, text: str) -> None:
+        """Show a problem."""
+        self.incidents.append(Incident(round(self._now_s(), 1), text))
+
     def recent(self, key: str) -> float | None:
         """A statistic such as `ttft_p99_s` over the last minute; None if no request ended."""
         metric, statistic, _ = key.split("_")
@@ -354,9 +385,7 @@ class MetricHistory:
             (now.failed - before.failed, "a request failed", "requests failed"),
         ):
             if count:
-                self.incidents.append(
-                    Incident(round(now.at_s, 1), singular if count == 1 else f"{count} {plural}")
-                )
+                self.note(singular if count == 1 else f"{count} {plural}")
 
     def _count(self) -> Counts:
         stats = self._stats

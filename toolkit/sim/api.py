@@ -74,6 +74,7 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
     `InputError` if the policy is built into an engine for which `world` has no laws.
     """
+    _check_room(policy, world)
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size)
     if world.token_gaps:
@@ -103,9 +104,11 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     else:
         assert not isinstance(policy, BuiltIn)
         if world.routing is not None:
+            what = f"replica_router is '{world.routing.router.name}'"
+            if world.refuses:
+                what = "admission is 'targets'"
             raise InputError(
-                f"replica_router is '{world.routing.router.name}', and policy '{policy.name}' "
-                "gives requests to workers itself",
+                f"{what}, and policy '{policy.name}' gives requests to workers itself",
                 f"leave it out, or simulate the policy '{VllmPolicy.name}'",
             )
         world = world.under(policy)
@@ -115,6 +118,19 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     return SimResult(
         front.seen(ledger.served()), counters(ledger, len(refusals), capacity_tokens), refusals
     )
+
+
+def _check_room(policy: AnyPolicy, world: World) -> None:
+    """`InputError` where a worker has no memory for any token."""
+    if isinstance(policy, VllmPolicy):
+        rooms = [world.engine().capacity_tokens]
+    else:
+        rooms = [kind.memory.usable_tokens for kind in world.under(policy).kinds]
+    if min(rooms) < 1:
+        raise InputError(
+            "the fitted memory has no room: 0 tokens of KV cache are usable",
+            "profile where the cache is larger, or give --set capacity_tokens=N",
+        )
 
 
 def _run(

@@ -23,6 +23,7 @@ import msgspec
 
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepLaw, StepShape
+from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.replicas import (
     BLOCK_TOKENS,
@@ -102,6 +103,7 @@ class Routing:
             blocks have: these.
         seed: of ties.
         outages: of replicas.
+        limits: the targets by which the front refuses new requests.
     """
 
     router: Router = field(default_factory=RoundRobinRouter)
@@ -109,6 +111,7 @@ class Routing:
     report_age_s: float = 0.0
     seed: int = 0
     outages: tuple[Outage, ...] = ()
+    limits: LatencyLimits = UNLIMITED
     block_tokens: int = 0
 
     @classmethod
@@ -358,6 +361,7 @@ class _RoutedRun:
             [traits] * ledger.workers,
             block_tokens=self._router_block_tokens,
             seed=routing.seed,
+            limits=routing.limits,
         )
         self._report_s = routing.report_s if routing.router.reads_reports else math.inf
         self._turns = reuse.turns(range(len(requests)))
@@ -417,12 +421,12 @@ class _RoutedRun:
                     request_id = self._requests[subject].request_id
                     refused = Refusal(request_id, "no replica was up when it came")
                 if refused is None:
-                    self._route(subject, now_s)
-                else:
+                    refused = self._route(subject, now_s)
+                if refused is not None:
                     refusals.append(refused)
                     self._begin_turns(subject, now_s, 0)
             elif generated < 0:
-                self._balancer.first_token(self._requests[subject].request_id)
+                self._balancer.first_token(self._requests[subject].request_id, now_s)
             else:
                 self._balancer.ended(self._requests[subject].request_id, generated)
         for replica in replicas:
@@ -462,8 +466,10 @@ class _RoutedRun:
 
     def _route(
         self, number: int, now_s: float, left: int | None = None, excluded: tuple[int, ...] = ()
-    ) -> None:
-        """Send a request to a replica; one that was on another before lacks `left` tokens."""
+    ) -> Refusal | None:
+        """Send a request to a replica; one that was on another before lacks `left` tokens. Returns
+        the refusal of a new one.
+        """
         request, output = self._requests[number], self._ledger.output_tokens[number]
         moved, left = left is not None, output if left is None else left
         prompt = request.prompt_tokens + output - left
@@ -471,11 +477,16 @@ class _RoutedRun:
         if left < output:
             limit = request.max_new_tokens - (output - left)
             routed = msgspec.structs.replace(routed, prompt_tokens=prompt, max_new_tokens=limit)
-        index = self._balancer.route(routed, now_s, (*excluded, *self._barred(now_s)))
+        send = self._balancer.route if moved else self._balancer.offer
+        index = send(routed, now_s, (*excluded, *self._barred(now_s)))
+        if isinstance(index, Overload):
+            first_s = index.predicted.ttft_s
+            text = f"its first token was forecast after {first_s:.3g} s, too late for the targets"
+            return Refusal(request.request_id, text)
         if index is None:
             row = PagedRequest(number, prompt, left)
             self._lost.append(row)
-            return
+            return None
         if moved:
             self._ledger.moved += 1
             self._ledger.recomputed_tokens += prompt
@@ -492,6 +503,7 @@ class _RoutedRun:
         replica.arrive(row, now_s)
         if replica.next_s != before_s:
             heappush(self._events, (replica.next_s, WORK, index, 0))
+        return None
 
     def _take(self, replica: ReplicaRun, index: int) -> None:
         """Schedule what a replica does next, and what the router learns of what it did."""

@@ -22,6 +22,7 @@ from toolkit.estimators.memory import MemoryEdge, ZetaMemory, uniform_draw
 from toolkit.files.fit import Fit, Range
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import ServeSpec
+from toolkit.routing.admission import UNLIMITED
 from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
@@ -180,6 +181,11 @@ class World:
     def size(self) -> int:
         """Workers of all kinds."""
         return sum(kind.workers for kind in self.kinds)
+
+    @property
+    def refuses(self) -> bool:
+        """Whether a front refuses requests by its forecast."""
+        return self.routing is not None and self.routing.limits != UNLIMITED
 
     def under(self, policy: AnyPolicy) -> World:
         """The same world with the laws for what `policy` runs: static batches or rounds."""
@@ -348,6 +354,11 @@ class WorldSettings:
         ("in-turn", *ROUTERS),
         doc="which replica of an engine with its own scheduler gets a request",
     )
+    admission: str = choice(
+        "queue",
+        ("queue", "targets"),
+        doc="'targets': the front of such replicas refuses what would miss --sla, by its forecast",
+    )
     memory: str = choice(
         "engine", ("engine", *MEMORIES), doc="how rows take memory: " + ", ".join(MEMORIES)
     )
@@ -359,7 +370,9 @@ class WorldSettings:
     def routing(self, parameters: Mapping[str, Value]) -> Routing | None:
         """See `World.routing`; `parameters` are the router's."""
         name = self.replica_router
-        return None if name == "in-turn" else Routing(make_router(name, parameters))
+        if name == "in-turn":
+            return Routing() if self.admission == "targets" else None
+        return Routing(make_router(name, parameters))
 
     def joining(self, engines: Joining | None) -> Joining | None:
         """See `World.joining`; `engines` is the engine's own."""

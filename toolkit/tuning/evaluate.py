@@ -28,8 +28,9 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe, RouterSpec
-from toolkit.files.tuning import Outcome, ParameterValue, searched_key
+from toolkit.files.tuning import REFUSED, Outcome, ParameterValue, searched_key
 from toolkit.metrics import Served, meets_sla, sla_ratios
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import make_router, router_of
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
@@ -118,12 +119,18 @@ def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
     kinds = [Kind(recipe=recipe, fit=fit, workers=recipe.workers), *others]
     world = world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     router = router_of(recipe)
-    return routed(world, router) if router else world
+    if router is None:
+        return world
+    targets = recipe.serve.admission == "targets" and recipe.tune.max_refused_percent is not None
+    limits = LatencyLimits.of(recipe.sla) if targets else UNLIMITED
+    return routed(replace(world, routing=Routing(limits=limits)), router)
 
 
 def routed(world: World, router: RouterSpec) -> World:
-    """The world with our front and a router before its replicas."""
-    return replace(world, routing=Routing.of_front(make_router(router.name, router.parameters)))
+    """The world with our front and another router before its replicas."""
+    routing = Routing.of_front(make_router(router.name, router.parameters))
+    limits = world.routing.limits if world.routing else UNLIMITED
+    return replace(world, routing=replace(routing, limits=limits))
 
 
 def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
@@ -135,7 +142,8 @@ def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
         rows = np.arange(count) + (len(fitted) - count) // 2
     sample = fitted.take(rows)
     backlog = replace(sample, arrival_s=np.zeros(count), priority=None)
-    world = replace(world, closed_loop=False)
+    routing = world.routing and replace(world.routing, limits=UNLIMITED)
+    world = replace(world, closed_loop=False, routing=routing)
     policy = make_any(recipe.policy.name, recipe.policy.parameters)
     return simulate(backlog, policy, world).metrics({})["throughput_rps"]
 
@@ -147,6 +155,7 @@ class CandidateLimits:
     max_oom_percent: float
     max_evicted_percent: float | None = None
     min_attainment_percent: float | None = None
+    max_refused_percent: float | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -188,6 +197,8 @@ class Evaluation:
         if limits.max_evicted_percent is not None:
             evicted = metrics.get("evicted_percent", 0.0)
             used["evicted_percent"] = share(evicted, limits.max_evicted_percent)
+        if limits.max_refused_percent is not None:
+            used[REFUSED] = share(metrics.get(REFUSED, 0.0), limits.max_refused_percent)
         if limits.min_attainment_percent is not None:
             late = 100.0 - metrics.get(ATTAINMENT_LOWER, 0.0)
             used[ATTAINMENT] = share(late, 100.0 - limits.min_attainment_percent)
@@ -261,6 +272,8 @@ class Task:
         }
         good = [meets_sla(result.served, sla) for result in results]
         metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
+        if self.setup.world.refuses:
+            metrics[REFUSED] = 100.0 * metrics["refused"] / metrics["requests"]
         served = Served(
             **{
                 column: np.concatenate([getattr(result.served, column) for result in results])

@@ -37,8 +37,7 @@ from toolkit.files.tuning import (
     recipe_limits,
 )
 from toolkit.routing.routers import router_of
-from toolkit.sched.policies import BUILT_IN
-from toolkit.sched.policies.servable import engines_for, refusal
+from toolkit.sched.policies import BUILT_IN, engines_for, refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World, fleet
 from toolkit.traces.windows import TraceWindow
@@ -115,7 +114,10 @@ def limits_of(recipe: Recipe) -> CandidateLimits:
     """The recipe's limits besides the latency targets."""
     spec = recipe.tune
     return CandidateLimits(
-        spec.max_oom_percent, spec.max_evicted_percent, spec.min_attainment_percent
+        spec.max_oom_percent,
+        spec.max_evicted_percent,
+        spec.min_attainment_percent,
+        spec.max_refused_percent,
     )
 
 

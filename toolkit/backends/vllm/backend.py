@@ -58,6 +58,7 @@ NEEDED = "mypy-extensions"  # of llmctl's code inside vLLM, and not in vLLM's en
 METRICS_FOLDER = "metrics"  # vLLM's processes share their metrics through files
 ENDED_METRIC, REASON_LABEL = "vllm:request_success", "finished_reason"
 POLL_EVERY_S = 0.2
+ASK_EVERY_S = 5.0  # whether it is healthy
 
 
 class VllmBackend:
@@ -145,7 +146,7 @@ def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str
             signals.loading = False
             if not signals.count:
                 on_ready(server.url)
-                _serve(server, order.ending, signals)
+                _serve(server, order.ending, signals, order.plan.recipe.serve.hang_s)
         return _count_ended(Path(folder) / METRICS_FOLDER)
 
 
@@ -266,14 +267,27 @@ def _signals() -> Iterator[_Signals]:
             signal.signal(number, handler)
 
 
-def _serve(server: VllmServer, ending: Ending, signals: _Signals) -> None:
-    """Wait for a signal, then for vLLM to finish running requests.
+def _serve(server: VllmServer, ending: Ending, signals: _Signals, hang_s: float) -> None:
+    """Wait for a signal, then for vLLM to finish running requests. Raises `EngineError` if vLLM
+    ends, or does not answer for `hang_s` seconds: the service manager starts it again.
 
     The notice and the timeout of `ending` bound the wait; a second signal ends it.
     """
+    now_s = time.monotonic
+    answered_s = asked_s = now_s()
     while not signals.count:
         if server.wait(POLL_EVERY_S) is not None:
             raise server.died("while it served")
+        if now_s() - asked_s < ASK_EVERY_S:
+            continue
+        if server.healthy():
+            answered_s = now_s()
+        elif now_s() - answered_s > hang_s:
+            raise EngineError(
+                f"vLLM did not answer /health for {hang_s:g} s (serve.hang_s)",
+                "its own output says more",
+            )
+        asked_s = now_s()
     notice_end_s = time.monotonic() + ending.notice_s
     while signals.count < 2 and time.monotonic() < notice_end_s:
         time.sleep(min(POLL_EVERY_S, ending.notice_s))

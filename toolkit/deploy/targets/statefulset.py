@@ -45,7 +45,15 @@ from toolkit.deploy.manifests import (
     StatefulSetSpec,
     Strategy,
 )
-from toolkit.deploy.operators import PrometheusRule, ScaleTarget
+from toolkit.deploy.operators import (
+    EndpointPickerConfig,
+    EndpointPlugin,
+    PrometheusRule,
+    ScaleTarget,
+    SchedulingProfile,
+    Scorer,
+    WeightedPlugin,
+)
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
@@ -108,10 +116,17 @@ from toolkit.deploy.targets.objects import (
     tolerations,
 )
 from toolkit.files.strict import dump_yaml
+from toolkit.routing.routers import LlmdRouter, router_defaults
 
 ANY = "0.0.0.0"
 FRONT_CORES = 2  # its loop, and its helper processes
 WAITING = "vllm:num_requests_waiting"
+PICKER = "endpointpicker.yaml"
+SCORERS: tuple[tuple[Scorer, str], ...] = (  # and the parameters of llm-d's router
+    ("prefix-cache-scorer", "prefix"),
+    ("queue-scorer", "queue"),
+    ("kv-cache-utilization-scorer", "kv"),
+)
 
 
 def render(order: Order) -> Rendered:
@@ -161,7 +176,55 @@ def render(order: Order) -> Rendered:
     )
     files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
     files |= claim_files(order, _mounting(replicas)) | {"core/plan.json": order.text}
+    if (picker := _picker(order)) is not None:
+        files[PICKER] = dump_yaml([picker], order.comment())
     return Rendered(files, _explained(replicas), _start(replicas), FORWARDED)
+
+
+def _picker(order: Order) -> EndpointPickerConfig | None:
+    """A Gateway's endpoint picker with the weights of the plan's router, where that is llm-d's."""
+    router = order.plan.replica_router
+    if router is None or router.name != LlmdRouter.name:
+        return None
+    weights = router_defaults(LlmdRouter) | dict(router.parameters)
+    scorers = [EndpointPlugin(type=kind) for kind, _ in SCORERS[1:]]
+    cache = EndpointPlugin(
+        type="prefix-cache-scorer", parameters={"lruCapacityPerServer": LlmdRouter.index_blocks}
+    )
+    others = [
+        EndpointPlugin(type="max-score-picker"),
+        EndpointPlugin(type="single-profile-handler"),
+    ]
+    profile = [
+        WeightedPlugin(plugin_ref=kind, weight=float(weights[knob])) for kind, knob in SCORERS
+    ]
+    chosen = [*profile, WeightedPlugin(plugin_ref="max-score-picker")]
+    return EndpointPickerConfig(
+        plugins=[cache, *scorers, *others],
+        scheduling_profiles=[SchedulingProfile(name="default", plugins=chosen)],
+    )
+
+
+def _explained_picker(order: Order) -> list[ExplainedValue]:
+    picker = _picker(order)
+    if picker is None:
+        return []
+    knobs = dict[str, str](SCORERS)
+    (profile,) = picker.scheduling_profiles
+    whole = "a file for the picker of Gateway API's inference extension, instead of the front"
+    lines = [ExplainedValue(PICKER, picker.api_version, f"{whole}; llm-d 0.8: llm-d.ai/v1alpha1")]
+    lines += [
+        ExplainedValue(
+            f"{PICKER}: {one.plugin_ref}",
+            f"{one.weight:g}",
+            f"plan: parameter '{knobs[one.plugin_ref]}' of router '{LlmdRouter.name}'",
+        )
+        for one in profile.plugins
+        if one.weight is not None
+    ]
+    blocks = str(LlmdRouter.index_blocks)
+    kept = "blocks remembered of each replica, llm-d's default, as simulated"
+    return [*lines, ExplainedValue(f"{PICKER}: lruCapacityPerServer", blocks, kept)]
 
 
 def _address(replicas: Replication) -> str:
@@ -177,7 +240,9 @@ def _permission(replicas: Replication) -> dict[str, BaseModel]:
     """The front may list the EndpointSlices of its namespace, and nothing else."""
     order = replicas.order
     rule = RoleRule(
-        api_groups=["discovery.k8s.io"], resources=["endpointslices"], verbs=["get", "list"]
+        api_groups=["discovery.k8s.io"],
+        resources=["endpointslices"],
+        verbs=["get", "list", "watch"],
     )
     subject = RoleSubject(name=order.name, namespace=order.options.namespace)
     return {
@@ -350,7 +415,9 @@ def _explained(replicas: Replication) -> list[ExplainedValue]:
             "the EndpointSlices of the headless Service: a replica that ends is left at once",
         ),
         ExplainedValue(
-            "Role", "get, list endpointslices", "the front's only permission, in its own namespace"
+            "Role",
+            "get, list, watch endpointslices",
+            "the front's only permission, in its own namespace",
         ),
         explain_value("front: image", replicas.front_image),
         ExplainedValue(
@@ -376,6 +443,7 @@ def _explained(replicas: Replication) -> list[ExplainedValue]:
             "StatefulSet podManagementPolicy", "Parallel", "replicas do not wait for each other"
         ),
         *_explained_claims(replicas),
+        *_explained_picker(order),
     ]
     if replicas.gpus.value:
         lines.append(explain_value("node affinity", where, ", ".join(where.value)))

@@ -113,6 +113,7 @@ def _replica(order: Order, replicas: Replication) -> str:
         back_off_s=BACK_OFF_S,
         back_off_steps=BACK_OFF_STEPS,
         longest_back_off_s=LONGEST_BACK_OFF_S,
+        hang_s=f"{recipe.serve.hang_s:g}",
         gpus=replicas.gpus.value,
     )
 
@@ -184,6 +185,12 @@ def _explained_replicas(
         explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
         explain_value("TimeoutStartSec", replicas.startup, f"{replicas.startup.value} s"),
         ExplainedValue("Restart of a replica", restarts, "it never gives up; the front goes on"),
+        ExplainedValue(
+            "replica that hangs",
+            f"{recipe.serve.hang_s:g} s",
+            "recipe: serve.hang_s; llmctl asks its server's /health, and ends with an error if "
+            "that does not answer for so long: the unit is started again",
+        ),
         ExplainedValue(f"{order.name}.target", "Requires, Wants, PartOf", order_of),
         ExplainedValue(
             "User", user_name(order.name), "one dynamic user, for the shared folder of models"

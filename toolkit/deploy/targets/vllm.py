@@ -17,7 +17,9 @@ from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
+from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe
+from toolkit.routing.routers import VllmRouter
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.units import GIB
@@ -226,17 +228,31 @@ def _fitted(order: Order) -> list[ExplainedValue]:
         lines.append(
             ExplainedValue("max-num-queued-tokens", "no limit", "the recipe has no TTFT target")
         )
-    return [*lines, *_parallel(plan.recipe), explain_value("--shutdown-timeout", drain)]
+    return [*lines, *_parallel(plan), explain_value("--shutdown-timeout", drain)]
 
 
-def _parallel(recipe: Recipe) -> list[ExplainedValue]:
-    sizes = {"tensor": recipe.engine.tensor_parallel_size, "data": recipe.workers}
-    names = {"tensor": "engine.tensor_parallel_size", "data": "workers"}
-    return [
-        ExplainedValue(f"--{kind}-parallel-size", str(n), f"recipe: {names[kind]}")
-        for kind, n in sizes.items()
-        if n > 1
-    ]
+def _parallel(plan: Plan) -> list[ExplainedValue]:
+    """How one start uses several GPUs. Replicas that were simulated behind a router of llmctl are
+    not vLLM's data-parallel engines, which have a balancer of their own.
+    """
+    engine, count, router = plan.recipe.engine, plan.recipe.workers, plan.replica_router
+    lines = []
+    if engine.tensor_parallel_size > 1:
+        size, source = str(engine.tensor_parallel_size), "recipe: engine.tensor_parallel_size"
+        lines.append(ExplainedValue("--tensor-parallel-size", size, source))
+    if count == 1:
+        return lines
+    if router is None or router.name == VllmRouter.name:
+        source = "recipe: workers; vLLM's own balancer, which was not simulated"
+        if router is not None:
+            source = f"recipe: workers; vLLM's own balancer, simulated as router '{router.name}'"
+        return [*lines, ExplainedValue("--data-parallel-size", str(count), source)]
+    source = (
+        f"{count} replicas were simulated behind router '{router.name}', and this starts one: "
+        "start one for each, and before them llmctl serve plan.json --replica URL ...; or render "
+        "target systemd, compose or kubernetes"
+    )
+    return [*lines, ExplainedValue("data-parallel-size", "1", source)]
 
 
 def _scheduler(order: Order) -> list[ExplainedValue]:
