@@ -27,6 +27,7 @@ pip_install() {
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation "$@"
 }
 
+echo "installing what locks/ names: torch and others, some minutes the first time"
 pip_install --require-hashes -r "$here/build.txt" -r "$here/run.txt"
 
 # torch for CPUs where an index of this machine has it, else the registry's, which needs CUDA's libraries.

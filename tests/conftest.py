@@ -24,8 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # how long an example takes says how busy the machine is
+    import lanes  # here: as a plugin it is imported after this file
+
+    quick = config.option.markexpr == lanes.QUICK and not lanes.COMPILED
     settings.register_profile(
-        "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        "patient",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=lanes.QUICK_EXAMPLES if quick else 100,
     )
     settings.load_profile("patient")
     # files of tests need not survive a power cut, and thousands of waits for the disk take seconds

@@ -5,6 +5,9 @@ than half a second. A test without the mark that starts a process fails, so the 
 forgotten. One that only takes long is named at the end of `make quick`: time alone is no reason to
 fail on a machine that does other work.
 
+Of a few tests with parameters that take seconds in all, `make quick` runs every second or third
+(`thinned`), and it tries fewer of Hypothesis' examples.
+
 A run by pytest-xdist gives each of its workers whole files, so what a file's tests share is made
 once. Files with slow tests go first, so no worker is left alone with one at the end.
 """
@@ -18,7 +21,7 @@ import re
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,24 @@ HANDLERS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler
 # Minutes of commands that share only what is made once for all workers: each of these tests goes
 # where there is room.
 APART = "test_docs_commands.py"
+
+COMPILED = os.environ.get("LLMCTL_COMPILED") == "1"
+QUICK_EXAMPLES = 25  # of a Hypothesis test that does not say how many; else 100
+
+
+def thinned(cases: Iterable[Any], keep: int = 3) -> list[Any]:
+    """`cases` as parameters of a test: one of `keep` runs in `make quick`, all in `make test`.
+
+    A case is one argument, or a tuple of several. All run on compiled code, for which there is only
+    the quick lane.
+    """
+    return [
+        case
+        if number % keep == 0 or COMPILED
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for number, case in enumerate(cases)
+    ]
+
 
 _started: list[str] = []  # by the test that runs
 _took_s: defaultdict[str, float] = defaultdict(float)  # by tests that are not marked slow

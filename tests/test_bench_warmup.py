@@ -1,7 +1,7 @@
 """The warm-up before a replay: its requests, and what the server's counters show."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -33,9 +33,9 @@ from toolkit.traces.write import TraceLine, write_lines
 LOAD = LoadSpec("hidden", 128, 256)
 
 
-def trace(count: int = 6) -> Trace:
+def trace(count: int = 6, gap_s: float = 1.0) -> Trace:
     k = np.arange(count)
-    return Trace(k * 1.0, 10 + k, 1 + k, np.zeros(count, dtype=np.int64))
+    return Trace(k * gap_s, 10 + k, 1 + k, np.zeros(count, dtype=np.int64))
 
 
 def test_the_requests_are_those_that_come_next_and_time_goes_on_where_the_trace_starts_again():
@@ -52,7 +52,7 @@ def test_the_slowdown_is_of_the_batches_that_ran_meanwhile():
     with sse_server(answer) as server:
         server.batch_s = (100.0, 1.0)
         warm, interrupted = warm_up(
-            find_target(server.url), others(trace(), 0.0, 2), LOAD, lambda: None
+            find_target(server.url), others(trace(gap_s=0.01), 0.0, 2), LOAD, lambda: None
         )
     assert not interrupted
     assert (warm.requests, warm.batch_s, warm.predicted_batch_s, warm.slowdown) == (
@@ -70,7 +70,8 @@ def test_the_first_requests_settle_the_server_and_are_not_timed():
         return serve_request(body)
 
     with sse_server(answer) as server:
-        warm, _ = warm_up(find_target(server.url), others(trace(), 0.0, 8), LOAD, lambda: None)
+        at_once = replace(trace(), arrival_s=np.zeros(6))
+        warm, _ = warm_up(find_target(server.url), others(at_once, 0.0, 8), LOAD, lambda: None)
     assert (warm.requests, warm.predicted_batch_s, warm.slowdown) == (8, 6.0, 1.5)
     assert len({str(body["prompt"]) for body in server.bodies}) == 8
 

@@ -11,8 +11,7 @@ from commands import llmctl
 
 from toolkit.cli.output import COLUMNS, ROWS, FigurePanel, bars, chart, draw
 from toolkit.files.io import write_file
-from toolkit.sched.policies import ORACLES, POLICIES
-from toolkit.sched.policies.servable import footnote
+from toolkit.sched.policies import ORACLES, POLICIES, footnote
 from toolkit.sim import api as comparison
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError

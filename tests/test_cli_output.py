@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import samples
 
-from toolkit.cli.output import emit, number, percent, progress, seconds, show_any_text, size, table
+from toolkit.cli.output import (
+    emit,
+    note,
+    number,
+    percent,
+    progress,
+    seconds,
+    show_any_text,
+    size,
+    table,
+)
 from toolkit.files.fit import Fit
 
 
@@ -162,3 +172,31 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
         advance(text="one")
         advance()
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        ("80", "warning: " + "word " * 13 + "word\n  word word --a-long-option-that-stays-whole\n"),
+        ("200", "warning: " + "word " * 16 + "--a-long-option-that-stays-whole\n"),
+    ],
+)
+def test_a_note_fits_the_terminal_and_is_one_line_in_a_file(
+    columns: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    text = "warning: " + "word " * 16 + "--a-long-option-that-stays-whole"
+    note(text)
+    assert capsys.readouterr().err == f"{text}\n"
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True)
+    note(text)
+    assert capsys.readouterr().err == shown
+
+
+def test_progress_with_an_estimate_shows_it_beside_the_time_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with progress("measuring", 2, about_s=78.3) as advance:
+        advance(text="one")
+    assert "of about 0:01:18 one" in capsys.readouterr().err

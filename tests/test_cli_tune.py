@@ -11,8 +11,7 @@ from commands import llmctl
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import Tuning
-from toolkit.sched.policies import ORACLES, POLICIES
-from toolkit.sched.policies.servable import footnote
+from toolkit.sched.policies import ORACLES, POLICIES, footnote
 
 RECIPE = """\
 name: test

@@ -111,6 +111,9 @@ def test_the_hub_s_token_is_in_the_command_of_the_secret_and_in_no_file(
 def test_a_model_that_is_not_from_the_hub_needs_no_token(tmp_path: Path, target: str) -> None:
     files = render_target(target, orders.order(orders.plan(tmp_path)))
     assert "hf-token" not in "".join(files.values())
+    assert "each new pod downloads" not in files["EXPLAIN.md"]
+    said = "emptyDir, at most 2 GiB | the model's weights are random: it has no files; nothing is"
+    assert said in files["EXPLAIN.md"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -121,7 +121,8 @@ def test_a_file_wins_over_a_shipped_name(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("tiny-lama-cpu", "tiny-lama-cpu: no such recipe", "did you mean 'tiny-llama-cpu'?"),
         ("nowhere/tiny-llama-cpu.yaml", "no such file", "did you mean 'tiny-llama-cpu'?"),
-        ("../nowhere", "no such file", "valid: "),
+        ("../nowhere", "no such file", "llmctl recipes lists those that ship"),
+        ("nosuch", "nosuch: no such recipe", "llmctl recipes lists those that ship"),
         ("..", "a folder", ""),
         ("/dev/null", "a device or pipe", ""),
         ("Tiny", "neither a file nor a recipe's name", "names match"),

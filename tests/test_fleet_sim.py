@@ -7,6 +7,7 @@ import pytest
 from around import Around
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import thinned
 from test_sim_contract import CASES, HOST_TOKENS, LAW, trace_of
 
 from toolkit.estimators.laws import LinearSwap, WithOverhead
@@ -52,7 +53,7 @@ def crowd(count: int = 120, longest: int = 60, seconds: float = 1.0) -> Trace:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES))
 @pytest.mark.parametrize("joining", [None, "embed"])
 def test_a_fleet_of_one_kind_is_the_plain_world(case, joining):
     name, parameters = CASES[case]

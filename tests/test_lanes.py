@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lanes
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -105,3 +106,13 @@ def test_a_parallel_run_gives_a_worker_whole_files(tmp_path: Path) -> None:
         for name in ("one", "two")
     }
     assert all(len(workers) == 1 for workers in where.values())
+
+
+def test_a_thinned_test_has_all_its_parameters_and_compiled_code_gets_all(monkeypatch) -> None:
+    cases = [(1, 2), (3, 4), (5, 6), (7, 8)]
+    monkeypatch.setattr(lanes, "COMPILED", False)
+    first, second, third, fourth = lanes.thinned(cases)
+    assert (first, second.values, third.values, fourth) == tuple(cases)
+    assert [mark.name for mark in (*second.marks, *third.marks)] == ["slow", "slow"]
+    monkeypatch.setattr(lanes, "COMPILED", True)
+    assert lanes.thinned(cases) == cases

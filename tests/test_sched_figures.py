@@ -53,6 +53,16 @@ def test_only_stale_figures_are_computed_again():
     assert computed == [7]
 
 
+def test_the_bounds_of_all_workers_are_kept_between_requests():
+    figure = WorkerFigure(workers(50), lambda worker, expected: (10 + worker.index, 2))
+    kept = figure.bounds(5)
+    assert figure.bounds(5) is kept  # not worked out again for all 50
+    figure.add(0, 100)
+    figure.write(1, 6, 20, 3)
+    assert figure.bounds(5).tolist() == [110, 20 - 3, *range(12, 60)]
+    assert figure.bounds(4).tolist() == [110 - 3, 20 - 6, *range(10, 58)]
+
+
 @pytest.mark.parametrize("count", [3, FEW_WORKERS + 20])
 def test_the_least_loaded_come_first(count):
     rng, found = random.Random(count), workers(count)

@@ -1,5 +1,8 @@
 """The ranked inbox against sorting all jobs at every query."""
 
+from collections import deque
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,3 +124,30 @@ def test_no_job_enters_before_a_starving_job_without_room():
     scheduler.complete(RoundResult(second.batch_id, 0, 1, ("runs",)), 9.0)
     (third,) = scheduler.tick(9.0)
     assert [job.request_id for job in third.jobs] == ["large", "small"]
+
+
+class Unsearched(deque):
+    """A queue that must not be walked for one of its jobs."""
+
+    def remove(self, job):
+        raise AssertionError("the queue was searched")
+
+    def __contains__(self, job):
+        raise AssertionError("the queue was searched")
+
+
+def test_a_job_leaves_a_long_backlog_without_a_search():
+    inbox = RankedInbox(standing)
+    jobs = [Job(Request(str(k), 0.0, 5, 10), k, 5) for k in range(100)]
+    for job in jobs[3:]:
+        inbox.append(job)
+    for job in jobs[:3]:  # evicted, the last admitted first
+        inbox.appendleft(job)
+    inbox.jobs = Unsearched(inbox.jobs)
+    for k in (50, 1, 99):
+        inbox.remove(jobs[k])
+    assert inbox.popleft() is jobs[2]
+    inbox.remove(jobs[0])
+    assert list(inbox) == [job for job in jobs[3:] if job.ticket not in {50, 99}]
+    with pytest.raises(ValueError, match="request '50' does not wait here"):
+        inbox.remove(jobs[50])

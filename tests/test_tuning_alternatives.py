@@ -13,8 +13,7 @@ from test_tuning import HEAD, trace
 from toolkit.files.plan import Kind
 from toolkit.files.tuning import Alternatives, SizingRow, Tuning
 from toolkit.report.verdict import verdict
-from toolkit.sched.policies import KNOWN
-from toolkit.sched.policies.servable import STARTED, engines_for, footnote, marked, refusal
+from toolkit.sched.policies import KNOWN, STARTED, engines_for, footnote, marked, refusal
 from toolkit.tuning.alternatives import (
     BISECTIONS,
     HALVINGS,

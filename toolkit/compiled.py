@@ -31,7 +31,6 @@ MODULES = (
     "toolkit.sched.figures",
     "toolkit.sched.footprint",
     "toolkit.sched.inbox",
-    "toolkit.sched.planner",
     "toolkit.sched.policies.admission",
     "toolkit.sched.policies.baton_rounds",
     "toolkit.sched.policies.continuous_rounds",
@@ -148,7 +147,8 @@ def running() -> RunningCode:
     if not reason:
         return RunningCode(True)
     if not (PACKAGE.parent / "hatch_build.py").exists():
-        return RunningCode(False, reason, "install llmctl again where a C compiler is")
+        remedy = "install llmctl from its source (the sdist) where a C compiler is"
+        return RunningCode(False, reason, remedy)
     lacking = "" if _finder.refused else obstacle()
     if lacking:
         reason, remedy = f"{reason}; {lacking}", f"install gcc or clang, and {HEADERS}; {REMEDY}"

@@ -5,16 +5,47 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
+
+from benchmarks.common.results_file import Recorder
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that also does what `--json FILE` says."""
+
+    module = ""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options = super().parse_args(args, namespace)
+        path = options.__dict__.pop("json_file", None)
+        if path:
+            words = sys.argv[1:] if args is None else list(args)
+            at = next(k for k, word in enumerate(words) if word.startswith("--json"))
+            del words[at : at + (1 if "=" in words[at] else 2)]
+            Recorder(path, self.module, words)
+        return options
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows `description` as it is written, under the name `python -m MODULE`."""
+    """A parser that shows `description` as it is written, under the name `python -m MODULE`, and
+    has `--json FILE`, for what the run prints.
+    """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"python -m {spec.name}" if spec else None,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    parser.module = spec.name if spec else parser.prog
+    parser.add_argument(
+        "--json",
+        dest="json_file",
+        type=Path,
+        metavar="FILE",
+        help="write the tables and lines that are printed to FILE, with command, machine and date",
+    )
+    return parser
 
 
 def add_markdown(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """The error of the law of whole prefills for the passes of a chunked prefill.
 
-    python -m benchmarks.engines.chunk_passes [--repeats 7] [--json]
+    python -m benchmarks.engines.chunk_passes [--repeats 7] [--json FILE]
 
 Takes about a minute per repeat on two shared, busy cores. Needs nothing but the package: the tiny
 Llama on the engine `rebatch`.
@@ -15,7 +15,6 @@ their sum.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -112,15 +111,11 @@ def errors(law: SegmentedLaw, cut: dict[Passes, list[float]]) -> list[dict[str, 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     recipe = load_recipe(RECIPE)
     engine = RebatchEngine(recipe.model, recipe.engine, recipe.hardware)
     whole, cut = measured(engine, options.repeats)
     table = errors(fitted(whole), cut)
-    if options.json:
-        print(json.dumps(table))
-        return
     print(
         "| N | columns | passes | sum ms | T(b) - T(a) + T(0): each % | sum % | T(b -"
         " a): each % | sum % |"

@@ -21,7 +21,6 @@ only. `report` prints the tables; its numbers are in docs/results/data/prefix-sh
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import make_parser
+from benchmarks.common.results_file import keep
 from benchmarks.engines.vllm_flags import run, serving
 from toolkit.bench.predict import LengthLimits, ServerConditions, fitted, predict
 from toolkit.deploy.order import ALLOW_BROKEN
@@ -127,32 +127,34 @@ def tune(arguments: argparse.Namespace) -> None:
             run(arguments, "render", str(RECIPE), *options, "--out", f"{name}.json")
 
 
-def measure(
-    arguments: argparse.Namespace,
-    windows: Sequence[Window],
-    rates: Mapping[str, float] = RATES,
-    *,
-    apart: bool = True,
-) -> None:
-    """Replay the windows that have no result yet, plan by plan; with `apart` not on the engine's
-    CPUs.
-    """
-    only = tuple(arguments.only or [""])
-    chosen = [one for one in windows if one.out.startswith(only)]
-    left = [one for one in chosen if not (arguments.work / one.out).exists()]
+def measure(arguments: argparse.Namespace) -> None:
+    """Replay the windows that have no result yet, plan by plan."""
+    left = unmeasured(arguments, windows_of(arguments))
     for plan in dict.fromkeys(one.plan for one in left):
         if late(arguments):
             return
         with serving(arguments, f"{plan}.json") as url:
             for window in left:
-                if window.plan != plan or late(arguments):
-                    continue
-                words = ["--url", url, "--trace", f"{window.trace}.jsonl"]
-                words += ["--rate", str(rates[window.trace]), "--loop", LOOPS[window.trace]]
-                words += ["--windows", "1", "--window", str(window.seconds)]
-                words += ["--seed", str(window.seed), "--warmup", str(arguments.warmup)]
-                words += ["--out", window.out, "--save-requests", f"{window.out}l"]
-                run(arguments, "validate", f"{plan}.json", *words, apart=apart)
+                if window.plan == plan and not late(arguments):
+                    replay(arguments, url, window, RATES[window.trace])
+
+
+def unmeasured(arguments: argparse.Namespace, windows: Sequence[Window]) -> list[Window]:
+    """The windows that were asked for and have no result yet."""
+    only = tuple(arguments.only or [""])
+    chosen = [one for one in windows if one.out.startswith(only)]
+    return [one for one in chosen if not (arguments.work / one.out).exists()]
+
+
+def replay(
+    arguments: argparse.Namespace, url: str, window: Window, rate: float, *, apart: bool = True
+) -> None:
+    """Predict and replay a window on the server at `url`; with `apart` not on the engine's CPUs."""
+    words = ["--url", url, "--trace", f"{window.trace}.jsonl", "--rate", str(rate)]
+    words += ["--loop", LOOPS[window.trace], "--windows", "1", "--window", str(window.seconds)]
+    words += ["--seed", str(window.seed), "--warmup", str(arguments.warmup)]
+    words += ["--out", window.out, "--save-requests", f"{window.out}l"]
+    run(arguments, "validate", f"{window.plan}.json", *words, apart=apart)
 
 
 def late(arguments: argparse.Namespace) -> bool:
@@ -249,15 +251,15 @@ def _round(value: Any) -> Any:
 
 def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Both tables as markdown."""
-    lines = ["| window | | hits % | requests/s | TTFT mean s | TPOT mean s |"]
+    lines = ["| window | | hits %, points | requests/s | TTFT mean s | TPOT mean s |"]
     lines.append("|---|---|---:|---:|---:|---:|")
     for one in found["predictions"]:
         lines += _rows(one)
     lines += [
         "",
         "| trace | tuned | tokens a pass, rows, watermark | `tune` predicts, goodput/s"
-        " | of vLLM's defaults | this window, predicted | measured | TTFT p99 s | MTPOT p99 s |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+        " | of vLLM's defaults | in this window | measured | MTPOT p99 s |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for one in found["recommendations"]:
         flags, measured = one["flags"], one["measured"]
@@ -265,7 +267,7 @@ def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         shown += f", {flags.get('watermark', 0.0):.2f}"
         cells = [one["tune_predicts_rps"], one["tune_predicts_defaults_rps"]]
         cells += [one["predicted"]["goodput_rps"], measured["goodput_rps"]]
-        cells += [measured["ttft_p99_s"], measured["mtpot_p99_s"]]
+        cells.append(measured["mtpot_p99_s"])
         numbers = " | ".join("-" if cell is None else f"{cell:.3g}" for cell in cells)
         lines.append(f"| {one['trace']} | {one['tuned']} | {shown} | {numbers} |")
     return "\n".join([*lines, ""])
@@ -275,13 +277,13 @@ def _rows(one: Mapping[str, Any]) -> Iterator[str]:
     measured = one["measured"]
     hits, values = measured["hit_percent"], " | ".join(f"{measured[name]:.3g}" for name in AIMS)
     yield f"| {one['window']} | measured | {hits:.1f} | {values} |"
-    for what in ("predicted", "in hindsight", "blind"):
+    for what in ("predicted", "blind"):
         said = one[what]
         errors = " | ".join(
             f"{100.0 * (said[name] / measured[name] - 1.0):+.1f} %" for name in AIMS
         )
         points = said["hit_percent"] - hits
-        yield f"| | {what} | {said['hit_percent']:.1f} ({points:+.1f} points) | {errors} |"
+        yield f"| | {what} | {points:+.1f} | {errors} |"
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -298,7 +300,6 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, help="start no window after so long")
     parser.add_argument("--only", nargs="+", help="beginnings of result files, such as tuned-")
-    parser.add_argument("--json", type=Path, help="where `report` also writes all numbers")
     parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), RECIPE
@@ -320,12 +321,12 @@ def main() -> None:
     if "tune" in stages:
         tune(arguments)
     if "measure" in stages:
-        measure(arguments, windows_of(arguments))
+        measure(arguments)
     if "report" in stages:
         found = results_of(arguments)
         print(tables(found))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        for name, numbers in found.items():
+            keep(name, numbers)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The cost and the gain of re-batching on the tiny Llama, paired, in one process.
 
-    python -m benchmarks.engines.rebatch_step [--rounds 5] [--requests 200] [--json]
+    python -m benchmarks.engines.rebatch_step [--rounds 5] [--requests 200] [--json FILE]
 
 Takes more than four minutes per round on two shared, busy cores. Needs nothing but the package:
 recipes/tiny-llama-cpu.yaml.
@@ -20,7 +20,6 @@ other benchmarks measure that.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -32,6 +31,7 @@ from functools import partial
 
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
+from benchmarks.common.results_file import keep
 from toolkit.engines.protocol import Round, Row, SamplingParams, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.files.recipe import Recipe
@@ -185,7 +185,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--json", action="store_true", help="all samples, in seconds and tokens/s")
     options = parser.parse_args()
     recipe = load_recipe(RECIPE)
     engines = {joining: engine_of(recipe, joining=joining) for joining in ("embed", "shape")}
@@ -197,11 +196,9 @@ def main() -> int:
         for size in SIZES:
             measure_step(engines["embed"], size, steps)
         measure_throughput(engines, rows, options.sizes, throughput)
-    if options.json:
-        json.dump({"seconds": steps, "tokens_per_s": throughput}, sys.stdout, indent=1)
-    else:
-        show(f"rows of {LENGTH} tokens", steps, "CPU ms", 1000.0)
-        show(f"{options.requests} requests", throughput, "tokens per CPU s", 1.0)
+    keep("samples", {"seconds": steps, "tokens_per_s": throughput})
+    show(f"rows of {LENGTH} tokens", steps, "CPU ms", 1000.0)
+    show(f"{options.requests} requests", throughput, "tokens per CPU s", 1.0)
     return 0
 
 

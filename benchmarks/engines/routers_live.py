@@ -5,12 +5,13 @@
 Takes about 25 minutes on a quiet machine of two cores. Needs an environment with vLLM 0.32, and
 for `peers` one with `pip install sglang-router vllm-router`.
 
-The model and the sessions are those of `prefix_live`; each replica has one core and a cache of
-20,448 tokens, half of what the sessions need, and front and load generator take their time from
-the same cores. After `llmctl profile` (of one vLLM) and `fit`, a plan with two replicas is made for
-each router. `llmctl serve` starts front and replicas, and `llmctl validate` predicts a window with
-what other requests before it show of the machine's speed, replays it in closed loop, and compares.
-All windows of all routers are reported, none is chosen.
+The model and the sessions are those of `prefix_live`. Each replica has a core and a cache of 20,448
+tokens; front and load generator take their time from the same cores. vLLM's worker polls for a
+second after each pass, which would take the cores from everything else, so workers get a nice
+value. After `llmctl profile` (of one vLLM) and `fit`, a plan with two replicas is made for each
+router. `llmctl serve --replica` is the front, and `llmctl validate` predicts a window with what
+other requests before it show of the machine's speed, replays it in closed loop, and compares. All
+windows of all routers are reported, none is chosen.
 
 Its stage `peers` stands our front, `sglang-router` and `vllm-router` (in the folder `--bin`) before
 two such vLLM servers, and kills one of these in the middle of 40 streams. 80 streams of 150 tokens
@@ -40,8 +41,8 @@ import numpy as np
 import psutil
 
 from benchmarks.common.command import make_parser
-from benchmarks.engines.prefix_live import GENERATED, RECIPE, Window, late, measure
-from benchmarks.engines.vllm_flags import LLMCTL, run
+from benchmarks.engines.prefix_live import GENERATED, RECIPE, Window, late, replay, unmeasured
+from benchmarks.engines.vllm_flags import LLMCTL, run, serving
 from benchmarks.serving.router_cost import commands, free_ports, open_front
 from toolkit.files.bench import Validation, WindowResult
 from toolkit.files.io import read_file, write_file
@@ -55,6 +56,7 @@ TRACE, RATES = "sessions", {"sessions": 5.0}  # turns/s
 SEEDS = (1, 2)
 AIMS = {"throughput_rps": 5.0, "ttft_mean_s": 15.0}  # percent
 HIT_AIM = 2.0  # points
+WORKER, POLITE = "VLLM::Worker", 10  # a process of vLLM, and its nice value
 CLIENTS, STREAMS, TOKENS = 40, 80, 150
 KILL_AT = CLIENTS * TOKENS // 5  # events of all streams
 SHOWN = (*AIMS, "e2e_mean_s", "goodput_rps")
@@ -90,11 +92,33 @@ def found(arguments: argparse.Namespace) -> dict[tuple[int, str], WindowResult]:
     }
 
 
+def measure(arguments: argparse.Namespace) -> None:
+    """Replay the windows that have no result yet, each with a front of its own before the same two
+    replicas, whose caches are emptied first.
+    """
+    left = unmeasured(arguments, windows_of(arguments))
+    ports = free_ports(2)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    given = [word for url in urls for word in ("--replica", url)]
+    with ExitStack() as both:
+        for cpu, port in enumerate(ports if left else []):
+            both.enter_context(vllm_on(arguments, cpu, port))
+        for window in left:
+            if late(arguments):
+                return
+            asyncio.run(wait_healthy(ports))
+            for url in urls:
+                httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+            with serving(arguments, f"{window.plan}.json", *given) as front:
+                replay(arguments, front, window, RATES[window.trace], apart=False)
+
+
 @contextmanager
 def vllm_on(arguments: argparse.Namespace, cpu: int, port: int) -> Iterator[psutil.Process]:
     """One vLLM server that has the CPU to itself; killed at the end if it still runs."""
     words = ["taskset", "-c", str(cpu), *LLMCTL, "serve", "one.json", "--port", str(port)]
     environment = os.environ | {"LLMCTL_VLLM_PYTHON": arguments.vllm_python}
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # to empty its cache
     with (arguments.work / "peers.log").open("a") as log:
         server = psutil.Popen(words, cwd=arguments.work, env=environment, stdout=log, stderr=log)
         try:
@@ -113,7 +137,9 @@ def kill(server: psutil.Process) -> None:
 
 
 async def wait_healthy(ports: Sequence[int]) -> None:
-    """Wait until vLLM answers on all ports."""
+    """Wait until vLLM answers on all ports. Its workers, which poll for their next pass, then yield
+    to all other processes.
+    """
     async with httpx.AsyncClient(trust_env=False) as http:
         for port in ports:
             for _ in range(600):
@@ -123,6 +149,10 @@ async def wait_healthy(ports: Sequence[int]) -> None:
                 await asyncio.sleep(0.25)
             else:
                 raise SystemExit(f"no vLLM on port {port}; see peers.log")
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if WORKER in process.name() + " ".join(process.cmdline()):
+                process.nice(POLITE)
 
 
 async def failed_streams(port: int, model: str, victim: psutil.Process) -> dict[str, int]:
@@ -295,7 +325,8 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, help="start no window after so long")
     parser.add_argument("--only", nargs="+", help="beginnings of result files, such as window-1")
-    parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
+    only = f"run only this stage, of {', '.join(STAGES)}; default: all"
+    parser.add_argument("--stage", choices=STAGES, metavar="STAGE", help=only)
     parser.add_argument("--write", type=Path, help="write all results to this file (JSON)")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), RECIPE
@@ -317,7 +348,7 @@ def main() -> None:
     if "plans" in stages:
         plans(arguments)
     if "measure" in stages:
-        measure(arguments, windows_of(arguments), RATES, apart=False)
+        measure(arguments)
     if "peers" in stages:
         peers(arguments)
     if "report" in stages:

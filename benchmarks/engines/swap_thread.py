@@ -1,6 +1,6 @@
 """A swap's copy in a thread beside a decode step, compared with a copy before the step, on a CPU.
 
-    python -m benchmarks.engines.swap_thread [--rounds 200] [--json]
+    python -m benchmarks.engines.swap_thread [--rounds 200] [--json FILE]
 
 Takes about two minutes with five rounds. Needs nothing but the package.
 
@@ -12,7 +12,6 @@ recipes and for one of 8 layers with hidden size 512, on one and on two threads.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -24,6 +23,7 @@ import torch
 
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
+from benchmarks.common.results_file import keep
 from toolkit.engines.protocol import Round, Row, SamplingParams, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.files.shipped import load_recipe
@@ -96,7 +96,6 @@ def measure(engine: RebatchEngine, rounds: int, pool: ThreadPoolExecutor) -> dic
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     table = {}
     with ThreadPoolExecutor(1) as pool, torch.inference_mode():
@@ -105,9 +104,7 @@ def main() -> int:
             for threads in (1, 2):
                 engine = engine_of(changes, threads)
                 table[f"{name}, {threads} threads"] = measure(engine, arguments.rounds, pool)
-    if arguments.json:
-        print(json.dumps(table))
-        return 0
+    keep("ms", table)
     for name, found in table.items():
         ratio = found["copy beside"] / found["copy, then step"]
         print(

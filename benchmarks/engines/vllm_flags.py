@@ -89,11 +89,11 @@ def tune(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def serving(arguments: argparse.Namespace, plan: str) -> Iterator[str]:
-    """A server under a plan; its URL."""
+def serving(arguments: argparse.Namespace, plan: str, *words: str) -> Iterator[str]:
+    """A server under a plan, with more `words` of the command line; its URL."""
     environment = os.environ | {"LLMCTL_VLLM_PYTHON": arguments.vllm_python}
     command = [*LLMCTL, "serve", plan, "--port", "0", "--json"]
-    command += ["--shutdown-timeout", "1", ALLOW_BROKEN]
+    command += ["--shutdown-timeout", "1", ALLOW_BROKEN, *words]
     with (arguments.work / "serve.log").open("a") as log:
         server = subprocess.Popen(
             command,

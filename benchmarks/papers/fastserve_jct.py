@@ -19,7 +19,6 @@ request waited longer than the starvation limit plus one round.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -185,7 +184,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4.5, help="requests per second")
     parser.add_argument("--duration", type=float, default=150.0, help="seconds of arrivals")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
     add_markdown(parser)
     options = parser.parse_args()
     rows = table(options.rate, options.duration, options.seeds, options.processes)
@@ -196,14 +194,8 @@ def main() -> None:
     wrong = broken(rows)
     if options.markdown:
         put_section(options.markdown, "fastserve_jct", "FastServe: completion times", text)
-    if options.json:
-        named = [{"policy": name, "swapping": swap, **row} for (name, swap), row in rows.items()]
-        print(json.dumps({"rows": named, "broken": wrong}))
-    else:
-        print(text)
-        print(
-            "\n".join(wrong) or "the order holds in both ways of swapping, and no request starved"
-        )
+    print(text)
+    print("\n".join(wrong) or "the order holds in both ways of swapping, and no request starved")
     sys.exit(bool(wrong))
 
 

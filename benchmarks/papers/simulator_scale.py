@@ -12,14 +12,13 @@ workers can serve, approximately. To compare machines, the same run also measure
 and, with a compiler, one in C. They do the least that a simulator of one queue can do: compute the
 start and the end of each request. Each row is divided by them as well. Two ratios follow: the cost
 of a request with 512 workers over that with 8, and with ten times the backlog. `--policies all`
-takes every policy but the oracles. The first line says whether compiled code or plain Python ran;
-`LLMCTL_COMPILED=0` forces the latter. `--json` keeps the rows.
+takes every policy but the oracles and `vllm`, which may be named. The first line says whether
+compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the latter. `--json` keeps the rows.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import random
 import shutil
 import statistics
@@ -33,13 +32,16 @@ from time import process_time
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from benchmarks.papers.simulator_speed import LAW, MAX_NEW_TOKENS, MEMORY
+from benchmarks.common.results_file import keep
+from benchmarks.papers.simulator_speed import ENGINE, LAW, MAX_NEW_TOKENS, MEMORY
 from toolkit.compiled import running
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
+from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
@@ -95,12 +97,16 @@ def simulated(policy: str, workers: int, load: float, count: int, repeats: int) 
     requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
     world, rates = World(LAW, MEMORY, workers, MAX_NEW_TOKENS), []
     for take in (200, *[count] * repeats):
-        chosen = make_policy(name, {"router": router} if router else {})
         ledger = Ledger(trace.arrival_s[:take].tolist(), outputs[:take], workers)
-        scheduler = Scheduler(chosen, world.scheduled())
-        virtual = virtual_workers(chosen, world, ledger, requests[:take])
-        start_s = process_time()
-        run(scheduler, requests[:take], virtual)
+        if name == VllmPolicy.name:
+            start_s = process_time()
+            serve(requests[:take], VllmPolicy(), ENGINE, ledger, Reuse())
+        else:
+            chosen = make_policy(name, {"router": router} if router else {})
+            scheduler = Scheduler(chosen, world.scheduled())
+            virtual = virtual_workers(chosen, world, ledger, requests[:take])
+            start_s = process_time()
+            run(scheduler, requests[:take], virtual)
         rates.append(take / (process_time() - start_s))
     return Row(policy, workers, load, count, statistics.median(rates[1:]))
 
@@ -256,7 +262,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small rows, each measured once")
     parser.add_argument("--out", type=Path, help="a PNG with the plots")
-    parser.add_argument("--json", type=Path, help="a file for the rows")
     options = parser.parse_args()
     policies = options.policies
     if ALL in policies:
@@ -264,9 +269,7 @@ def main() -> None:
     size = options.most, options.repeats, PER_WORKER
     measured = measure(policies, *(QUICK if options.quick else size))
     print_growth(measured.rows)
-    if options.json:
-        options.json.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
-        print(f"\nwrote {options.json}")
+    keep("measured", asdict(measured))
     if options.out:
         draw(measured.rows, options.out)
 

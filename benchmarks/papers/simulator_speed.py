@@ -48,6 +48,7 @@ from toolkit.traces.types import Trace
 
 LAW = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
 MEMORY = ZetaMemory(33_792, zeta=0.9)
+ENGINE = PagedEngine(StepLaw(0.022956, 2e-4, 1e-3, 3.5421e-6, 0.0, (1.3e-4,)), 2112, 16)
 MAX_NEW_TOKENS = 1024
 TRACED_REQUESTS = 4000  # of the run with traced memory, which takes several times as long
 AIMS = {
@@ -172,13 +173,12 @@ def print_policies(trace: Trace, workers: int, repeats: int) -> None:
 
 def print_vllm(trace: Trace, workers: int, repeats: int) -> None:
     """Print the row of vLLM's own scheduler, with its default flags."""
-    engine = PagedEngine(StepLaw(0.022956, 2e-4, 1e-3, 3.5421e-6, 0.0, (1.3e-4,)), 2112, 16)
     requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
     rates = []
     for _ in range(repeats):
         ledger = Ledger([request.arrival_s for request in requests], outputs, workers)
         start_s = process_time()
-        serve(requests, VllmPolicy(), engine, ledger, Reuse())
+        serve(requests, VllmPolicy(), ENGINE, ledger, Reuse())
         rates.append(len(trace) / (process_time() - start_s))
     passes = ledger.rounds / len(trace)
     print(

@@ -177,7 +177,7 @@ def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
 
 def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
     from toolkit.cli.results import ComparedRun
-    from toolkit.sched.policies.servable import refusal
+    from toolkit.sched.policies import refusal
 
     refused = refusal(run.policy, engines)
     return ComparedRun(
@@ -237,7 +237,7 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
     from textwrap import fill
 
     from toolkit.cli.output import WIDTH, bars, blocks, chart, table
-    from toolkit.sched.policies.servable import footnote, marked
+    from toolkit.sched.policies import footnote, marked
 
     many = _rates_of(runs) > 1
     rows: list[list[object]] = []

@@ -62,8 +62,11 @@ def command(
     from toolkit.cli.output import emit
     from toolkit.files.bench import BenchReport
     from toolkit.files.io import read_file
+    from toolkit.files.shipped import shipped_recipes
     from toolkit.files.tuning import Tuning
 
+    # commands are shown as a person would type them, without the folder of the package
+    named = recipe.stem if recipe.parent == shipped_recipes() else recipe
     out.mkdir(parents=True, exist_ok=True)
     profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (
         out / f"{name}.json" for name in FILES
@@ -71,14 +74,14 @@ def command(
     start = time.monotonic()
     stage = Stages(sys.stderr if as_json else sys.stdout)
     stage.title("1/7  measure the engine")
-    stage.llmctl("profile", recipe, "--out", profile)
+    stage.llmctl("profile", named, "--out", profile)
     stage.title("2/7  fit how time and memory behave")
     stage.llmctl("fit", profile, "--out", fit)
     stage.title("3/7  search the scheduler's parameters on the trace")
-    allowed = stage.tune(recipe, "--fit", fit, "--trace", trace, "--out", tuning)
+    allowed = stage.tune(named, "--fit", fit, "--trace", trace, "--out", tuning)
     promised = read_file(Tuning, tuning)
     stage.title("4/7  serve what was found, at the rate that it was tuned for")
-    stage.llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
+    stage.llmctl("render", named, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
     excerpt = overload(open_recipe(recipe), plan, trace)
     with stage.server(plan, *allowed) as url:
         stage.bench(url, plan, trace, _tuned_window(promised), bench_tuned)
@@ -86,7 +89,7 @@ def command(
         stage.bench(url, plan, trace, excerpt, bench)
     stage.title("6/7  the same requests, workers and memory under sequence-level scheduling (SLS)")
     fixed = ["--policy", "sequence", "--set", f"batch_size={_safe_rows(fit)}"]
-    stage.llmctl("render", recipe, "--fit", fit, *fixed, "--out", plan_sls)
+    stage.llmctl("render", named, "--fit", fit, *fixed, "--out", plan_sls)
     stage.serve_and_bench(plan_sls, trace, excerpt, bench_sls)
     sharing = simulate_sharing(stage, out)
     page = out / "report.html"

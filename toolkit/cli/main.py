@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import toolkit
-from toolkit.cli.output import show_any_text
+from toolkit.cli.output import note, show_any_text
 from toolkit.errors import InputError, LlmctlError, nearest
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -201,7 +201,7 @@ def run(args: Sequence[str] | None = None) -> None:
 
 def _report(message: str, hint: str, code: int) -> int:
     for line in message.splitlines():
-        print(f"error: {line}", file=sys.stderr)
+        note(f"error: {line}")
     if hint:
         print(f"hint: {hint}", file=sys.stderr)
     return code

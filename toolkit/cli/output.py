@@ -11,14 +11,17 @@ import codecs
 import io
 import json
 import math
+import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
+from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
 from string import ascii_lowercase
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InputError
@@ -109,8 +112,19 @@ def _plain(value: Any) -> Any:
 
 
 def note(text: str) -> None:
-    """Print a line for the user at the terminal, on stderr."""
-    print(text, file=sys.stderr)
+    """Print a line for the user on stderr: in the terminal's width there, else as one line."""
+    print(_in_width(text) if sys.stderr.isatty() else text, file=sys.stderr)
+
+
+def _in_width(text: str) -> str:
+    """Each line of `text`, continued with an indent where the terminal is narrower; words stay
+    whole.
+    """
+    width = max(WIDTH, shutil.get_terminal_size().columns)
+    return "\n".join(
+        fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
@@ -217,9 +231,14 @@ def _cell(value: object) -> str:
 
 
 @contextmanager
-def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
+def progress(
+    description: str, total: int, about_s: float | None = None
+) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr; yields `advance(steps=1, text='')`. Silent where stderr is not a
     terminal.
+
+    `about_s`: how long all of it is expected to take, in seconds. The bar then shows that beside
+    the time so far. Without it the bar shows the time that is left if all steps take equally long.
 
     with progress("measuring", len(points)) as advance:
         for point in points:
@@ -231,6 +250,7 @@ def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
         MofNCompleteColumn,
         Progress,
         TextColumn,
+        TimeElapsedColumn,
         TimeRemainingColumn,
     )
 
@@ -239,7 +259,11 @@ def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        *(
+            (TimeRemainingColumn(),)
+            if about_s is None
+            else (TimeElapsedColumn(), TextColumn(f"of about {timedelta(seconds=round(about_s))}"))
+        ),
         TextColumn("{task.fields[text]}", markup=False),
     )
     with Progress(

@@ -33,8 +33,7 @@ def command(as_json: JsonOption = False) -> None:
     details and the parameters.
     """
     from toolkit.sched.catalogue import ABOUT
-    from toolkit.sched.policies import KNOWN
-    from toolkit.sched.policies.servable import engines_for
+    from toolkit.sched.policies import KNOWN, engines_for
 
     lines = [
         PolicyLine(name, ABOUT[name].does, ABOUT[name].source, engines_for(name)) for name in KNOWN

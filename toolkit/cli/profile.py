@@ -121,7 +121,7 @@ class TerminalWatch:
             f"{_points(plan.points)}, {plan.steps} measurements to go,"
             f" about {seconds(plan.about_s)}{resumed}"
         )
-        self._advance = self._stack.enter_context(progress("measuring", plan.steps))
+        self._advance = self._stack.enter_context(progress("measuring", plan.steps, plan.about_s))
 
     def advanced(self, text: str) -> None:
         self._advance(text=text)

@@ -358,8 +358,8 @@ def command(given: SimulateOptions) -> None:
     from toolkit.cli.basis import note_rest, plain
     from toolkit.cli.output import emit, note, table
     from toolkit.cli.results import Simulation
+    from toolkit.sched.policies import footnote, marked
     from toolkit.sched.policies.parameters import parameters
-    from toolkit.sched.policies.servable import footnote, marked
     from toolkit.sim.api import simulate
     from toolkit.sim.world import assign_settings, check_capacity, policy_for
     from toolkit.traces.windows import scale_rate

@@ -17,7 +17,7 @@ from toolkit.files.tuning import (
     share_used,
 )
 from toolkit.report.verdict import verdict
-from toolkit.sched.policies.servable import footnote, marked
+from toolkit.sched.policies import footnote, marked
 from toolkit.units import word
 
 METRICS = (

@@ -42,6 +42,7 @@ MIN_STARTUP_S = 1800  # of the first load
 LOAD_S, SLOW_BYTES_PER_S = 600, 50_000_000  # loading without the download, and a slow link
 # Of a measured time of loading: a disk's cache was warm, or other pods load from the same disk.
 LOAD_FACTOR, MIN_MEASURED_STARTUP_S = 3, 300
+NO_FILES = "the model's weights are random: it has no files"
 SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloads
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Host memory of `serve` itself, and of a worker process before it loads a model:
@@ -98,7 +99,8 @@ def startup_s(order: Order) -> Sourced[int]:
         return _measured_startup_s(max(known), weights if from_hub(order.plan.recipe) else 0)
     bound = LOAD_S + math.ceil(weights / SLOW_BYTES_PER_S)
     if bound <= MIN_STARTUP_S:
-        source = "a bound: the time of loading was not measured (download, disk, weights)"
+        parts = "download, disk, weights" if from_hub(order.plan.recipe) else "disk, weights"
+        source = f"a bound: the time of loading was not measured ({parts})"
         return Sourced(MIN_STARTUP_S, source)
     speed = f"{SLOW_BYTES_PER_S / 1e6:.0f} MB/s"
     sizes = f"{weights / GIB:.0f} GiB of weights at {speed}, and {LOAD_S} s"
@@ -126,10 +128,17 @@ def weight_bytes(kind: Kind) -> int | None:
 
 
 def models_gib(kinds: Sequence[Kind]) -> Sourced[int] | None:
-    """GiB for the cache of these kinds' models; None where a size is not known."""
+    """GiB for the files of these kinds' models; None where a size is not known.
+
+    A model of random weights has no files.
+    """
     sizes = {
-        (kind.recipe.model.source, kind.recipe.model.revision): weight_bytes(kind) for kind in kinds
+        (kind.recipe.model.source, kind.recipe.model.revision): weight_bytes(kind)
+        for kind in kinds
+        if kind.recipe.model.source != "random"
     }
+    if not sizes:
+        return Sourced(SPARE_GIB, NO_FILES)
     known = [size for size in sizes.values() if size]
     if len(known) < len(sizes):
         return None

@@ -109,9 +109,9 @@ class ForeignErrorBody(msgspec.Struct):
 class Target:
     """A server that answered.
 
-    `own` says that it is llmctl's, which can hide the trace's lengths from its scheduler; `front`
-    that it is our front before replicas, whose counters it shows together. `key_variable` is the
-    environment variable of the key, for error messages.
+    `own`: it is llmctl's, which can hide the trace's lengths from its scheduler. `front`: it is our
+    front before replicas, which shows their counters together. `key_variable`: the environment
+    variable of the key, for error messages.
     """
 
     url: str  # scheme, host, port and any path before /v1

@@ -91,11 +91,14 @@ def shipped_names() -> list[str]:
 
 
 def nearest_shipped(name: str, known: Collection[str]) -> str:
-    """A hint for a `name` that is not among `known`: its new name, or the nearest known name."""
+    """A hint for a `name` that is not among `known`: its new name, the nearest known name, or where
+    the two dozen names are listed.
+    """
     bare = name.removesuffix(FORMER_SUFFIX)
     if bare != name and bare in known:
         return f"it is called '{bare}' now: bare names are the recipes for vLLM"
-    return nearest(name, known)
+    hint = nearest(name, known)
+    return hint if hint.startswith("did you mean") else "llmctl recipes lists those that ship"
 
 
 def siblings(recipe: Recipe) -> list[Path]:

@@ -140,7 +140,7 @@ def merged_metrics(texts: Mapping[str, str]) -> bytes:
                 Sample(one.name, {"replica": url, **one.labels}, one.value)
                 for one in family.samples
             ]
-    text_of_all: bytes = generate_latest(_Families(found.values()))  # type: ignore[arg-type]
+    text_of_all: bytes = generate_latest(_Families(found.values()))
     return text_of_all
 
 

@@ -33,7 +33,7 @@ from toolkit.report.parts import (
     missing,
     quantity,
 )
-from toolkit.sched.policies.servable import footnote, marked
+from toolkit.sched.policies import footnote, marked
 from toolkit.units import number, percent, seconds, word
 
 BENCH_KEY, BENCH_TITLE = "bench", "The benches"

@@ -47,16 +47,25 @@ class WorkerFigure:
         views = [np.frombuffer(cells, dtype=np.int64) for cells in self._cells]
         self._values, self._rows, self._expected = views  # the length that each was computed for
         self._changed = set(range(count))  # workers with a stale number
+        # What `bounds` returned last and the length that it was for: kept up to date by `write`.
+        self._bound_cells = array("q", bytes(8 * count))
+        self._bounds: Numbers = np.frombuffer(self._bound_cells, dtype=np.int64)
+        self._bounds_for = -1
 
     def bounds(self, expected: int = 0) -> Numbers:
-        """The numbers of all workers [n], a copy: exact for `expected`, or a lower bound."""
+        """The numbers of all workers [n], exact for `expected` or a lower bound: read only, and
+        valid until the next change.
+        """
         for index in self._changed:
             self._work_out(index, expected)
         self._changed.clear()
-        drop = self._expected - expected
-        np.maximum(drop, 0, out=drop)
-        drop *= self._rows
-        return np.subtract(self._values, drop, out=drop)
+        if self._bounds_for != expected:
+            drop = self._expected - expected
+            np.maximum(drop, 0, out=drop)
+            drop *= self._rows
+            np.subtract(self._values, drop, out=self._bounds)
+            self._bounds_for = expected
+        return self._bounds
 
     def least(self, able: Numbers, expected: int, score: Score | None = None) -> int:
         """The first of the workers `able` (ascending) with the least number.
@@ -67,13 +76,16 @@ class WorkerFigure:
         if score is None and self._is_few:
             return self._least_of_few(able.tolist(), expected)
         figures = self.bounds(expected)
+        every = len(able) == len(figures)
+        computed = self._cells[2]
         while True:
-            found = figures[able]
-            index = int(able[(found if score is None else score(found)).argmin()])
-            if self._expected[index] == expected:
+            found = figures if every else figures[able]
+            index = int((found if score is None else score(found)).argmin())
+            if not every:
+                index = int(able[index])
+            if computed[index] == expected:
                 return index
             self._work_out(index, expected)
-            figures[index] = self._values[index]
 
     def _least_of_few(self, able: list[int], expected: int) -> int:
         """`least` in a loop, which takes less time than numpy's calls for few workers."""
@@ -121,12 +133,24 @@ class WorkerFigure:
         """Set the worker's number to what it will be once the scheduler has applied a decision."""
         values, numbers, computed = self._cells
         values[index], numbers[index], computed[index] = value, rows, expected
+        self._set_bound(index)
 
     def add(self, index: int, tokens: int) -> None:
         """Count a job that the current decision gives to this worker."""
         values, rows, _ = self._cells
         values[index] += tokens
         rows[index] += 1
+        self._set_bound(index)
+
+    def _set_bound(self, index: int) -> None:
+        """Bring the worker's bound up to date."""
+        if self._bounds_for >= 0:  # `bounds` was asked for
+            values, rows, computed = self._cells
+            bound: int = values[index]
+            drop: int = computed[index] - self._bounds_for
+            if drop > 0:
+                bound -= drop * rows[index]
+            self._bound_cells[index] = bound
 
     def forget(self, index: int) -> None:
         """Mark the worker's number as stale."""

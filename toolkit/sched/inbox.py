@@ -157,6 +157,10 @@ def _priority(job: Job) -> int:
     return job.priority
 
 
+def _ticket(job: Job) -> int:
+    return job.ticket
+
+
 def _turn(job: Job) -> tuple[int, int]:
     return job.priority, job.ticket
 
@@ -184,6 +188,7 @@ class RankedInbox(Inbox):
         "_by_standing",
         "_counts",
         "_firsts",
+        "_left",
         "_starved",
         "_starved_counts",
         "standing",
@@ -202,6 +207,7 @@ class RankedInbox(Inbox):
         self._starved_counts: dict[float, int] = {}
         # The indices of the first of them, as of the last call of `standings`.
         self._firsts: dict[float, tuple[int, int]] = {}
+        self._left = 0  # jobs that came in at the left; the others are in order of their tickets
 
     @property
     def shortest(self) -> int:
@@ -220,6 +226,28 @@ class RankedInbox(Inbox):
             self.jobs.append(job)
         else:
             self.jobs.appendleft(job)
+            self._left += 1
+
+    def popleft(self) -> Job:
+        job = super().popleft()
+        if self._left:
+            self._left -= 1
+        return job
+
+    def remove(self, job: Job) -> None:
+        """Take a job; `ValueError` if it does not wait here. Its place follows from its ticket,
+        since a search would look at half of the backlog.
+        """
+        jobs, left = self.jobs, self._left
+        place = bisect_left(jobs, job.ticket, left, key=_ticket)
+        if place == len(jobs) or jobs[place] is not job:
+            place = next((k for k, other in enumerate(jobs) if other is job), -1)
+        if place < 0:
+            raise ValueError(f"request {job.request_id!r} does not wait here")
+        if place < left:
+            self._left -= 1
+        del jobs[place]
+        self._removed(job)
 
     def starving(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
         """Jobs that have waited for at least `patience_s`, each with its waiting time, the longest

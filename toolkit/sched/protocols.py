@@ -12,9 +12,8 @@ from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.sched.planner import RoundPlanner
 from toolkit.sched.types import Job
-from toolkit.sched.view import Decision, LengthHistory, View
+from toolkit.sched.view import Decision, LengthHistory, RoundPlanner, View
 
 
 class LatencyLaw(Protocol):

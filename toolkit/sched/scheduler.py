@@ -19,7 +19,6 @@ from mypy_extensions import mypyc_attr
 
 from toolkit.sched.footprint import longest
 from toolkit.sched.inbox import RankedInbox
-from toolkit.sched.planner import RoundPlanner
 from toolkit.sched.pool import RETURN_S, WaitingPool, take_waiting
 from toolkit.sched.protocols import (
     PlansRounds,
@@ -32,7 +31,7 @@ from toolkit.sched.protocols import (
 from toolkit.sched.queues import BatchQueues
 from toolkit.sched.residents import WorkerRounds, holds
 from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, Worker
-from toolkit.sched.view import NOTHING, LengthHistory, View
+from toolkit.sched.view import NOTHING, LengthHistory, RoundPlanner, View
 
 # Refusals: requests that the scheduler gives up on, with reasons that clients may see.
 

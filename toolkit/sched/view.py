@@ -1,21 +1,20 @@
 """What passes between the scheduler and a policy: the policy reads a `View` and returns a
 `Decision`.
 
-A policy of rounds has a `RoundPlanner` instead (`toolkit.sched.planner`), which returns the rounds
-one by one.
+A policy of rounds has a `RoundPlanner` instead, which returns the rounds one by one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
-from toolkit.sched.planner import RoundPlanner
 from toolkit.sched.types import Batch, Job, Worker
 
 
@@ -203,3 +202,32 @@ class Decision:
 
 
 NOTHING = Decision()  # the decision of most ticks
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class RoundPlanner:
+    """Plans the rounds of continuous policies, for the workers in `view`, one worker at a time.
+
+    It belongs to one scheduler. It holds what a policy's parameters say in the form that its
+    decisions need, and may keep what it worked out for a worker until its next round. Everything in
+    it follows from what the scheduler saw, so a log of the calls still replays exactly. Of a worker
+    it reads only this worker's state, so one round can start before the next one is planned.
+    """
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        # Gives each pooled job a worker, as `Policy.route`; None: the policy does.
+        self.router: Callable[[View, int], Sequence[int]] | None = None
+        self.router_rows = 0  # the most rows on a worker, for the router
+
+    def has_work(self, worker: Worker) -> bool:
+        """Whether a worker that runs nothing has anything to run."""
+        return bool(worker.inbox.jobs or worker.residents.jobs)
+
+    def plan_round(self, worker: Worker, now_s: float) -> Batch:
+        """The next round of a worker that runs nothing and has work."""
+        raise NotImplementedError
+
+    def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
+        """Whether the worker's round should stop early for `newcomers` jobs that arrived there."""
+        raise NotImplementedError

@@ -289,15 +289,37 @@ class Gaps:
     gap.
     """
 
-    __slots__ = ("_gaps", "_marks", "_wait_marks", "_wait_s", "last_mark", "last_s")
+    __slots__ = (
+        "_gaps",
+        "_has_gap",
+        "_marks",
+        "_top_mark",
+        "_top_s",
+        "_wait_mark",
+        "_wait_s",
+        "_waits",
+        "_waits_since",
+        "_waits_to",
+        "last_mark",
+        "last_s",
+    )
 
     def __init__(self) -> None:
         self.last_mark = 0
-        self._marks: list[int] = []  # of the stack, ascending
-        self._gaps: list[float] = []  # of the stack, descending
-        # The requests up to a mark wait for their next token since a time: two parallel lists.
-        self._wait_marks: list[int] = []
-        self._wait_s: list[float] = []
+        # The stack: its top, in most cases all of it, lies beside its lists, which so often are
+        # not touched.
+        self._has_gap = False
+        self._top_mark = 0
+        self._top_s = 0.0
+        self._marks: list[int] = []  # of the others, ascending
+        self._gaps: list[float] = []  # of the others, descending
+        # The requests up to a mark wait for their next token since a time: the first mark and time,
+        # and two lists of the others.
+        self._waits = 0  # how many marks
+        self._wait_mark = 0
+        self._wait_s = 0.0
+        self._waits_to: list[int] = []
+        self._waits_since: list[float] = []
         self.last_s = -1.0  # the last decode step's end
 
     def mark(self, *, alone: bool) -> int:
@@ -305,31 +327,45 @@ class Gaps:
         gaps can be forgotten.
         """
         if alone:
-            self._marks.clear()
-            self._gaps.clear()
-            self._wait_marks.clear()
-            self._wait_s.clear()
+            if self._marks:
+                self._marks.clear()
+                self._gaps.clear()
+            if self._waits > 1:
+                self._waits_to.clear()
+                self._waits_since.clear()
+            self._has_gap = False
+            self._waits = 0
         self.last_mark += 1
         return self.last_mark
 
     @property
     def waiting_since(self) -> float:
         """Since when all rows wait for their next token; -1: not all since the same time."""
-        return self._wait_s[0] if len(self._wait_s) == 1 else -1.0
+        return self._wait_s if self._waits == 1 else -1.0
 
     def since(self, mark: int) -> float:
         """Since when requests with this mark wait for their next token."""
-        return self._wait_s[bisect_left(self._wait_marks, mark)]
+        if mark <= self._wait_mark:
+            return self._wait_s
+        return self._waits_since[bisect_left(self._waits_to, mark)]
 
     def joined(self, at_s: float, mark: int = 0) -> None:
         """The requests that joined last, or with this mark, got a token at `at_s`."""
-        self._wait_marks.append(mark or self.last_mark)
-        self._wait_s.append(at_s)
+        if self._waits:
+            self._waits_to.append(mark or self.last_mark)
+            self._waits_since.append(at_s)
+        else:
+            self._wait_mark = mark or self.last_mark
+            self._wait_s = at_s
+        self._waits += 1
 
     def end_waits(self, at_s: float) -> None:
         """All rows got a token at `at_s`."""
-        for k, since_s in enumerate(self._wait_s):
-            self._push(self._wait_marks[k], at_s - since_s)
+        if self._waits:
+            self._push(self._wait_mark, at_s - self._wait_s)
+        if self._waits > 1:
+            for k, since_s in enumerate(self._waits_since):
+                self._push(self._waits_to[k], at_s - since_s)
 
     def push(self, gap_s: float) -> None:
         """All rows had a gap of `gap_s`."""
@@ -337,23 +373,31 @@ class Gaps:
 
     def wait_from(self, at_s: float) -> None:
         """All rows had a token at `at_s` and wait for the next."""
-        if len(self._wait_s) == 1:
-            self._wait_marks[0] = self.last_mark
-            self._wait_s[0] = at_s
-        else:
-            self._wait_marks = [self.last_mark]
-            self._wait_s = [at_s]
-        self.last_s = at_s
+        if self._waits > 1:
+            self._waits_to.clear()
+            self._waits_since.clear()
+        self._waits = 1
+        self._wait_mark = self.last_mark
+        self._wait_s = self.last_s = at_s
 
     def largest(self, mark: int) -> float:
         """The largest gap of requests with this mark; 0 if there is none."""
-        k = bisect_left(self._marks, mark)
-        return self._gaps[k] if k < len(self._gaps) else 0.0
+        if not self._has_gap or mark > self._top_mark:
+            return 0.0
+        marks = self._marks
+        if marks and mark <= marks[-1]:
+            return self._gaps[bisect_left(marks, mark)]
+        return self._top_s
 
     def _push(self, mark: int, gap_s: float) -> None:
-        gaps, marks = self._gaps, self._marks
-        while gaps and gaps[-1] <= gap_s:
-            gaps.pop()
-            marks.pop()
-        gaps.append(gap_s)
-        marks.append(mark)
+        if self._has_gap and self._top_s > gap_s:
+            self._marks.append(self._top_mark)
+            self._gaps.append(self._top_s)
+        elif self._marks:
+            gaps, marks = self._gaps, self._marks
+            while gaps and gaps[-1] <= gap_s:
+                gaps.pop()
+                marks.pop()
+        self._has_gap = True
+        self._top_mark = mark
+        self._top_s = gap_s

@@ -26,8 +26,7 @@ from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow, share_used
-from toolkit.sched.policies import BUILT_IN
-from toolkit.sched.policies.servable import refusal
+from toolkit.sched.policies import BUILT_IN, refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import world_of
 from toolkit.traces.types import Trace

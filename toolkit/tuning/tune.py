@@ -37,8 +37,7 @@ from toolkit.files.tuning import (
     recipe_limits,
 )
 from toolkit.routing.routers import router_of
-from toolkit.sched.policies import BUILT_IN
-from toolkit.sched.policies.servable import engines_for, refusal
+from toolkit.sched.policies import BUILT_IN, engines_for, refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World, fleet
 from toolkit.traces.windows import TraceWindow

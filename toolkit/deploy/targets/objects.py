@@ -311,14 +311,12 @@ def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
     claim, size = order.options.model_claim, models_gib(order.plan.kinds)
     if not claim:
         held = f"emptyDir, at most {size.value if size else UNKNOWN_MODELS_GIB} GiB"
-        why = f"{size.source if size else 'a bound: no size is known (model.weight_bytes)'}; each"
-        lines = [
-            ExplainedValue(
-                "volume models",
-                held,
-                f"{why} new pod downloads the model: --model-claim NAME keeps it",
-            )
-        ]
+        why = size.source if size else "a bound: no size is known (model.weight_bytes)"
+        if any(kind.recipe.model.from_hub for kind in order.plan.kinds):
+            why += "; each new pod downloads the model: --model-claim NAME keeps it"
+        else:
+            why += "; nothing is downloaded"
+        lines = [ExplainedValue("volume models", held, why)]
     elif size is None:
         lines = [
             ExplainedValue(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from toolkit.sched.footprint import Footprint
-from toolkit.sched.planner import RoundPlanner
 from toolkit.sched.policies.continuous_rounds import eviction_order
 from toolkit.sched.types import Batch, Job, Moves, Worker
-from toolkit.sched.view import View
+from toolkit.sched.view import RoundPlanner, View
 
 
 class BatonRounds(RoundPlanner):

@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from toolkit.sched.footprint import Footprint, footprint_of
-from toolkit.sched.planner import RoundPlanner
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
-from toolkit.sched.view import View
+from toolkit.sched.view import RoundPlanner, View
 
 
 class Bounds:

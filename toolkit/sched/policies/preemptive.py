@@ -1,4 +1,4 @@
-"""The base of preemptive policies: the jobs that rank highest run, the others keep their caches.
+"""Preemptive policies: the jobs that rank highest run, the others keep their caches.
 
 At every scheduling point all jobs of a worker are ranked, and as many of the highest run as rows
 and memory allow. A job that makes way is paused and keeps its cache on the device if there is room,
@@ -19,22 +19,31 @@ paused or swapped out, the round continues until a row ends.
 
 `toolkit.sched.policies.preemptive_rounds` plans the rounds, `toolkit.sched.policies.placement` has
 the ranked jobs, the newcomers and where caches go.
+
+`PreemptivePolicy` is the base. `MlfqPolicy` is the skip-join MLFQ (and the naive one) of Wu et al.,
+*Fast Distributed Inference Serving for Large Language Models* (FastServe): it puts short jobs first
+without knowing their lengths, promotes starving jobs, and swaps in the order ENST.
+`toolkit.sched.policies.feedback_queues` has its queues. `SrptOracle` is the shortest-remaining
+baseline with true lengths.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import ClassVar, TypedDict
 
-from toolkit.sched.planner import RoundPlanner
+from toolkit.errors import InputError
 from toolkit.sched.policies.continuous import RoundPolicy
+from toolkit.sched.policies.feedback_queues import FeedbackQueues, FeedbackRounds, queues_of
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import LatencyLaw, Standing
-from toolkit.sched.view import View
+from toolkit.sched.types import Job
+from toolkit.sched.view import RoundPlanner, View
 
 
 class RoundSettings(TypedDict):
@@ -123,3 +132,94 @@ class PreemptivePolicy(RoundPolicy):
             "chunk_tokens": self.chunk_tokens,
             "patience_s": self.patience_s,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class MlfqPolicy(PreemptivePolicy):
+    """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false.
+
+    A job joins the first queue with a quantum that covers its prefill, and moves to the next queue
+    when it has used up the quantum. A job that has waited for `starvation_s` starves: it runs
+    before all that do not, and is promoted to the first queue with a new quantum. Queues are served
+    in order, and each queue in order of arrival. See `FeedbackQueues`.
+
+    Each priority has its own queues: all queues of a more urgent one come first.
+    """
+
+    name: ClassVar[str] = "mlfq"
+
+    quantum_s: float = knob(
+        0.1, low=1e-9, high=1e9, search=(0.01, 2.0), log=True, doc="service in the first queue, s"
+    )
+    growth: float = knob(
+        2.0,
+        low=1.0,
+        high=1e3,
+        search=(1.5, 4.0),
+        doc="a queue's quantum over that of the one before",
+    )
+    queues: int = knob(8, low=1, high=64, search=(2, 12), doc="how many queues there are")
+    starvation_s: float = knob(
+        30.0, low=1e-9, high=1e9, search=(1, 120), log=True, doc="longest wait before promotion"
+    )
+    skip_join: bool = knob(True, doc="false: every job joins the first queue (naive MLFQ)")
+
+    @property
+    def patience_s(self) -> float:
+        return self.starvation_s
+
+    def standings(self, law: LatencyLaw) -> Standing:
+        return self._queues(law).standing
+
+    def make_planner(self, view: View) -> RoundPlanner:
+        queues = [self._queues(worker.latency) for worker in view.workers]
+        return FeedbackRounds(view, **self.rounds()).use(queues)
+
+    def _queues(self, law: LatencyLaw) -> FeedbackQueues:
+        return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)
+
+
+# Shortest remaining time first with the true lengths, which FastServe's queues approximate. In
+# simulations only.
+
+
+@dataclass(frozen=True, slots=True)
+class SrptOracle(PreemptivePolicy):
+    """Shortest remaining processing time: the least remaining prefill and decode alone, by the
+    law.
+    """
+
+    name: ClassVar[str] = "srpt-oracle"
+
+    def with_lengths(self, output_tokens: Mapping[str, int]) -> SrptOracle:
+        """The same policy, with the true output length of each request id."""
+        return _SrptWithLengths(self, output_tokens)
+
+    def standings(self, law: LatencyLaw) -> Standing:
+        raise InputError(
+            f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
+        )
+
+
+class _SrptWithLengths(SrptOracle):
+    """The oracle that knows."""
+
+    __slots__ = ("_output_tokens",)
+    _output_tokens: Mapping[str, int]
+
+    def __init__(self, policy: SrptOracle, output_tokens: Mapping[str, int]) -> None:
+        super().__init__(*[getattr(policy, field.name) for field in fields(policy)])
+        object.__setattr__(self, "_output_tokens", output_tokens)
+
+    def standings(self, law: LatencyLaw) -> Standing:
+        output_tokens = self._output_tokens
+
+        def remaining_s(job: Job, generated: int) -> float:
+            request = job.request
+            remaining = output_tokens[request.request_id] - generated
+            seconds = law.decode_s(1, request.prompt_tokens + generated, remaining)
+            if not generated:
+                seconds += law.prefill_s(1, request.prompt_tokens)
+            return seconds
+
+        return remaining_s

@@ -13,7 +13,6 @@ from mypy_extensions import mypyc_attr
 
 from toolkit.sched.footprint import footprint_of
 from toolkit.sched.inbox import RankedInbox
-from toolkit.sched.planner import RoundPlanner
 from toolkit.sched.policies.placement import (
     IN_HOST,
     NOWHERE,
@@ -32,7 +31,7 @@ from toolkit.sched.policies.placement import (
     steps_until,
 )
 from toolkit.sched.types import Batch, Job, Worker
-from toolkit.sched.view import View
+from toolkit.sched.view import RoundPlanner, View
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -157,6 +157,8 @@ def _lowest_peak(
     if not job.generated and paged:
         # A new job has the most remaining tokens, so it comes first in the order of Eq. 2-4: it
         # raises the peak by its input.
+        if not view.mixed:
+            return figure.least(able, expected)
         return figure.least(able, expected, lambda tokens: (tokens + job.length) / capacities)
 
     def bound(peaks: Numbers, rows: Numbers) -> NDArray[np.float64]:
