@@ -207,17 +207,12 @@ async def _serve(
     stats = Stats(sla=order.plan.recipe.sla)
     gateway = Gateway(pool, balancer, settings, keyring, stats=stats, log=log)
     gateway.metrics = GatewayExposition(gateway).text
-    if settings.status_page:
-        name = order.needs.model or model_name(order.plan)
-        gateway.status = GatewayStatus(gateway, facts_of(order.plan, name))
     limits = WireLimits(client_share=order.client_share, descriptors_each=2)
     server = HttpServer(gateway.access, limits, on_share=stats.count_share)
     signals = Signals()
     own = OwnReplicas(order, pool, key) if order.own is not None else None
     followed, tls = _followed(order, keyring, own)
-    background = _background(order, pool, events)
-    if gateway.status is not None:
-        background.append(gateway.status.sampling())
+    background = _background(order, gateway, events)
     background.append(follow(followed, say))
     tasks = [asyncio.create_task(each) for each in background]
     address = url(listener, tls=tls is not None)
@@ -262,10 +257,15 @@ def _balancer(order: GatewayLaunch, events: EventLog | None) -> Balancer:
 
 
 def _background(
-    order: GatewayLaunch, pool: ReplicaPool, events: EventLog | None
+    order: GatewayLaunch, gateway: Gateway, events: EventLog | None
 ) -> list[Coroutine[None, None, None]]:
-    """What runs while the gateway serves."""
+    """What runs while the gateway serves, its status page with it."""
+    pool = gateway.pool
     background = [order.manager.report_health(lambda: True), pool.sweep()]
+    if order.settings.status_page:
+        name = order.needs.model or model_name(order.plan)
+        gateway.status = GatewayStatus(gateway, facts_of(order.plan, name))
+        background.append(gateway.status.sampling())
     if order.router.reads_reports:
         background.append(pool.read_reports())
     if events is not None:
