@@ -91,16 +91,19 @@ def command(
     sharing = simulate_sharing(stage, out)
     page = out / "report.html"
     stage.llmctl("report", plan, "--out", page)
-    tuned, scls, sls = (read_file(BenchReport, path) for path in (bench_tuned, bench, bench_sls))
-    result = Achieved(
-        promised.request_rate_rps,
-        _held(promised, tuned),
-        {key: {"sls": sls.measured[key], "scls": scls.measured[key]} for key in COMPARED},
-        str(page),
-        time.monotonic() - start,
-        sharing,
-    )
+    held = _held(promised, read_file(BenchReport, bench_tuned))
+    compared, took_s = _compared(bench, bench_sls), time.monotonic() - start
+    result = Achieved(promised.request_rate_rps, held, compared, str(page), took_s, sharing)
     emit(as_json, result, lambda: _show(result, out))
+
+
+def _compared(bench: Path, bench_sls: Path) -> dict[str, dict[str, float]]:
+    """What both schedulers measured at the overload, by metric."""
+    from toolkit.files.bench import BenchReport
+    from toolkit.files.io import read_file
+
+    scls, sls = (read_file(BenchReport, path) for path in (bench, bench_sls))
+    return {key: {"sls": sls.measured[key], "scls": scls.measured[key]} for key in COMPARED}
 
 
 @dataclass(slots=True, frozen=True)
