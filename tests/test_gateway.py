@@ -580,6 +580,8 @@ def test_more_requests_than_may_wait_get_503():
 class SlowLaw:
     """A prompt's token takes a second."""
 
+    behind_s = 0.0
+
     def pass_s(self, decodes, decode_cached, chunks, new_tokens, attended):
         return 1e-3 + float(new_tokens)
 
