@@ -33,9 +33,9 @@ from toolkit.traces.write import TraceLine, write_lines
 LOAD = LoadSpec("hidden", 128, 256)
 
 
-def trace(count: int = 6, gap_s: float = 1.0) -> Trace:
+def trace(count: int = 6) -> Trace:
     k = np.arange(count)
-    return Trace(k * gap_s, 10 + k, 1 + k, np.zeros(count, dtype=np.int64))
+    return Trace(k * 1.0, 10 + k, 1 + k, np.zeros(count, dtype=np.int64))
 
 
 def test_the_requests_are_those_that_come_next_and_time_goes_on_where_the_trace_starts_again():
@@ -52,7 +52,7 @@ def test_the_slowdown_is_of_the_batches_that_ran_meanwhile():
     with sse_server(answer) as server:
         server.batch_s = (100.0, 1.0)
         warm, interrupted = warm_up(
-            find_target(server.url), others(trace(gap_s=0.01), 0.0, 2), LOAD, lambda: None
+            find_target(server.url), others(trace(), 0.0, 2), LOAD, lambda: None
         )
     assert not interrupted
     assert (warm.requests, warm.batch_s, warm.predicted_batch_s, warm.slowdown) == (

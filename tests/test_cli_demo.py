@@ -8,8 +8,9 @@ from commands import llmctl
 from samples import computes_nothing
 
 from toolkit.cli import demo
-from toolkit.cli.demo import Achieved, Held
+from toolkit.cli.demo import Achieved, Held, as_typed
 from toolkit.errors import LimitsBrokenError
+from toolkit.files.shipped import recipe_path
 from toolkit.traces.write import TraceLine, write_lines
 
 RECIPE = computes_nothing(
@@ -108,3 +109,8 @@ def test_the_demo_continues_with_a_note_where_no_setting_keeps_the_limits(
             stage.llmctl("render", "recipe")
     assert ended.value.exit_code == LimitsBrokenError.exit_code
     assert [line[3] for line in ran] == ["tune", "render"]
+
+
+def test_a_command_shows_a_shipped_recipe_by_its_name(tmp_path: Path):
+    assert as_typed(recipe_path("tiny-llama-cpu")) == "tiny-llama-cpu"
+    assert as_typed(tmp_path / "mine.yaml") == str(tmp_path / "mine.yaml")

@@ -681,7 +681,7 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
 
 
 class OwnStandIn:
-    """A server that the gateway starts: a stand-in whose process goes on when it hangs."""
+    """A server that the gateway starts: a stand-in; its process goes on when it hangs."""
 
     def __init__(self, servers: "list[OwnStandIn]", standin: StandIn) -> None:
         self.standin, self.stopped, self.running = standin, False, True

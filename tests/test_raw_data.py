@@ -85,7 +85,9 @@ def test_a_page_links_its_raw_data_and_shows_what_it_says(file: Path) -> None:
     assert module in page
     # if the run printed tables with these columns, the page's rows are rows of them
     for shown in tables_of(page):
-        alike = [run for run in found["tables"] if set(shown["columns"]) <= set(run["columns"])]
+        alike = [
+            run for run in found.get("tables", ()) if set(shown["columns"]) <= set(run["columns"])
+        ]
         places = [[run["columns"].index(name) for name in shown["columns"]] for run in alike]
         rows = [
             [row[k] for k in picked]

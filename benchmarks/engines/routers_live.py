@@ -94,7 +94,7 @@ def found(arguments: argparse.Namespace) -> dict[tuple[int, str], WindowResult]:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Replay the windows that have no result yet, each with a front of its own before the same two
-    replicas, whose caches are emptied first.
+    replicas; their caches are emptied first.
     """
     left = unmeasured(arguments, windows_of(arguments))
     ports = free_ports(2)

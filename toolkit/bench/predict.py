@@ -26,6 +26,7 @@ from toolkit.files.bench import Front, Scheduling, Warmup
 from toolkit.files.plan import Plan
 from toolkit.files.profile import SAFE_VOCABULARY, Identity, OnForeign, refuse_foreign
 from toolkit.metrics import Served
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import RoundRobinRouter, Router, make_router, router_parameters
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -74,7 +75,10 @@ def predicted(plan: Plan, trace: Trace, conditions: ServerConditions = AS_FITTED
     front = world.front if conditions.front is None else conditions.front
     world = replace(world, finished=conditions.finished, front=front, paged=paged)
     if isinstance(policy, VllmPolicy) and routes(plan):
-        world = replace(world, routing=Routing.of_front(router_of_plan(plan)))
+        refuses = recipe.serve.admission == "targets"
+        limits = LatencyLimits.of(recipe.sla) if refuses else UNLIMITED
+        routing = Routing.of_front(router_of_plan(plan))
+        world = replace(world, routing=replace(routing, limits=limits))
     return simulate(trace, policy, world)
 
 

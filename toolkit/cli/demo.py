@@ -62,16 +62,13 @@ def command(
     from toolkit.cli.output import emit
     from toolkit.files.bench import BenchReport
     from toolkit.files.io import read_file
-    from toolkit.files.shipped import shipped_recipes
     from toolkit.files.tuning import Tuning
 
-    # commands are shown as a person would type them, without the folder of the package
-    named = recipe.stem if recipe.parent == shipped_recipes() else recipe
     out.mkdir(parents=True, exist_ok=True)
     profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (
         out / f"{name}.json" for name in FILES
     )
-    start = time.monotonic()
+    start, named = time.monotonic(), as_typed(recipe)
     stage = Stages(sys.stderr if as_json else sys.stdout)
     stage.title("1/7  measure the engine")
     stage.llmctl("profile", named, "--out", profile)
@@ -292,6 +289,13 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
         )
         for name in metrics
     ]
+
+
+def as_typed(recipe: Path) -> str:
+    """A recipe as a person would type it: a shipped one without the folder of the package."""
+    from toolkit.files.shipped import shipped_recipes
+
+    return recipe.stem if recipe.parent == shipped_recipes() else str(recipe)
 
 
 def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:

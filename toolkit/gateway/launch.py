@@ -197,19 +197,7 @@ async def _serve(
     log: TraceLog | None,
     on_ready: Callable[[str], None],
 ) -> Mapping[str, int]:
-    router, say = order.router, order.ending.say
-    if events is not None:
-        given: dict[str, Value] = dict(parameters(router))  # type: ignore[arg-type]
-        targets = (None if math.isinf(limit) else limit for limit in order.limits)
-        events.add(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
-    balancer = Balancer(
-        router,
-        [],
-        block_tokens=BLOCK_TOKENS,
-        limits=order.limits,
-        index_limit=INDEX_LIMIT,
-        sink=events.add if events is not None else None,
-    )
+    say, balancer = order.ending.say, _balancer(order, events)
     serve_spec = order.plan.recipe.serve
     key = secrets.token_urlsafe(24) if order.own is not None else order.key
     pool = ReplicaPool(balancer, traits, order.needs, hang_s=serve_spec.hang_s, key=key, say=say)
@@ -219,17 +207,12 @@ async def _serve(
     stats = Stats(sla=order.plan.recipe.sla)
     gateway = Gateway(pool, balancer, settings, keyring, stats=stats, log=log)
     gateway.metrics = GatewayExposition(gateway).text
-    if settings.status_page:
-        name = order.needs.model or model_name(order.plan)
-        gateway.status = GatewayStatus(gateway, facts_of(order.plan, name))
     limits = WireLimits(client_share=order.client_share, descriptors_each=2)
     server = HttpServer(gateway.access, limits, on_share=stats.count_share)
     signals = Signals()
     own = OwnReplicas(order, pool, key) if order.own is not None else None
     followed, tls = _followed(order, keyring, own)
-    background = _background(order, pool, events)
-    if gateway.status is not None:
-        background.append(gateway.status.sampling())
+    background = _background(order, gateway, events)
     background.append(follow(followed, say))
     tasks = [asyncio.create_task(each) for each in background]
     address = url(listener, tls=tls is not None)
@@ -256,11 +239,33 @@ async def _serve(
     return dict(stats.ended)
 
 
+def _balancer(order: GatewayLaunch, events: EventLog | None) -> Balancer:
+    """The balancer without replicas; its log begins with what a replay needs to know of it."""
+    router = order.router
+    if events is not None:
+        given: dict[str, Value] = dict(parameters(router))  # type: ignore[arg-type]
+        targets = (None if math.isinf(limit) else limit for limit in order.limits)
+        events.add(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
+    return Balancer(
+        router,
+        [],
+        block_tokens=BLOCK_TOKENS,
+        limits=order.limits,
+        index_limit=INDEX_LIMIT,
+        sink=events.add if events is not None else None,
+    )
+
+
 def _background(
-    order: GatewayLaunch, pool: ReplicaPool, events: EventLog | None
+    order: GatewayLaunch, gateway: Gateway, events: EventLog | None
 ) -> list[Coroutine[None, None, None]]:
-    """What runs while the gateway serves."""
+    """What runs while the gateway serves, its status page with it."""
+    pool = gateway.pool
     background = [order.manager.report_health(lambda: True), pool.sweep()]
+    if order.settings.status_page:
+        name = order.needs.model or model_name(order.plan)
+        gateway.status = GatewayStatus(gateway, facts_of(order.plan, name))
+        background.append(gateway.status.sampling())
     if order.router.reads_reports:
         background.append(pool.read_reports())
     if events is not None:

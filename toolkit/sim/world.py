@@ -23,7 +23,7 @@ from toolkit.files.fit import Fit, Range
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import ServeSpec
 from toolkit.routing.admission import UNLIMITED
-from toolkit.routing.routers import ROUTERS, make_router
+from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -371,8 +371,9 @@ class WorldSettings:
         """See `World.routing`; `parameters` are the router's."""
         name = self.replica_router
         if name == "in-turn":
-            return Routing() if self.admission == "targets" else None
-        return Routing(make_router(name, parameters))
+            turns = RoundRobinRouter()
+            return Routing.of_front(turns) if self.admission == "targets" else None
+        return Routing.of_front(make_router(name, parameters))
 
     def joining(self, engines: Joining | None) -> Joining | None:
         """See `World.joining`; `engines` is the engine's own."""
