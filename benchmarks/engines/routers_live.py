@@ -20,7 +20,7 @@ or lacks a token.
 
 Each result is a file in DIR, and the same command continues after those that are there. `--minutes`
 starts no window after so long, `--stage` runs one stage, for machines that are quiet for minutes
-only. The report writes all results to `--write`.
+only. `report` prints the tables; docs/results/data/routers-live.json has its numbers.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ import numpy as np
 import psutil
 
 from benchmarks.common.command import make_parser
+from benchmarks.common.results_file import keep
 from benchmarks.engines.prefix_live import GENERATED, RECIPE, Window, late, replay, unmeasured
 from benchmarks.engines.vllm_flags import LLMCTL, run, serving
 from benchmarks.serving.router_cost import commands, free_ports, open_front
@@ -60,6 +61,7 @@ WORKER, POLITE = "VLLM::Worker", 10  # a process of vLLM, and its nice value
 CLIENTS, STREAMS, TOKENS = 40, 80, 150
 KILL_AT = CLIENTS * TOKENS // 5  # events of all streams
 SHOWN = (*AIMS, "e2e_mean_s", "goodput_rps")
+KEPT = ("hit_percent", *SHOWN, "ttft_p99_s", "tpot_mean_s", "mtpot_p99_s")
 
 
 def windows_of(arguments: argparse.Namespace) -> list[Window]:
@@ -222,6 +224,36 @@ def report(results: Mapping[tuple[int, str], WindowResult]) -> str:
     return "\n".join([*_windows(results), "", *_means(results), "", *_orders(results), ""])
 
 
+def _numbers(seed: int, router: str, one: WindowResult) -> dict[str, object]:
+    """A window's raw data, to four digits."""
+    hits, expected = _hits(one)
+    known = {
+        "measured": one.measured | {"hit_percent": hits},
+        "predicted": one.predicted | {"hit_percent": expected},
+        "in_hindsight": one.predicted_in_hindsight or {},
+    }
+    speed = {
+        "requests": one.requests,
+        "failed": one.failed,
+        "slowdown": one.slowdown,
+        "slowdown_meanwhile": one.slowdown_meanwhile or 1.0,
+        "front_first_s": one.front_first_s,
+    }
+    return {
+        "seed": seed,
+        "router": router,
+        **{name: _four_digits(value) for name, value in speed.items()},
+        **{
+            name: {key: _four_digits(values[key]) for key in KEPT if key in values}
+            for name, values in known.items()
+        },
+    }
+
+
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
 def _windows(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
     yield "| window | router | | hits % | requests/s | TTFT mean s | E2E mean s | goodput/s |"
     yield "|---|---|---|---:|---:|---:|---:|---:|"
@@ -327,7 +359,6 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="beginnings of result files, such as window-1")
     only = f"run only this stage, of {', '.join(STAGES)}; default: all"
     parser.add_argument("--stage", choices=STAGES, metavar="STAGE", help=only)
-    parser.add_argument("--write", type=Path, help="write all results to this file (JSON)")
     found = parser.parse_args(words)
     found.work, found.recipe = found.work.absolute(), RECIPE
     found.work.mkdir(parents=True, exist_ok=True)
@@ -354,12 +385,7 @@ def main() -> None:
     if "report" in stages:
         results = found(arguments)
         print(report(results))
-        if arguments.write:
-            shown = [
-                {"seed": seed, "router": router, **one.model_dump(mode="json")}
-                for (seed, router), one in results.items()
-            ]
-            arguments.write.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+        keep("windows", [_numbers(seed, name, one) for (seed, name), one in results.items()])
 
 
 if __name__ == "__main__":
