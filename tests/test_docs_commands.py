@@ -458,8 +458,10 @@ def test_every_benchmark_that_a_page_names_takes_the_options_shown(
     """
     parse = argparse.ArgumentParser.parse_args
 
-    def stop(parser: argparse.ArgumentParser, words: list[str] | None = None) -> None:
-        parse(parser, words)
+    def stop(
+        parser: argparse.ArgumentParser, words: list[str] | None = None, namespace: object = None
+    ) -> None:
+        parse(parser, words, namespace)
         raise AcceptedError
 
     module, *options = shlex.split(command)
