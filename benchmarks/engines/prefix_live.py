@@ -286,38 +286,58 @@ def _rows(one: Mapping[str, Any]) -> Iterator[str]:
         yield f"| | {what} | {points:+.1f} | {errors} |"
 
 
-def options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line, or of `words`."""
-    parser = make_parser(__doc__)
+def add_live_options(
+    parser: argparse.ArgumentParser, stages: Sequence[str], warmup_s: float
+) -> None:
+    """The options of a benchmark that replays windows against vLLM's own server, in stages."""
     parser.add_argument("--work", type=Path, required=True, help="a folder for all files")
     parser.add_argument(
         "--vllm-python", required=True, help="the Python of an environment that has vLLM"
     )
-    parser.add_argument("--trace", required=True, help="Mooncake's conversation_trace.jsonl")
     parser.add_argument("--window", type=float, default=60.0, help="seconds of each window")
     parser.add_argument(
-        "--warmup", type=float, default=20.0, help="seconds of other requests before each window"
+        "--warmup",
+        type=float,
+        default=warmup_s,
+        help="seconds of other requests before each window",
     )
     parser.add_argument("--minutes", type=float, help="start no window after so long")
-    parser.add_argument("--only", nargs="+", help="beginnings of result files, such as tuned-")
-    parser.add_argument("--stage", choices=STAGES, help="run only this stage; default: all")
-    found = parser.parse_args(words)
+    parser.add_argument("--only", nargs="+", help="beginnings of result files, such as window-1")
+    only = f"run only this stage, of {', '.join(stages)}; default: all"
+    parser.add_argument("--stage", choices=stages, metavar="STAGE", help=only)
+
+
+def in_folder(found: argparse.Namespace) -> argparse.Namespace:
+    """The options with this benchmark's recipe and an absolute folder, which is made."""
     found.work, found.recipe = found.work.absolute(), RECIPE
-    found.trace = str(Path(found.trace).absolute())
     found.work.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def profile_and_fit(arguments: argparse.Namespace, stages: Sequence[str]) -> None:
+    """The stages `profile` and `fit`, of one vLLM server."""
+    if "profile" in stages:
+        run(arguments, "profile", str(RECIPE), "--out", "profile.json")
+    if "fit" in stages:
+        run(arguments, "fit", "profile.json", "--out", "fit.json")
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line, or of `words`."""
+    parser = make_parser(__doc__)
+    add_live_options(parser, STAGES, warmup_s=20.0)
+    parser.add_argument("--trace", required=True, help="Mooncake's conversation_trace.jsonl")
+    found = in_folder(parser.parse_args(words))
+    found.trace = str(Path(found.trace).absolute())
     return found
 
 
 def main() -> None:
     arguments = options()
     stages = [arguments.stage] if arguments.stage else STAGES
-    work = arguments.work
-    if "prepare" in stages and not (work / "templates-unshared.jsonl").exists():
+    if "prepare" in stages and not (arguments.work / "templates-unshared.jsonl").exists():
         prepare(arguments)
-    if "profile" in stages:
-        run(arguments, "profile", str(RECIPE), "--out", "profile.json")
-    if "fit" in stages:
-        run(arguments, "fit", "profile.json", "--out", "fit.json")
+    profile_and_fit(arguments, stages)
     if "tune" in stages:
         tune(arguments)
     if "measure" in stages:

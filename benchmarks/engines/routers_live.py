@@ -42,7 +42,17 @@ import psutil
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import keep
-from benchmarks.engines.prefix_live import GENERATED, RECIPE, Window, late, replay, unmeasured
+from benchmarks.engines.prefix_live import (
+    GENERATED,
+    RECIPE,
+    Window,
+    add_live_options,
+    in_folder,
+    late,
+    profile_and_fit,
+    replay,
+    unmeasured,
+)
 from benchmarks.engines.vllm_flags import LLMCTL, run, serving
 from benchmarks.serving.router_cost import commands, free_ports, open_front
 from toolkit.files.bench import Validation, WindowResult
@@ -344,38 +354,20 @@ def _errors(predicted: Mapping[str, float], measured: Mapping[str, float]) -> st
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line, or of `words`."""
     parser = make_parser(__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="a folder for all files")
-    parser.add_argument(
-        "--vllm-python", required=True, help="the Python of an environment that has vLLM"
-    )
+    add_live_options(parser, STAGES, warmup_s=10.0)
     parser.add_argument(
         "--bin", type=Path, default=Path(sys.executable).parent, help="where the other routers are"
     )
-    parser.add_argument("--window", type=float, default=60.0, help="seconds of each window")
-    parser.add_argument(
-        "--warmup", type=float, default=10.0, help="seconds of other requests before each window"
-    )
-    parser.add_argument("--minutes", type=float, help="start no window after so long")
-    parser.add_argument("--only", nargs="+", help="beginnings of result files, such as window-1")
-    only = f"run only this stage, of {', '.join(STAGES)}; default: all"
-    parser.add_argument("--stage", choices=STAGES, metavar="STAGE", help=only)
-    found = parser.parse_args(words)
-    found.work, found.recipe = found.work.absolute(), RECIPE
-    found.work.mkdir(parents=True, exist_ok=True)
-    return found
+    return in_folder(parser.parse_args(words))
 
 
 def main() -> None:
     arguments = options()
     stages = [arguments.stage] if arguments.stage else STAGES
-    work = arguments.work
-    if "prepare" in stages and not (work / f"{TRACE}.jsonl").exists():
+    if "prepare" in stages and not (arguments.work / f"{TRACE}.jsonl").exists():
         generated = GENERATED[TRACE].split()
         run(arguments, "trace", "generate", "--out", f"{TRACE}.jsonl", *generated)
-    if "profile" in stages:
-        run(arguments, "profile", str(RECIPE), "--out", "profile.json")
-    if "fit" in stages:
-        run(arguments, "fit", "profile.json", "--out", "fit.json")
+    profile_and_fit(arguments, stages)
     if "plans" in stages:
         plans(arguments)
     if "measure" in stages:

@@ -77,8 +77,7 @@ def predicted(plan: Plan, trace: Trace, conditions: ServerConditions = AS_FITTED
     if isinstance(policy, VllmPolicy) and routes(plan):
         refuses = recipe.serve.admission == "targets"
         limits = LatencyLimits.of(recipe.sla) if refuses else UNLIMITED
-        routing = Routing.of_front(router_of_plan(plan))
-        world = replace(world, routing=replace(routing, limits=limits))
+        world = replace(world, routing=Routing.of_front(router_of_plan(plan), limits))
     return simulate(trace, policy, world)
 
 

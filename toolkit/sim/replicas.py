@@ -115,9 +115,9 @@ class Routing:
     block_tokens: int = 0
 
     @classmethod
-    def of_front(cls, router: Router) -> Routing:
+    def of_front(cls, router: Router, limits: LatencyLimits = UNLIMITED) -> Routing:
         """As our front routes by `router`: what it knows as coarsely and as late."""
-        return cls(router, report_s=REPORT_EVERY_S, block_tokens=BLOCK_TOKENS)
+        return cls(router, report_s=REPORT_EVERY_S, block_tokens=BLOCK_TOKENS, limits=limits)
 
 
 class PassTimes:

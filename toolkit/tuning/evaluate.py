@@ -123,14 +123,14 @@ def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
         return world
     targets = recipe.serve.admission == "targets" and recipe.tune.max_refused_percent is not None
     limits = LatencyLimits.of(recipe.sla) if targets else UNLIMITED
-    return routed(replace(world, routing=Routing(limits=limits)), router)
+    chosen = make_router(router.name, router.parameters)
+    return replace(world, routing=Routing.of_front(chosen, limits))
 
 
 def routed(world: World, router: RouterSpec) -> World:
-    """The world with our front and another router before its replicas."""
-    routing = Routing.of_front(make_router(router.name, router.parameters))
-    limits = world.routing.limits if world.routing else UNLIMITED
-    return replace(world, routing=replace(routing, limits=limits))
+    """The world with our front before its replicas, and another router in it."""
+    chosen = make_router(router.name, router.parameters)
+    return replace(world, routing=replace(world.routing or Routing.of_front(chosen), router=chosen))
 
 
 def capacity_rps(recipe: Recipe, world: World, fitted: Trace) -> float:
