@@ -23,15 +23,22 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from toolkit.sched.footprint import Footprint
 from toolkit.sched.policies.baton_rounds import BatonRounds
 from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds
-from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
+from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.types import NO_LIMIT, Job, Worker
 from toolkit.sched.view import NOTHING, Decision, RoundPlanner, View
+
+
+def router_choice() -> Any:
+    """The parameter `router`, which all continuous policies have."""
+    return choice(
+        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
+    )
 
 
 class RoundPolicy(ABC):
@@ -121,9 +128,7 @@ class ContinuousPolicy(RoundPolicy):
         doc="true: a job enters without room for it now, and may be evicted after a step "
         "(as in Table 1's artifact)",
     )
-    router: str = choice(
-        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
-    )
+    router: str = router_choice()
     chunk_tokens: int = chunk_knob()
 
     def __post_init__(self) -> None:
@@ -300,16 +305,8 @@ class BatonPolicy(RoundPolicy):
         log=True,
         doc="decode steps that must have room before a row joins",
     )
-    max_prefill_tokens: int = knob(
-        32_768,
-        low=1,
-        search=(512, 65_536),
-        log=True,
-        doc="a round prefills until it has so many prompt tokens",
-    )
-    router: str = choice(
-        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
-    )
+    max_prefill_tokens: int = prefill_knob()
+    router: str = router_choice()
     chunk_tokens: int = chunk_knob()
 
     def __post_init__(self) -> None:

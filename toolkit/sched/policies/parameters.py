@@ -52,6 +52,17 @@ def chunk_knob() -> Any:
     )
 
 
+def prefill_knob() -> Any:
+    """The parameter `max_prefill_tokens` of policies that prefill before they decode."""
+    return knob(
+        32_768,
+        low=1,
+        search=(512, 65_536),
+        log=True,
+        doc="a round prefills until it has so many prompt tokens",
+    )
+
+
 def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:
     """A parameter that is one of a few words."""
     return field(default=default, metadata={"knob": Knob(0, 0, None, False, doc, tuple(choices))})

@@ -36,11 +36,10 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, TypedDict
 
 from toolkit.errors import InputError
-from toolkit.sched.policies.continuous import RoundPolicy
+from toolkit.sched.policies.continuous import RoundPolicy, router_choice
 from toolkit.sched.policies.feedback_queues import FeedbackQueues, FeedbackRounds, queues_of
-from toolkit.sched.policies.parameters import choice, chunk_knob, knob, validate
+from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, validate
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
-from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import LatencyLaw, Standing
 from toolkit.sched.types import Job
 from toolkit.sched.view import RoundPlanner, View
@@ -78,13 +77,7 @@ class PreemptivePolicy(RoundPolicy):
         log=True,
         doc="decode steps between scheduling points, at the most",
     )
-    max_prefill_tokens: int = knob(
-        32_768,
-        low=1,
-        search=(512, 65_536),
-        log=True,
-        doc="a round prefills until it has so many prompt tokens",
-    )
+    max_prefill_tokens: int = prefill_knob()
     swap: str = choice(
         "proactive", ("proactive", "reactive"), doc="when caches are swapped: proactive, reactive"
     )
@@ -95,9 +88,7 @@ class PreemptivePolicy(RoundPolicy):
         search=(0.0, 0.5),
         doc="proactive: share of the device's memory kept free for newcomers",
     )
-    router: str = choice(
-        "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
-    )
+    router: str = router_choice()
     chunk_tokens: int = chunk_knob()
 
     def __post_init__(self) -> None:
