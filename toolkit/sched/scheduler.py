@@ -17,7 +17,7 @@ from operator import attrgetter
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from toolkit.sched.footprint import longest
+from toolkit.sched.footprint import Footprint, longest
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.pool import RETURN_S, WaitingPool, take_waiting
 from toolkit.sched.protocols import (
@@ -30,7 +30,16 @@ from toolkit.sched.protocols import (
 )
 from toolkit.sched.queues import BatchQueues
 from toolkit.sched.residents import WorkerRounds, holds
-from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, Worker
+from toolkit.sched.types import (
+    Batch,
+    BatchResult,
+    Job,
+    Joining,
+    Refusal,
+    Request,
+    RoundResult,
+    Worker,
+)
 from toolkit.sched.view import NOTHING, LengthHistory, RoundPlanner, View
 
 # Refusals: requests that the scheduler gives up on, with reasons that clients may see.
@@ -128,8 +137,10 @@ class Scheduler:
         self._rounds = WorkerRounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
         self._reorders = policy if isinstance(policy, Reorders) else None
+        layouts: dict[Joining | None, Footprint] = {}
         for worker in self.workers:
             worker.longest = longest(worker.memory, policy.continuous)
+            worker.scratch = layouts.setdefault(worker.joining, worker.scratch)
         self._longest = max(worker.longest for worker in self.workers)
         self._pool = WaitingPool(self.workers)
         self._view = View(
@@ -472,7 +483,10 @@ class Scheduler:
             homes = planner.router(view, planner.router_rows) if view.alive() else None
         if homes is not None:
             pool = self._pool.jobs
-            for job, home in zip(pool, homes, strict=True):
+            if len(homes) != len(pool):
+                raise ValueError(f"{len(homes)} workers for {len(pool)} jobs")
+            for k, home in enumerate(homes):
+                job = pool[k]
                 job.home = home
                 worker = self.workers[home]
                 worker.inbox.append(job)

@@ -290,6 +290,7 @@ class Gaps:
     """
 
     __slots__ = (
+        "_below",
         "_gaps",
         "_has_gap",
         "_marks",
@@ -307,8 +308,10 @@ class Gaps:
     def __init__(self) -> None:
         self.last_mark = 0
         # The stack: its top, in most cases all of it, lies beside its lists, which so often are
-        # not touched.
+        # not touched: what a round does not touch need not come from memory, which with hundreds
+        # of workers is what a round waits for.
         self._has_gap = False
+        self._below = 0  # how many others
         self._top_mark = 0
         self._top_s = 0.0
         self._marks: list[int] = []  # of the others, ascending
@@ -327,7 +330,8 @@ class Gaps:
         gaps can be forgotten.
         """
         if alone:
-            if self._marks:
+            if self._below:
+                self._below = 0
                 self._marks.clear()
                 self._gaps.clear()
             if self._waits > 1:
@@ -384,20 +388,23 @@ class Gaps:
         """The largest gap of requests with this mark; 0 if there is none."""
         if not self._has_gap or mark > self._top_mark:
             return 0.0
-        marks = self._marks
-        if marks and mark <= marks[-1]:
-            return self._gaps[bisect_left(marks, mark)]
+        if self._below:
+            marks = self._marks
+            if mark <= marks[-1]:
+                return self._gaps[bisect_left(marks, mark)]
         return self._top_s
 
     def _push(self, mark: int, gap_s: float) -> None:
         if self._has_gap and self._top_s > gap_s:
             self._marks.append(self._top_mark)
             self._gaps.append(self._top_s)
-        elif self._marks:
+            self._below += 1
+        elif self._below:
             gaps, marks = self._gaps, self._marks
             while gaps and gaps[-1] <= gap_s:
                 gaps.pop()
                 marks.pop()
+            self._below = len(gaps)
         self._has_gap = True
         self._top_mark = mark
         self._top_s = gap_s

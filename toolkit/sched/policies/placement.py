@@ -172,7 +172,7 @@ def free_cache_tokens(worker: Worker) -> int:
     """Tokens that are free for caches on the device and in host memory together, as of the last
     report.
     """
-    device = worker.capacity_tokens - worker.footprint.reset().taken - worker.held.tokens
+    device = worker.capacity_tokens - worker.footprint.taken - worker.held.tokens
     return device + worker.host_tokens - worker.swapped.tokens
 
 
