@@ -207,6 +207,8 @@ COUNTED = (
     ),
     *("extrapolated", "attempts", "evictions", "reroutes", "rounds", "row_steps"),
     *("swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s"),
+    *("query_tokens", "hit_tokens", "lost_tokens", "preempted_query_tokens"),
+    *("preempted_hit_tokens", "computed_prompt_tokens"),
 )
 
 

@@ -27,7 +27,7 @@ class SimulationStalledError(LlmctlError):
 
 
 @mypyc_attr(acyclic=True)
-class End:
+class BatchEnd:
     """When what a worker runs ends; ends are in order of time, then of batches.
 
     An interrupted round has the batch id -1, so that it comes before all others that end then.
@@ -40,7 +40,7 @@ class End:
         self.batch_id = batch_id
         self.worker = worker
 
-    def __lt__(self, other: End) -> bool:
+    def __lt__(self, other: BatchEnd) -> bool:
         if self.at_s != other.at_s:
             return self.at_s < other.at_s
         if self.batch_id != other.batch_id:
@@ -85,8 +85,8 @@ def run(
 def _run(
     scheduler: Scheduler, requests: list[Request], workers: list[VirtualWorker], drain: bool
 ) -> list[Refusal]:
-    ends: list[End] = []  # a heap; an entry is stale if its worker's end is another
-    end_of: list[End | None] = [None] * len(workers)  # of what each worker runs
+    ends: list[BatchEnd] = []  # a heap; an entry is stale if its worker's end is another
+    end_of: list[BatchEnd | None] = [None] * len(workers)  # of what each worker runs
     refused: list[Refusal] = []
     arrived, count, idle_wakes = 0, len(requests), 0
     next_arrival_s = requests[0].arrival_s if count else math.inf
@@ -122,7 +122,7 @@ def _run(
             next_arrival_s = requests[arrived].arrival_s if arrived < count else math.inf
         for batch in scheduler.tick(now_s):
             index = batch.worker
-            end = End(workers[index].run(batch, now_s), batch.batch_id, index)
+            end = BatchEnd(workers[index].run(batch, now_s), batch.batch_id, index)
             end_of[index] = end
             heappush(ends, end)
             idle_wakes = 0
@@ -130,7 +130,7 @@ def _run(
             done_s = workers[index].interrupt(now_s)
             known = end_of[index]
             if known is not None and known.at_s != done_s:
-                end = End(done_s, -1, index)
+                end = BatchEnd(done_s, -1, index)
                 end_of[index] = end
                 heappush(ends, end)
         if not drain and arrived == count and not scheduler.waiting_jobs:
