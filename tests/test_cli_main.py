@@ -37,9 +37,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], N
     """Puts a function in the place of `llmctl schema`."""
 
     def replace(function: Callable[[], None]) -> None:
-        module = ModuleType("toolkit.cli.schema")
+        module = ModuleType("toolkit.cli.listings")
         module.command = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "toolkit.cli.schema", module)
+        monkeypatch.setitem(sys.modules, "toolkit.cli.listings", module)
 
     return replace
 
@@ -222,9 +222,9 @@ def test_a_closed_pipe_on_stdout_is_no_error(printed: str, words: list[str]) -> 
     script = f"""
 import sys, types
 from toolkit.cli.output import table
-module = types.ModuleType("toolkit.cli.schema")
+module = types.ModuleType("toolkit.cli.listings")
 module.command = lambda: {printed}
-sys.modules["toolkit.cli.schema"] = module
+sys.modules["toolkit.cli.listings"] = module
 sys.stdin.read()
 from toolkit.cli.main import run
 run({words})

@@ -203,6 +203,17 @@ def test_the_lines_of_a_server_that_starts_warn(
         assert max(map(len, lines)) <= 80
 
 
+def test_the_first_lines_round_what_a_search_chose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = orders.plan(tmp_path)
+    chosen = plan.policy.model_copy(
+        update={"parameters": plan.policy.parameters | {"min_interval_s": 4.779730550735673}}
+    )
+    _announce(False, "http://h", "toy", plan.model_copy(update={"policy": chosen}))
+    assert "min_interval_s=4.78" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_status_page_shows_broken_limits(tmp_path: Path) -> None:
     assert facts_of(broken_plan(tmp_path), "toy").predicted["ttft_p99_s"] == 31.7
     untuned = make_plan(samples.recipe(), samples.fit(), None, {})

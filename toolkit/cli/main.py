@@ -13,7 +13,6 @@ import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,10 +27,17 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """A command of `toolkit.cli.<name>`: its help line, and what Ctrl-C leaves behind."""
+    """A command: its help line, what Ctrl-C leaves behind, and its module in `toolkit.cli`; '': the
+    module is called like the command.
+    """
 
     help: str
     interrupted: str = "nothing was written"
+    module: str = ""
+
+    def path(self, name: str) -> str:
+        """The module of the command `name`."""
+        return f"toolkit.cli.{self.module or name}"
 
 
 COMMANDS = {
@@ -49,9 +55,13 @@ COMMANDS = {
     "serve": CommandEntry(
         "Start a server with OpenAI's API, N workers and one scheduler.", "the server has stopped"
     ),
-    "status": CommandEntry("Show the servers on this machine: health, load and speed."),
+    "status": CommandEntry(
+        "Show the servers on this machine: health, load and speed.", module="running"
+    ),
     "stop": CommandEntry(
-        "Shut a server down, and report how its requests ended.", "the server continues to drain"
+        "Shut a server down, and report how its requests ended.",
+        "the server continues to drain",
+        "running",
     ),
     "bench": CommandEntry("Replay a trace against a server, measured beside predicted."),
     "validate": CommandEntry("Compare a plan's predictions with the server that runs it."),
@@ -63,9 +73,11 @@ COMMANDS = {
         "Run all steps on this machine: profile, fit, tune, serve, bench.",
         "finished stages are kept in the output folder",
     ),
-    "recipes": CommandEntry("List the recipes that ship."),
-    "policies": CommandEntry("List the policies: what each does, and which engines run it."),
-    "schema": CommandEntry("Print the JSON Schema of recipes."),
+    "recipes": CommandEntry("List the recipes that ship.", module="listings"),
+    "policies": CommandEntry(
+        "List the policies: what each does, and which engines run it.", module="listings"
+    ),
+    "schema": CommandEntry("Print the JSON Schema of recipes.", module="listings"),
 }
 
 
@@ -73,7 +85,7 @@ class LazyGroup(TyperGroup):
     """A group that lists commands from the table, and imports only the one that is called."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        return [name for name in COMMANDS if Path(__file__).with_name(f"{name}.py").is_file()]
+        return list(COMMANDS)
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:  # type: ignore[override]
         if cmd_name not in self.list_commands(ctx):
@@ -120,17 +132,18 @@ def _drop_output() -> int:
 
 
 def _load(name: str) -> Any:
-    """The command of toolkit.cli.<name>: its function `command`, or its typer application `app`
-    with subcommands.
+    """The command's function in its module, called `command` or like the command; or the module's
+    typer application `app` with subcommands.
     """
-    module = importlib.import_module(f"toolkit.cli.{name}")
+    module = importlib.import_module(COMMANDS[name].path(name))
     if hasattr(module, "app"):
         group: Any = typer.main.get_command(module.app)
         for command in group.commands.values():
             command.help = _paragraphs(command.help)
         return group
     single = typer.Typer(add_completion=False)
-    single.command(name, help=_paragraphs(module.command.__doc__))(module.command)
+    function = getattr(module, "command" if hasattr(module, "command") else name)
+    single.command(name, help=_paragraphs(function.__doc__))(function)
     return typer.main.get_command(single)
 
 

@@ -398,7 +398,10 @@ def _announce(
     }
 
     def show() -> None:
-        parameters = ", ".join(f"{name}={value}" for name, value in plan.policy.parameters.items())
+        parameters = ", ".join(
+            f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in plan.policy.parameters.items()
+        )
         print(f"ready: {url} serves {model} on {plan.workers} worker{'s' * (plan.workers > 1)}")
         print(fill(f"policy: {plan.policy.name} ({parameters})", WIDTH, subsequent_indent="  "))
         if broken_limits:

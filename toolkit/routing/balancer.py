@@ -130,6 +130,7 @@ class Balancer:
         self.router, self._sink = router, sink
         self._admission = Admission(limits, router) if limits != UNLIMITED else None
         self.replicas = [Replica(index, each) for index, each in enumerate(traits)]
+        self._up = list(self.replicas)  # made anew at each change, not at each request
         self._block_tokens, self._index_limit = block_tokens, index_limit
         bound = self._index_bound(traits)
         self._index = PrefixIndex(len(traits), capacity=bound, ttl_s=router.index_ttl_s)
@@ -189,9 +190,8 @@ class Balancer:
         barred: tuple[int, ...],
         admission: Admission | None,
     ) -> int | Overload | None:
-        view = self._view
-        up = [replica for replica in self.replicas if replica.is_up]
-        able = [replica for replica in up if replica.index not in barred] or up
+        view, up = self._view, self._up
+        able = [replica for replica in up if replica.index not in barred] or up if barred else up
         if not able:
             return None
         view.replicas = able
@@ -245,6 +245,7 @@ class Balancer:
         """
         replica = self.replicas[index]
         replica.is_up = is_up
+        self._up = [each for each in self.replicas if each.is_up]
         if is_fresh:
             self._index.clear(index)
             replica.report = None

@@ -262,8 +262,10 @@ class PrefixIndex:
         if self._ttl_s:
             for index in range(len(used)):
                 self._expire(index, now_s)
-        found = [0] * len(used)
-        left, holders = (1 << len(used)) - 1, self._holders
+        found, holders = [0] * len(used), self._holders
+        if not blocks:
+            return found
+        left = holders.get(blocks[0], 0)  # of the others nothing is found
         for number, block in enumerate(blocks):
             going_on = left & holders.get(block, 0)
             ended = left ^ going_on

@@ -11,7 +11,6 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -355,12 +354,12 @@ class LawRouter(_Checked):
     gap_s: float = knob(0.0, doc="target of the largest gap between two tokens; 0: none")
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
+        view.replicas = _likely(view)
         if any(replica.traits.law is None for replica in view.replicas):
             raise InputError(
                 "router 'by-law' needs the law of a pass of every replica",
                 "tune from a fit of the engine, or choose another router",
             )
-        view.replicas = _likely(view)
         found = [self._weighed(request, replica, view) for replica in view.replicas]
         index = view.least([cost for cost, _ in found])
         view.outlook = next(
@@ -529,11 +528,18 @@ def _likely(view: RouterView) -> Sequence[Replica]:
     if len(replicas) <= MOST_WEIGHED:
         return replicas
     part, matched = MOST_WEIGHED // 3, view.matched
-    found = {r.index for r in nsmallest(part, replicas, key=lambda r: -matched[r.index])}
-    found |= {r.index for r in nsmallest(part, replicas, key=lambda r: r.prefill_tokens)}
-    found |= {r.index for r in nsmallest(part, replicas, key=lambda r: r.requests)}
-    found |= {r.index for r in nsmallest(2, replicas, key=lambda r: r.in_time)}
-    return [replica for replica in replicas if replica.index in found]
+    found = {*_least(part, [-matched[replica.index] for replica in replicas])}
+    found.update(_least(part, [replica.prefill_tokens for replica in replicas]))
+    found.update(_least(part, [len(replica.sent) for replica in replicas]))
+    found.update(_least(2, [replica.in_time for replica in replicas]))
+    return [replicas[place] for place in sorted(found)]
+
+
+def _least(count: int, keys: Sequence[int]) -> list[int]:
+    """The places of the `count` least keys, of equal ones the first; `heapq.nsmallest` with a key
+    takes twice as long for 64.
+    """
+    return sorted(range(len(keys)), key=keys.__getitem__)[:count]
 
 
 def _chance(expected_s: float, target_s: float) -> float:

@@ -16,8 +16,8 @@ from toolkit.sched.types import Job
 from toolkit.sched.view import Decision, LengthHistory, RoundPlanner, View
 
 
-class LatencyLaw(Protocol):
-    """How long a worker takes (SCLS paper, Eq. 1-4), in seconds.
+class SliceLaw(Protocol):
+    """How long a static batch takes (SCLS paper, Eq. 1-4), in seconds.
 
     N is the batch size and L the batch's padded input length in tokens. Laws are values: equal laws
     give equal answers, so a law may cache what it derives.
@@ -34,41 +34,13 @@ class LatencyLaw(Protocol):
         """
         ...
 
-    @property
-    def padded(self) -> bool:
-        """Whether every row costs as much as the longest. If not, L below is the mean length of the
-        rows.
-        """
-        ...
-
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """T_prefill(N, L) in seconds, Eq. 3."""
-        ...
-
-    def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        """Seconds of a prefill pass over columns `start` to `end` of N rows after cached columns.
-
-        It is T(N, end) - T(N, start) + T(N, 0). The fixed cost of a batch is counted in its first
-        pass.
-        """
         ...
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Seconds of `steps` decode steps after an input of L: sum over i = 1..steps of tau(L + i,
         N), Eq. 2.
-        """
-        ...
-
-    @property
-    def round_s(self) -> float:
-        """Seconds of a round besides its prefills and steps: dispatch and result. 0 if not
-        measured.
-        """
-        ...
-
-    def leave_s(self, length: float) -> float:
-        """Seconds to remove a row of about `length` tokens from a running batch; 0 if not
-        measured.
         """
         ...
 
@@ -79,6 +51,38 @@ class LatencyLaw(Protocol):
         Column 0 is unused. Laws with a flat part have two rows more: T_serve is the larger of this
         and t[3,N] + t[4,N] L + t[2,N] L^2. A slice of S tokens takes S decode steps, or S - 1 if
         `prefill_emits_token`.
+        """
+        ...
+
+
+class LatencyLaw(SliceLaw, Protocol):
+    """A `SliceLaw` that also knows running batches: rows that join, leave and prefill in parts."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether every row costs as much as the longest. If not, L is the mean length of the
+        rows.
+        """
+        ...
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round besides its prefills and steps: dispatch and result. 0 if not
+        measured.
+        """
+        ...
+
+    def pass_s(self, batch_size: int, start: float, end: float) -> float:
+        """Seconds of a prefill pass over columns `start` to `end` of N rows after cached columns.
+
+        It is T(N, end) - T(N, start) + T(N, 0). The fixed cost of a batch is counted in its first
+        pass.
+        """
+        ...
+
+    def leave_s(self, length: float) -> float:
+        """Seconds to remove a row of about `length` tokens from a running batch; 0 if not
+        measured.
         """
         ...
 
@@ -208,7 +212,7 @@ Standing = Callable[["Job", int], float]
 class Ranks(Protocol):
     """A policy that serves jobs in order of their standing: each worker gets a `RankedInbox`."""
 
-    def standings(self, law: LatencyLaw) -> Standing:
+    def standings(self, law: SliceLaw) -> Standing:
         """The standing of jobs under a worker's law. It must not change while a job waits."""
         ...
 

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import View
 
 # The serving time of a static batch, T_serve: the unit of loads.
 
 
-def serving_s(law: LatencyLaw, batch_size: int, input_length: int, steps: int) -> float:
+def serving_s(law: SliceLaw, batch_size: int, input_length: int, steps: int) -> float:
     """T_serve(N, L, S) in seconds, SCLS Eq. 1: a prefill, then a decode step per token it does not
     give.
     """

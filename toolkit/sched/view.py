@@ -138,7 +138,7 @@ class View:
         for worker in self.due:
             worker.is_due = worker.alive
         self.due = [worker for worker in self.due if worker.alive]
-        self.kinds = _by_kind(self._alive) if self.mixed else []
+        self.kinds = by_kind(self._alive) if self.mixed else []
         self.able = np.array([worker.index for worker in self._alive], dtype=np.int64)
         self.kind_of = np.zeros(len(self.workers), dtype=np.int64)
         for k, kind in enumerate(self.kinds):
@@ -171,7 +171,8 @@ class View:
             figure.forget(index)
 
 
-def _by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:
+def by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:
+    """The workers of each kind, in the order of the longest requests that each kind takes."""
     kinds: list[list[Worker]] = []
     for worker in workers:
         kind = next((kind for kind in kinds if kind[0].is_like(worker)), None)

@@ -27,6 +27,7 @@ from toolkit.routing.admission import UNLIMITED, Delay, LatencyLimits, Predicted
 from toolkit.sched.queues import requests_per_s
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Worker
+from toolkit.sched.view import by_kind
 
 MEAN_DECAY = 0.98  # weight that a mean of lengths keeps with each new request
 # Time constant of the pace, in seconds of predicted batch time. The laws alone have this weight at
@@ -112,13 +113,7 @@ class Forecast:
 
         Each kind gets the same share of the waiting requests.
         """
-        kinds: list[list[Worker]] = []
-        for worker in workers:
-            kind = next((kind for kind in kinds if kind[0].is_like(worker)), None)
-            if kind is None:
-                kinds.append([worker])
-            else:
-                kind.append(worker)
+        kinds = by_kind(workers)
         prompt, output = self._prompt_tokens.value, max(self._output_tokens.value, 1.0)
         rates = np.array([len(kind) * requests_per_s(kind[0], prompt, output) for kind in kinds])
         shares = rates / rates.sum()

@@ -370,6 +370,7 @@ class _RoutedRun:
         # to work at another time
         self._events: list[tuple[float, int, int, int]] = []
         self._outages, self._back_s = routing.outages, [-math.inf] * ledger.workers
+        self._slow: list[int] = []  # those that came back shortly
         self._report_age_s = routing.report_age_s
         self._reports: deque[tuple[float, int, ReplicaReport]] = deque()  # under way
         self._lost: list[PagedRequest] = []  # no replica is up for them
@@ -443,6 +444,7 @@ class _RoutedRun:
         if comes:
             self._contents[index] = ReplicaContents()
             self._back_s[index] = now_s
+            self._slow = sorted({*self._slow, index})
             self._balancer.change(index, is_up=True, is_fresh=True)
             lost, self._lost = [*self._lost, *lost], []
         for row in lost:
@@ -452,9 +454,9 @@ class _RoutedRun:
 
     def _barred(self, now_s: float) -> tuple[int, ...]:
         """Replicas that came back shortly and have their share for now, as in the live front."""
-        slow = [index for index, s in enumerate(self._back_s) if now_s - s < SLOW_START_S]
-        if not slow:
+        if not self._slow:
             return ()
+        slow = self._slow = [i for i in self._slow if now_s - self._back_s[i] < SLOW_START_S]
         up = [replica for replica in self._balancer.replicas if replica.is_up]
         mean = sum(replica.requests for replica in up) / max(len(up), 1)
         return tuple(

@@ -110,18 +110,8 @@ WorkerEvent = WorkerReady | WorkerLost | WorkersFailed | BatchProgress | BatchDo
 OnEvent = Callable[[WorkerEvent], None]
 
 
-class Workers(Protocol):
-    """N workers on one asyncio loop, each with one slice or round at a time. Events arrive through
-    `on_event`.
-    """
-
-    size: int
-
-    async def start(self, on_event: OnEvent) -> None:
-        """Start all workers and return when each has reported `WorkerReady`. Raises `EngineError`
-        if one cannot load its engine.
-        """
-        ...
+class BatchRunner(Protocol):
+    """What workers do with batches: each runs one slice or round at a time."""
 
     def run(
         self,
@@ -149,6 +139,18 @@ class Workers(Protocol):
 
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
         """Cancel rows of a slice; it stops early when no row is wanted."""
+        ...
+
+
+class Workers(BatchRunner, Protocol):
+    """N workers on one asyncio loop. Events arrive through `on_event`."""
+
+    size: int
+
+    async def start(self, on_event: OnEvent) -> None:
+        """Start all workers and return when each has reported `WorkerReady`. Raises `EngineError`
+        if one cannot load its engine.
+        """
         ...
 
     def kill(self, worker: int) -> None:

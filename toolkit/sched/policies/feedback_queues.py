@@ -13,7 +13,7 @@ from functools import lru_cache
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.placement import STARVES, Rank, RankedJob
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Worker
 
 NEVER = 1 << 40  # returned if a job never leaves its queue, in tokens
@@ -41,7 +41,7 @@ class FeedbackQueues:
     """
 
     def __init__(
-        self, law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
+        self, law: SliceLaw, first_s: float, growth: float, count: int, skip_join: bool
     ) -> None:
         self.quanta_s = [first_s * growth**k for k in range(count)]
         self._law, self._skip_join, self._emits = law, skip_join, int(law.prefill_emits_token)
@@ -118,7 +118,7 @@ class FeedbackQueues:
 
 
 def queues_of(
-    law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
+    law: SliceLaw, first_s: float, growth: float, count: int, skip_join: bool
 ) -> FeedbackQueues:
     """The `FeedbackQueues` of these arguments, cached with what they have computed."""
     key = (id(law), first_s, growth, count, skip_join)
@@ -131,12 +131,12 @@ def queues_of(
     return known[1]
 
 
-_by_identity: dict[tuple[int, float, float, int, bool], tuple[LatencyLaw, FeedbackQueues]] = {}
+_by_identity: dict[tuple[int, float, float, int, bool], tuple[SliceLaw, FeedbackQueues]] = {}
 
 
 @lru_cache(maxsize=LAWS_KEPT)
 def _queues_of(
-    law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
+    law: SliceLaw, first_s: float, growth: float, count: int, skip_join: bool
 ) -> FeedbackQueues:
     return FeedbackQueues(law, first_s, growth, count, skip_join)
 

@@ -14,7 +14,7 @@ from mypy_extensions import mypyc_attr
 
 from toolkit.sched.footprint import Footprint, footprint_of
 from toolkit.sched.inbox import RankedInbox
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Moves, Worker
 
 # (standing, negative waiting time or 0, ticket): less is served first; tickets make ranks distinct.
@@ -400,7 +400,7 @@ def beside_transfers(
     return placed
 
 
-def steps_until(law: LatencyLaw, rows: int, length: float, seconds: float, most: int) -> int:
+def steps_until(law: SliceLaw, rows: int, length: float, seconds: float, most: int) -> int:
     """The first number of decode steps, from 1 to `most`, that takes at least `seconds`, else
     `most`.
     """

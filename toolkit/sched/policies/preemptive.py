@@ -40,7 +40,7 @@ from toolkit.sched.policies.continuous import RoundPolicy, router_choice
 from toolkit.sched.policies.feedback_queues import FeedbackQueues, FeedbackRounds, queues_of
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, validate
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
-from toolkit.sched.protocols import LatencyLaw, Standing
+from toolkit.sched.protocols import SliceLaw, Standing
 from toolkit.sched.types import Job
 from toolkit.sched.view import RoundPlanner, View
 
@@ -100,7 +100,7 @@ class PreemptivePolicy(RoundPolicy):
         return math.inf
 
     @abstractmethod
-    def standings(self, law: LatencyLaw) -> Standing:
+    def standings(self, law: SliceLaw) -> Standing:
         """See `Ranks`. Of two jobs that do not starve, the one with the lesser standing goes
         first.
         """
@@ -159,14 +159,14 @@ class MlfqPolicy(PreemptivePolicy):
     def patience_s(self) -> float:
         return self.starvation_s
 
-    def standings(self, law: LatencyLaw) -> Standing:
+    def standings(self, law: SliceLaw) -> Standing:
         return self._queues(law).standing
 
     def make_planner(self, view: View) -> RoundPlanner:
         queues = [self._queues(worker.latency) for worker in view.workers]
         return FeedbackRounds(view, **self.rounds()).use(queues)
 
-    def _queues(self, law: LatencyLaw) -> FeedbackQueues:
+    def _queues(self, law: SliceLaw) -> FeedbackQueues:
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)
 
 
@@ -186,7 +186,7 @@ class SrptOracle(PreemptivePolicy):
         """The same policy, with the true output length of each request id."""
         return _SrptWithLengths(self, output_tokens)
 
-    def standings(self, law: LatencyLaw) -> Standing:
+    def standings(self, law: SliceLaw) -> Standing:
         raise InputError(
             f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
         )
@@ -202,7 +202,7 @@ class _SrptWithLengths(SrptOracle):
         super().__init__(*[getattr(policy, field.name) for field in fields(policy)])
         object.__setattr__(self, "_output_tokens", output_tokens)
 
-    def standings(self, law: LatencyLaw) -> Standing:
+    def standings(self, law: SliceLaw) -> Standing:
         output_tokens = self._output_tokens
 
         def remaining_s(job: Job, generated: int) -> float:
