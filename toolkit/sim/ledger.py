@@ -285,8 +285,8 @@ class Gaps:
 
     A gap concerns all rows that run while it lasts, so it is kept once, not per request: on a stack
     of the gaps that no later gap exceeded. Marks count up as requests join; a gap with mark m
-    concerns the requests that joined up to m. So the first gap with the mark of a request or a later
-    one is its largest.
+    concerns the requests that joined up to m. So a request's largest gap is the first with its mark
+    or a later one.
     """
 
     __slots__ = (
