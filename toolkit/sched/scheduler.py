@@ -240,11 +240,7 @@ class Scheduler:
     def _interrupt_for_arrivals(self, planner: RoundPlanner) -> None:
         """Interrupt the rounds that should stop for what arrived at their workers."""
         arrived = self._view.arrived
-        newcomers: dict[int, int] = {}
-        for index in arrived:
-            newcomers[index] = newcomers.get(index, 0) + 1
-        arrived.clear()
-        for index, count in newcomers.items():
+        for index, count in arrived.items():
             worker = self.workers[index]
             running = worker.running
             if running is None or running.interrupted or not worker.inbox.jobs:
@@ -252,6 +248,7 @@ class Scheduler:
             if planner.should_interrupt(worker, count):
                 running.interrupted = True
                 self.interrupts.append(index)
+        arrived.clear()
 
     def _start_rounds(self, planner: RoundPlanner, now_s: float) -> list[Batch]:
         """Plan and start the rounds of the due workers, by index. Afterwards no worker is due."""
@@ -482,7 +479,7 @@ class Scheduler:
         else:
             homes = planner.router(view, planner.router_rows) if view.alive() else None
         if homes is not None:
-            pool = self._pool.jobs
+            pool, arrived = self._pool.jobs, view.arrived
             if len(homes) != len(pool):
                 raise ValueError(f"{len(homes)} workers for {len(pool)} jobs")
             for k, home in enumerate(homes):
@@ -490,7 +487,7 @@ class Scheduler:
                 job.home = home
                 worker = self.workers[home]
                 worker.inbox.append(job)
-                view.arrived.append(home)
+                arrived[home] = arrived.get(home, 0) + 1
                 if worker.running is None:
                     view.make_due(worker)
                 if view.figures:

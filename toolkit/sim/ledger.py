@@ -287,8 +287,8 @@ class Gaps:
 
     A gap concerns all rows that run while it lasts, so it is kept once, not per request: on a stack
     of the gaps that no later gap exceeded. Marks count up as requests join; a gap with mark m
-    concerns the requests that joined up to m. Bisection by the mark of a request finds its largest
-    gap.
+    concerns the requests that joined up to m. So a request's largest gap is the first with its mark
+    or a later one.
     """
 
     __slots__ = (
@@ -390,11 +390,13 @@ class Gaps:
         """The largest gap of requests with this mark; 0 if there is none."""
         if not self._has_gap or mark > self._top_mark:
             return 0.0
-        if self._below:
-            marks = self._marks
-            if mark <= marks[-1]:
-                return self._gaps[bisect_left(marks, mark)]
-        return self._top_s
+        marks, below = self._marks, self._below
+        if not below or mark > marks[below - 1]:
+            return self._top_s
+        k = 0
+        while marks[k] < mark:  # few: rows end in about the order in which they joined
+            k += 1
+        return self._gaps[k]
 
     def _push(self, mark: int, gap_s: float) -> None:
         if self._has_gap and self._top_s > gap_s:
