@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sse_server import chunked, event, serve_request, sse_server, tokens_event, usage_event, whole
 
-from toolkit.bench.client import LoadSpec, replay, run, send_lag_s
+from toolkit.bench.client import LoadSpec, before_others, replay, run, send_lag_s
 from toolkit.endpoints.target import Target, find_target
 from toolkit.errors import InputError
 from toolkit.traces.types import Trace
@@ -27,6 +27,53 @@ HIDDEN = LoadSpec("hidden", max_new_tokens=64, vocab_size=50)
 
 def play(server, trace=THREE, load=HIDDEN):
     return run(find_target(server.url), trace, load, lambda: None)
+
+
+USUAL = (0, "usual")  # a policy and its parameters
+
+
+@pytest.fixture
+def priorities(monkeypatch):
+    """What the client asks of the system's scheduler, in order."""
+    asked = []
+    monkeypatch.setattr(os, "SCHED_RR", 2, raising=False)
+    monkeypatch.setattr(os, "SCHED_RESET_ON_FORK", 1 << 30, raising=False)
+    monkeypatch.setattr(os, "sched_param", lambda priority: f"priority {priority}", raising=False)
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: USUAL[0], raising=False)
+    monkeypatch.setattr(os, "sched_getparam", lambda pid: USUAL[1], raising=False)
+    monkeypatch.setattr(
+        os, "sched_setscheduler", lambda pid, *how: asked.append((pid, *how)), raising=False
+    )
+    return asked
+
+
+def test_the_client_runs_before_others_while_it_replays_and_as_usual_afterwards(priorities):
+    during = []
+    with sse_server() as server:
+        target = find_target(server.url)
+        run(target, THREE, HIDDEN, lambda: during.append(len(priorities)))
+    assert priorities == [(0, 2 | 1 << 30, "priority 1"), (0, *USUAL)]
+    assert during == [1, 1, 1]
+
+
+def test_the_client_is_an_ordinary_one_again_after_a_failure(priorities):
+    with pytest.raises(ZeroDivisionError), before_others():
+        raise ZeroDivisionError
+    assert priorities[1:] == [(0, *USUAL)]
+
+
+@pytest.mark.parametrize("lacks", ["the right", "the call"])
+def test_the_client_replays_as_usual_where_it_cannot_run_before_others(monkeypatch, lacks):
+    def refuse(pid, *how):
+        raise PermissionError(1, "not permitted")
+
+    if lacks == "the right":
+        monkeypatch.setattr(os, "sched_setscheduler", refuse, raising=False)
+    else:
+        monkeypatch.delattr(os, "sched_setscheduler", raising=False)
+    with sse_server() as server:
+        result = play(server)
+    assert [sample.failure for sample in result.samples] == ["", "", ""]
 
 
 def test_every_request_has_the_trace_s_lengths_hidden_from_the_scheduler():

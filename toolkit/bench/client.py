@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -180,6 +181,28 @@ def run(target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None
         return runner.run(replay(target, trace, load, on_done))
 
 
+@contextmanager
+def before_others() -> Iterator[None]:
+    """Run this thread before all ordinary ones of the machine, where the system lets it (Linux, as
+    root); elsewhere nothing changes.
+
+    The client mostly sleeps. Where it shares a core with a server that polls, Linux may let it wait
+    for hundreds of milliseconds once its session has used its share. Requests and readings would be
+    late by as much, now and then, which no warm-up foresees.
+    """
+    try:
+        usual = os.sched_getscheduler(0), os.sched_getparam(0)
+        # threads and processes that it starts are ordinary ones
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    except (AttributeError, OSError):  # another system, or without the right to do so
+        usual = None
+    try:
+        yield
+    finally:
+        if usual is not None:
+            os.sched_setscheduler(0, *usual)
+
+
 async def replay(
     target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
 ) -> Replay:
@@ -192,22 +215,23 @@ async def replay(
     if trace.sessions is not None:
         firsts = np.flatnonzero(trace.sessions.previous < 0).tolist()
     prepared = deque(sender.first(row) for row in firsts[:PREPARED])
-    sender.start()
     running: set[asyncio.Task[None]] = set()
-    try:
-        for row in firsts:
-            prompt, request = prepared.popleft() if prepared else sender.first(row)
-            await asyncio.sleep(samples[row].scheduled_s - sender.clock())
-            task = asyncio.create_task(sender.session(row, prompt, request, on_done))
-            running.add(task)
-            task.add_done_callback(running.discard)
-        while running:
-            await asyncio.wait(running)
-    except asyncio.CancelledError:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        return Replay(samples, interrupted=True)
+    with before_others():
+        sender.start()
+        try:
+            for row in firsts:
+                prompt, request = prepared.popleft() if prepared else sender.first(row)
+                await asyncio.sleep(samples[row].scheduled_s - sender.clock())
+                task = asyncio.create_task(sender.session(row, prompt, request, on_done))
+                running.add(task)
+                task.add_done_callback(running.discard)
+            while running:
+                await asyncio.wait(running)
+        except asyncio.CancelledError:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            return Replay(samples, interrupted=True)
     return Replay(samples, interrupted=False)
 
 
