@@ -281,6 +281,8 @@ class Decoding:
 
     def _give_tokens(self, rows: list[DecodingRow], at_s: float) -> None:
         """Record a token for each of `rows`, the first since they entered, and clear the list."""
+        if not rows:
+            return
         ledger = self._ledger
         first_s, last_s, max_gap_s = ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s
         for row in rows:
