@@ -197,7 +197,7 @@ class Front:
         usage = {"prompt_tokens": row.prompt, "completion_tokens": row.limit}
         if "breaks" in self.model and len(self.engine.rows) > 2:
             return self.write(writer, json.dumps({"error": {"message": "the fake breaks"}}), 500)
-        if not asked["stream"]:
+        if not asked.get("stream"):
             while not await row.tokens.get():
                 pass
             return self.write(writer, json.dumps({"choices": [{"text": "x"}], "usage": usage}))
