@@ -3,18 +3,23 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import samples
 from commands import llmctl
 
+from toolkit.bench.predict import ServerConditions, predicted
 from toolkit.cli.basis import open_fleet, plan_of_fleet
+from toolkit.cli.serve_start import override
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.fleet import is_fleet
 from toolkit.files.io import file_text, head, load_recipe, read_file, write_file
 from toolkit.files.plan import Plan
+from toolkit.files.recipe import RouterSpec
 from toolkit.serve.assemble import make_scheduler
 from toolkit.sim.world import world_of
+from toolkit.traces.types import Trace
 
 MODEL = {"source": "random", "config": {"model_type": "fake"}, "dtype": "float32",
 "max_model_len": 512,
@@ -211,6 +216,37 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
         "--ray local: a cluster of this machine alone is one node of one kind; the"
         in capsys.readouterr().err
     )
+
+
+def test_a_plan_of_servers_has_each_kinds_flags_and_one_router(servers):
+    plan, _ = plan_of_fleet(servers, None)
+    write_file(plan, servers.with_name("plan.json"))
+    again = read_file(Plan, servers.with_name("plan.json"))
+    assert again == plan
+    assert (plan.workers, plan.kind_numbers) == (3, [0, 1, 1])
+    assert plan.replica_router == RouterSpec(name="round-robin")
+    assert [plan.policy_of(k)["max_num_seqs"] for k in (0, 1)] == [32, 8]
+    assert plan.policy_of(1)["watermark"] == 0.0  # a default: all flags are written down
+    assert plan.explained["workers"].source.startswith("recipe: 1 of fast, 2 of slow")
+    assert plan.explained["slow: max_num_seqs"].value == "8"
+    alone = plan.alone(1)
+    assert (alone.recipe.name, alone.workers, alone.others) == ("slow", 2, [])
+    assert alone.policy.parameters["max_num_seqs"] == 8
+    assert "others" not in file_text(alone)
+    changed = override(plan, None, ["max_num_seqs=4"], None)
+    assert [changed.policy_of(k)["max_num_seqs"] for k in (0, 1)] == [4, 4]
+    assert [changed.policy_of(k)["max_num_batched_tokens"] for k in (0, 1)] == [512, 256]
+
+
+def test_a_fleet_of_servers_is_predicted_with_all_laws(servers):
+    plan, _ = plan_of_fleet(servers, None)
+    trace = Trace(np.arange(60) / 30, np.full(60, 200), np.full(60, 20), np.full(60, 20))
+    usual = predicted(plan, trace)
+    assert len(usual.kinds) == 2
+    slowed = predicted(plan, trace, ServerConditions(slowdown=2.0))
+    for before, after in zip(usual.kinds, slowed.kinds, strict=True):
+        means = [one.metrics({})["e2e_mean_s"] for one in (before, after)]
+        assert means[1] > 1.5 * means[0]
 
 
 def test_a_simulated_fleet_of_servers_is_shown_by_kind(servers, monkeypatch, capsys):

@@ -17,15 +17,16 @@ from toolkit.backends import ServerOrder
 from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
-from toolkit.errors import ForeignError
+from toolkit.errors import ForeignError, InputError
+from toolkit.estimators.steps import StepLaw
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.front import Gateway, GatewaySettings
-from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, traits_of_replica
+from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, kinds_of_replicas
 from toolkit.gateway.metrics import GatewayExposition
-from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
+from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.status import GatewayStatus
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import (
@@ -35,12 +36,13 @@ from toolkit.routing.balancer import (
     RoutingLogHeader,
     replay_routes,
 )
-from toolkit.routing.replicas import PassLaw, ReplicaTraits, RoutedRequest
+from toolkit.routing.replicas import PassLaw, ReplicaTraits, RoutedRequest, weighed
 from toolkit.routing.routers import ROUTERS, make_router, router_defaults
 from toolkit.serve.access import Keyring
 from toolkit.serve.http import HttpServer, WireLimits
 from toolkit.serve.server import Ending, listen, url
 from toolkit.serve.status import Facts, KindFacts
+from toolkit.sim.replicas import PassTimes
 from toolkit.traces.types import Sessions, Trace
 
 PROMPT = "Once upon a time"
@@ -111,6 +113,8 @@ def run(
     said: list[str] | None = None,
     limits: LatencyLimits = UNLIMITED,
     law: PassLaw | None = None,
+    kinds: list[LiveKind] | None = None,
+    starts: tuple[str, ...] | None = None,
     **settings: Any,
 ) -> None:
     async def both() -> None:
@@ -127,7 +131,7 @@ def run(
         )
         pool = ReplicaPool(
             balancer,
-            ReplicaTraits(100_000, law=law),
+            kinds or [LiveKind(ReplicaTraits(100_000, law=law))],
             needs,
             hang_s=hang_s,
             say=(said if said is not None else []).append,
@@ -138,10 +142,10 @@ def run(
         with listen("127.0.0.1", 0) as listener:
             server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
             await server.start(listener)
-            pool.renew([each.url for each in servers])
+            pool.renew([each.url for each in servers] if starts is None else starts)
             async with httpx.AsyncClient(base_url=url(listener), timeout=30) as http:
                 front = Front(http, gateway)
-                if needs.model == MODEL:
+                if needs.model == MODEL and starts is None:
                     await front.until("up", sum(each.model == MODEL for each in servers))
                 async with asyncio.timeout(30):
                     await test(front, servers)
@@ -376,7 +380,7 @@ def test_another_model_context_or_version_is_named_and_left_out():
         assert "serves 'other'" in front.pool.refused.message
 
     others = [StandIn(model="other"), StandIn(max_model_len=100), StandIn(version="0.31.0")]
-    run_needs = ReplicaNeeds(MODEL, 4096, "0.32.0")
+    run_needs, kinds = ReplicaNeeds(MODEL, 4096), [LiveKind(ReplicaTraits(100_000), "0.32.0")]
 
     async def first(front: Front, servers: list[StandIn]) -> None:
         await test(front, servers)
@@ -390,7 +394,7 @@ def test_another_model_context_or_version_is_named_and_left_out():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Front, "until", until)
-        run(first, *standins, needs=run_needs, said=said)
+        run(first, *standins, needs=run_needs, said=said, kinds=kinds)
         run(strict, StandIn(), StandIn(model="other"), needs=ReplicaNeeds(MODEL, strict=True))
 
 
@@ -633,7 +637,8 @@ def fake_plan_of(fit: Fit) -> Plan:
 def test_the_law_of_the_plans_fit_routes():
     fit = samples.paged_fit()
     plan = fake_plan_of(fit)
-    traits = traits_of_replica(plan)
+    [kind] = kinds_of_replicas(plan)
+    traits = kind.traits
     assert (traits.capacity_tokens, traits.law is None) == (fit.engine.capacity_tokens, False)
     balancer = Balancer(make_router("by-law", {}), [], block_tokens=64)
     for _ in range(2):
@@ -715,7 +720,7 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
         ending = Ending(0.0, 1.0, said.append)
         order = GatewayLaunch(
             plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
-            "127.0.0.1", 0, own=Backend(), ending=ending,
+            kinds_of_replicas(plan), "127.0.0.1", 0, own=Backend(), ending=ending,
         )  # fmt: skip
         own = OwnReplicas(order, front.pool, "")
         own.start()
@@ -731,3 +736,81 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
 
     run(test)
     assert any(re.match(r"replica 0: .*, for 0.3 s; restarting", line) for line in said), said
+
+
+def unlike() -> list[LiveKind]:
+    """A kind, and one that is three times as slow, with an eighth of the memory."""
+    law = StepLaw(2e-4, 1e-6, 1e-6, 1e-9, 1e-10, (1e-5,))
+    laws = {"fast": law, "slow": law.times(3.0)}
+    kinds = [
+        ReplicaTraits(tokens, 512, 8, PassTimes(laws[name]), name)
+        for name, tokens in (("fast", 8192), ("slow", 1024))
+    ]
+    return [LiveKind(each, "0.32.0") for each in weighed(kinds)]
+
+
+def caching(tokens: int) -> str:
+    return f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{tokens // 16 + 1}"}} 1.0\n'
+
+
+@pytest.mark.parametrize("router", ["by-law", "round-robin"])
+def test_each_replica_is_routed_to_as_its_kind(router: str):
+    """One kind is named in the list, one read from its cache; the log replays with both laws."""
+    events: list[BalancerEvent] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        front.pool.renew([f"slow={servers[0].url}", servers[1].url])
+        while [(each.url, each.kind, each.state) for each in front.pool.replicas] != [
+            (servers[0].url, 1, "up"), (servers[1].url, 0, "up"),
+        ]:  # fmt: skip
+            await asyncio.sleep(0.005)
+        shown = (await front.http.get("/replicas")).json()["replicas"]
+        assert [each["kind"] for each in shown] == ["slow", "fast"]
+        known = front.gateway.balancer.replicas
+        assert [known[each.index].traits.kind for each in front.pool.replicas] == ["slow", "fast"]
+        for each in servers:
+            each.served.clear()
+        bodies = [asked(20, prompt=f"{k} " * 40) for k in range(40)]
+        await asyncio.gather(*(front.stream(body) for body in bodies))
+        slow, fast = (each.served.total() for each in servers)
+        assert slow + fast == 40
+        assert 0 < slow < 0.4 * fast
+
+    standins = [StandIn(token_s=0.003), StandIn(token_s=0.001, metrics=caching(8192))]
+    run(test, *standins, router=router, sink=events.append, kinds=unlike(), starts=())
+    laws = {each.traits.kind: each.traits.law for each in unlike()}
+    fresh = Balancer(make_router(router, {}), [], block_tokens=64, index_limit=1000)
+    header = RoutingLogHeader(router, {}, 64, 1000)
+    assert list(replay_routes([header, *events], fresh, laws)) == []
+
+
+def test_a_replica_of_no_known_kind_is_left_out_until_it_is_named():
+    said: list[str] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        front.pool.renew([each.url for each in servers])
+        await front.until("left out", 2)
+        with pytest.raises(InputError, match="there is no kind 'middle'") as caught:
+            front.pool.renew([f"middle={servers[0].url}"])
+        assert caught.value.hint == "kinds of this plan: fast, slow"
+        assert len(front.pool.replicas) == 2
+        front.pool.renew([f"slow={servers[0].url}", servers[1].url])
+        await front.until("up", 1)
+        servers[1].metrics = caching(1000)
+        front.pool.restarted(next(one for one in front.pool.replicas if not one.told))
+        await front.until("up", 2)
+        assert {each.kind for each in front.pool.replicas} == {1}
+
+    run(test, StandIn(), StandIn(metrics=caching(3000)), kinds=unlike(), starts=(), said=said)
+    text = "\n".join(said)
+    assert "is left out: its kind is unknown: it reports no cache; of fast 8192, slow 1024" in text
+    assert "it reports a cache of 3008 tokens" in text
+
+
+def test_kinds_of_a_plan_that_is_no_fleet_are_refused():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        with pytest.raises(InputError, match="there is no kind 'fast'") as caught:
+            front.pool.renew([f"fast={servers[0].url}"])
+        assert caught.value.hint == "this plan is no fleet"
+
+    run(test)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import samples
 import test_serve_vllm
 from browser import CONTRAST, chromium, page_of
 from commands import llmctl
@@ -18,8 +19,9 @@ from test_serve_status import shows
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.files.io import read_file, write_file
-from toolkit.files.plan import Plan
-from toolkit.files.recipe import RouterSpec
+from toolkit.files.plan import Kind, Plan, PlannedPolicy
+from toolkit.files.recipe import PolicySpec, RouterSpec
+from toolkit.gateway.launch import kinds_of_replicas
 from toolkit.routing.balancer import read_routes, replay_routes
 
 pytestmark = pytest.mark.slow
@@ -130,6 +132,95 @@ def test_several_workers_are_servers_behind_a_front_and_restart_one_at_a_time(tm
         _, said = server.communicate(timeout=60)
     assert server.returncode == 0, said
     assert "restarting 2 replicas, one at a time" in said
+
+
+def fleet_for(folder: Path, **engine: object) -> Path:
+    """A plan of two kinds of servers, one of each; `engine` changes the second's."""
+    path = test_serve_vllm.plan_for(folder)
+    plan = read_file(Plan, path)
+    slow = plan.recipe.model_copy(
+        update={
+            "name": "slow",
+            "engine": plan.recipe.engine.model_copy(update=engine),
+            "policy": PolicySpec(name="vllm", parameters={"max_num_seqs": 3}),
+        }
+    )
+    steps = samples.paged_fit().steps
+    fits = [plan.fit.model_copy(update={"recipe_name": name, "steps": steps}) for name in "ab"]
+    changes: dict[str, object] = {
+        "fit": fits[0],
+        "others": [Kind(recipe=slow, fit=fits[1], workers=1)],
+        "workers": 2,
+        "policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": 7}),
+        "replica_router": RouterSpec(name="by-law"),
+    }
+    write_file(plan.model_copy(update=changes), path)
+    return path
+
+
+def test_the_servers_of_two_kinds_start_with_their_own_flags(tmp_path: Path):
+    path, log = fleet_for(tmp_path), tmp_path / "events.jsonl"
+    words = ["--served-model-name", MODEL, "--event-log", str(log)]
+    with test_serve_vllm.start(path, *words) as server:
+        assert server.stdout is not None
+        ready = json.loads(server.stdout.readline())
+        shown = httpx.get(f"{ready['url']}/replicas").json()["replicas"]
+        rows = {}
+        for each in shown:
+            flags = httpx.get(f"{each['url']}/flags").json()
+            rows[each["kind"]] = int(flags[flags.index("--max-num-seqs") + 1])
+        asked = {"model": MODEL, "prompt": [1, 2], "max_tokens": 3, "stream": False}
+        answer = httpx.post(f"{ready['url']}/v1/completions", json=asked)
+        server.send_signal(signal.SIGTERM)
+        _, said = server.communicate(timeout=60)
+    assert server.returncode == 0, said
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    assert rows == {"test": 7, "slow": 3}
+    with log.open("rb") as lines:
+        balancer, events = read_routes(lines)
+    kinds = kinds_of_replicas(read_file(Plan, path))
+    laws = {kind.traits.kind: kind.traits.law for kind in kinds}
+    assert list(replay_routes(events, balancer, laws)) == []
+
+
+def test_a_kind_for_another_machine_is_named_and_its_servers_may_run_there(tmp_path: Path):
+    path = fleet_for(tmp_path)
+    plan = json.loads(path.read_text())
+    plan["others"][0]["fit"]["engine"] |= {"processor": "Elsewhere 9000"}
+    path.write_text(json.dumps(plan))
+    with test_serve_vllm.start(path) as server:
+        _, said = server.communicate(timeout=60)
+    assert server.returncode == 2
+    line = " ".join(said.split())
+    assert "kind 'slow' is for another machine: the fit was made with another device" in line
+    assert "start its servers there, and serve them here: --replica slow=URL" in line
+    here, there = StandIn(), StandIn()
+    with standins(here, there):
+        words = ["--replica", f"test={here.url}", "--replica", f"slow={there.url}"]
+        with test_serve_vllm.start(path, *words, "--served-model-name", MODEL) as server:
+            assert server.stdout is not None
+            ready = json.loads(server.stdout.readline())
+            shown = httpx.get(f"{ready['url']}/replicas").json()["replicas"]
+            answer = httpx.post(f"{ready['url']}/v1/completions", json=BODY).json()
+            server.send_signal(signal.SIGTERM)
+            _, said = server.communicate(timeout=30)
+    assert server.returncode == 0, said
+    assert {each["url"]: each["kind"] for each in shown} == {here.url: "test", there.url: "slow"}
+    assert answer["choices"][0]["text"] == answer_of(BODY)
+
+
+def test_wrong_kinds_end_the_front(tmp_path: Path):
+    with test_serve_vllm.start(fleet_for(tmp_path), "--replica", "x=http://127.0.0.1:9") as server:
+        _, said = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert "there is no kind 'x'" in said
+    assert "kinds of this plan: test, slow" in said
+    with standins(other := StandIn()):
+        words = ["--replica", other.url, "--strict", "--served-model-name", MODEL]
+        with test_serve_vllm.start(fleet_for(tmp_path / "b"), *words) as server:
+            _, said = server.communicate(timeout=60)
+    assert server.returncode == 2
+    assert "its kind is unknown: it reports no cache" in " ".join(said.split())
 
 
 def test_one_that_cannot_load_ends_the_front(tmp_path: Path):

@@ -41,7 +41,7 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
 ):
     file = tmp_path / "replicas.txt"
     file.write_text("http://a:1/\n\n# none\nhttp://b:2 # two\nhttp://a:1\n")
-    source = replica_source(str(file))
+    source = replica_source([str(file)])
     assert read(source) == ["http://a:1", "http://b:2"]
     monkeypatch.setattr(sources, "FILE_EVERY_S", 0.002)
     applied: list[list[str]] = []
@@ -70,9 +70,9 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
 
 
 def test_all_addresses_of_a_name():
-    assert "http://127.0.0.1:8000" in read(replica_source("dns://localhost:8000"))
+    assert "http://127.0.0.1:8000" in read(replica_source(["dns://localhost:8000"]))
     with pytest.raises(InputError, match="cannot be resolved"):
-        read(replica_source("dns://no-such-name.invalid:8000"))
+        read(replica_source(["dns://no-such-name.invalid:8000"]))
 
 
 def test_the_endpoints_of_a_service_without_those_that_end(tmp_path: Path):
@@ -93,7 +93,7 @@ def test_the_endpoints_of_a_service_without_those_that_end(tmp_path: Path):
 @pytest.mark.parametrize("text", ["dns://a", "dns://a:0", "k8s://a:1", "s3://x", "dns://a/b:1"])
 def test_other_sources_are_refused(text: str):
     with pytest.raises(InputError):
-        replica_source(text)
+        replica_source([text])
 
 
 def test_given_urls_are_checked_and_kept_once():
@@ -212,3 +212,31 @@ def test_endpoints_are_watched_and_listed_again_only_where_the_version_is_gone(
     versions = [each.rpartition("resourceVersion=")[2] if "watch" in each else "" for each in asked]
     assert versions == ["", "", "10", "15", "16", "", "20", "", "30", "", "40"]
     assert "allowWatchBookmarks=true" in asked[2]
+
+
+def test_several_lists_have_kinds_and_one_that_changes_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sources, "FILE_EVERY_S", 0.002)
+    fast, mixed = tmp_path / "fast.txt", tmp_path / "mixed.txt"
+    fast.write_text("http://a:1\n")
+    mixed.write_text("slow=http://b:2/\nhttp://c:3\n")
+    source = replica_source([f"fast={fast}", str(mixed)])
+    assert read(source) == ["fast=http://a:1", "slow=http://b:2", "http://c:3"]
+    applied: list[list[str]] = []
+
+    async def follow() -> None:
+        task = asyncio.create_task(
+            follow_source(source, lambda all_: applied.append(all_) or "", print)
+        )
+        await asyncio.sleep(0.01)
+        mixed.write_text("slow=http://d:4\n")
+        while not applied:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(follow())
+    assert applied[-1] == ["fast=http://a:1", "slow=http://d:4"]
+    given = sources.SeveralSources([("a", GivenReplicas(["http://a:1"]))])
+    assert asyncio.run(given.wait()) is False

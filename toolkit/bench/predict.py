@@ -214,8 +214,13 @@ def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None
         refuse_foreign(plan.fit.engine, [_served(plan, target)], on_foreign)
         return
     shown, engine = front_state(target), plan.fit.engine.engine
-    versions = [{"engine": f"{engine} {each.version}".strip()} for each in shown.up]
-    refuse_foreign(plan.fit.engine, versions, on_foreign)
+    for kind in plan.kinds:
+        its = [each for each in shown.up if each.kind in ("", kind.recipe.name)]
+        versions = [{"engine": f"{engine} {each.version}".strip()} for each in its]
+        refuse_foreign(kind.fit.engine, versions, on_foreign)
+        if plan.others and len(its) != kind.workers:
+            message = f"the server runs {len(its)} replicas of '{kind.recipe.name}', the plan has "
+            _refuse(f"{message}{kind.workers}", on_foreign)
     planned = router_of_plan(plan)
     runs = f"router '{shown.router}' before {len(shown.up)} replicas"
     says = f"router '{planned.name}' before {plan.workers}"
@@ -231,6 +236,10 @@ def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None
         message = f"router '{shown.router}' has {name} {shown.parameters[name]}, the plan {value}"
     else:
         return
+    _refuse(message, on_foreign)
+
+
+def _refuse(message: str, on_foreign: OnForeign | None) -> None:
     if on_foreign is None:
         raise ForeignError(message, "render a plan with that router and workers, or --force")
     on_foreign(message)

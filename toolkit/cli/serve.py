@@ -138,20 +138,21 @@ class ServeOptions:
         list[str] | None,
         _replicas(
             "--replica",
-            metavar="URL",
-            help="Serve through this server, which runs already; again for each further one.",
+            metavar="[KIND=]URL",
+            help="Serve through this server, which runs already; again for each further one. KIND "
+            "is the recipe of a fleet's kind; by default it is read from the size of the cache.",
         ),
     ] = None
     replicas: Annotated[
-        str,
+        list[str] | None,
         _replicas(
             "--replicas",
-            metavar="FILE|dns://NAME:PORT|k8s://NAMESPACE/SERVICE:PORT",
+            metavar="[KIND=]FILE|dns://NAME:PORT|k8s://NAMESPACE/SERVICE:PORT",
             show_default=False,
             help="As --replica, with a list that may change: a URL a line in a file, all addresses "
-            "of a name, or the endpoints of a Kubernetes Service.",
+            "of a name, or the endpoints of a Kubernetes Service; again for each kind.",
         ),
-    ] = ""
+    ] = None
     router: Annotated[
         str,
         _replicas(
@@ -466,6 +467,7 @@ def _gateway(
     from toolkit.gateway.front import GatewaySettings
     from toolkit.gateway.launch import (
         GatewayLaunch,
+        kinds_of_replicas,
         limits_of_replicas,
         replica_key,
         replicas_like,
@@ -477,9 +479,7 @@ def _gateway(
             "--check")  # fmt: skip
     source = _replica_source(given)
     (api_key, keys), watched_keys = access
-    needs = replicas_like(
-        plan, given.served_model_name, strict=given.strict, any_version=given.force
-    )
+    needs = replicas_like(plan, given.served_model_name, strict=given.strict)
     serve, (host, port) = plan.recipe.serve, _address(given, plan)
 
     return GatewayLaunch(
@@ -494,11 +494,12 @@ def _gateway(
         ),
         router=_router(given, plan),
         needs=needs,
+        kinds=kinds_of_replicas(plan, any_version=given.force),
         host=host,
         port=port,
         source=source,
         own=None if source is not None else own,
-        reread=partial(_reread, given, file, plan.workers) if file.is_file() else None,
+        reread=partial(_reread, given, file, plan) if file.is_file() else None,
         key=replica_key(),
         on_foreign=warn_of_foreign if given.force else None,
         access=(api_key, keys),
@@ -534,12 +535,15 @@ def _router(given: ServeOptions, plan: Plan) -> Router:
     return make_router(name, targets_of(name, plan.recipe.sla) | changes)
 
 
-def _reread(given: ServeOptions, file: Path, workers: int) -> Plan:
-    """The plan as its file has it now, with the options of the command line."""
+def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
+    """The plan as its file has it now, with the options of the command line, and as many workers as
+    `before` except in a fleet.
+    """
     from toolkit.cli.serve_start import override
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
+    workers = None if before.others else before.workers
     return override(read_file(Plan, file), given.policy, given.settings, workers)
 
 

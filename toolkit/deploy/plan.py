@@ -24,7 +24,7 @@ from toolkit.files.plan import (
     PlannedPolicy,
     PlannedWorkload,
 )
-from toolkit.files.recipe import ModelSpec, Recipe, RouterSpec
+from toolkit.files.recipe import ModelSpec, PolicySpec, Recipe, RouterSpec
 from toolkit.files.tuning import (
     Limit,
     Outcome,
@@ -37,7 +37,9 @@ from toolkit.files.tuning import (
 from toolkit.routing.routers import ROUTERS, TARGETS, router_defaults, router_of
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import Value, defaults, parameters
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy
+from toolkit.sim.world import flags_of
 
 Explained = dict[str, Explanation]
 LIMITS = "limits"  # the key that says whether a plan keeps its limits
@@ -96,8 +98,7 @@ def make_plan(
     """
     _check_same(recipe, fit)
     recipe = recipe if others else _with_tuned_replicas(recipe, tuning)
-    for kind in others:
-        _check_same(kind.recipe, kind.fit)
+    others = [_with_whole_flags(kind) for kind in others]
     kinds = [
         Kind(recipe=recipe, fit=fit, workers=recipe.workers if workers is None else workers),
         *others,
@@ -115,8 +116,9 @@ def make_plan(
     chosen = make_any(choice.policy, choice.parameters)
     for kind in kinds:
         _check_servable(chosen, kind.recipe, tuning if given is None else None)
-    policy, router = _whole(choice.policy, choice.parameters), choice.router or router_of(recipe)
-    explained = explain(kinds, policy, choice) | explain_replicas(router, total, choice)
+    policy = _whole(choice.policy, choice.parameters)
+    router = choice.router or router_of(recipe, workers=total)
+    explained = explain(kinds, policy, choice) | explain_replicas(router, kinds, choice)
     tuned_for = tuning if choice.predicted else None
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
@@ -242,6 +244,9 @@ def replaced(
     if workers != plan.workers:
         explained["workers"] = Explanation(value=str(workers), source="set by --workers")
     update: dict[str, object] = {"policy": policy, "workers": workers}
+    if plan.others and traits_of(plan.recipe.engine.name).server:
+        set_here = {name: policy.parameters[name] for name in changes}
+        update["others"] = [_with_flags(kind, set_here) for kind in plan.others]
     if not same:
         limits = [limit.unpredicted() for limit in plan.limits]
         why = OVERRIDDEN if plan.predicted else UNTUNED
@@ -249,6 +254,12 @@ def replaced(
         explained[LIMITS] = explain_limits(limits, why)
         update |= {"limits": limits, "predicted": {}, "workload": None}
     return plan.model_copy(update=update | {"explained": explained})
+
+
+def _with_flags(kind: Kind, given: Mapping[str, Value]) -> Kind:
+    """A fleet's further kind of servers with `given` flags in its recipe."""
+    flags = PolicySpec(name=VllmPolicy.name, parameters=parameters(flags_of(kind, given)))
+    return kind.model_copy(update={"recipe": kind.recipe.model_copy(update={"policy": flags})})
 
 
 def _from_user(given: PlannedPolicy, recipe: Recipe, tuning: Tuning | None) -> Choice:
@@ -390,22 +401,40 @@ def _with_tuned_replicas(recipe: Recipe, tuning: Tuning | None) -> Recipe:
     return recipe.model_copy(update={"workers": tuning.workers})
 
 
-def explain_replicas(router: RouterSpec | None, workers: int, choice: Choice) -> Explained:
-    """Explain the router before replicas of a server, its parameters, and the replicas' number;
-    empty where there is no router.
+def _with_whole_flags(kind: Kind) -> Kind:
+    """A fleet's further kind, checked; of servers, with all flags of its own in its recipe."""
+    _check_same(kind.recipe, kind.fit)
+    if not traits_of(kind.recipe.engine.name).server:
+        return kind
+    return _with_flags(kind, {})
+
+
+def explain_replicas(router: RouterSpec | None, kinds: Sequence[Kind], choice: Choice) -> Explained:
+    """Explain the router before replicas of a server, its parameters, the replicas' number, and the
+    flags of a fleet's further kinds; empty where there is no router.
     """
     if router is None:
         return {}
+    workers = sum(kind.workers for kind in kinds)
     source = RECIPE if router.name != RouterSpec().name else NO_ROUTER
     if choice.router is not None:
         source = choice.source
     known = router_defaults(ROUTERS[router.name])
+    fits = "the fit is of one replica"
+    counted = Explanation(value=str(workers), source=f"{choice.workers_source}; {fits}")
+    if kinds[1:]:
+        counts = ", ".join(f"{kind.workers} of {kind.recipe.name}" for kind in kinds)
+        counted = Explanation(
+            value=str(workers), source=f"{choice.workers_source}: {counts}; {fits}"
+        )
     explained = {
-        "workers": Explanation(
-            value=str(workers), source=f"{choice.workers_source}; the fit is of one replica"
-        ),
+        "workers": counted,
         "replica_router": Explanation(value=router.name, source=source),
     }
+    for kind in kinds[1:]:
+        name, of_recipe = kind.recipe.name, "its recipe, else vLLM's default; not tuned"
+        for flag, value in kind.recipe.policy.parameters.items():
+            explained[f"{name}: {flag}"] = Explanation(value=_text(value), source=of_recipe)
     for name, value in router.parameters.items():
         origin = source
         if value == known[name]:

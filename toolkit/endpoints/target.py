@@ -167,6 +167,7 @@ class FrontReplica(msgspec.Struct):
 
     state: str
     version: str = ""
+    kind: str = ""
 
 
 class FrontState(msgspec.Struct):
@@ -481,9 +482,14 @@ def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
         raise InputError(f"{url} does not answer: {error}") from error
     if answer.status_code != 200:
         return []
+    return parsed_metrics(answer.text)
+
+
+def parsed_metrics(text: str) -> list[Metric]:
+    """The metrics of a page; none where it is not in Prometheus' text format."""
     try:
-        families = list(text_string_to_metric_families(answer.text))
-    except ValueError:  # not Prometheus' format
+        families = list(text_string_to_metric_families(text))
+    except ValueError:
         return []
     return [
         Metric(sample.name, sample.labels, sample.value)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from toolkit.engine_traits import traits_of
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Labels, Recipe, RouterSpec, Workers
 from toolkit.files.strict import Envelope, Strict
@@ -92,6 +93,33 @@ class Plan(Envelope):
             Kind(recipe=self.recipe, fit=self.fit, workers=first, nodes=self.nodes),
             *self.others,
         ]
+
+    @property
+    def kind_numbers(self) -> list[int]:
+        """The number of the kind of each worker."""
+        return [number for number, kind in enumerate(self.kinds) for _ in range(kind.workers)]
+
+    def policy_of(self, number: int) -> dict[str, ParameterValue]:
+        """The parameters of the policy on a kind of workers: of a further kind of servers, those of
+        its recipe, for each runs a scheduler of its own.
+        """
+        kind = self.kinds[number]
+        if number and traits_of(kind.recipe.engine.name).server:
+            return kind.recipe.policy.parameters
+        return self.policy.parameters
+
+    def alone(self, number: int) -> Plan:
+        """The plan of one kind of a fleet of servers, without the front and without predictions."""
+        kind = self.kinds[number]
+        recipe = kind.recipe.model_copy(
+            update={"workers": kind.workers, "serve": self.recipe.serve}
+        )
+        policy = PlannedPolicy(name=self.policy.name, parameters=self.policy_of(number))
+        changes: dict[str, object] = {"recipe": recipe, "fit": kind.fit, "workers": kind.workers}
+        changes |= {"policy": policy, "others": [], "nodes": kind.nodes, "replica_router": None}
+        return self.model_copy(
+            update=changes | {"predicted": {}, "workload": None, "explained": {}, "limits": []}
+        )
 
     @model_validator(mode="after")
     def _the_first_kind_has_workers(self) -> Plan:

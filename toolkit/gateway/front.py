@@ -211,6 +211,7 @@ class Gateway:
                 "failures": each.failures,
                 "moved": each.moved,
             }
+            | ({"kind": self.pool.kind_of(each)} if self.pool.kinds[1:] else {})
             for each in self.pool.replicas
         ]
         router = self.balancer.router

@@ -13,13 +13,14 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
+import msgspec
 import uvloop
 
 from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
@@ -27,16 +28,16 @@ from toolkit.backends.openai import KEY_VARIABLE
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LlmctlError
 from toolkit.estimators.steps import law_of_steps
-from toolkit.files.plan import Plan
+from toolkit.files.plan import Kind, Plan
 from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.metrics import GatewayExposition
-from toolkit.gateway.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
+from toolkit.gateway.replicas import LiveKind, LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
 from toolkit.gateway.status import GatewayStatus
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
-from toolkit.routing.replicas import BLOCK_TOKENS, ReplicaTraits
+from toolkit.routing.replicas import BLOCK_TOKENS, ReplicaTraits, weighed
 from toolkit.routing.routers import LawRouter, Router
 from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.serve.access import Callers, Keyring
@@ -64,6 +65,7 @@ INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
 FIRST_PROBES_S = 15.0  # the first line is printed after this long even if no replica is up
 POLL_EVERY_S = 0.2
 RESTART_S, RESTART_MAX_S = 1.0, 60.0  # before a replica that ended is started again
+KINDS_CHANGED = "the plan has other kinds of servers: restart llmctl serve for them"
 LOADED_S = 60.0  # one that ran for so long is started again at once
 
 
@@ -74,6 +76,7 @@ class GatewayLaunch:
     Attributes:
         source: the replicas; None: `own` starts them.
         own: starts the plan's number of servers.
+        kinds: of the replicas, as `kinds_of_replicas` gives them.
         reread: reads the plan again for `own`, at SIGHUP.
         key: sent to the replicas of `source`.
     """
@@ -82,6 +85,7 @@ class GatewayLaunch:
     settings: GatewaySettings
     router: Router
     needs: ReplicaNeeds
+    kinds: Sequence[LiveKind]
     host: str
     port: int
     source: ReplicaSource | None = None
@@ -102,36 +106,44 @@ class GatewayLaunch:
     manager: Manager = field(default_factory=Manager)
 
 
-def traits_of_replica(plan: Plan) -> ReplicaTraits:
-    """What the plan knows of each of its replicas."""
-    engine, given = plan.fit.engine, plan.policy.parameters
-    steps = plan.fit.steps
+def kinds_of_replicas(plan: Plan, *, any_version: bool = False) -> list[LiveKind]:
+    """What the plan knows of its replicas: one kind, or those of a fleet. Their version is the one
+    that was fitted, where the engine's passes were.
+    """
+    kinds = plan.kinds
+    traits = weighed([_traits(kind, plan.policy_of(number)) for number, kind in enumerate(kinds)])
+    if len(kinds) == 1:
+        traits = [msgspec.structs.replace(traits[0], kind="")]
+    versions = [
+        kind.fit.engine.engine_version or ""
+        if traits_of(kind.recipe.engine.name).timed_by_pass and not any_version
+        else ""
+        for kind in kinds
+    ]
+    return [LiveKind(*each) for each in zip(traits, versions, strict=True)]
+
+
+def _traits(kind: Kind, given: Mapping[str, Value]) -> ReplicaTraits:
+    engine, steps = kind.fit.engine, kind.fit.steps
     return ReplicaTraits(
         engine.capacity_tokens,
         int(given.get("max_num_batched_tokens", ReplicaTraits(1).pass_tokens)),
         int(given.get("max_num_seqs", engine.max_rows or ReplicaTraits(1).max_rows)),
         None if steps is None else PassTimes(law_of_steps(steps)),
+        kind.recipe.name,
     )
 
 
-def replicas_like(
-    plan: Plan, served_model: str, *, strict: bool, any_version: bool
-) -> ReplicaNeeds:
+def replicas_like(plan: Plan, served_model: str, *, strict: bool) -> ReplicaNeeds:
     """What the replicas of a plan must be like.
 
     Of a server that runs already, the recipe's `served_model` is the name; without one, any. The
-    context is at least the recipe's, and the version the one that was fitted.
+    context is at least the recipe's.
     """
-    engine, recipe = plan.fit.engine, plan.recipe
+    recipe = plan.recipe
     started = traits_of(recipe.engine.name).started
     name = recipe.engine.served_model or (model_name(plan) if started else "")
-    version = "" if any_version or not engine.engine_version else engine.engine_version
-    return ReplicaNeeds(
-        served_model or name,
-        recipe.model.max_model_len,
-        version if traits_of(recipe.engine.name).timed_by_pass else "",
-        strict,
-    )
+    return ReplicaNeeds(served_model or name, recipe.model.max_model_len, strict)
 
 
 def limits_of_replicas(
@@ -148,7 +160,7 @@ def limits_of_replicas(
     lacks, hint = "", ""
     if limits == UNLIMITED:
         lacks, hint = "the recipe has no target for TTFT or E2E", "set sla in the recipe"
-    elif plan.fit.steps is None:
+    elif any(kind.fit.steps is None for kind in plan.kinds):
         lacks = f"the fit of engine {plan.fit.engine.engine} has no law of forward passes"
         hint = "profile and fit engine vllm"
     if not lacks:
@@ -173,8 +185,8 @@ def launch_gateway(order: GatewayLaunch, on_ready: Callable[[str], None]) -> Map
     used, and for a replica of another kind where the order is strict; `EngineError` if an own
     replica never loads.
     """
-    traits = traits_of_replica(order.plan)
-    if order.router.name == LawRouter.name and traits.law is None:
+    lacks_law = any(kind.traits.law is None for kind in order.kinds)
+    if order.router.name == LawRouter.name and lacks_law:
         raise InputError(
             "router 'by-law' needs the law of a pass of every replica",
             "serve a plan with a fitted law of passes (engine vllm), or choose another --router",
@@ -186,12 +198,11 @@ def launch_gateway(order: GatewayLaunch, on_ready: Callable[[str], None]) -> Map
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
         log = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        return runner.run(_serve(order, traits, listener, events, log, on_ready))
+        return runner.run(_serve(order, listener, events, log, on_ready))
 
 
 async def _serve(
     order: GatewayLaunch,
-    traits: ReplicaTraits,
     listener: socket.socket,
     events: EventLog | None,
     log: TraceLog | None,
@@ -200,7 +211,8 @@ async def _serve(
     say, balancer = order.ending.say, _balancer(order, events)
     serve_spec = order.plan.recipe.serve
     key = secrets.token_urlsafe(24) if order.own is not None else order.key
-    pool = ReplicaPool(balancer, traits, order.needs, hang_s=serve_spec.hang_s, key=key, say=say)
+    hang_s = serve_spec.hang_s
+    pool = ReplicaPool(balancer, order.kinds, order.needs, hang_s=hang_s, key=key, say=say)
     keyring = Keyring(*order.access)
     local = is_loopback(order.host) and not (order.access[0] or order.access[1])
     settings = replace(order.settings, local_hosts_only=local)
@@ -336,6 +348,11 @@ async def _flush(events: EventLog) -> None:
         events.flush()
 
 
+def _kinds_in(plan: Plan) -> list[tuple[str, int]]:
+    """The kinds of a fleet and their numbers of servers; of one kind, nothing that must stay."""
+    return [(kind.recipe.name, kind.workers) for kind in plan.kinds] if plan.others else []
+
+
 class OwnReplicas:
     """The servers that the gateway starts, each with its own port and devices.
 
@@ -359,6 +376,7 @@ class OwnReplicas:
             on_foreign=order.on_foreign,
         )
         self._count = order.plan.workers
+        self._kinds = order.plan.kind_numbers
         self._servers: dict[int, ReplicaServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
         self._renewed = [asyncio.Event() for _ in range(self._count)]  # restart it now
@@ -378,6 +396,8 @@ class OwnReplicas:
         """Restart the replicas one at a time, with the flags of `plan`. Returns a message."""
         if self._rolling is not None and not self._rolling.done():
             return "the replicas are being restarted already"
+        if _kinds_in(plan) != _kinds_in(self._order.plan):
+            return f"warning: {KINDS_CHANGED}; the replicas stay as they are"
         self._order = replace(self._order, plan=plan)
         self._rolling = asyncio.create_task(self._roll())
         return f"restarting {self._count} replicas, one at a time"
@@ -422,7 +442,8 @@ class OwnReplicas:
                     self._servers[number] = server
                     await asyncio.to_thread(server.wait_until_ready)
                     was_up = True
-                    replica = self._replicas[number] = self._pool.add(server.url)
+                    kind = self._kinds[number]
+                    replica = self._replicas[number] = self._pool.add(server.url, kind=kind)
                     why = await self._until_over(number, server, replica)
                     self._pool.remove(replica)
                     replica.cut_all(why or "it is restarted")

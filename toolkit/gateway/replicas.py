@@ -20,9 +20,11 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from toolkit.endpoints.target import Models, Version
+from toolkit.backends.openai import kv_tokens
+from toolkit.endpoints.target import Models, Version, parsed_metrics
 from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import InputError
+from toolkit.gateway.sources import split_kind
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.replicas import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
 
@@ -42,6 +44,7 @@ _REPORTED = re.compile(
     rb"(waiting|running|cache_usage_(?:perc|ratio))(?:\{[^}]*\})? (\S+)",
     re.MULTILINE,
 )
+LIKE_SHARE = 0.1  # a cache is a kind's if it differs from that of its fit by no more
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
 
 
@@ -57,12 +60,24 @@ class Attempt(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LiveKind:
+    """Replicas that are alike: what a router knows of them, with the kind's name, and the version
+    of their server ('': any).
+    """
+
+    traits: ReplicaTraits
+    version: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class LiveReplica:
     """One replica.
 
     Attributes:
         index: of the balancer.
+        kind: its kind, by number; the first until it is known.
+        told: whether the list says its kind; otherwise it is read from what the replica reports.
         problem: why it is not up.
         speaks_ids: it gives and takes token ids.
         attempts: the requests that are there.
@@ -76,6 +91,8 @@ class LiveReplica:
     url: str
     upstream: Upstream
     index: int
+    kind: int = 0
+    told: bool = True
     state: State = "joining"
     problem: str = "not asked yet"
     model: str = ""
@@ -105,13 +122,11 @@ class ReplicaNeeds:
     Attributes:
         model: its name there; '': that of the first replica that answers.
         max_model_len: the least; None: any.
-        version: of its server; '': any.
         strict: another one ends the gateway where it would be left out.
     """
 
     model: str = ""
     max_model_len: int | None = None
-    version: str = ""
     strict: bool = False
 
 
@@ -120,7 +135,7 @@ class ReplicaPool:
 
     Args:
         balancer: is told which replicas are up, and what they report.
-        traits: of every replica.
+        kinds: of the replicas; one, or those of a fleet.
         needs: what a replica must be like.
         hang_s: a replica is suspect after so many seconds without a byte.
         key: sent to the replicas; '': none.
@@ -130,7 +145,7 @@ class ReplicaPool:
     def __init__(
         self,
         balancer: Balancer,
-        traits: ReplicaTraits,
+        kinds: Sequence[LiveKind],
         needs: ReplicaNeeds,
         *,
         hang_s: float,
@@ -144,48 +159,71 @@ class ReplicaPool:
         self.refused: InputError | None = None  # a replica is not as needed, and `strict`
         self.changed = asyncio.Event()  # a replica came up, or one was refused
         self.headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
-        self._balancer, self._traits, self._needs = balancer, traits, needs
+        self._balancer, self.kinds, self._needs = balancer, kinds, needs
         self._hang_s, self._say, self._now_s = hang_s, say, now_s
-        self._free: list[int] = []  # indexes of the balancer: their replicas are gone
+        # for each kind, indexes of the balancer: their replicas are gone
+        self._free: list[list[int]] = [[] for _ in kinds]
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
         self._slow: set[LiveReplica] = set()
+
+    def kind_of(self, replica: LiveReplica) -> str:
+        """The name of a replica's kind; '' while it is not known."""
+        known = replica.told or replica.state == "up"
+        return self.kinds[replica.kind].traits.kind if known else ""
 
     @property
     def up(self) -> list[LiveReplica]:
         return [replica for replica in self.replicas if replica.state == "up"]
 
-    def renew(self, urls: Sequence[str]) -> str:
-        """Use these replicas from now on. Returns a message about the change.
+    def renew(self, listed: Sequence[str]) -> str:
+        """Use these replicas from now on, each a URL or KIND=URL. Returns a message about the
+        change.
 
         Requests that run on a replica that is no longer listed may end there. Raises `InputError`
-        for an invalid URL, and changes nothing then.
+        for an invalid URL and an unknown kind, and changes nothing then.
         """
-        wanted = {url.rstrip("/"): None for url in urls}
+        wanted = dict(self._address(text) for text in listed)
+        known = {one.url: one.kind if one.told else None for one in self.replicas}
         made = {
             url: Upstream(url, math.inf)
-            for url in wanted
-            if all(replica.url != url for replica in self.replicas)
+            for url, kind in wanted.items()
+            if url not in known or known[url] != kind
         }
-        gone = [replica for replica in self.replicas if replica.url not in wanted]
+        gone = [one for one in self.replicas if one.url in made or one.url not in wanted]
         for replica in gone:
             self.remove(replica)
         for url, upstream in made.items():
-            self.add(url, upstream)
+            self.add(url, upstream, wanted[url])
         parts = [f"{len(wanted)} replica{'s' * (len(wanted) != 1)}"]
         parts += [f"new: {', '.join(made)}"] if made else []
         parts += [f"gone: {', '.join(replica.url for replica in gone)}"] if gone else []
         return "; ".join(parts)
 
-    def add(self, url: str, upstream: Upstream | None = None) -> LiveReplica:
-        """Watch a further replica."""
+    def _address(self, text: str) -> tuple[str, int | None]:
+        """The URL of a replica, and the number of its kind; None: it is to be read."""
+        name, url = split_kind(text.rstrip("/"))
+        if not name:
+            return url, 0 if len(self.kinds) == 1 else None
+        names = [kind.traits.kind for kind in self.kinds]
+        if name in names:
+            return url, names.index(name)
+        valid = f"kinds of this plan: {', '.join(names)}" if names[1:] else "this plan is no fleet"
+        raise InputError(f"replica {text}: there is no kind '{name}'", valid)
+
+    def add(self, url: str, upstream: Upstream | None = None, kind: int | None = 0) -> LiveReplica:
+        """Watch a further replica, of a kind; None: it is read from what the replica reports."""
         upstream = upstream or Upstream(url, math.inf)
-        index = self._free.pop() if self._free else self._balancer.add(self._traits)
-        replica = LiveReplica(url, upstream, index)
+        replica = LiveReplica(url, upstream, self._index(kind or 0), kind or 0, kind is not None)
         self.replicas.append(replica)
-        self.by_index[index] = replica
+        self.by_index[replica.index] = replica
         self._tasks[replica] = asyncio.create_task(self._watch(replica))
         return replica
+
+    def _index(self, kind: int) -> int:
+        """A place in the balancer for a replica of this kind."""
+        free = self._free[kind]
+        return free.pop() if free else self._balancer.add(self.kinds[kind].traits)
 
     def remove(self, replica: LiveReplica) -> None:
         """Send a replica nothing more."""
@@ -300,7 +338,7 @@ class ReplicaPool:
         """Forget a replica that is gone once its last request has ended."""
         if not replica.attempts and self.by_index.get(replica.index) is replica:
             del self.by_index[replica.index]
-            self._free.append(replica.index)
+            self._free[replica.kind].append(replica.index)
 
     async def _watch(self, replica: LiveReplica) -> None:
         """Probe a replica until cancelled."""
@@ -333,7 +371,7 @@ class ReplicaPool:
                 self._come_up(replica)
 
     def _note(self, replica: LiveReplica, problem: str) -> None:
-        foreign = problem.startswith(("it serves ", "it runs "))
+        foreign = problem.startswith(("it serves ", "it runs ", "its kind "))
         if problem != replica.problem:
             left_out = " is left out" if foreign else ""
             self._say(f"replica {replica.url}{left_out}: {problem}")
@@ -396,12 +434,39 @@ class ReplicaPool:
         if needs.max_model_len and length is not None and length < needs.max_model_len:
             return f"it serves {length} tokens of context, fewer than {needs.max_model_len}"
         replica.version = await self._version(replica)
+        if not replica.told and (problem := await self._find_kind(replica)):
+            return problem
         known = replica.version.partition("+")[0]  # without what a build adds
-        if needs.version and known and known != needs.version:
-            return f"it runs version {replica.version}, not {needs.version}"
+        version = self.kinds[replica.kind].version
+        if version and known and known != version:
+            return f"it runs version {replica.version}, not {version}"
         self.model = self.model or model.id
         replica.model, replica.max_model_len = model.id, length
         replica.speaks_ids = model.owned_by in IDS_FROM
+        return ""
+
+    async def _find_kind(self, replica: LiveReplica) -> str:
+        """Read a replica's kind from the size of its cache, and give it a place of that kind; why
+        that cannot be done, or ''.
+        """
+        page = await self._metrics_page(replica) or b""
+        size = kv_tokens(parsed_metrics(page.decode(errors="replace"))) or 0
+        sizes = [kind.traits.capacity_tokens for kind in self.kinds]
+        like = [k for k, each in enumerate(sizes) if abs(size - each) <= LIKE_SHARE * each]
+        if len(like) != 1:
+            kinds = ", ".join(
+                f"{one.traits.kind} {one.traits.capacity_tokens}" for one in self.kinds
+            )
+            reported = f"it reports a cache of {size} tokens" if size else "it reports no cache"
+            remedy = f"name it: --replica KIND={replica.url}"
+            return f"its kind is unknown: {reported}; of {kinds}; {remedy}"
+        if like[0] != replica.kind:
+            if replica.attempts:
+                return "requests of its former kind have not left it"
+            self._release(replica)
+            replica.kind = like[0]
+            replica.index = self._index(like[0])
+            self.by_index[replica.index] = replica
         return ""
 
     async def _version(self, replica: LiveReplica) -> str:

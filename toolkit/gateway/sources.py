@@ -19,6 +19,7 @@ import msgspec
 
 from toolkit.endpoints.upstream import Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
+from toolkit.files.recipe import NAME_PATTERN
 from toolkit.serve.rereading import WatchedFiles
 
 MAX_REPLICAS = 1024
@@ -32,14 +33,14 @@ KINDS = "FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
 
 
 class ReplicaSource(Protocol):
-    """A list of URLs that may change."""
+    """A list of replicas that may change. Each is a URL, or of a fleet KIND=URL."""
 
     async def wait(self) -> bool:
         """Wait until it may have changed; False: it never will."""
         ...
 
     async def read(self) -> list[str]:
-        """The URLs now. Raises `InputError` if they cannot be known."""
+        """The replicas now. Raises `InputError` if they cannot be known."""
         ...
 
 
@@ -58,8 +59,43 @@ class GivenReplicas:
         return self._urls
 
 
+class SeveralSources:
+    """The replicas of several sources; those of one that has a kind are of this kind."""
+
+    def __init__(self, sources: Sequence[tuple[str, ReplicaSource]]) -> None:
+        self._sources = sources
+        self._waits: dict[int, asyncio.Task[bool]] = {}
+
+    async def wait(self) -> bool:
+        """See `ReplicaSource.wait`."""
+        if not self._waits:
+            starts = enumerate(source for _, source in self._sources)
+            self._waits = {k: asyncio.ensure_future(source.wait()) for k, source in starts}
+        try:
+            while self._waits:
+                await asyncio.wait(self._waits.values(), return_when=asyncio.FIRST_COMPLETED)
+                for k, task in [each for each in self._waits.items() if each[1].done()]:
+                    del self._waits[k]
+                    if task.result():
+                        self._waits[k] = asyncio.ensure_future(self._sources[k][1].wait())
+                        return True
+        except asyncio.CancelledError:
+            for task in self._waits.values():
+                task.cancel()
+            raise
+        return False
+
+    async def read(self) -> list[str]:
+        """See `ReplicaSource.read`."""
+        found = []
+        for kind, source in self._sources:
+            listed = await source.read()
+            found += [f"{kind}={one}" if kind and "=" not in one else one for one in listed]
+        return found
+
+
 class ListedReplicas:
-    """A file with one URL a line; `#` begins a comment."""
+    """A file with one URL, or KIND=URL, a line; `#` begins a comment."""
 
     def __init__(self, path: Path) -> None:
         self._files = WatchedFiles([path], lambda: _read_list(path))
@@ -262,8 +298,21 @@ class SlicedReplicas:
         return await self._api.send("GET", (self._path + query).encode("ascii"), headers, b"")
 
 
-def replica_source(text: str) -> ReplicaSource:
-    """The source that `--replicas` names. Raises `InputError` for one that cannot be used."""
+def replica_source(texts: Sequence[str]) -> ReplicaSource:
+    """The source that one or several `--replicas` name, each with its kind or without. Raises
+    `InputError` for one that cannot be used.
+    """
+    found = [(name, _source(rest)) for name, rest in map(split_kind, texts)]
+    return found[0][1] if len(found) == 1 and not found[0][0] else SeveralSources(found)
+
+
+def split_kind(text: str) -> tuple[str, str]:
+    """The kind, and the URL or source, of KIND=URL; '' for one without a kind."""
+    name, mark, rest = text.partition("=")
+    return (name, rest) if mark and re.fullmatch(NAME_PATTERN, name) else ("", text)
+
+
+def _source(text: str) -> ReplicaSource:
     scheme, has_scheme, rest = text.partition("://")
     if not has_scheme:
         return ListedReplicas(Path(text))
@@ -310,10 +359,11 @@ def _read_list(path: Path) -> list[str]:
     return found
 
 
-def _checked(url: str) -> str:
-    url = url.rstrip("/")
+def _checked(text: str) -> str:
+    text = text.rstrip("/")
+    _, url = split_kind(text)
     Upstream(url if not url.startswith("https") else "http" + url[5:], ANSWER_S)
-    return url
+    return text
 
 
 def _port(text: str, source: str) -> int:

@@ -118,7 +118,7 @@ def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
     """The simulated machine of a recipe; `others` are a fleet's further kinds of workers."""
     kinds = [Kind(recipe=recipe, fit=fit, workers=recipe.workers), *others]
     world = world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
-    router = router_of(recipe)
+    router = router_of(recipe, workers=world.size)
     if router is None:
         return world
     targets = recipe.serve.admission == "targets" and recipe.tune.max_refused_percent is not None

@@ -131,10 +131,11 @@ def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> Search
     workers = recipe.workers + sum(kind.workers for kind in others)
     spaces = make_spaces(recipe.policy, spec.policies, spec.space, workers, usual_policies(fit))
     engines = engines_of(recipe, others)
-    router = router_of(recipe)
+    router = router_of(recipe, workers=workers)
     if router is not None:
-        own = _built_in(spaces[0], recipe)
-        spaces = router_spaces(own, router, spec.routers, spec.space, partial(_router, recipe))
+        own = _built_in(spaces[0], workers)
+        named = partial(_router, recipe, workers)
+        spaces = router_spaces(own, router, spec.routers, spec.space, named)
     own, *rest = spaces
     # Policies that the engines can serve come first, in case there are few trials.
     rest.sort(key=lambda space: refusal(space.policy, engines) is not None)
@@ -142,17 +143,17 @@ def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> Search
     return SearchSettings([own, *rest], spec.trials, spec.seed, limits_of(recipe), served)
 
 
-def _router(recipe: Recipe, name: str) -> RouterSpec:
-    found = router_of(recipe, name)
+def _router(recipe: Recipe, workers: int, name: str) -> RouterSpec:
+    found = router_of(recipe, name, workers)
     assert found is not None, "asked only where there are replicas"
     return found
 
 
-def _built_in(own: PolicySpace, recipe: Recipe) -> PolicySpace:
+def _built_in(own: PolicySpace, workers: int) -> PolicySpace:
     """The recipe's own policy, which must be built into the replicas: each has a scheduler."""
     if own.policy not in BUILT_IN:
         raise InputError(
-            f"policy '{own.policy}' on {recipe.workers} replicas: only the policies of a server's "
+            f"policy '{own.policy}' on {workers} replicas: only the policies of a server's "
             f"own scheduler ({', '.join(BUILT_IN)}) are simulated behind a router",
             "set policy.name to one of them, or workers to 1",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -51,6 +52,15 @@ def visible_gpus(
     if not count:
         count = sum(path.name[len("nvidia") :].isdigit() for path in devices.glob("nvidia*"))
     return [str(index) for index in range(count)]
+
+
+def gpu_models(driver: Path = NVIDIA_GPUS) -> list[str]:
+    """The names of this machine's NVIDIA GPUs, in the order of their PCI addresses; none where the
+    driver's folder is hidden.
+    """
+    pages = sorted(driver.glob("*/information")) if driver.is_dir() else []
+    found = [re.search(r"^Model:\s*(.+?)\s*$", page.read_text(), re.MULTILINE) for page in pages]
+    return [match[1] for match in found if match]
 
 
 def require_gpu(

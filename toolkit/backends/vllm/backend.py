@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -41,14 +42,20 @@ from toolkit.backends.vllm.command import (
     vllm_version,
 )
 from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, PLAN_VARIABLE
-from toolkit.errors import EngineError, LlmctlError
+from toolkit.errors import EngineError, ForeignError, LlmctlError
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import refuse_foreign
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.run import ProfileBench
 from toolkit.serve.server import check_exposure, end_signals, listen
-from toolkit.workers.process import VARIABLE, require_gpu, share_gpus, visible_gpus
+from toolkit.workers.process import (
+    VARIABLE,
+    gpu_models,
+    require_gpu,
+    share_gpus,
+    visible_gpus,
+)
 
 POLICY_SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
 COUNTING_SCHEDULER = "toolkit.backends.vllm.counts.counted_scheduler"
@@ -97,31 +104,67 @@ class VllmBackend:
 
 def start_replica(order: ServerOrder, number: int, folder: Path) -> VllmServer:
     """Start server `number` of the plan's workers. Raises `InputError` for a plan that was fitted
-    on another CPU or version of vLLM, and `EngineError` for too few GPUs or CPUs.
+    on another device or version of vLLM, and `EngineError` for too few GPUs or CPUs.
     """
-    plan = order.plan
-    recipe = plan.recipe
-    require_gpu([recipe])
-    _refuse_other(order)
+    whole, kind = order.plan, order.plan.kind_numbers[number]
+    if whole.others:
+        order = replace(order, plan=whole.alone(kind))
+    recipe = order.plan.recipe
+    try:
+        require_gpu([recipe])
+        _refuse_other(order)
+        if whole.others:
+            _refuse_other_gpu(order.plan)
+    except LlmctlError as error:
+        if not whole.others:
+            raise
+        raise type(error)(
+            f"kind '{recipe.name}' is for another machine: {error.message}",
+            f"start its servers there, and serve them here: --replica {recipe.name}=URL",
+        ) from None
     for part in ("plan", "server"):
         (folder / part).mkdir()
     command = command_of(order, folder / "plan")
     variables = dict(command.variables)
+    recipes = [whole.kinds[each].recipe for each in whole.kind_numbers]
     if recipe.hardware.device != "cpu":
-        sizes = [recipe.engine.tensor_parallel_size] * plan.workers
+        sizes = [
+            0 if each.hardware.device == "cpu" else each.engine.tensor_parallel_size
+            for each in recipes
+        ]
         names = share_gpus(sizes, visible_gpus())[number].names
         if names is not None:
             variables[VARIABLE] = names
-    command = replace(command, variables=variables, number=number, servers=plan.workers)
-    cpus, threads = command.cpus[0], recipe.engine.threads
-    if recipe.hardware.device == "cpu" and threads is not None and len(cpus) < threads:
+            variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if whole.others else {}
+    threads = [each.engine.threads or 0 if each.hardware.device == "cpu" else 0 for each in recipes]
+    command = replace(
+        command, variables=variables, first_cpu=sum(threads[:number]), used_cpus=sum(threads)
+    )
+    if len(command.cpus[0]) < threads[number]:
         raise EngineError(
-            f"{plan.workers} servers of {threads} threads need {plan.workers * threads} CPUs, and "
+            f"{whole.workers} servers of {threads[number]} threads need {sum(threads)} CPUs, and "
             f"this machine has {len(os.sched_getaffinity(0))}",
             "start fewer with --workers, or set fewer engine.threads in the recipe",
         )
     host, port = "127.0.0.1", free_port("127.0.0.1")
     return VllmServer(command, host, port, quiet=False, folder=folder / "server")
+
+
+def _refuse_other_gpu(plan: Plan) -> None:
+    """Raise `ForeignError` for a fit of a GPU that this machine does not have, where the driver
+    says which it has.
+    """
+    device, found = plan.fit.engine.device, gpu_models()
+    if plan.recipe.hardware.device == "cpu" or not found:
+        return
+    if not any(_words(device) <= _words(model) for model in found):
+        raise ForeignError(
+            f"its fit is of {device}, and here are {', '.join(dict.fromkeys(found))}"
+        )
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 class EndRequested(Exception):  # noqa: N818  (not an error)

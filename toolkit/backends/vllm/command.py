@@ -67,7 +67,8 @@ class VllmCommand:
     """A server to start.
 
     `model` is a folder or a hub id, `flags` are the scheduler's, as vLLM spells them. `variables`
-    are added to its environment. It is server `number` of `servers` on this machine's CPUs.
+    are added to its environment. Of the CPUs that this machine's servers use for their threads
+    (`used_cpus`; 0: only its own), it has those from `first_cpu` on.
     """
 
     recipe: Recipe
@@ -75,8 +76,8 @@ class VllmCommand:
     served_model: str
     flags: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    number: int = 0
-    servers: int = 1
+    first_cpu: int = 0
+    used_cpus: int = 0
 
     def words(self, host: str, port: int) -> list[str]:
         """The command line, beginning with the Python."""
@@ -155,8 +156,8 @@ class VllmCommand:
         if self.recipe.hardware.device != "cpu" or threads is None:
             return [], []
         available = sorted(os.sched_getaffinity(0))
-        first = self.number * threads
-        return available[first : first + threads], available[self.servers * threads :]
+        first = self.first_cpu
+        return available[first : first + threads], available[self.used_cpus or threads :]
 
     @property
     def python_variable(self) -> str:
