@@ -238,6 +238,30 @@ def test_a_plan_of_servers_has_each_kinds_flags_and_one_router(servers):
     assert [changed.policy_of(k)["max_num_batched_tokens"] for k in (0, 1)] == [512, 256]
 
 
+@pytest.mark.slow
+def test_tune_searches_the_router_before_unlike_servers(servers, monkeypatch, capsys):
+    monkeypatch.chdir(servers.parent)
+    for name, price in (("fast", 4.0), ("slow", 1.5)):
+        recipe = load_recipe(Path(f"{name}.yaml"))
+        hardware = recipe.hardware.model_copy(update={"usd_per_hour": price})
+        write_file(recipe.model_copy(update={"hardware": hardware}), Path(f"{name}.yaml"))
+    options = ["--trials", "4", "--draws", "1", "--jobs", "1", "--trace", "chat-small"]
+    words = ["tune", "fleet.yaml", *options, "--rate", "20", "--routers", "by-law"]
+    assert run(*words) in (0, 5)
+    assert "those of slow stay their recipes'" in " ".join(capsys.readouterr().err.split())
+    tuned = json.loads(Path("tuning.json").read_text())
+    assert tuned["workers"] == 3
+    assert tuned["cost"]["usd_per_hour"] == 7.0
+    routers = {trial["outcome"]["replica_router"]["name"] for trial in tuned["trials"]}
+    assert routers == {"round-robin", "by-law"}
+    chosen = tuned["defaults_held_out" if tuned["keep_defaults"] else "best_held_out"]
+    plan, _ = plan_of_fleet(servers, Path("tuning.json"))
+    assert plan.replica_router is not None
+    assert plan.replica_router.name == chosen["replica_router"]["name"]
+    assert plan.policy_of(0)["max_num_seqs"] == chosen["parameters"]["max_num_seqs"]
+    assert plan.policy_of(1)["max_num_seqs"] == 8
+
+
 def test_a_fleet_of_servers_is_predicted_with_all_laws(servers):
     plan, _ = plan_of_fleet(servers, None)
     trace = Trace(np.arange(60) / 30, np.full(60, 200), np.full(60, 20), np.full(60, 20))

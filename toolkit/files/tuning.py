@@ -384,7 +384,7 @@ class Cost(Strict):
     usd_per_hour: float = Field(description="of all workers")
     usd_per_million_requests: float
     usd_per_million_in: float | None = Field(
-        description="prompt tokens that are computed; None: the fit has no law of passes"
+        description="prompt tokens that are computed; None: a fleet, or no law of passes"
     )
     usd_per_million_cached: float | None = Field(
         description="prompt tokens found in the cache; None: none are, or no law of passes"

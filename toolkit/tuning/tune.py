@@ -335,11 +335,15 @@ def _described(workload: Workload) -> dict[str, object]:
 
 def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | None:
     """What the settings of `outcome` cost; None without a price or without served requests."""
-    price, metrics = inputs.recipe.hardware.usd_per_hour, outcome.metrics
+    kinds = [(inputs.recipe, inputs.recipe.workers)]
+    kinds += [(kind.recipe, kind.workers) for kind in inputs.others]
+    prices = [each.hardware.usd_per_hour for each, _ in kinds]
+    metrics = outcome.metrics
     rate_rps = metrics.get("throughput_rps", 0.0)
-    if price is None or not rate_rps or inputs.others:
+    if None in prices or not rate_rps:
         return None
-    per_hour = price * setup.world.size
+    counts = [count for _, count in kinds]
+    per_hour = sum((price or 0.0) * count for price, count in zip(prices, counts, strict=True))
     usd = per_hour / 3600.0 / rate_rps  # of a request
     prompt, output = (
         float(np.concatenate([getattr(window, column) for window in setup.windows]).mean())
@@ -347,7 +351,7 @@ def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | No
     )
     cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
     new, rows = prompt - cached, max(metrics.get("batch_size_mean", 1.0), 1.0)
-    steps = inputs.fit.steps
+    steps = inputs.fit.steps if not inputs.others else None
     if steps is None:
         return Cost(
             usd_per_hour=per_hour,
