@@ -41,7 +41,8 @@ except ImportError:  # `make compile` needs no hatchling
 # What mypyc reads the types of beside mypy's own; their versions are those of the locks.
 REQUIRES = ["mypy>=1.15", "setuptools>=75", "numpy>=2.0", "msgspec>=0.19"]
 # No fused multiply-add, which would round otherwise than Python does; warnings are no errors.
-C_FLAGS = ["-ffp-contract=off", "-Wno-error"]
+# Without interposition, functions of the library call each other directly, or are inlined.
+C_FLAGS = ["-ffp-contract=off", "-Wno-error", "-fno-semantic-interposition"]
 OPTIONS = [
     "--config-file=",
     "--ignore-missing-imports",

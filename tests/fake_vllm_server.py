@@ -4,7 +4,8 @@ model.
 It batches continuously, prefills in chunks and never preempts. A pass sleeps as long as `FORWARD_S`
 says. The model's name chooses a fault: 'dies' ends while it loads; 'breaks' answers groups of 3
 with 500; 'loads' is never ready and ignores signals, as vLLM does while it loads; 'stubborn' does
-not end when told to. An 'engine' is a second process, which it leaves behind.
+not end when told to. An 'engine' is a second process, which it leaves behind. After SIGUSR1 its
+engine hangs: it answers /health and /metrics, and generates nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 FORWARD_S = (0.001, 2e-6, 2e-5)  # flat, per cached token of a decode, per token of a chunk
@@ -65,6 +67,7 @@ class Engine:
         self.kept: set[tuple[int, ...]] = set()  # beginnings of whole blocks
         self.rows: list[Row] = []
         self.news = asyncio.Event()
+        self.hangs, self.generated = False, 0
         path = os.environ.get("LLMCTL_VLLM_ITERATIONS")
         self.log = open(path, "wb", buffering=0) if path else None  # noqa: SIM115
         if self.log:
@@ -107,7 +110,7 @@ class Engine:
 
         step = 0
         while True:
-            while not self.rows:
+            while not self.rows or self.hangs:
                 self.news.clear()
                 await self.news.wait()
             start_s, budget, part = time.monotonic(), self.budget, []
@@ -125,6 +128,7 @@ class Engine:
                 row.computed += one.new
                 if row.computed == row.prompt + row.generated:
                     row.generated += 1
+                    self.generated += 1
                     if row.generated == row.limit:
                         ended.append(row)
                     row.tokens.put_nowait(row.generated == row.limit)
@@ -165,7 +169,8 @@ class Front:
             pages = {
                 "/v1/models": json.dumps({"data": [{"id": self.name, "max_model_len": 512}]}),
                 "/health": "",
-                "/metrics": 'vllm:cache_config_info{block_size="16",num_gpu_blocks="257"} 1.0\n',
+                "/metrics": 'vllm:cache_config_info{block_size="16",num_gpu_blocks="257"} 1.0\n'
+                f'vllm:generation_tokens_total{{engine="0"}} {self.engine.generated}\n',
                 "/flags": json.dumps(sys.argv),
             }
             self.write(writer, pages.get(path, "{}"))
@@ -192,7 +197,7 @@ class Front:
         usage = {"prompt_tokens": row.prompt, "completion_tokens": row.limit}
         if "breaks" in self.model and len(self.engine.rows) > 2:
             return self.write(writer, json.dumps({"error": {"message": "the fake breaks"}}), 500)
-        if not asked["stream"]:
+        if not asked.get("stream"):
             while not await row.tokens.get():
                 pass
             return self.write(writer, json.dumps({"choices": [{"text": "x"}], "usage": usage}))
@@ -235,6 +240,8 @@ async def serve() -> None:
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, (lambda: None) if "stubborn" in model else ended.set
     )
+    hang = partial(setattr, front.engine, "hangs", True)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, hang)
     running = asyncio.create_task(front.engine.run())
     async with await asyncio.start_server(front.answer, flags["--host"], int(flags["--port"])):
         print("INFO: ready")

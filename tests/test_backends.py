@@ -2,10 +2,15 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -13,6 +18,7 @@ from commands import llmctl
 
 from benchmarks.common.serving import Server
 from toolkit.backends import Checks, Serves, backend_of
+from toolkit.backends.vllm import alive
 from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError
 from toolkit.files.io import read_file
@@ -180,3 +186,86 @@ def test_the_package_that_runs_inside_vllm_loads_nothing_heavy():
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Engine(BaseHTTPRequestHandler):
+    """Stands for vLLM: its page is the next of `pages` (the last one stays; '': none), and a
+    request for tokens is answered with status `gives`.
+    """
+
+    pages: ClassVar[list[str]] = []
+    gives: ClassVar[int] = 200
+    asked: ClassVar[list[dict[str, object]]] = []
+
+    def do_GET(self) -> None:
+        page = self.pages.pop(0) if len(self.pages) > 1 else self.pages[0]
+        self.answer(200 if page else 404, page)
+
+    def do_POST(self) -> None:
+        self.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        self.answer(self.gives, "{}")
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def page(tokens: int) -> str:
+    return f'vllm:generation_tokens_total{{engine="0"}} {tokens}.0\nhttp_requests_total {tokens}\n'
+
+
+@pytest.mark.parametrize(
+    ("known", "pages", "gives", "code", "kept", "asked"),
+    [
+        (None, [page(1)], 500, 0, page(1), False),  # the first look
+        (page(1), [page(2)], 500, 0, page(2), False),
+        (page(1), [page(1)], 200, 0, page(1), True),  # idle
+        (page(1), [page(1)], 404, 0, page(1), True),  # it refuses to try
+        (page(1), [page(1)], 500, 3, page(1), True),
+        (page(1), [page(1), page(2)], 500, 0, page(2), True),  # the token waits behind others
+        (page(1), [""], 500, 3, page(1), True),
+        (None, [""], 500, 1, None, True),  # it loads
+    ],
+)
+def test_a_probe_finds_an_engine_that_hangs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    known: str | None,
+    pages: list[str],
+    gives: int,
+    code: int,
+    kept: str | None,
+    asked: bool,
+) -> None:
+    def line(text: str) -> str:
+        return text.split("\n")[0]
+
+    note, killed = tmp_path / "note", []
+    if known is not None:
+        note.write_text(line(known))
+    engine = type("Served", (Engine,), {"pages": list(pages), "gives": gives, "asked": []})
+    monkeypatch.setattr(os, "kill", lambda *what: killed.append(what))
+    with HTTPServer(("127.0.0.1", 0), engine) as server:
+        Thread(target=server.serve_forever, args=(0.001,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(sys, "argv", ["alive.py", url, "toy", "5", str(note), "end"])
+        try:
+            alive.main()
+            found = 0
+        except SystemExit as end:
+            found = end.code
+        server.shutdown()
+    assert found == code
+    assert killed == ([(-1, signal.SIGKILL)] if code == 3 else [])
+    assert (note.read_text() if note.exists() else None) == (kept and line(kept))
+    assert [one["max_tokens"] for one in engine.asked] == [1] * asked
+
+
+def test_the_probe_runs_alone_in_any_python(tmp_path: Path) -> None:
+    """vLLM's image has no llmctl."""
+    imports = re.findall(r"^(?:from|import) (\w+)", Path(alive.__file__).read_text(), re.MULTILINE)
+    assert set(imports) <= set(sys.stdlib_module_names)

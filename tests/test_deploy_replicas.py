@@ -18,6 +18,7 @@ import yaml
 
 import toolkit
 from toolkit.backends import ServerOrder
+from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.backend import command_of, described
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_of_recipe
@@ -209,7 +210,13 @@ def test_compose_shows_the_front_alone_and_reserves_a_gpu_for_each_replica(order
     ]
     assert [one["device_ids"] for (one,) in devices] == [["0"], ["1"], ["2"]]
     assert "deploy" not in found["llmctl"]
-    assert all("/health" in found[f"replica-{n}"]["healthcheck"]["test"][-1] for n in range(3))
+    for replica in (found[f"replica-{number}"] for number in range(3)):
+        check = replica["healthcheck"]  # it also ends a replica that hangs: Docker would not
+        assert check["test"][:3] == ["CMD", "python3", "/etc/llmctl/alive.py"]
+        assert check["test"][-1] == "end"
+        assert check["timeout"] == "45s"  # 30 s (serve.hang_s) for a token, and the rest
+        assert "/etc/llmctl/alive.py" in [mount["target"] for mount in replica["volumes"]]
+        assert replica["init"]  # process 1 outlives the check's signal, and ends after its child
     assert found["llmctl"]["depends_on"]["replica-2"] == {"condition": "service_started"}
     assert "models" not in str(found["llmctl"]["volumes"]), "the front loads no model"
 
@@ -467,3 +474,23 @@ def test_a_replicas_unit_is_started_again_when_its_server_does_not_answer(order:
     assert "does not answer /health for 30 s (serve.hang_s)" in unit
     assert "Restart=on-failure" in unit
     assert "| replica that hangs | 30 s |" in " ".join(files["EXPLAIN.md"].replace("`", "").split())
+
+
+def test_a_replica_that_hangs_while_it_answers_health_is_restarted(order: Order) -> None:
+    files = render_target("kubernetes", order)
+    found = {name: yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")}
+    pod = found["core/statefulset.yaml"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    program, url, model, *rest = container["livenessProbe"]["exec"]["command"][1:]
+    names = container["args"]
+    assert model == names[names.index("--served-model-name") + 1]
+    assert (url, rest) == ("http://127.0.0.1:8000", ["30", "/tmp/llmctl-alive"])
+    (mount,) = [one for one in container["volumeMounts"] if one["mountPath"] in program]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == mount["name"]]
+    maps = found["core/kustomization.yaml"]["configMapGenerator"]
+    assert {"name": volume["configMap"]["name"], "files": ["alive.py"]} in maps
+    assert files["core/alive.py"] == Path(alive.__file__).read_text()
+    assert "httpGet" not in container["livenessProbe"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+    units = render_target("systemd", order)
+    assert "\nWatchdogSec=60\n" in units[f"{order.name}-replica@.service"]

@@ -109,11 +109,60 @@ def test_the_first_difference_between_models_is_named(tmp_path):
     )
 
 
-def test_servers_are_refused_as_a_kind_of_workers(tmp_path):
-    write_kind(tmp_path, "large")
-    write_kind(tmp_path, "small", engine={"name": "vllm"}, workers=1)
-    with pytest.raises(InputError, match="engine 'vllm' is a server with a scheduler of its own"):
-        open_fleet(write_fleet(tmp_path, ("large", 1), ("small", 1)))
+VLLM = {"name": "vllm", "parameters": {"max_num_seqs": 32, "max_num_batched_tokens": 512}}
+
+
+def write_server(folder: Path, name: str, speed: float = 1.0, **changes: object) -> None:
+    """A recipe of engine vllm, and the fit of a machine that is so many times as fast."""
+    spec = {"engine": {"name": "vllm"}, "workers": 1, "policy": VLLM} | changes
+    write_kind(folder, name, **spec)
+    plain = samples.paged_fit(4096)
+    assert plain.steps is not None
+    slower = {key: getattr(plain.steps, key) / speed for key in
+              ("base_s", "row_s", "prefill_s", "cached_s", "attended_s", "host_s")}  # fmt: skip
+    slower["token_s"] = [each / speed for each in plain.steps.token_s]
+    steps = plain.steps.model_copy(update=slower)
+    made = head({"recipe": folder / f"{name}.yaml"})
+    write_file(
+        plain.model_copy(update={"recipe_name": name, "steps": steps, **made}),
+        folder / f"{name}.fit.json",
+    )
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Path:
+    """A server, and two that take three times as long."""
+    write_server(tmp_path, "fast")
+    slow = {"name": "vllm", "parameters": {"max_num_seqs": 8, "max_num_batched_tokens": 256}}
+    write_server(tmp_path, "slow", 1 / 3, policy=slow)
+    return write_fleet(tmp_path, ("fast", 1), ("slow", 2))
+
+
+def test_servers_are_a_fleet_with_flags_and_laws_of_their_own(servers):
+    kinds = open_fleet(servers).kinds
+    world = world_of(kinds, max_new_tokens=64)
+    assert world.size == 3
+    assert [kind.flags and kind.flags.max_num_seqs for kind in world.kinds] == [None, 8]
+    fast, slow = (kind.engine().steps for kind in world.kinds)
+    assert slow.base_s == pytest.approx(3 * fast.base_s)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": {"name": "transformers"}}, "'vllm' is a server with a scheduler of its own"),
+        ({"engine": {"name": "openai", "url": "http://a:1"}}, "no law of forward passes"),
+        ({"policy": {"name": "fcfs"}}, "recipe 'slow': policy 'fcfs': in a fleet of servers"),
+    ],
+)
+def test_what_cannot_stand_beside_servers_is_named(servers, changes, message):
+    spec = {"engine": {"name": "vllm"}, "workers": 1, "policy": VLLM} | changes
+    write_server(servers.parent, "slow", **spec)
+    if "engine" in changes:
+        write_kind(servers.parent, "slow", workers=1, **changes)
+    with pytest.raises(InputError) as caught:
+        world_of(open_fleet(servers).kinds, max_new_tokens=64)
+    assert message in caught.value.message
 
 
 def test_recipes_and_fleets_are_told_apart(unequal):
@@ -162,6 +211,21 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
         "--ray local: a cluster of this machine alone is one node of one kind; the"
         in capsys.readouterr().err
     )
+
+
+def test_a_simulated_fleet_of_servers_is_shown_by_kind(servers, monkeypatch, capsys):
+    monkeypatch.chdir(servers.parent)
+    words = ["simulate", "--fleet", "fleet.yaml", "--policy", "vllm"]
+    words += ["--set", "replica_router=by-law"]
+    assert run(*words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    fast, slow = found["kinds"]["fast"], found["kinds"]["slow"]
+    assert (fast["workers"], slow["workers"]) == (1.0, 2.0)
+    assert fast["requests"] + slow["requests"] == found["requests"]
+    assert fast["requests"] > slow["requests"]
+    assert found["parameters"]["max_num_seqs"] == 32  # the first kind's, from its recipe
+    assert run(*words) == 0
+    assert "by kind" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", ["tune fleet.yaml --workers auto", (

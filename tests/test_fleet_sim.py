@@ -1,7 +1,9 @@
 """A fleet: workers of unequal speed and memory behind one scheduler, each by its own laws."""
 
 from dataclasses import replace
+from itertools import zip_longest
 
+import msgspec
 import numpy as np
 import pytest
 from around import Around
@@ -9,16 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lanes import thinned
 from test_sim_contract import CASES, HOST_TOKENS, LAW, trace_of
+from test_sim_prefix import LAW as PAGED_LAW
+from test_sim_prefix import world as paged_world
+from test_sim_replicas import made_up
 
 from toolkit.estimators.laws import LinearSwap, WithOverhead
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.routing.balancer import Balancer, RoutingLogHeader, read_routes, replay_routes
+from toolkit.routing.replicas import ReplicaTraits, RoutedRequest, weighed
+from toolkit.routing.routers import RoundRobinRouter, make_router
 from toolkit.sched.policies import POLICIES, make_policy
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.pool import RETURN_S
 from toolkit.sched.protocols import View
 from toolkit.sched.queues import by_pace, requests_per_s
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Job, Request, Worker
 from toolkit.sim.api import simulate
+from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.replicas import PassTimes, Routing
 from toolkit.sim.world import World, fleet
 from toolkit.traces.types import Trace
 
@@ -277,3 +288,122 @@ def test_an_idle_slow_worker_is_not_given_what_a_fast_one_will_have_done_sooner(
         tested.submit(Request(str(k), 0.0, 20, 20), 0.0)
         tested.tick(0.0)
     assert workers[1].running is None
+
+
+def servers(*kinds: tuple[int, float, int], flags: tuple[int, ...] = (), **more) -> World:
+    """Paged engines: how many of a kind, how many times as slow, and blocks; the rows that kinds
+    after the first run at once.
+    """
+    worlds = [
+        replace(
+            paged_world(PagedEngine(PAGED_LAW.times(slower), blocks, 4), count),
+            flags=VllmPolicy(max_num_seqs=rows, max_num_batched_tokens=64) if rows else None,
+            **more,
+        )
+        for (count, slower, blocks), rows in zip_longest(kinds, (0, *flags), fillvalue=0)
+    ]
+    return fleet(worlds)
+
+
+SERVED = VllmPolicy(max_num_seqs=6, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize("name", ["round-robin", "least-tokens", "prefix", "by-law"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_fleet_of_servers_of_one_kind_is_its_replicas(name, shares):
+    trace = made_up(1, gap_s=0.01)
+    trace = trace if shares else replace(trace, shared=None)
+    routing = Routing.of_front(make_router(name, {}))
+    plain = replace(servers((3, 1.0, 30)), routing=routing, token_gaps=True)
+    parted = replace(servers((1, 1.0, 30), (2, 1.0, 30)), routing=routing, token_gaps=True)
+    expected, actual = simulate(trace, SERVED, plain), simulate(trace, SERVED, parted)
+    for column in ("first_token_s", "finish_s", "max_gap_s", "ok"):
+        assert np.array_equal(getattr(actual.served, column), getattr(expected.served, column))
+    assert actual.metrics({}) == pytest.approx(expected.metrics({}), rel=1e-12)
+    assert expected.counters["evicted_percent"] > 0
+    assert sum(len(part.served) for part in actual.kinds) == len(trace)
+
+
+def test_the_law_gives_the_slow_one_less_and_beats_turns_that_are_alike():
+    trace = made_up(2, 300, gap_s=0.006)
+    unlike = servers((1, 1.0, 60), (1, 4.0, 60))
+    found = {
+        name: simulate(trace, SERVED, replace(unlike, routing=Routing(make_router(name, {}))))
+        for name in ("round-robin", "least-requests", "least-tokens", "vllm-dp", "by-law")
+    }
+    shares = {name: len(result.kinds[1].served) / len(trace) for name, result in found.items()}
+    assert max(shares["by-law"], shares["round-robin"], shares["least-tokens"]) < 0.35, shares
+    e2e = {name: result.metrics({})["e2e_mean_s"] for name, result in found.items()}
+    assert e2e["by-law"] < min(each for name, each in e2e.items() if name != "by-law"), e2e
+    alike = simulate(trace, SERVED, replace(unlike, routing=Routing(Alike())))
+    assert 0.49 < len(alike.kinds[1].served) / len(trace) < 0.51
+    assert e2e["round-robin"] < 0.7 * alike.metrics({})["e2e_mean_s"]
+
+
+class Alike(RoundRobinRouter):
+    """Turns that know no weights."""
+
+    def choose(self, request, view):
+        return view.replicas[view.routed % len(view.replicas)].index
+
+
+def test_each_kind_has_its_own_memory_flags_and_cache():
+    """Rows at once are those of each kind's flags; what is cached on one is not on the other."""
+    trace = Trace(np.zeros(8), np.full(8, 20), np.full(8, 30), np.full(8, 30))
+    unlike = servers((1, 1.0, 60), (1, 1.0, 120), flags=(2,))
+    found = simulate(trace, SERVED, replace(unlike, routing=Routing(Alike())))
+    assert [len(part.served) for part in found.kinds] == [4, 4]
+    rows = [part.counters["batch_size_mean"] for part in found.kinds]
+    assert rows[0] > 3.0
+    assert rows[1] <= 2.0
+    used = [part.counters["peak_memory_percent"] for part in found.kinds]
+    assert used[1] < 0.3 * used[0]  # half of the rows in twice the memory
+    assert found.kinds[1].served.finish_s.max() > found.kinds[0].served.finish_s.max()
+
+
+def test_a_request_that_one_kind_can_never_serve_is_refused():
+    trace = Trace(np.zeros(2), np.array([20, 150]), np.full(2, 9), np.full(2, 9))
+    found = simulate(trace, SERVED, servers((1, 1.0, 60), (1, 1.0, 30)))
+    assert [refused.reason for refused in found.refusals] == [
+        "it may grow to 158 tokens; the cache holds 120"
+    ]
+
+
+def test_of_many_unlike_replicas_the_law_weighs_some_of_each_kind():
+    traits = weighed(
+        [
+            ReplicaTraits(10_000, 2048, 64, PassTimes(PAGED_LAW.times(slower)), kind)
+            for kind, slower in (("fast", 1.0), ("slow", 3.0))
+        ]
+    )
+    assert traits[1].weight == pytest.approx(1 / 3)
+    balancer = Balancer(make_router("by-law", {}), [*traits[:1] * 2, *traits[1:] * 30])
+    homes = [balancer.route(RoutedRequest(str(k), 500, 50), 0.0) for k in range(4)]
+    assert set(homes[:2]) == {0, 1}
+
+
+def test_weights_are_sizes_of_caches_where_a_kind_has_no_law():
+    law = PassTimes(PAGED_LAW)
+    found = weighed([ReplicaTraits(1000, law=law), ReplicaTraits(3000)])
+    assert [each.weight for each in found] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["round-robin", "least-requests", "session-hash", "by-law"])
+def test_the_log_of_a_fleet_replays_with_each_kinds_law(name):
+    laws = {"fast": PassTimes(PAGED_LAW), "slow": PassTimes(PAGED_LAW.times(3.0))}
+    kinds = weighed([ReplicaTraits(10_000, 64, 6, law, kind) for kind, law in laws.items()])
+    events = []
+    live = Balancer(make_router(name, {}), [], sink=events.append)
+    for each in kinds:
+        live.change(live.add(each), is_up=True)
+    rng = np.random.default_rng(1)
+    for k in range(60):
+        live.route(RoutedRequest(str(k), int(rng.integers(5, 200)), 50, (), f"s{k % 7}"), 0.1 * k)
+        live.first_token(str(k - 2), 0.1 * k)
+        live.ended(str(k - 5), 20)
+    lines = [msgspec.json.encode(event) + b"\n" for event in events]
+    header = RoutingLogHeader(name, {}, 16, 0)
+    again, read = read_routes([msgspec.json.encode(header) + b"\n", *lines])
+    assert list(replay_routes(read, again, laws)) == []
+    if name == "by-law":
+        assert list(replay_routes(read, Balancer(make_router(name, {}), []), laws["fast"])) != []

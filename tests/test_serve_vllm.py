@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_vllm_server
 import httpx
@@ -13,6 +16,7 @@ import psutil
 import pytest
 import samples
 
+from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import backend
 from toolkit.errors import EngineError, InputError
 from toolkit.files.io import processor, write_file
@@ -25,7 +29,11 @@ pytestmark = pytest.mark.slow
 
 
 def plan_for(
-    folder: Path, policy: str = "past-future", source: str = "toy", version: str = "0.32.0+cpu"
+    folder: Path,
+    policy: str = "past-future",
+    source: str = "toy",
+    version: str = "0.32.0+cpu",
+    hang_s: float = 30.0,
 ) -> Path:
     python = fake_vllm_server.install(folder, version)
     recipe = samples.recipe(
@@ -33,6 +41,7 @@ def plan_for(
         model={"source": source, "config": {}, "max_model_len": 512},
         workers=1,
         policy={"name": policy},
+        serve={"hang_s": hang_s},
     )
     fit = samples.fit(workers=1)
     here = {"engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "processor": processor()}
@@ -195,19 +204,84 @@ def test_policies_that_vllm_cannot_host_are_refused(policy: str):
         refuse_unservable(make_policy(policy, {}), "vllm")
 
 
+class Child:
+    """Stands for vLLM's process, which does not end by itself. It is healthy `healthy` times."""
+
+    def __init__(self, healthy: float) -> None:
+        self.asked, self.killed, self._healthy = 0, False, healthy
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(0.001)
+
+    def healthy(self) -> bool:
+        self.asked += 1
+        return self.asked <= self._healthy
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def order_for(hang_s: float, beats: list[int]) -> ServerOrder:
+    plan = SimpleNamespace(recipe=SimpleNamespace(serve=SimpleNamespace(hang_s=hang_s)))
+    ending = Ending(0.0, 0.0, print)
+    return ServerOrder(plan, "toy", "h", 1, ending, beat=lambda: beats.append(1))  # type: ignore[arg-type]
+
+
 def test_a_server_that_answers_no_health_check_ends_llmctl_with_an_error(monkeypatch):
-    class Silent:
-        asked = 0
+    monkeypatch.setattr(backend, "ASK_EVERY_S", 0.0)
+    server, order, beats = Child(healthy=2), order_for(0.01, found := []), found
+    watch = backend.EngineWatch(order, "http://h")  # not started
+    with pytest.raises(EngineError, match=r"did not answer /health for 0\.01 s"):
+        backend._serve(server, order, backend._Signals(), watch)  # type: ignore[arg-type]
+    assert server.killed
+    assert len(beats) == server.asked > 3
 
-        def wait(self, timeout_s: float) -> None:
-            return None
 
-        def healthy(self) -> bool:
-            self.asked += 1
-            return self.asked < 3
+@pytest.mark.parametrize(
+    ("pages", "tokens", "asked", "hangs"),
+    [
+        ("aaa a", [False], 0, "vLLM generated no token for 1.5 s when asked"),
+        ("aaa b", [False], 0, ""),  # only slow: the token waits behind many requests
+        ("aaa b", [True], 1, ""),
+        ("abcdef", [], 0, ""),
+        ("aaa ", [False], 0, "vLLM generated no token for 1.5 s when asked"),  # no page at all
+    ],
+)
+def test_an_engine_hangs_if_its_figures_stand_still_and_no_token_comes(
+    monkeypatch: pytest.MonkeyPatch, pages: str, tokens: list[bool], asked: int, hangs: str
+) -> None:
+    watch = backend.EngineWatch(order_for(1.5, []), "http://h")  # not started
+    found, given = iter(pages.replace(" ", "")), iter(tokens)
+
+    def figures(url: str) -> str:
+        page = next(found, "")
+        if not page:
+            watch._ended.set()
+        return page
+
+    def generates(*order: object) -> bool:
+        assert order == ("http://h", "toy", 1.5, "")
+        return next(given)
 
     monkeypatch.setattr(backend, "ASK_EVERY_S", 0.0)
-    server, signals = Silent(), backend._Signals()
-    with pytest.raises(EngineError, match=r"did not answer /health for 0\.01 s"):
-        backend._serve(server, Ending(0.0, 0.0, print), signals, 0.01)
-    assert server.asked > 3
+    monkeypatch.setattr(backend.alive, "figures", figures)
+    monkeypatch.setattr(backend.alive, "generates", generates)
+    clock = count().__next__  # a second between two looks
+    monkeypatch.setattr(backend, "time", SimpleNamespace(monotonic=clock))
+    watch._watch()
+    assert (watch.asked, watch.hangs) == (asked, hangs)
+    assert list(given) == []
+
+
+def test_a_server_with_an_engine_that_hangs_is_ended_though_it_answers_health(tmp_path: Path):
+    plan = plan_for(tmp_path, source="engine", hang_s=0.5)
+    with start(plan) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        processes = psutil.Process(server.pid).children(recursive=True)
+        processes[0].send_signal(signal.SIGUSR1)
+        _, said = server.communicate(timeout=60)
+        left = psutil.wait_procs(processes, timeout=10)[1]
+    assert server.returncode == 3
+    assert "vLLM generated no token for 0.5 s when asked (serve.hang_s)" in said
+    assert (url.startswith("http"), left) == (True, [])

@@ -43,7 +43,8 @@ class ServerOrder:
     """A server to start: what it serves, where, and how it ends.
 
     `event_log` applies to llmctl's own policies only. `on_foreign` is called if the engine's
-    version or the CPU differs from the fitted one; without it, such a plan is refused.
+    version or the CPU differs from the fitted one; without it, such a plan is refused. `beat` is
+    called every few seconds while the process that watches the server works.
     """
 
     plan: Plan
@@ -55,6 +56,7 @@ class ServerOrder:
     insecure: bool = False
     event_log: Path | None = None
     on_foreign: OnForeign | None = None
+    beat: Callable[[], None] = lambda: None
 
 
 class Backend(Protocol):
@@ -137,6 +139,8 @@ class ServerCommand:
         image: the pinned image that has the engine; `image_source` says where it comes from.
         plan_variable: names the plan's file for code of llmctl inside the engine; '': it runs none.
         python_variable: names the engine's Python for `llmctl serve`; '': the plan names it.
+        alive: a program for the engine's Python that finds out whether a server that answers
+            `health` still generates (`toolkit.backends.vllm.alive`); '': there is none.
     """
 
     command: Sequence[str]
@@ -148,6 +152,7 @@ class ServerCommand:
     image_source: str
     plan_variable: str = ""
     python_variable: str = ""
+    alive: str = ""
 
 
 @runtime_checkable

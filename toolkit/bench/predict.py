@@ -71,9 +71,8 @@ def predicted(plan: Plan, trace: Trace, conditions: ServerConditions = AS_FITTED
     policy = make_any(plan.policy.name, plan.policy.parameters)
     world = world.under(policy)
     world = fleet([_slowed(kind, conditions) for kind in world.kinds])
-    paged = world.paged.slowed(conditions.slowdown) if world.paged else None
     front = world.front if conditions.front is None else conditions.front
-    world = replace(world, finished=conditions.finished, front=front, paged=paged)
+    world = replace(world, finished=conditions.finished, front=front)
     if isinstance(policy, VllmPolicy) and routes(plan):
         refuses = recipe.serve.admission == "targets"
         limits = LatencyLimits.of(recipe.sla) if refuses else UNLIMITED
@@ -99,6 +98,7 @@ def _slowed(world: World, conditions: ServerConditions) -> World:
         latency=WithOverhead(world.latency, 0.0, conditions.slowdown),
         believed=world.latency,
         arrival_cost_s=conditions.arrival_cost_s,
+        paged=world.paged.slowed(conditions.slowdown) if world.paged else None,
     )
 
 

@@ -73,9 +73,9 @@ def command(given: CompareOptions) -> None:
     from toolkit.cli.output import draw, emit, note, require_matplotlib
     from toolkit.cli.results import Comparison
     from toolkit.files.io import check_writable
-    from toolkit.sched.policies import KNOWN
+    from toolkit.sched.policies import BUILT_IN, KNOWN
     from toolkit.sim.api import compare, usual_policies
-    from toolkit.sim.world import assign_settings, check_capacity, policy_for
+    from toolkit.sim.world import assign_settings, check_capacity
 
     if given.png:
         require_matplotlib()
@@ -91,8 +91,10 @@ def command(given: CompareOptions) -> None:
     stage = open_stage(given)
     names = names or usual_policies(stage.fit)
     of_world, of_policy = assign_settings(names, parse_settings(given.settings))
-    contenders = [policy_for(stage.fit, name, of_policy[name]) for name in names]
-    world = routed(stage.world(of_world, given.workers, given.seed), targets, of_world, None)
+    contenders = [stage.policy(name, of_policy[name]) for name in names]
+    flags = next((of_policy[name] for name in names if name in BUILT_IN), None)
+    world = stage.world(of_world, given.workers, given.seed, flags)
+    world = routed(world, targets, of_world, None)
     check_capacity(of_world, world, stage.trace)
     note_rest(stage.trace)
     for line in sharing_notes(stage.trace, names):

@@ -42,6 +42,9 @@ class Simulation(BaseModel):
     seed: int = Field(description="of the draws")
     sla: dict[str, float] = Field(description="the targets that were given with --sla, in seconds")
     trace: Requests = Field(description="which requests were simulated")
+    kinds: dict[str, dict[str, float]] | None = Field(
+        default=None, description="of a fleet of servers: the same metrics of each kind, by recipe"
+    )
 
 
 class ComparedRun(BaseModel):

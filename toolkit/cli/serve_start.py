@@ -12,7 +12,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -346,7 +346,7 @@ def start_server(backend: Serves, order: ServerOrder, manager: Manager, *, as_js
             manager.tell("READY=1")
             _announce(as_json, url, order.served_model, plan)
 
-        memory.ended(backend.launch(order, on_ready))
+        memory.ended(backend.launch(replace(order, beat=manager.beat), on_ready))
 
 
 def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bool) -> None:

@@ -32,10 +32,17 @@ if TYPE_CHECKING:
     from toolkit.files.plan import Kind
     from toolkit.files.recipe import Recipe
     from toolkit.sched.policies.parameters import Value
+    from toolkit.sched.protocols import AnyPolicy
     from toolkit.sched.types import Refusal
     from toolkit.sim.api import SimResult
     from toolkit.sim.world import World
     from toolkit.traces.types import Trace
+
+
+OF_KINDS = (  # what the table of kinds shows
+    *("workers", "requests", "goodput_rps", "ttft_mean_s", "ttft_p99_s", "e2e_mean_s"),
+    *("mtpot_p99_s", "hit_percent", "utilisation_percent", "consumed_memory_percent"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,20 +115,38 @@ class Stage:
             return [kind.fit.engine.engine for kind in self.kinds]
         return [self.fit.engine.engine] if self.fit else []
 
-    def world(self, given: Mapping[str, Value], workers: int | None, seed: int) -> World:
-        """The simulated world, with the given settings. `InputError` for a setting that it cannot
-        have.
+    def policy(self, name: str, given: Mapping[str, Value]) -> AnyPolicy:
+        """The policy of this name with the parameters `given`; before them, of the scheduler of a
+        fleet's servers, those of the first kind's recipe.
+        """
+        from toolkit.sched.policies import BUILT_IN
+        from toolkit.sim.world import flags_of, policy_for
+
+        if len(self.kinds) > 1 and name in BUILT_IN:
+            return flags_of(self.kinds[0], given)
+        return policy_for(self.fit, name, given)
+
+    def world(
+        self,
+        given: Mapping[str, Value],
+        workers: int | None,
+        seed: int,
+        flags: Mapping[str, Value] | None = None,
+    ) -> World:
+        """The simulated world, with the given settings, and `flags` of the scheduler of a fleet's
+        servers. `InputError` for a setting that it cannot have.
         """
         from toolkit.cli.basis import refuse_workers
-        from toolkit.sim.world import make_world
+        from toolkit.sim.world import flagged, make_world
 
         if self.kinds:
             refuse_workers(workers)
         count = self.kinds[0].workers if self.kinds else workers or 0
         others, limit = self.kinds[1:], self.max_new_tokens
-        return make_world(
+        made = make_world(
             self.fit, given, workers=count, max_new_tokens=limit, seed=seed, others=others
         )
+        return flagged(made, self.kinds, flags)
 
 
 def open_stage(given: StageOptions) -> Stage:
@@ -361,15 +386,15 @@ def command(given: SimulateOptions) -> None:
     from toolkit.sched.policies import footnote, marked
     from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.api import simulate
-    from toolkit.sim.world import assign_settings, check_capacity, policy_for
+    from toolkit.sim.world import assign_settings, check_capacity
     from toolkit.traces.windows import scale_rate
 
     of_world, of_policy = assign_settings([given.policy], parse_settings(given.settings))
     targets = parse_sla(given.sla)
     stage = open_stage(given)
     requests = stage.trace if given.rate is None else scale_rate(stage.trace, given.rate)
-    chosen = policy_for(stage.fit, given.policy, of_policy[given.policy])
-    world = stage.world(of_world, given.workers, given.seed)
+    chosen = stage.policy(given.policy, of_policy[given.policy])
+    world = stage.world(of_world, given.workers, given.seed, of_policy[given.policy])
     check_capacity(of_world, world, requests)
     note_rest(requests)
     for line in sharing_notes(requests, [given.policy]):
@@ -391,10 +416,33 @@ def command(given: SimulateOptions) -> None:
         seed=given.seed,
         sla=targets,
         trace=plain(requests),
+        kinds=_of_kinds(stage, result, targets),
         **metrics,
     )
-    emit(
-        given.as_json,
-        found,
-        lambda: table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'"),
-    )
+
+    def show() -> None:
+        table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'")
+        _show_kinds(found.kinds)
+
+    emit(given.as_json, found, show)
+
+
+def _of_kinds(
+    stage: Stage, result: SimResult, targets: Mapping[str, float]
+) -> dict[str, dict[str, float]] | None:
+    """The metrics of each kind of a fleet's servers, by its recipe's name; None elsewhere."""
+    if not result.kinds:
+        return None
+    return {
+        kind.recipe.name: {"workers": float(kind.workers)} | part.metrics(targets)
+        for kind, part in zip(stage.kinds, result.kinds, strict=True)
+    }
+
+
+def _show_kinds(kinds: Mapping[str, Mapping[str, float]] | None) -> None:
+    from toolkit.cli.output import table
+
+    if kinds:
+        shown = [name for name in OF_KINDS if any(name in each for each in kinds.values())]
+        rows = [[name, *(each.get(metric, "") for metric in shown)] for name, each in kinds.items()]
+        table(["kind", *(f">{metric}" for metric in shown)], rows, title="by kind")

@@ -93,16 +93,19 @@ class HttpGet(StrictObject):
     port: str
 
 
+class Exec(StrictObject):
+    command: list[str]
+
+
 class Probe(StrictObject):
-    http_get: HttpGet
+    """It asks a path, or runs a command in the container."""
+
+    http_get: HttpGet | None = None
+    exec: Exec | None = None
     period_seconds: Count
     timeout_seconds: Count
     failure_threshold: Count
     termination_grace_period_seconds: Count | None = None
-
-
-class Exec(StrictObject):
-    command: list[str]
 
 
 class Handler(StrictObject):

@@ -40,6 +40,8 @@ from toolkit.serve.assemble import model_name
 # Host memory of a server's processes besides its workers: vLLM 0.32 on CPUs took 613 MiB for its
 # API server and 576 MiB for its scheduler.
 SERVER_MIB = 1280
+ALIVE = "alive.py"  # the file of the program that finds out whether a replica hangs
+CHECK_S = 15  # that it takes besides waiting for a token
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,17 @@ class Replication:
     def startup(self) -> Sourced[int]:
         """Seconds that a replica's load may take."""
         return startup_s(self.order)
+
+    @property
+    def hang_s(self) -> int:
+        """Seconds for which a replica must be silent, and then give no token, to be restarted."""
+        return math.ceil(self.order.plan.recipe.serve.hang_s)
+
+    def asking(self, folder: str, port: int, *mode: str) -> list[str]:
+        """The command that finds out whether a replica hangs, with its program in `folder`."""
+        url, model = f"http://127.0.0.1:{port}", model_name(self.order.plan)
+        note = "/tmp/llmctl-alive"  # a volume of the container's own
+        return ["python3", f"{folder}/{ALIVE}", url, model, str(self.hang_s), note, *mode]
 
     @property
     def router(self) -> Sourced[str]:

@@ -131,17 +131,36 @@ def merged(kinds: Sequence[Kind]) -> list[Kind]:
         else:
             found.append(kind)
     for number, kind in enumerate(found):
-        engine = kind.recipe.engine.name
-        if len(found) > 1 and traits_of(engine).server:
-            raise InputError(
-                f"recipe '{kind.recipe.name}': engine '{engine}' is a server with a scheduler of "
-                "its own; it cannot be one of a fleet's kinds of workers",
-                "set engine.name to transformers, rebatch or deepspeed, or put a router in front "
-                "of the servers",
-            )
+        if len(found) > 1:
+            _check_server(found[0], kind)
         for other in found[:number]:
             _check_pair(other, kind)
     return found
+
+
+def _check_server(first: Kind, kind: Kind) -> None:
+    """Raise `InputError` for a kind that cannot be beside the first: all are workers of llmctl's
+    scheduler, or all are servers with schedulers of their own and laws of their passes.
+    """
+    names, engines = (
+        [each.recipe.name for each in (first, kind)],
+        [each.recipe.engine.name for each in (first, kind)],
+    )
+    servers = [traits_of(engine).server for engine in engines]
+    if servers[0] != servers[1]:
+        server = servers.index(True)
+        raise InputError(
+            f"recipe '{names[server]}': engine '{engines[server]}' is a server with a scheduler of "
+            f"its own, and '{names[1 - server]}' has workers of llmctl's scheduler",
+            "make a fleet of the servers alone, or set engine.name to transformers, rebatch or "
+            "deepspeed in all recipes",
+        )
+    if servers[1] and kind.fit.steps is None:
+        raise InputError(
+            f"recipe '{names[1]}': its fit has no law of forward passes, by which a fleet of "
+            "servers is simulated",
+            "profile and fit engine vllm",
+        )
 
 
 def _check_pair(first: Kind, second: Kind) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -51,13 +51,20 @@ class RoutingLogHeader(msgspec.Struct, frozen=True, tag="routing"):
         return LatencyLimits(self.ttft_s or math.inf, self.e2e_s or math.inf)
 
 
-class ReplicaAdded(msgspec.Struct, frozen=True, tag="added"):
+class ReplicaAdded(msgspec.Struct, frozen=True, tag="added", omit_defaults=True):
     """A further replica, which is not up yet, with its traits except the law of its passes."""
 
     capacity_tokens: int
     pass_tokens: int
     max_rows: int
     has_law: bool
+    kind: str = ""
+    weight: float = 1.0
+
+    def traits(self, law: PassLaw | None) -> ReplicaTraits:
+        """The replica's traits, with this law if it has one."""
+        sizes = self.capacity_tokens, self.pass_tokens, self.max_rows
+        return ReplicaTraits(*sizes, law if self.has_law else None, self.kind, self.weight)
 
 
 class Routed(msgspec.Struct, frozen=True, tag="route"):
@@ -130,9 +137,11 @@ class Balancer:
         self.router, self._sink = router, sink
         self._admission = Admission(limits, router) if limits != UNLIMITED else None
         self.replicas = [Replica(index, each) for index, each in enumerate(traits)]
+        self._up = list(self.replicas)  # made anew at each change, not at each request
         self._block_tokens, self._index_limit = block_tokens, index_limit
-        bound = self._index_bound(traits)
-        self._index = PrefixIndex(len(traits), capacity=bound, ttl_s=router.index_ttl_s)
+        self._index = PrefixIndex(0, ttl_s=router.index_ttl_s)
+        for each in traits:
+            self._index.add_replica(self._index_bound(each))
         self._homes: dict[str, Replica] = {}
         self._lengths: deque[int] = deque(maxlen=HISTORY)
         self._length_sum = 0
@@ -150,11 +159,11 @@ class Balancer:
         replica = Replica(len(self.replicas), traits)
         replica.is_up = False
         self.replicas.append(replica)
-        self._index.add_replica(self._index_bound([each.traits for each in self.replicas]))
+        self._index.add_replica(self._index_bound(traits))
         if self._sink is not None:
             has_law = traits.law is not None
             sizes = traits.capacity_tokens, traits.pass_tokens, traits.max_rows
-            self._sink(ReplicaAdded(*sizes, has_law))
+            self._sink(ReplicaAdded(*sizes, has_law, traits.kind, traits.weight))
         return replica.index
 
     def route(
@@ -189,9 +198,8 @@ class Balancer:
         barred: tuple[int, ...],
         admission: Admission | None,
     ) -> int | Overload | None:
-        view = self._view
-        up = [replica for replica in self.replicas if replica.is_up]
-        able = [replica for replica in up if replica.index not in barred] or up
+        view, up = self._view, self._up
+        able = [replica for replica in up if replica.index not in barred] or up if barred else up
         if not able:
             return None
         view.replicas = able
@@ -245,18 +253,16 @@ class Balancer:
         """
         replica = self.replicas[index]
         replica.is_up = is_up
+        self._up = [each for each in self.replicas if each.is_up]
         if is_fresh:
             self._index.clear(index)
             replica.report = None
         if self._sink is not None:
             self._sink(ReplicaChange(index, is_up, is_fresh))
 
-    def _index_bound(self, traits: Sequence[ReplicaTraits]) -> int:
+    def _index_bound(self, traits: ReplicaTraits) -> int:
         """The most blocks to remember for a replica; 0: no bound."""
-        bound = self.router.index_blocks
-        if not bound:
-            capacity = max((each.capacity_tokens for each in traits), default=0)
-            bound = capacity // self._block_tokens
+        bound = self.router.index_blocks or traits.capacity_tokens // self._block_tokens
         if bound <= 0:
             return self._index_limit
         return min(bound, self._index_limit) if self._index_limit else bound
@@ -310,20 +316,20 @@ def read_routes(lines: Iterable[bytes]) -> tuple[Balancer, list[BalancerEvent]]:
 
 
 def replay_routes(
-    events: Iterable[BalancerEvent], balancer: Balancer, law: PassLaw | None = None
+    events: Iterable[BalancerEvent],
+    balancer: Balancer,
+    law: PassLaw | Mapping[str, PassLaw] | None = None,
 ) -> Iterator[str]:
     """Make the logged calls on a fresh balancer and yield a line for each choice that differs.
 
-    `law` is that of the replicas that the log adds.
+    `law` is that of the replicas that the log adds; of a fleet's, by their kind.
     """
     for number, event in enumerate(events, start=1):
         match event:
             case RoutingLogHeader():
                 pass
-            case ReplicaAdded(capacity_tokens, pass_tokens, max_rows, has_law):
-                balancer.add(
-                    ReplicaTraits(capacity_tokens, pass_tokens, max_rows, law if has_law else None)
-                )
+            case ReplicaAdded(kind=kind):
+                balancer.add(event.traits(law.get(kind) if isinstance(law, Mapping) else law))
             case Routed(now_s, request, logged, excluded, is_offer):
                 choose = balancer.offer if is_offer else balancer.route
                 chosen = _logged(choose(request, now_s, excluded))

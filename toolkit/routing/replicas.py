@@ -17,6 +17,8 @@ DEFAULT_EXPECTED_TOKENS = 128  # of an output, before the first has ended
 # seconds between two readings of a replica's own figures, where the router reads them.
 BLOCK_TOKENS = 64
 REPORT_EVERY_S = 0.25
+# Requests by which kinds of replicas are weighed, in tokens.
+TYPICAL_PROMPT, TYPICAL_OUTPUT = 768, 256
 
 
 class RoutedRequest(msgspec.Struct, frozen=True):
@@ -72,12 +74,41 @@ class ReplicaTraits(msgspec.Struct, frozen=True):
         pass_tokens: the most new tokens of a forward pass.
         max_rows: the most requests that run at once.
         law: of its forward passes; None if it was never fitted.
+        kind: of a fleet's replica, the name of its kind.
+        weight: the requests that it serves for one of the fleet's first kind (`weighed`).
     """
 
     capacity_tokens: int
     pass_tokens: int = 2048
     max_rows: int = 256
     law: PassLaw | None = None
+    kind: str = ""
+    weight: float = 1.0
+
+    @property
+    def pace(self) -> float:
+        """Typical requests per second while its cache or its rows are full; needs a law."""
+        assert self.law is not None
+        rows = max(min(self.max_rows, self.capacity_tokens // (TYPICAL_PROMPT + TYPICAL_OUTPUT)), 1)
+        new = min(rows * TYPICAL_PROMPT / TYPICAL_OUTPUT, max(self.pass_tokens - rows, 1))
+        prompts = new / TYPICAL_PROMPT
+        context = rows * (TYPICAL_PROMPT + TYPICAL_OUTPUT / 2)
+        attended = new * TYPICAL_PROMPT / 2
+        return prompts / self.law.pass_s(rows, context, max(prompts, 1.0), new, attended)
+
+
+def weighed(kinds: Sequence[ReplicaTraits]) -> list[ReplicaTraits]:
+    """The kinds of a fleet with their weights: by their laws, or by the sizes of their caches where
+    one has no law.
+    """
+    if len(kinds) == 1:
+        return list(kinds)
+    lawful = all(each.law is not None for each in kinds)
+    sizes = [each.pace if lawful else float(each.capacity_tokens) for each in kinds]
+    return [
+        msgspec.structs.replace(each, weight=size / sizes[0])
+        for each, size in zip(kinds, sizes, strict=True)
+    ]
 
 
 class RequestOutlook(msgspec.Struct, frozen=True):
@@ -242,19 +273,19 @@ class PrefixIndex:
     """Which blocks each replica probably has cached: those of the prompts that were sent to it.
 
     Each replica forgets the blocks that were used longest ago, of one prompt the last ones first,
-    when it has more than `capacity` (blocks; 0: no limit), and those not used for `ttl_s` seconds
+    when it has more than its capacity (blocks; 0: no limit), and those not used for `ttl_s` seconds
     (0: no limit). One walk over a prompt's blocks finds the matches of all replicas.
     """
 
     def __init__(self, replicas: int, *, capacity: int = 0, ttl_s: float = 0.0) -> None:
-        self._capacity, self._ttl_s = capacity, ttl_s
+        self._capacities, self._ttl_s = [capacity] * replicas, ttl_s
         self._holders: dict[int, int] = {}  # block to the set of replicas, as bits
         self._used: list[OrderedDict[int, float]] = [OrderedDict() for _ in range(replicas)]
 
     def add_replica(self, capacity: int) -> None:
-        """A further replica; `capacity` is from now on that of all."""
+        """A further replica."""
         self._used.append(OrderedDict())
-        self._capacity = capacity
+        self._capacities.append(capacity)
 
     def matched(self, blocks: Sequence[int], now_s: float) -> list[int]:
         """For each replica, how many leading blocks of a prompt it has."""
@@ -262,8 +293,10 @@ class PrefixIndex:
         if self._ttl_s:
             for index in range(len(used)):
                 self._expire(index, now_s)
-        found = [0] * len(used)
-        left, holders = (1 << len(used)) - 1, self._holders
+        found, holders = [0] * len(used), self._holders
+        if not blocks:
+            return found
+        left = holders.get(blocks[0], 0)  # of the others nothing is found
         for number, block in enumerate(blocks):
             going_on = left & holders.get(block, 0)
             ended = left ^ going_on
@@ -289,8 +322,9 @@ class PrefixIndex:
             else:
                 holders[block] = holders.get(block, 0) | bit
             used[block] = now_s
-        if self._capacity:
-            while len(used) > self._capacity:
+        capacity = self._capacities[index]
+        if capacity:
+            while len(used) > capacity:
                 self._forget(index, used.popitem(last=False)[0])
 
     def clear(self, index: int) -> None:

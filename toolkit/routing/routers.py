@@ -1,17 +1,17 @@
 """The routers: each gives a request the index of a replica.
 
 `RouterView` is what a router may look at. A router is a frozen set of parameters and a pure
-function of the view. Routers of other projects have these projects' formulas and defaults; `by-law`
-is ours.
+function of the view. Routers of other projects have these projects' formulas and defaults, which
+know no kinds of replicas. Ours count loads by weights (`weighed`), `by-law` by each one's law.
 """
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
+from itertools import accumulate
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -25,7 +25,8 @@ from toolkit.sched.policies.parameters import Knob, Value, check, defaults, knob
 MOST_WEIGHED = 12  # replicas that `by-law` computes the costs of
 SHARPNESS = 16  # how fast the chance to miss a target rises near it
 TARGETS = {"ttft": "ttft_s", "mtpot": "gap_s"}  # a kind of target to a router's parameter
-RING_POINTS = 160  # of each replica on the ring of `session-hash`
+RING_POINTS = 160  # of each replica of weight 1 on the ring of `session-hash`
+GOLDEN = (5**0.5 - 1) / 2  # its multiples spread turns evenly
 
 
 @dataclass(slots=True)
@@ -105,35 +106,41 @@ class _Checked:
 
 @dataclass(frozen=True)
 class RoundRobinRouter(_Checked):
-    """To each replica in turn."""
+    """To each replica in turn; of several kinds, to each as often as its weight says."""
 
     name: ClassVar[str] = "round-robin"
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
-        return view.replicas[view.routed % len(view.replicas)].index
+        replicas = view.replicas
+        if len({replica.traits.weight for replica in replicas}) == 1:
+            return replicas[view.routed % len(replicas)].index
+        ends = list(accumulate(replica.traits.weight for replica in replicas))
+        turn = view.routed * GOLDEN % 1.0 * ends[-1]
+        return replicas[min(bisect_right(ends, turn), len(ends) - 1)].index
 
 
 @dataclass(frozen=True)
 class LeastRequestsRouter(_Checked):
-    """To the replica with the fewest requests that have not ended."""
+    """To the replica with the fewest requests that have not ended, for its weight."""
 
     name: ClassVar[str] = "least-requests"
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
-        return view.least([replica.requests for replica in view.replicas])
+        return view.least(_requests(view))
 
 
 @dataclass(frozen=True)
 class LeastTokensRouter(_Checked):
-    """To the replica with the fewest tokens to compute: prompts without a token yet, and outputs of
-    the mean length.
+    """To the replica with the fewest tokens to compute, for its weight: prompts without a token
+    yet, and outputs of the mean length.
     """
 
     name: ClassVar[str] = "least-tokens"
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         expected = view.expected_tokens
-        return view.least([r.prefill_tokens + r.requests * expected for r in view.replicas])
+        tokens = [r.prefill_tokens + r.requests * expected for r in view.replicas]
+        return view.least(_for_weights(view, tokens, request.prompt_tokens + expected))
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,7 @@ class SessionHashRouter(_Checked):
 
     With `load_factor` a replica takes at most that many times the mean number of requests, and the
     next one on the ring takes the rest (consistent hashing with bounded loads, arXiv:1608.01350).
+    Kinds of replicas have points and bounds by their weights.
     """
 
     name: ClassVar[str] = "session-hash"
@@ -172,21 +180,22 @@ class SessionHashRouter(_Checked):
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         key = request.session or (str(request.blocks[0]) if request.blocks else "")
         if not key:
-            return view.least([replica.requests for replica in view.replicas])
+            return view.least(_requests(view))
         up = tuple(replica.index for replica in view.replicas)
         if up not in view.rings:
-            view.rings[up] = _ring(up)
+            view.rings[up] = _ring(view.replicas)
         points, owners = view.rings[up]
         at = bisect_left(points, _point(key))
         if not self.load_factor:
             return owners[at % len(owners)]
         loads = {replica.index: replica.requests for replica in view.replicas}
-        most = self.load_factor * (sum(loads.values()) + 1) / len(up)
+        weights = {replica.index: replica.traits.weight for replica in view.replicas}
+        most = self.load_factor * (sum(loads.values()) + 1) / sum(weights.values())
         for step in range(len(owners)):
             owner = owners[(at + step) % len(owners)]
-            if loads[owner] + 1 <= most:
+            if loads[owner] + 1 <= most * weights[owner]:
                 return owner
-        return view.least([replica.requests for replica in view.replicas])
+        return view.least(_requests(view))
 
 
 @dataclass(frozen=True)
@@ -355,12 +364,12 @@ class LawRouter(_Checked):
     gap_s: float = knob(0.0, doc="target of the largest gap between two tokens; 0: none")
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
+        view.replicas = _likely(view)
         if any(replica.traits.law is None for replica in view.replicas):
             raise InputError(
                 "router 'by-law' needs the law of a pass of every replica",
                 "tune from a fit of the engine, or choose another router",
             )
-        view.replicas = _likely(view)
         found = [self._weighed(request, replica, view) for replica in view.replicas]
         index = view.least([cost for cost, _ in found])
         view.outlook = next(
@@ -425,7 +434,7 @@ class LawRouter(_Checked):
             stalls = longest_s > self.gap_s
             late += replica.in_time * _chance(longest_s, self.gap_s)
         cost = self.first * first_s + expected * (plain_s + slower_s) + self.others * lost_s
-        cost += self.late * late + self.work * own_s
+        cost += self.late * late + self.work * own_s * traits.weight
         is_late = bool(self.ttft_s) and first_s > self.ttft_s
         return cost, RequestOutlook(view.now_s + first_s, is_late, stalls)
 
@@ -511,9 +520,23 @@ def router_of(recipe: Recipe, name: str | None = None) -> RouterSpec | None:
     return RouterSpec(name=name, parameters=router_parameters(router))
 
 
-def _ring(up: Sequence[int]) -> tuple[list[int], list[int]]:
+def _for_weights(view: RouterView, loads: Sequence[float], one: float) -> Sequence[float]:
+    """The loads of replicas of several kinds with `one` more each, for a replica of weight 1."""
+    weights = [replica.traits.weight for replica in view.replicas]
+    if min(weights) == max(weights):
+        return loads
+    return [(load + one) / weight for load, weight in zip(loads, weights, strict=True)]
+
+
+def _requests(view: RouterView) -> Sequence[float]:
+    """The requests that the replicas have, for their weights."""
+    return _for_weights(view, [replica.requests for replica in view.replicas], 1)
+
+
+def _ring(up: Sequence[Replica]) -> tuple[list[int], list[int]]:
     """Points of the replicas on a ring, ascending, and the replica of each."""
-    pairs = sorted((_point(f"{index}:{k}"), index) for index in up for k in range(RING_POINTS))
+    points = {each.index: max(round(RING_POINTS * each.traits.weight), 1) for each in up}
+    pairs = sorted((_point(f"{index}:{k}"), index) for index, n in points.items() for k in range(n))
     return [point for point, _ in pairs], [index for _, index in pairs]
 
 
@@ -523,16 +546,26 @@ def _point(text: str) -> int:
 
 def _likely(view: RouterView) -> Sequence[Replica]:
     """The replicas that may be best: where more than `MOST_WEIGHED` are up, those with the longest
-    matches, with the fewest tokens to compute, the fewest requests, and the fewest in time.
+    matches, with the fewest tokens to compute, the fewest requests, and the fewest in time; of
+    several kinds, of each.
     """
-    replicas = view.replicas
+    replicas, matched = view.replicas, view.matched
     if len(replicas) <= MOST_WEIGHED:
         return replicas
-    part, matched = MOST_WEIGHED // 3, view.matched
-    found = {r.index for r in nsmallest(part, replicas, key=lambda r: -matched[r.index])}
-    found |= {r.index for r in nsmallest(part, replicas, key=lambda r: r.prefill_tokens)}
-    found |= {r.index for r in nsmallest(part, replicas, key=lambda r: r.requests)}
-    found |= {r.index for r in nsmallest(2, replicas, key=lambda r: r.in_time)}
+    kinds: dict[str, list[Replica]] = {}
+    for replica in replicas:
+        kinds.setdefault(replica.traits.kind, []).append(replica)
+    part, few = max(MOST_WEIGHED // 3 // len(kinds), 1), max(2 // len(kinds), 1)
+    found: set[int] = set()
+    for kind in kinds.values():
+        for count, keys in (  # `heapq.nsmallest` with a key takes twice as long for 64
+            (part, [-matched[replica.index] for replica in kind]),
+            (part, [replica.prefill_tokens for replica in kind]),
+            (part, [len(replica.sent) for replica in kind]),
+            (few, [replica.in_time for replica in kind]),
+        ):
+            places = sorted(range(len(kind)), key=keys.__getitem__)[:count]
+            found.update(kind[place].index for place in places)
     return [replica for replica in replicas if replica.index in found]
 
 
@@ -554,9 +587,7 @@ def _tokens_behind(prompts: int, cached: int, new: int, room: int) -> float:
 def _memory_wait_s(
     replica: Replica, new: int, context: float, pass_s: float, expected: float
 ) -> float:
-    """Seconds until enough rows have ended to hold `new` tokens more and those that wait before
-    them.
-    """
+    """Seconds until enough rows have ended to hold what waits and `new` tokens more."""
     held = context + replica.prefill_tokens
     excess = held + new - replica.traits.capacity_tokens
     rows = replica.requests

@@ -47,6 +47,11 @@ class Footprint:
         self.fresh = 0  # tokens that the prefills to come will give
         self.reset()
 
+    def of(self, worker: Worker) -> Footprint:
+        """Make this the footprint of the residents of `worker`, which has the same layout."""
+        self._worker = worker
+        return self.reset()
+
     def reset(self) -> Footprint:
         """Reset to the worker's residents as they are now."""
         worker = self._worker

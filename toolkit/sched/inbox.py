@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Deferred jobs that come forward together: few enough to defer again cheaply, and enough for one
 # attempt to admit.
 RECALL_COUNT: Final = 64
+NO_JOBS: deque[Job] = deque()  # of every inbox that defers nothing; never changed
 
 
 class Inbox:
@@ -34,7 +35,7 @@ class Inbox:
     def __init__(self) -> None:
         self.jobs: deque[Job] = deque()
         self.tokens = 0
-        self.behind: deque[Job] = deque()
+        self.behind = NO_JOBS
         self.returned: dict[Job, None] = {}  # jobs that have generated tokens before
         self._longest = 0  # of the others
         self._longest_is_known = True
@@ -114,6 +115,8 @@ class Inbox:
     def defer(self, job: Job) -> None:
         """Move a job behind all others."""
         self.jobs.remove(job)
+        if not self.behind:
+            self.behind = deque()
         insort(self.behind, job, key=_turn)
         self._recall()
 

@@ -26,6 +26,7 @@ GENERATED: Final = 1
 LIMIT: Final = 2
 JOINED: Final = 3
 UNKNOWN: Final = -(1 << 60)  # a sum or maximum that is computed when it is asked for
+NO_PREFILLS: dict[Job, None] = {}  # of every worker that splits no prefill; never changed
 
 
 class Residents:
@@ -57,7 +58,7 @@ class Residents:
         self.jobs: dict[Job, None] = {}
         self.steps = 0
         self.committed = 0
-        self.prefilling: dict[Job, None] = {}
+        self.prefilling = NO_PREFILLS
         self._emits = False  # whether prefills give a token
         self.base = 0
         self._longest = UNKNOWN  # the largest length - joined

@@ -17,7 +17,7 @@ from operator import attrgetter
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from toolkit.sched.footprint import longest
+from toolkit.sched.footprint import Footprint, longest
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.pool import RETURN_S, WaitingPool, take_waiting
 from toolkit.sched.protocols import (
@@ -30,7 +30,16 @@ from toolkit.sched.protocols import (
 )
 from toolkit.sched.queues import BatchQueues
 from toolkit.sched.residents import WorkerRounds, holds
-from toolkit.sched.types import Batch, BatchResult, Job, Refusal, Request, RoundResult, Worker
+from toolkit.sched.types import (
+    Batch,
+    BatchResult,
+    Job,
+    Joining,
+    Refusal,
+    Request,
+    RoundResult,
+    Worker,
+)
 from toolkit.sched.view import NOTHING, LengthHistory, RoundPlanner, View
 
 # Refusals: requests that the scheduler gives up on, with reasons that clients may see.
@@ -128,8 +137,10 @@ class Scheduler:
         self._rounds = WorkerRounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
         self._reorders = policy if isinstance(policy, Reorders) else None
+        layouts: dict[Joining | None, Footprint] = {}
         for worker in self.workers:
             worker.longest = longest(worker.memory, policy.continuous)
+            worker.scratch = layouts.setdefault(worker.joining, worker.scratch)
         self._longest = max(worker.longest for worker in self.workers)
         self._pool = WaitingPool(self.workers)
         self._view = View(
@@ -229,11 +240,7 @@ class Scheduler:
     def _interrupt_for_arrivals(self, planner: RoundPlanner) -> None:
         """Interrupt the rounds that should stop for what arrived at their workers."""
         arrived = self._view.arrived
-        newcomers: dict[int, int] = {}
-        for index in arrived:
-            newcomers[index] = newcomers.get(index, 0) + 1
-        arrived.clear()
-        for index, count in newcomers.items():
+        for index, count in arrived.items():
             worker = self.workers[index]
             running = worker.running
             if running is None or running.interrupted or not worker.inbox.jobs:
@@ -241,6 +248,7 @@ class Scheduler:
             if planner.should_interrupt(worker, count):
                 running.interrupted = True
                 self.interrupts.append(index)
+        arrived.clear()
 
     def _start_rounds(self, planner: RoundPlanner, now_s: float) -> list[Batch]:
         """Plan and start the rounds of the due workers, by index. Afterwards no worker is due."""
@@ -471,12 +479,15 @@ class Scheduler:
         else:
             homes = planner.router(view, planner.router_rows) if view.alive() else None
         if homes is not None:
-            pool = self._pool.jobs
-            for job, home in zip(pool, homes, strict=True):
+            pool, arrived = self._pool.jobs, view.arrived
+            if len(homes) != len(pool):
+                raise ValueError(f"{len(homes)} workers for {len(pool)} jobs")
+            for k, home in enumerate(homes):
+                job = pool[k]
                 job.home = home
                 worker = self.workers[home]
                 worker.inbox.append(job)
-                view.arrived.append(home)
+                arrived[home] = arrived.get(home, 0) + 1
                 if worker.running is None:
                     view.make_due(worker)
                 if view.figures:

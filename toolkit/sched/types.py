@@ -14,6 +14,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from mypy_extensions import mypyc_attr
+
 from toolkit.sched.footprint import Footprint, footprint_of
 from toolkit.sched.inbox import Inbox
 from toolkit.sched.residents import ParkedCaches, Residents
@@ -29,6 +31,7 @@ Until = Literal["any", "all"]
 Joining = Literal["embed", "shape"]
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True)
 class Request:
     """What a client asked for, as far as scheduling is concerned.
@@ -44,6 +47,7 @@ class Request:
     priority: int = 0
 
 
+@mypyc_attr(acyclic=True)
 class Job:
     """A request inside the scheduler: the tokens generated so far and the history of its attempts.
 
@@ -105,25 +109,26 @@ class Job:
         waiting_since_s: float = 0.0,
     ) -> None:
         self.request = request
-        self.request_id = request.request_id
         self.prompt_tokens = prompt = request.prompt_tokens
         self.max_new_tokens = limit = request.max_new_tokens
-        self.limit_tokens = prompt + limit
-        self.priority = request.priority
         self.ticket = ticket
-        self.length = length
-        self.generated = generated
-        self.slices = 0
         self.strikes = self.strikes_here = 0
         self.struck_at = -1
         self.waiting_since_s = waiting_since_s
         self.home = -1
-        self.cancelled = False
         self.evictions = 0
         self.reroutes = 0
-        self.joined = 0
         self.slot = -1
         self.promoted_at = -1
+        self.priority = request.priority
+        # What the end of a job needs lies together, as in `Worker`.
+        self.request_id = request.request_id
+        self.limit_tokens = prompt + limit
+        self.length = length
+        self.generated = generated
+        self.joined = 0
+        self.slices = 0
+        self.cancelled = False
 
     def __repr__(self) -> str:
         return (
@@ -137,6 +142,7 @@ class Job:
         return self.max_new_tokens - self.generated
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True)
 class Moves:
     """What a round does with caches that it keeps without computing on them.
@@ -160,6 +166,7 @@ class Moves:
     overlap: bool = False
 
 
+@mypyc_attr(acyclic=True)
 class Batch:
     """The unit of work: these jobs, on this worker, for at most `steps` tokens each.
 
@@ -251,8 +258,7 @@ class Worker:
         stepped_s: when its last reported decode step ended.
         held, swapped: jobs that are paused, and jobs with caches in host memory.
         is_due: whether it is in `View.due`.
-        footprint: of its residents, for decisions that are made every round: a policy resets it,
-            and what it adds is valid until the next reset.
+        scratch: what `footprint` returns; a scheduler's workers of one layout share it.
         capacity_tokens: KV cache in tokens, from the memory law.
         emits: tokens that a prefill gives: 1 or 0.
         row_limit: the most residents: `slots`, and less after a failure, until a request that kills
@@ -273,35 +279,43 @@ class Worker:
         joining: Joining | None = None,
         longest: int = NO_LIMIT,
     ) -> None:
-        self.index = index
         self.latency = latency
         self.memory = memory
-        self.alive = alive
-        self.running: Batch | None = None
         self.queue: deque[Batch] = deque()
-        self.inbox = Inbox()
         self.load_s = load_s
-        self.assigned = 0
         self.oom_events = 0
-        self.residents = Residents()
-        self.slots = slots
         self.longest = longest
-        self.stepped_s = 0.0
         self.swap = swap
         self.host_tokens = host_tokens
         self.joining = joining
-        self.held = ParkedCaches()
         self.swapped = ParkedCaches()
+        self.held = ParkedCaches()
+        # What every round needs lies together: with hundreds of workers, a round waits for memory.
+        self.index = index
+        self.alive = alive
         self.is_due = False
+        self.running: Batch | None = None
+        self.inbox = Inbox()
+        self.residents = Residents()
+        self.assigned = 0
+        self.stepped_s = 0.0
+        self.slots = slots
         self.row_limit = slots
         self.capacity_tokens: int = memory.usable_tokens
         self.emits = int(latency.prefill_emits_token)
-        self.footprint: Footprint = footprint_of(self)
+        self.scratch: Footprint = footprint_of(self)
 
     @property
     def padded(self) -> bool:
         """Whether its running batch is one slab, which takes rows x the longest row."""
         return self.joining is not None
+
+    @property
+    def footprint(self) -> Footprint:
+        """Of its residents as they are now, for decisions that are made every round. What a policy
+        adds is valid until the footprint of another worker is asked for.
+        """
+        return self.scratch.of(self)
 
     def chunk_of(self, tokens: int) -> int:
         """`Batch.chunk_tokens` for a policy that wants `tokens`: 0 on engines that shape newcomers
@@ -342,6 +356,7 @@ class Worker:
         return self.alive and self.running is None and not self.queue
 
 
+@mypyc_attr(acyclic=True)
 class RoundResult:
     """What a worker did with a round: all residents decoded `steps` times; `ended` jobs did so
     last.
@@ -393,6 +408,7 @@ class RoundResult:
         self.dropped = dropped
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True)
 class Refusal:
     """A request that the scheduler gives up on, with a reason in one line that clients may see."""

@@ -98,7 +98,7 @@ class View:
         self.rng = rng
         self.now_s = now_s
         self.prioritised = False
-        self.arrived: list[int] = []
+        self.arrived: dict[int, int] = {}  # workers that jobs were routed to since, and how many
         self.due: list[Worker] = []
         self.idle: list[int] = []
         self.mixed = not all(worker.is_like(workers[0]) for worker in workers)

@@ -94,10 +94,15 @@ class Manager:
         """
         while self.watchdog_s:
             if healthy():
-                # The manager may be restarting, or too busy to read: the next report will arrive.
-                with contextlib.suppress(OSError):
-                    self.tell("WATCHDOG=1", flags=socket.MSG_DONTWAIT)
+                self.beat()
             await asyncio.sleep(self.watchdog_s / 2)
+
+    def beat(self) -> None:
+        """Report once that the server is healthy, where there is a watchdog."""
+        if self.watchdog_s:
+            # The manager may be restarting, or too busy to read: the next report will arrive.
+            with contextlib.suppress(OSError):
+                self.tell("WATCHDOG=1", flags=socket.MSG_DONTWAIT)
 
 
 @dataclass(slots=True, frozen=True)

@@ -9,14 +9,16 @@ after the other, as each is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.metrics import Floats, Served, latencies, sla_ratios, summarize
+from toolkit.routing.routers import RoundRobinRouter
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
 from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -27,7 +29,7 @@ from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
 from toolkit.sim.paged_engine import Reuse, serve
-from toolkit.sim.replicas import serve_routed
+from toolkit.sim.replicas import Routing, ServedKind, serve_routed
 from toolkit.sim.sessions import ClosedLoop
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
@@ -39,12 +41,13 @@ from toolkit.traces.windows import mean_rate, scale_rate
 @dataclass(slots=True, frozen=True)
 class SimResult:
     """The times of the requests, the counters of the simulation, and the requests that were refused
-    since they can never be served.
+    since they can never be served. Of a fleet of servers also the results of its `kinds`.
     """
 
     served: Served
     counters: dict[str, float]
     refusals: Sequence[Refusal] = ()
+    kinds: Sequence[SimResult] = ()
 
     def metrics(self, sla: Mapping[str, float]) -> dict[str, float]:
         """All metrics by name, the unit in the name."""
@@ -80,50 +83,95 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     if world.token_gaps:
         ledger.token_gaps = TokenGaps()
     if isinstance(policy, VllmPolicy):
-        engine = world.engine()
-        own_front = None if world.front == NO_DELAY else world.front
-        reuse = Reuse(trace.shared, trace.sessions, world.closed_loop)
-        capacity_tokens = engine.capacity_tokens
-        if world.routing is None:
-            refusals = serve(
-                requests, policy, engine, ledger, reuse, front=own_front, drain=world.drain
-            )
-        else:
-            refusals = serve_routed(
-                requests,
-                policy,
-                engine,
-                ledger,
-                reuse,
-                world.routing,
-                front=own_front,
-                drain=world.drain,
-            )
-        rows = ledger.row_steps / max(ledger.decoding_steps, 1)
-        front = engine.front(rows) if world.front == NO_DELAY else world.front
-    else:
-        assert not isinstance(policy, BuiltIn)
-        if world.routing is not None:
-            what = f"replica_router is '{world.routing.router.name}'"
-            if world.refuses:
-                what = "admission is 'targets'"
-            raise InputError(
-                f"{what}, and policy '{policy.name}' gives requests to workers itself",
-                f"leave it out, or simulate the policy '{VllmPolicy.name}'",
-            )
-        world = world.under(policy)
-        closed = trace.sessions if world.closed_loop else None
-        refusals = _run(requests, policy, world, ledger, closed)
-        capacity_tokens, front = world.memory.usable_tokens, world.front
+        return _served_by_engines(requests, policy, world, ledger, trace)
+    assert not isinstance(policy, BuiltIn)
+    if world.routing is not None:
+        what = f"replica_router is '{world.routing.router.name}'"
+        if world.refuses:
+            what = "admission is 'targets'"
+        raise InputError(
+            f"{what}, and policy '{policy.name}' gives requests to workers itself",
+            f"leave it out, or simulate the policy '{VllmPolicy.name}'",
+        )
+    world = world.under(policy)
+    closed = trace.sessions if world.closed_loop else None
+    refusals = _run(requests, policy, world, ledger, closed)
+    capacity_tokens = world.memory.usable_tokens
     return SimResult(
-        front.seen(ledger.served()), counters(ledger, len(refusals), capacity_tokens), refusals
+        world.front.seen(ledger.served()),
+        counters(ledger, len(refusals), capacity_tokens),
+        refusals,
     )
+
+
+def _served_by_engines(
+    requests: Sequence[Request], policy: VllmPolicy, world: World, ledger: Ledger, trace: Trace
+) -> SimResult:
+    """Serve on engines with schedulers of their own: alike and in turn, or behind a router."""
+    several = bool(world.others)
+    kinds = [
+        ServedKind(
+            kind.engine(),
+            kind.flags or policy,
+            kind.workers,
+            ledger.of_kind() if several else ledger,
+            None if world.front == NO_DELAY else world.front,
+        )
+        for kind in world.kinds
+    ]
+    first, reuse = kinds[0], Reuse(trace.shared, trace.sessions, world.closed_loop)
+    routing = world.routing or (Routing.of_front(RoundRobinRouter()) if several else None)
+    if routing is None:
+        refusals = serve(
+            requests, policy, first.engine, ledger, reuse, front=first.front, drain=world.drain
+        )
+        served = first.usual_front.seen(ledger.served())
+        found = counters(ledger, len(refusals), first.engine.capacity_tokens)
+        return SimResult(served, found, refusals)
+    routes = serve_routed(requests, kinds, ledger, reuse, routing, drain=world.drain)
+    if several:
+        for kind in kinds:
+            ratio = first.engine.capacity_tokens / kind.engine.capacity_tokens
+            ledger.add(kind.ledger, ratio)
+    kind_of = np.array(routes.kind_of)
+    served = _seen(ledger.served(), kinds, kind_of)
+    found = counters(ledger, len(routes.refusals), first.engine.capacity_tokens)
+    parts = _parts(served, kinds, kind_of) if several else []
+    return SimResult(served, found, routes.refusals, parts)
+
+
+def _seen(served: Served, kinds: Sequence[ServedKind], kind_of: NDArray[np.int64]) -> Served:
+    """The requests as clients see them, each behind the front of the kind that served it."""
+    fronts = [kind.usual_front for kind in kinds]
+    first_s = np.array([front.first_s for front in fronts])
+    last_s = np.array([front.last_s for front in fronts])
+    return replace(
+        served,
+        first_token_s=served.first_token_s + first_s[kind_of],
+        finish_s=served.finish_s + last_s[kind_of],
+    )
+
+
+def _parts(
+    served: Served, kinds: Sequence[ServedKind], kind_of: NDArray[np.int64]
+) -> list[SimResult]:
+    """The result of each kind: the requests that it served, and its own counters."""
+    found, first = [], 0
+    for number, kind in enumerate(kinds):
+        mine, book = kind_of == number, kind.ledger
+        part = Served(**{f.name: getattr(served, f.name)[mine] for f in fields(Served)})
+        last = first + kind.count
+        book.ok, book.token_gaps = part.ok.tolist(), None
+        book.busy_s, book.completed_s = book.busy_s[first:last], book.completed_s[first:last]
+        found.append(SimResult(part, counters(book, 0, kind.engine.capacity_tokens)))
+        first = last
+    return found
 
 
 def _check_room(policy: AnyPolicy, world: World) -> None:
     """`InputError` where a worker has no memory for any token."""
     if isinstance(policy, VllmPolicy):
-        rooms = [world.engine().capacity_tokens]
+        rooms = [kind.engine().capacity_tokens for kind in world.kinds]
     else:
         rooms = [kind.memory.usable_tokens for kind in world.under(policy).kinds]
     if min(rooms) < 1:

@@ -439,6 +439,29 @@ def _unlink(run: Run) -> None:
     run.before = run.after = run
 
 
+class ReplicaContents:
+    """The contents of one replica's requests: copies of the nodes of all requests' contents, made
+    when a request comes here. Which of its blocks are cached is a matter of each replica.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[Node, Node] = {}
+
+    def of(self, leaf: Node) -> Node:
+        """The replica's copy of a node and of those before it."""
+        copies = self._copies
+        path: list[Node] = []
+        node: Node | None = leaf
+        while node is not None and node not in copies:
+            path.append(node)
+            node = node.parent
+        copy: Node | None = copies[node] if node is not None else None
+        for own in reversed(path):
+            copy = copies[own] = Node(copy, own.start, own.end)
+        assert copy is not None
+        return copy
+
+
 def contents(
     prompts: Sequence[int],
     outputs: Sequence[int],

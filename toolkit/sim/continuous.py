@@ -244,7 +244,7 @@ class RoundWorker(Decoding):
         ends, n = self._ends, len(self._resident)
         if len(ends) > n:
             self._drop_stale_ends()
-        due = ends[0][0] - self._steps
+        due = ends[0].end - self._steps
         ran = due if due < batch.steps else batch.steps
         self._ran = ran
         self._prefilled_s = prefilled_s
@@ -276,7 +276,7 @@ class RoundWorker(Decoding):
         assert batch is not None
         if self._failure or now_s >= self._stepped_s:
             return self._done_s
-        if self._stretches:
+        if self._in_passes and self._stretches:
             ran = steps_by(self._stretches, now_s, self._latency)
             ran += -(self._steps + ran) % batch.stop_every
             if ran <= self._ran:
@@ -321,7 +321,7 @@ class RoundWorker(Decoding):
             self._count_future(batch)
         ledger.rounds += 1
         joined = None
-        if self._stretches:
+        if self._in_passes and self._stretches:
             joined = self._take_stretches(batch)
         else:
             if batch.jobs and self._emits:
@@ -329,11 +329,10 @@ class RoundWorker(Decoding):
                 self._gaps.joined(self._prefilled_s)
             if ran:
                 self._step_is_due = False
-                beside = self._swap_store.device_tokens if moves is None else self._beside(moves)
-                self._take_steps(self._prefilled_s, ran, self._stepped_s, beside)
+                self._take_steps(self._prefilled_s, ran, self._stepped_s, self._beside(moves))
         if moves is not None and moves.overlap:
             self._transferred(moves, done_s)
-        ended = self._end_due() if self._ends[0][0] <= self._steps else ()
+        ended = self._end_due() if self._ends[0].end <= self._steps else ()
         return RoundResult(batch.batch_id, index, ran, ended, joined)
 
     def _count_outside(self, batch: Batch) -> None:
@@ -377,7 +376,7 @@ class RoundWorker(Decoding):
                 self._steps,
                 self._key_sum,
                 self._longest_key,
-                self._ends[0][0] if rows else NO_LIMIT,
+                self._ends[0].end if rows else NO_LIMIT,
             ),
             newcomers.copy(),
             law,
@@ -445,6 +444,7 @@ class RoundWorker(Decoding):
 
     def _move(self, moves: Moves, now_s: float) -> float:
         """Move caches; when the round's own work begins."""
+        self._has_moved = True
         store, resident = self._swap_store, self._resident
         for job in (*moves.pause, *moves.swap_out):
             row = resident.get(job)

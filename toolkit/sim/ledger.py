@@ -207,6 +207,8 @@ COUNTED = (
     ),
     *("extrapolated", "attempts", "evictions", "reroutes", "rounds", "row_steps"),
     *("swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s"),
+    *("query_tokens", "hit_tokens", "lost_tokens", "preempted_query_tokens"),
+    *("preempted_hit_tokens", "computed_prompt_tokens"),
 )
 
 
@@ -285,11 +287,12 @@ class Gaps:
 
     A gap concerns all rows that run while it lasts, so it is kept once, not per request: on a stack
     of the gaps that no later gap exceeded. Marks count up as requests join; a gap with mark m
-    concerns the requests that joined up to m. Bisection by the mark of a request finds its largest
-    gap.
+    concerns the requests that joined up to m. So a request's largest gap is the first with its mark
+    or a later one.
     """
 
     __slots__ = (
+        "_below",
         "_gaps",
         "_has_gap",
         "_marks",
@@ -307,8 +310,10 @@ class Gaps:
     def __init__(self) -> None:
         self.last_mark = 0
         # The stack: its top, in most cases all of it, lies beside its lists, which so often are
-        # not touched.
+        # not touched: what a round does not touch need not come from memory, which with hundreds
+        # of workers is what a round waits for.
         self._has_gap = False
+        self._below = 0  # how many others
         self._top_mark = 0
         self._top_s = 0.0
         self._marks: list[int] = []  # of the others, ascending
@@ -327,7 +332,8 @@ class Gaps:
         gaps can be forgotten.
         """
         if alone:
-            if self._marks:
+            if self._below:
+                self._below = 0
                 self._marks.clear()
                 self._gaps.clear()
             if self._waits > 1:
@@ -384,20 +390,25 @@ class Gaps:
         """The largest gap of requests with this mark; 0 if there is none."""
         if not self._has_gap or mark > self._top_mark:
             return 0.0
-        marks = self._marks
-        if marks and mark <= marks[-1]:
-            return self._gaps[bisect_left(marks, mark)]
-        return self._top_s
+        marks, below = self._marks, self._below
+        if not below or mark > marks[below - 1]:
+            return self._top_s
+        k = 0
+        while marks[k] < mark:  # few: rows end in about the order in which they joined
+            k += 1
+        return self._gaps[k]
 
     def _push(self, mark: int, gap_s: float) -> None:
         if self._has_gap and self._top_s > gap_s:
             self._marks.append(self._top_mark)
             self._gaps.append(self._top_s)
-        elif self._marks:
+            self._below += 1
+        elif self._below:
             gaps, marks = self._gaps, self._marks
             while gaps and gaps[-1] <= gap_s:
                 gaps.pop()
                 marks.pop()
+            self._below = len(gaps)
         self._has_gap = True
         self._top_mark = mark
         self._top_s = gap_s

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 from toolkit.errors import LlmctlError
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
@@ -22,6 +24,28 @@ MAX_IDLE_WAKES = 1000
 
 class SimulationStalledError(LlmctlError):
     """Requests wait, but no event will ever come."""
+
+
+@mypyc_attr(acyclic=True)
+class BatchEnd:
+    """When what a worker runs ends; ends are in order of time, then of batches.
+
+    An interrupted round has the batch id -1, so that it comes before all others that end then.
+    """
+
+    __slots__ = ("at_s", "batch_id", "worker")
+
+    def __init__(self, at_s: float, batch_id: int, worker: int) -> None:
+        self.at_s = at_s
+        self.batch_id = batch_id
+        self.worker = worker
+
+    def __lt__(self, other: BatchEnd) -> bool:
+        if self.at_s != other.at_s:
+            return self.at_s < other.at_s
+        if self.batch_id != other.batch_id:
+            return self.batch_id < other.batch_id
+        return self.worker < other.worker
 
 
 class VirtualWorker(Protocol):
@@ -61,19 +85,17 @@ def run(
 def _run(
     scheduler: Scheduler, requests: list[Request], workers: list[VirtualWorker], drain: bool
 ) -> list[Refusal]:
-    # A heap of (end, batch id, worker). An interrupted round has the id -1, so that it comes before
-    # all others that end at the same time. An entry is stale if its worker's end is another.
-    ends: list[tuple[float, int, int]] = []
-    end_s, end_id = [math.inf] * len(workers), [-1] * len(workers)  # of what each worker runs
+    ends: list[BatchEnd] = []  # a heap; an entry is stale if its worker's end is another
+    end_of: list[BatchEnd | None] = [None] * len(workers)  # of what each worker runs
     refused: list[Refusal] = []
     arrived, count, idle_wakes = 0, len(requests), 0
     next_arrival_s = requests[0].arrival_s if count else math.inf
     while True:
         now_s = math.inf
         while ends:
-            done_s, batch_id, index = ends[0]
-            if end_s[index] == done_s and end_id[index] == batch_id:
-                now_s = done_s
+            end = ends[0]
+            if end_of[end.worker] is end:
+                now_s = end.at_s
                 break
             heappop(ends)
         if next_arrival_s < now_s:
@@ -86,10 +108,11 @@ def _run(
             break
         else:
             idle_wakes = 0
-        while ends and ends[0][0] <= now_s:
-            done_s, batch_id, index = heappop(ends)
-            if end_s[index] == done_s and end_id[index] == batch_id:
-                end_s[index] = math.inf
+        while ends and ends[0].at_s <= now_s:
+            end = heappop(ends)
+            index = end.worker
+            if end_of[index] is end:
+                end_of[index] = None
                 scheduler.complete(workers[index].finish(), now_s)
         while next_arrival_s <= now_s:
             refusal = scheduler.submit(requests[arrived], now_s)
@@ -99,15 +122,17 @@ def _run(
             next_arrival_s = requests[arrived].arrival_s if arrived < count else math.inf
         for batch in scheduler.tick(now_s):
             index = batch.worker
-            done_s = workers[index].run(batch, now_s)
-            end_s[index], end_id[index] = done_s, batch.batch_id
-            heappush(ends, (done_s, batch.batch_id, index))
+            end = BatchEnd(workers[index].run(batch, now_s), batch.batch_id, index)
+            end_of[index] = end
+            heappush(ends, end)
             idle_wakes = 0
         for index in scheduler.take_interrupts() if scheduler.interrupts else ():
             done_s = workers[index].interrupt(now_s)
-            if end_s[index] != math.inf and end_s[index] != done_s:
-                end_s[index], end_id[index] = done_s, -1
-                heappush(ends, (done_s, -1, index))
+            known = end_of[index]
+            if known is not None and known.at_s != done_s:
+                end = BatchEnd(done_s, -1, index)
+                end_of[index] = end
+                heappush(ends, end)
         if not drain and arrived == count and not scheduler.waiting_jobs:
             return refused + scheduler.take_refusals()
         if idle_wakes > MAX_IDLE_WAKES:

@@ -1,4 +1,4 @@
-"""Several paged engines behind one router, on one clock.
+"""Several paged engines behind one router, on one clock; of one kind, or of several (`ServedKind`).
 
 The router is the one that serves: `Balancer` of `toolkit.routing`, with what it can know. It learns
 of a first token and of an end when a client would, and each replica's own figures come to it every
@@ -31,11 +31,12 @@ from toolkit.routing.replicas import (
     ReplicaReport,
     ReplicaTraits,
     RoutedRequest,
+    weighed,
 )
 from toolkit.routing.routers import RoundRobinRouter, Router
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
-from toolkit.sim.blocks import Node, PagedRequest
+from toolkit.sim.blocks import PagedRequest, ReplicaContents
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged import PagedPass, PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, refusal
@@ -120,6 +121,44 @@ class Routing:
         return cls(router, report_s=REPORT_EVERY_S, block_tokens=BLOCK_TOKENS, limits=limits)
 
 
+@dataclass(frozen=True, slots=True)
+class ServedKind:
+    """Replicas that are alike: `count` of them, with this engine, these flags of its scheduler, and
+    a ledger of their own. `front` is what clients wait beyond the passes; None: as the engine says.
+    """
+
+    engine: PagedEngine
+    flags: VllmPolicy
+    count: int
+    ledger: Ledger
+    front: FrontDelay | None = None
+
+    def seen_after(self, rows: float) -> FrontDelay:
+        """What a client waits beyond passes of so many rows."""
+        return self.front or self.engine.front(rows)
+
+    @property
+    def usual_front(self) -> FrontDelay:
+        """The same for the mean number of rows in the ledger."""
+        return self.seen_after(self.ledger.row_steps / max(self.ledger.decoding_steps, 1))
+
+
+def traits_of_kinds(kinds: Sequence[ServedKind]) -> list[ReplicaTraits]:
+    """What a router knows of the replicas of each kind."""
+    return weighed(
+        [
+            ReplicaTraits(
+                kind.engine.capacity_tokens,
+                kind.flags.max_num_batched_tokens,
+                kind.flags.max_num_seqs,
+                PassTimes(kind.engine.steps),
+                str(number) if len(kinds) > 1 else "",
+            )
+            for number, kind in enumerate(kinds)
+        ]
+    )
+
+
 class PassTimes:
     """The law of an engine's passes, for a router that asks for averages."""
 
@@ -132,28 +171,6 @@ class PassTimes:
         law = self._law
         shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
         return law.step_s(shape)
-
-
-class ReplicaContents:
-    """The contents of one replica's requests: copies of the nodes of all requests' contents, made
-    when a request comes here. Which of its blocks are cached is a matter of each replica.
-    """
-
-    def __init__(self) -> None:
-        self._copies: dict[Node, Node] = {}
-
-    def of(self, leaf: Node) -> Node:
-        """The replica's copy of a node and of those before it."""
-        copies, path = self._copies, []
-        node: Node | None = leaf
-        while node is not None and node not in copies:
-            path.append(node)
-            node = node.parent
-        copy = copies[node] if node is not None else None
-        for own in reversed(path):
-            copy = copies[own] = Node(copy, own.start, own.end)
-        assert copy is not None
-        return copy
 
 
 class ReplicaRun(PagedRun):
@@ -302,63 +319,78 @@ class ReplicaRun(PagedRun):
         self.ends += [(end_s, row.number, rows) for row in ended]
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedOutcome:
+    """What became of the requests: the refused ones, which can never be served, and the number of
+    the kind that served each last; -1: none did.
+    """
+
+    refusals: list[Refusal]
+    kind_of: list[int]
+
+
 def serve_routed(
     requests: Sequence[Request],
-    flags: VllmPolicy,
-    engine: PagedEngine,
+    kinds: Sequence[ServedKind],
     ledger: Ledger,
     reuse: Reuse,
     routing: Routing,
     *,
-    front: FrontDelay | None = None,
     drain: bool = True,
-) -> list[Refusal]:
-    """Serve requests on as many replicas as the ledger has workers, behind a router. Without
-    `drain` a replica stops when the last request has arrived and none waits there. Returns the
-    refusals: requests that can never be served.
+) -> RoutedOutcome:
+    """Serve requests on the replicas of all kinds, behind a router. `ledger` has the requests; the
+    kinds' ledgers share its lists, or are it.
+
+    Without `drain` a replica stops when the last request has arrived and none waits there.
     """
-    run = _RoutedRun(requests, flags, engine, ledger, reuse, routing, front)
-    return run.serve(drain=drain)
+    run = _RoutedRun(requests, kinds, ledger, reuse, routing)
+    refusals = run.serve(drain=drain)
+    return RoutedOutcome(refusals, run.kind_of)
 
 
 class _RoutedRun:
-    """One simulation of replicas behind a router."""
+    """One simulation of replicas behind a router.
+
+    Attributes:
+        kind_of: see `RoutedOutcome`.
+    """
 
     def __init__(
         self,
         requests: Sequence[Request],
-        flags: VllmPolicy,
-        engine: PagedEngine,
+        kinds: Sequence[ServedKind],
         ledger: Ledger,
         reuse: Reuse,
         routing: Routing,
-        front: FrontDelay | None,
     ) -> None:
-        self._requests, self._ledger, self._engine = requests, ledger, engine
-        self._flags, self._reuse, self._front = flags, reuse, front
-        self._shares = bool(reuse) and flags.prefix_caching
+        self._requests, self._ledger, self._kinds = requests, ledger, kinds
+        self._reuse = reuse
+        self._numbers = [number for number, kind in enumerate(kinds) for _ in range(kind.count)]
+        self.kind_of = [-1] * len(requests)
+        self._shares = [bool(reuse) and kind.flags.prefix_caching for kind in kinds]
         self._replicas = [
-            ReplicaRun(index, engine, flags, ledger, shares=self._shares)
-            for index in range(ledger.workers)
+            ReplicaRun(
+                index,
+                kinds[number].engine,
+                kinds[number].flags,
+                kinds[number].ledger,
+                shares=self._shares[number],
+            )
+            for index, number in enumerate(self._numbers)
         ]
         self._leaves, self._watched = (
             reuse.contents(range(len(requests)), requests, ledger.output_tokens)
-            if self._shares
+            if any(self._shares)
             else ([], [])
         )
         self._contents = [ReplicaContents() for _ in self._replicas]
-        traits = ReplicaTraits(
-            engine.capacity_tokens,
-            flags.max_num_batched_tokens,
-            flags.max_num_seqs,
-            PassTimes(engine.steps),
-        )
-        given = reuse.shared.block_tokens if reuse.shared else engine.block_tokens
+        given = reuse.shared.block_tokens if reuse.shared else kinds[0].engine.block_tokens
         self._merged = max(routing.block_tokens // given, 1)  # blocks that the router sees as one
         self._router_block_tokens = self._merged * given
+        traits = traits_of_kinds(kinds)
         self._balancer = Balancer(
             routing.router,
-            [traits] * ledger.workers,
+            [traits[number] for number in self._numbers],
             block_tokens=self._router_block_tokens,
             seed=routing.seed,
             limits=routing.limits,
@@ -369,7 +401,8 @@ class _RoutedRun:
         # (time, kind, number or replica, what else); an entry of WORK is stale if its replica is
         # to work at another time
         self._events: list[tuple[float, int, int, int]] = []
-        self._outages, self._back_s = routing.outages, [-math.inf] * ledger.workers
+        self._outages, self._back_s = routing.outages, [-math.inf] * len(self._replicas)
+        self._slow: list[int] = []  # those that came back shortly
         self._report_age_s = routing.report_age_s
         self._reports: deque[tuple[float, int, ReplicaReport]] = deque()  # under way
         self._lost: list[PagedRequest] = []  # no replica is up for them
@@ -377,7 +410,8 @@ class _RoutedRun:
     def serve(self, *, drain: bool) -> list[Refusal]:
         """Serve all; return the refusals."""
         ledger, events, replicas = self._ledger, self._events, self._replicas
-        ledger.shares = bool(self._reuse)
+        for each in (ledger, *(kind.ledger for kind in self._kinds)):
+            each.shares = bool(self._reuse)
         later = {number for turns in self._turns.values() for number, _ in turns}
         events += [
             (ledger.arrival_s[number], ARRIVE, number, 0)
@@ -411,12 +445,7 @@ class _RoutedRun:
                     self._take(replica, subject)
             elif kind == ARRIVE:
                 left -= 1
-                refused = refusal(
-                    self._requests[subject],
-                    ledger.output_tokens[subject],
-                    self._flags,
-                    self._engine,
-                )
+                refused = self._refused(subject)
                 if refused is None and not any(r.is_up for r in self._balancer.replicas):
                     request_id = self._requests[subject].request_id
                     refused = Refusal(request_id, "no replica was up when it came")
@@ -424,7 +453,7 @@ class _RoutedRun:
                     refused = self._route(subject, now_s)
                 if refused is not None:
                     refusals.append(refused)
-                    self._begin_turns(subject, now_s, 0)
+                    self._begin_turns(subject, now_s, self._kinds[0].seen_after(0))
             elif generated < 0:
                 self._balancer.first_token(self._requests[subject].request_id, now_s)
             else:
@@ -432,6 +461,17 @@ class _RoutedRun:
         for replica in replicas:
             replica.close()
         return refusals
+
+    def _refused(self, number: int) -> Refusal | None:
+        """The refusal of a request that a replica of some kind can never serve: each must be able
+        to serve all, as servers of one context are.
+        """
+        request, output = self._requests[number], self._ledger.output_tokens[number]
+        for kind in self._kinds:
+            found = refusal(request, output, kind.flags, kind.engine)
+            if found is not None:
+                return found
+        return None
 
     def _change(self, index: int, now_s: float, what: int) -> None:
         """A replica dies (0), gets no more requests (1), or comes back with an empty cache (2)."""
@@ -443,6 +483,7 @@ class _RoutedRun:
         if comes:
             self._contents[index] = ReplicaContents()
             self._back_s[index] = now_s
+            self._slow = sorted({*self._slow, index})
             self._balancer.change(index, is_up=True, is_fresh=True)
             lost, self._lost = [*self._lost, *lost], []
         for row in lost:
@@ -452,9 +493,9 @@ class _RoutedRun:
 
     def _barred(self, now_s: float) -> tuple[int, ...]:
         """Replicas that came back shortly and have their share for now, as in the live front."""
-        slow = [index for index, s in enumerate(self._back_s) if now_s - s < SLOW_START_S]
-        if not slow:
+        if not self._slow:
             return ()
+        slow = self._slow = [i for i in self._slow if now_s - self._back_s[i] < SLOW_START_S]
         up = [replica for replica in self._balancer.replicas if replica.is_up]
         mean = sum(replica.requests for replica in up) / max(len(up), 1)
         return tuple(
@@ -490,13 +531,15 @@ class _RoutedRun:
         if moved:
             self._ledger.moved += 1
             self._ledger.recomputed_tokens += prompt
+        kind = self.kind_of[number] = self._numbers[index]
+        shares = self._shares[kind]
         row = PagedRequest(
             number,
             prompt,
             left,
             stops=output < request.max_new_tokens,
-            content=self._contents[index].of(self._leaves[number]) if self._shares else None,
-            watched=self._shares and self._watched[number],
+            content=self._contents[index].of(self._leaves[number]) if shares else None,
+            watched=shares and self._watched[number],
         )
         replica = self._replicas[index]
         before_s = replica.next_s
@@ -507,24 +550,22 @@ class _RoutedRun:
 
     def _take(self, replica: ReplicaRun, index: int) -> None:
         """Schedule what a replica does next, and what the router learns of what it did."""
-        events, front = self._events, self._front
+        events, kind = self._events, self._kinds[self._numbers[index]]
         if replica.next_s < math.inf:
             heappush(events, (replica.next_s, WORK, index, 0))
         for first_s, number in replica.first_tokens:
-            delay_s = (front or self._engine.front(0)).first_s
-            heappush(events, (first_s + delay_s, LEARN, number, -1))
+            heappush(events, (first_s + kind.seen_after(0).first_s, LEARN, number, -1))
         for end_s, number, rows in replica.ends:
-            delay_s = (front or self._engine.front(rows)).last_s
+            front = kind.seen_after(rows)
             output = self._ledger.output_tokens[number]
-            heappush(events, (end_s + delay_s, LEARN, number, output))
-            self._begin_turns(number, end_s, rows)
+            heappush(events, (end_s + front.last_s, LEARN, number, output))
+            self._begin_turns(number, end_s, front)
         replica.first_tokens.clear()
         replica.ends.clear()
 
-    def _begin_turns(self, number: int, end_s: float, rows: int) -> None:
-        """A request ended when so many rows ran: its session's next turn will come."""
+    def _begin_turns(self, number: int, end_s: float, front: FrontDelay) -> None:
+        """A request ended, behind this front: its session's next turn will come."""
         for later, think_s in self._turns.get(number, ()):
-            front = self._front or self._engine.front(rows)
             arrival_s = end_s + (front.last_s + think_s)
             self._ledger.arrival_s[later] = arrival_s
             heappush(self._events, (arrival_s, ARRIVE, later, 0))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.load import Laws, laws_from_fit
@@ -140,6 +141,8 @@ class World:
             then, where workers compute on the front's cores.
         paged: the engine with its own scheduler, for the policy `vllm`.
         routing: of requests to replicas of that engine; None: to each in turn.
+        flags: of a fleet's further kind of such engines: its own scheduler's; None: those of the
+            simulated policy.
         closed_loop: a session's turn arrives when the turn before has ended and its client has
             thought about it; False: when the trace says so.
     """
@@ -169,6 +172,7 @@ class World:
     arrival_cost_s: float = 0.0
     paged: PagedEngine | None = None
     routing: Routing | None = None
+    flags: VllmPolicy | None = None
     closed_loop: bool = True
     others: tuple[World, ...] = ()
 
@@ -202,11 +206,6 @@ class World:
 
     def engine(self) -> PagedEngine:
         """The engine with its own scheduler, to be simulated. `InputError` if there is none."""
-        if self.others:
-            raise InputError(
-                "policy 'vllm' is one engine's own scheduler: no fleet is behind it",
-                "choose a policy of ours, or simulate each kind with its own fit",
-            )
         if self.paged is None:
             raise InputError(
                 "policy 'vllm' needs the law of vLLM's forward passes, which is not in this fit",
@@ -219,10 +218,8 @@ class World:
         ranges of all kinds in words.
         """
         if self.others:
-            return (
-                "; or ".join(dict.fromkeys(str(kind.valid) for kind in self.kinds if kind.valid))
-                or None
-            )
+            ranges = [replace(kind, others=()).range_of(policy) for kind in self.kinds]
+            return "; or ".join(dict.fromkeys(str(each) for each in ranges if each)) or None
         return self.valid if self.paged is None or policy != VllmPolicy.name else self.paged.valid
 
     def worker(self, index: int) -> Worker:
@@ -284,18 +281,43 @@ def _round_laws(laws: Laws) -> RoundLaws:
 
 def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> World:
     """The world that the fits of all kinds of workers of a plan or a fleet describe together."""
-    return fleet(
-        [
-            world_from_fit(
-                kind.fit,
-                workers=kind.workers,
-                max_new_tokens=max_new_tokens,
-                seed=seed,
-                flush_s=kind.recipe.engine.flush_s,
-            )
-            for kind in kinds
-        ]
-    )
+    worlds = [
+        world_from_fit(
+            kind.fit,
+            workers=kind.workers,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            flush_s=kind.recipe.engine.flush_s,
+        )
+        for kind in kinds
+    ]
+    return flagged(fleet(worlds), kinds)
+
+
+def flagged(world: World, kinds: Sequence[Kind], given: Mapping[str, Value] | None = None) -> World:
+    """The world of a fleet's `kinds`; servers after the first have the flags of their recipes, and
+    `given` ones.
+    """
+    if not world.others or not traits_of(kinds[0].recipe.engine.name).server:
+        return world
+    flags = [flags_of(kind, given or {}) for kind in kinds]
+    others = zip(world.others, flags[1:], strict=True)
+    return replace(world, others=tuple(replace(other, flags=own) for other, own in others))
+
+
+def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
+    """The flags of a kind of servers: its recipe's, and `given` ones in their place. `InputError`
+    where another policy than its own scheduler's is to run inside it.
+    """
+    policy = kind.recipe.policy
+    made = make_any(policy.name, policy.parameters | dict(given))
+    if not isinstance(made, VllmPolicy):
+        raise InputError(
+            f"recipe '{kind.recipe.name}': policy '{policy.name}': in a fleet of servers each runs "
+            f"its own scheduler, '{VllmPolicy.name}'",
+            f"set policy.name to {VllmPolicy.name}, with its flags as parameters",
+        )
+    return made
 
 
 @dataclass(slots=True, frozen=True)

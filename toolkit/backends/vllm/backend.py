@@ -10,9 +10,11 @@ compared with the plan's laws (`toolkit.backends.vllm.counts`), in vLLM's own /m
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -25,6 +27,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 import toolkit
 from toolkit.backends import Check, ServerCommand, ServerOrder
+from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.child import SHUTDOWN
 from toolkit.backends.vllm.command import (
     NO_TELEMETRY,
@@ -44,7 +47,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import refuse_foreign
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.run import ProfileBench
-from toolkit.serve.server import Ending, check_exposure, end_signals, listen
+from toolkit.serve.server import check_exposure, end_signals, listen
 from toolkit.workers.process import VARIABLE, require_gpu, share_gpus, visible_gpus
 
 POLICY_SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
@@ -57,6 +60,7 @@ IMAGES = {
 NEEDED = "mypy-extensions"  # of llmctl's code inside vLLM, and not in vLLM's environment
 METRICS_FOLDER = "metrics"  # vLLM's processes share their metrics through files
 ENDED_METRIC, REASON_LABEL = "vllm:request_success", "finished_reason"
+AT_LIMIT = "length"  # the reason of a request that has all its tokens
 POLL_EVERY_S = 0.2
 ASK_EVERY_S = 5.0  # whether it is healthy
 
@@ -138,7 +142,7 @@ def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str
     with listen(order.host, order.port) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="llmctl-plan-") as folder, _signals() as signals:
-        command = command_of(order, Path(folder))
+        command, asked = command_of(order, Path(folder)), 0
         with (
             contextlib.suppress(EndRequested),
             vllm_server(command, order.host, port, quiet=False) as server,
@@ -146,8 +150,11 @@ def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str
             signals.loading = False
             if not signals.count:
                 on_ready(server.url)
-                _serve(server, order.ending, signals, order.plan.recipe.serve.hang_s)
-        return _count_ended(Path(folder) / METRICS_FOLDER)
+                with EngineWatch(order, server.url) as watch:
+                    _serve(server, order, signals, watch)
+                asked = watch.asked
+        ended = _count_ended(Path(folder) / METRICS_FOLDER)
+        return ended | ({AT_LIMIT: max(ended.get(AT_LIMIT, 0) - asked, 0)} if asked else {})
 
 
 def _refuse_other(order: ServerOrder) -> None:
@@ -227,6 +234,7 @@ def described(plan: Plan, served_model: str) -> ServerCommand:
         image_source=source,
         plan_variable=PLAN_VARIABLE if ours else "",
         python_variable=command.python_variable,
+        alive=Path(alive.__file__).read_text(encoding="utf-8"),
     )
 
 
@@ -267,31 +275,73 @@ def _signals() -> Iterator[_Signals]:
             signal.signal(number, handler)
 
 
-def _serve(server: VllmServer, ending: Ending, signals: _Signals, hang_s: float) -> None:
-    """Wait for a signal, then for vLLM to finish running requests. Raises `EngineError` if vLLM
-    ends, or does not answer for `hang_s` seconds: the service manager starts it again.
+class EngineWatch:
+    """Finds out, in a thread of its own, whether the server's engine hangs while the server answers
+    /health: its figures stand still for `serve.hang_s`, and it gives no token for as long.
 
-    The notice and the timeout of `ending` bound the wait; a second signal ends it.
+    Attributes:
+        asked: how many tokens it was asked for.
+        hangs: why the server is to be ended; '' while it is alive.
     """
-    now_s = time.monotonic
-    answered_s = asked_s = now_s()
+
+    def __init__(self, order: ServerOrder, url: str) -> None:
+        self.asked, self.hangs = 0, ""
+        self._url, self._order, self._limit_s = url, order, order.plan.recipe.serve.hang_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> EngineWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()  # it may still wait for a token: it ends with the process
+
+    def _watch(self) -> None:
+        limit_s, url, now_s = self._limit_s, self._url, time.monotonic
+        seen, since_s = "", now_s()
+        while not self._ended.wait(min(ASK_EVERY_S, limit_s / 2)):
+            found = alive.figures(url)
+            if found and found != seen:
+                seen, since_s = found, now_s()
+            elif now_s() - since_s > limit_s:
+                order = self._order
+                if alive.generates(url, order.served_model, limit_s, order.api_key):
+                    self.asked += 1
+                elif alive.figures(url) in ("", seen):
+                    self.hangs = f"vLLM generated no token for {limit_s:g} s when asked"
+                    return
+                seen, since_s = alive.figures(url), now_s()
+
+
+def _serve(server: VllmServer, order: ServerOrder, signals: _Signals, watch: EngineWatch) -> None:
+    """Wait for a signal, then for vLLM to finish running requests. Raises `EngineError` if vLLM
+    ends, does not answer for `hang_s` seconds, or hangs: the service manager starts it again.
+
+    The notice and the timeout of the order bound the wait; a second signal ends it.
+    """
+    now_s, hang_s, ending = time.monotonic, order.plan.recipe.serve.hang_s, order.ending
+    answered_s, asked_s = now_s(), -math.inf
     while not signals.count:
         if server.wait(POLL_EVERY_S) is not None:
             raise server.died("while it served")
-        if now_s() - asked_s < ASK_EVERY_S:
-            continue
-        if server.healthy():
-            answered_s = now_s()
-        elif now_s() - answered_s > hang_s:
-            raise EngineError(
-                f"vLLM did not answer /health for {hang_s:g} s (serve.hang_s)",
-                "its own output says more",
-            )
-        asked_s = now_s()
-    notice_end_s = time.monotonic() + ending.notice_s
-    while signals.count < 2 and time.monotonic() < notice_end_s:
+        why = watch.hangs
+        if now_s() - asked_s >= ASK_EVERY_S:
+            order.beat()
+            if server.healthy():
+                answered_s = now_s()
+            elif now_s() - answered_s > hang_s:
+                why = f"vLLM did not answer /health for {hang_s:g} s"
+            asked_s = now_s()
+        if why:
+            server.kill()
+            raise EngineError(f"{why} (serve.hang_s)", "its own output says more")
+    notice_end_s = now_s() + ending.notice_s
+    while signals.count < 2 and now_s() < notice_end_s:
         time.sleep(min(POLL_EVERY_S, ending.notice_s))
     server.signal_end()
-    deadline_s = time.monotonic() + ending.timeout_s
-    while signals.count < 2 and time.monotonic() < deadline_s and server.wait(POLL_EVERY_S) is None:
-        pass
+    deadline_s = now_s() + ending.timeout_s
+    while signals.count < 2 and now_s() < deadline_s and server.wait(POLL_EVERY_S) is None:
+        if now_s() - asked_s >= ASK_EVERY_S:
+            order.beat()
+            asked_s = now_s()

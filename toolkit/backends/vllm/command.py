@@ -314,6 +314,11 @@ class VllmServer:
         if self.running:
             self._child.terminate()
 
+    def kill(self) -> None:
+        """End it at once, with every process of its session: it hangs, and could not drain."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+
     def stop(self) -> None:
         """End it, by force if necessary, with every process of its session.
 

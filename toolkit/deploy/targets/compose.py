@@ -24,13 +24,14 @@ from toolkit.deploy.order import (
     llmctl_image,
 )
 from toolkit.deploy.reckon import SHARED_GIB, drain_s, from_hub, gpus, grace_s, startup_s
-from toolkit.deploy.replicas import Replication, at
+from toolkit.deploy.replicas import ALIVE, CHECK_S, Replication, at
 from toolkit.files.recipe import Recipe
 from toolkit.files.strict import dump_yaml
 
 ASKS = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}{path}', timeout=3)"
 SECRET = "llmctl_api_key"
-PLAN, PORT, ANY = "/etc/llmctl/plan.json", 8000, "0.0.0.0"  # in a container
+FOLDER, PORT, ANY = "/etc/llmctl", 8000, "0.0.0.0"  # in a container
+PLAN = f"{FOLDER}/plan.json"
 PREPARES = "models"  # the service that makes the volume of models
 KEY = ("--api-key-file", f"/run/secrets/{SECRET}")
 HUB_TOKEN = "optional, from the shell that runs docker compose: gated models of the hub need it"
@@ -236,7 +237,7 @@ def render_replicas(order: Order) -> Rendered:
         volumes={"models": NamedVolume()},
     )
     return Rendered(
-        {"compose.yaml": dump_yaml([file], order.comment())},
+        {"compose.yaml": dump_yaml([file], order.comment()), ALIVE: replicas.server.alive},
         [*replicas.explained(), *_explained_replicas(order, replicas)],
         _start(order),
     )
@@ -255,6 +256,8 @@ def _replica(replicas: Replication, number: int) -> ComposeService:
     order, server, group = replicas.order, replicas.server, replicas.devices(number)
     words = [uninterpolated(word) for word in [*server.command, *replicas.arguments(ANY, PORT)]]
     mounts = [*_model_mounts(order), *([_plan_mount(PLAN)] if server.plan_variable else [])]
+    program = f"{FOLDER}/{ALIVE}"
+    mounts.append(Mount(type="bind", source=f"./{ALIVE}", target=program, read_only=True))
     plan = {server.plan_variable: PLAN} if server.plan_variable else {}
     devices = Device(device_ids=[str(one) for one in group])
     return ComposeService(
@@ -265,10 +268,25 @@ def _replica(replicas: Replication, number: int) -> ComposeService:
         volumes=mounts,
         shm_size=f"{SHARED_GIB}gb" if len(group) > 1 else None,
         stop_grace_period=f"{grace_s(replicas.drain).value}s",
-        healthcheck=_health(order, "python3", server.health),
+        healthcheck=_generates(replicas),
         deploy=reserved([devices]) if group else None,
         depends_on={PREPARES: Dependence(condition="service_completed_successfully")},
         labels={"llmctl.model": uninterpolated(order.plan.recipe.model.source)},
+    )
+
+
+def _generates(replicas: Replication) -> Healthcheck:
+    """The check of a replica. Docker restarts what has ended, not what is unhealthy: where the
+    replica hangs, the check ends its processes.
+    """
+    words = [uninterpolated(word) for word in replicas.asking(FOLDER, PORT, "end")]
+    return Healthcheck(
+        test=["CMD", *words],
+        interval=f"{replicas.hang_s}s",
+        timeout=f"{replicas.hang_s + CHECK_S}s",
+        retries=1,
+        start_period=f"{replicas.startup.value}s",
+        start_interval="5s",
     )
 
 
@@ -281,8 +299,10 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
         explain_value("healthcheck.start_period", replicas.startup, f"{replicas.startup.value} s"),
         ExplainedValue(
             "healthcheck",
-            f"/ready of the front, {replicas.server.health} of a replica",
-            "Docker restarts nothing when it fails; the front sends requests to the others",
+            f"/ready of the front, {ALIVE} in a replica",
+            f"recipe: serve.hang_s; where a replica's figures in /metrics stand still for "
+            f"{replicas.hang_s} s and it generates no token for as long, the check ends it, and "
+            "Docker starts it again; the front sends requests to the others",
         ),
         ExplainedValue(
             "depends_on", "service_started", "the front stops first, while it has its replicas"

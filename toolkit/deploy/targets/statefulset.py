@@ -1,6 +1,7 @@
 """Target `kubernetes` for an engine that is a server of its own: its replicas, and the front.
 
 The replicas are a StatefulSet, so that each has a claim for its model, behind a headless Service.
+The liveness probe of a replica asks its engine, which may hang while its server answers /health.
 The front is a Deployment of one pod behind the deployment's Service. It finds the replicas by their
 EndpointSlices, so that it leaves one that ends at once; DNS would be as old as its caches, and has
 no name at all before the first replica is ready. A new plan rolls the front alone, unless it
@@ -16,6 +17,8 @@ from toolkit.deploy.manifests import (
     ClaimResources,
     ClaimRetention,
     ClaimSpec,
+    ConfigMapGenerator,
+    ConfigMapVolume,
     Container,
     Deployment,
     DeploymentSpec,
@@ -31,6 +34,7 @@ from toolkit.deploy.manifests import (
     PodMetadata,
     PodSpec,
     PodTemplate,
+    Probe,
     Role,
     RoleBinding,
     RoleReference,
@@ -44,6 +48,8 @@ from toolkit.deploy.manifests import (
     StatefulSet,
     StatefulSetSpec,
     Strategy,
+    Volume,
+    VolumeMount,
 )
 from toolkit.deploy.operators import (
     EndpointPickerConfig,
@@ -71,7 +77,8 @@ from toolkit.deploy.reckon import (
     grace_s,
     models_gib,
 )
-from toolkit.deploy.replicas import Replication, discovered
+from toolkit.deploy.replicas import ALIVE as ALIVE_FILE
+from toolkit.deploy.replicas import CHECK_S, Replication, discovered
 from toolkit.deploy.targets.kubernetes import (
     max_replicas,
     outer,
@@ -88,13 +95,13 @@ from toolkit.deploy.targets.objects import (
     PLAN_FOLDER,
     PLAN_MOUNT,
     PORT,
+    PROBE_S,
     READY,
     SECRET_KEY,
     SHARED,
     SHARED_MOUNT,
     TMP,
     TMP_MOUNT,
-    alive,
     asked,
     by_reference,
     claim_files,
@@ -119,6 +126,7 @@ from toolkit.files.strict import dump_yaml
 from toolkit.routing.routers import LlmdRouter, router_defaults
 
 ANY = "0.0.0.0"
+ALIVE_MOUNT = VolumeMount(name="alive", mount_path="/etc/llmctl-alive", read_only=True)
 FRONT_CORES = 2  # its loop, and its helper processes
 WAITING = "vllm:num_requests_waiting"
 PICKER = "endpointpicker.yaml"
@@ -169,13 +177,17 @@ def render(order: Order) -> Rendered:
     objects["core/kustomization.yaml"] = Kustomization(
         namespace=order.options.namespace,
         resources=sorted(core),
-        config_map_generator=[plan_map(order)],
+        config_map_generator=[
+            plan_map(order),
+            ConfigMapGenerator(name=_alive_map(replicas), files=[ALIVE_FILE]),
+        ],
     )
     objects["kustomization.yaml"] = outer(
         order, sorted(operated), scaled if threshold is not None else None
     )
     files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
     files |= claim_files(order, _mounting(replicas)) | {"core/plan.json": order.text}
+    files[f"core/{ALIVE_FILE}"] = replicas.server.alive
     if (picker := _picker(order)) is not None:
         files[PICKER] = dump_yaml([picker], order.comment())
     return Rendered(files, _explained(replicas), _start(replicas), FORWARDED)
@@ -346,19 +358,20 @@ def _pod(replicas: Replication) -> PodSpec:
         ),
         startup_probe=probe(server.health, 5, replicas.startup.value // 5),
         readiness_probe=probe(server.health, 5, 3),
-        liveness_probe=alive(server.health),
+        liveness_probe=_generates(replicas),
         # Until the front has left it; a request that comes later is refused and goes elsewhere.
         lifecycle=Lifecycle(pre_stop=Handler(exec=Exec(command=["sleep", str(PROPAGATION_S)]))),
         volume_mounts=[
             *([PLAN_MOUNT] if with_plan else []),
-            *(MODELS_MOUNT, TMP_MOUNT),
+            *(MODELS_MOUNT, TMP_MOUNT, ALIVE_MOUNT),
             *([SHARED_MOUNT] if shared else []),
         ],
     )
     volumes = [
         *([plan_volume(order)] if with_plan else []),
         *([] if _claims(replicas) else [models_volume(order, order.plan.kinds[0])]),
-        *(TMP, *([SHARED] if shared else [])),
+        *(TMP, Volume(name="alive", config_map=ConfigMapVolume(name=_alive_map(replicas)))),
+        *([SHARED] if shared else []),
     ]
     return PodSpec(
         termination_grace_period_seconds=grace_s(replicas.drain, PROPAGATION_S).value,
@@ -366,6 +379,23 @@ def _pod(replicas: Replication) -> PodSpec:
         tolerations=tolerations(recipe),
         containers=[container],
         volumes=volumes,
+    )
+
+
+def _alive_map(replicas: Replication) -> str:
+    return f"{replicas.name}-alive"
+
+
+def _generates(replicas: Replication) -> Probe:
+    """The liveness probe: the pod is restarted after its first failure, for which a replica was
+    silent for a period and gave no token for as long. It could not drain, either.
+    """
+    return Probe(
+        exec=Exec(command=replicas.asking(ALIVE_MOUNT.mount_path, PORT)),
+        period_seconds=replicas.hang_s,
+        timeout_seconds=replicas.hang_s + CHECK_S,
+        failure_threshold=1,
+        termination_grace_period_seconds=PROBE_S,
     )
 
 
@@ -428,9 +458,10 @@ def _explained(replicas: Replication) -> list[ExplainedValue]:
         explain_value(f"replica: startupProbe on {health}", load, f"{load.value} s"),
         ExplainedValue(f"replica: readinessProbe on {health}", "3 x 5 s", "then no new requests"),
         ExplainedValue(
-            f"replica: livenessProbe on {health}",
-            "3 x 10 s",
-            "its engine has died, or its server hangs: the front continues its requests elsewhere",
+            f"replica: livenessProbe, {ALIVE_FILE}",
+            f"{replicas.hang_s} s, then {replicas.hang_s} s for a token",
+            "recipe: serve.hang_s; its figures in /metrics stand still, and it generates nothing "
+            f"when asked, though {health} may answer; its requests go on elsewhere",
         ),
         explain_value("replica: cpu", cores),
         explain_value("replica: memory", memory, f"{memory.value:,} MiB"),

@@ -114,6 +114,7 @@ def _replica(order: Order, replicas: Replication) -> str:
         back_off_steps=BACK_OFF_STEPS,
         longest_back_off_s=LONGEST_BACK_OFF_S,
         hang_s=f"{recipe.serve.hang_s:g}",
+        watchdog_s=WATCHDOG_S,
         gpus=replicas.gpus.value,
     )
 
@@ -188,8 +189,14 @@ def _explained_replicas(
         ExplainedValue(
             "replica that hangs",
             f"{recipe.serve.hang_s:g} s",
-            "recipe: serve.hang_s; llmctl asks its server's /health, and ends with an error if "
-            "that does not answer for so long: the unit is started again",
+            "recipe: serve.hang_s; llmctl ends with an error, and the unit is started again, if "
+            "its server does not answer /health for so long, or if its figures in /metrics stand "
+            "still for so long and it then generates no token for as long",
+        ),
+        ExplainedValue(
+            "WatchdogSec",
+            str(WATCHDOG_S),
+            "seconds that the front's loop, or the llmctl that watches a replica, may block",
         ),
         ExplainedValue(f"{order.name}.target", "Requires, Wants, PartOf", order_of),
         ExplainedValue(

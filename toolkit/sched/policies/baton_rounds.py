@@ -40,7 +40,7 @@ class BatonRounds(RoundPlanner):
         """Whether the first waiting job may enter before a row ends."""
         if worker.swapped.jobs:
             return False
-        return self._has_room(worker, worker.footprint.reset(), worker.inbox.jobs[0])
+        return self._has_room(worker, worker.footprint, worker.inbox.jobs[0])
 
     def plan_round(self, worker: Worker, now_s: float) -> Batch:
         """The worker's next round."""
@@ -110,7 +110,7 @@ class BatonRounds(RoundPlanner):
 
         Rows leave in the order of `eviction_order`.
         """
-        footprint = worker.footprint.reset()
+        footprint = worker.footprint
         leave: list[Job] = []
         if footprint.rows > 1 and self._room(footprint) < 1:
             for job in eviction_order(worker):

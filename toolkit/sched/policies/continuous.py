@@ -76,15 +76,15 @@ class RoundPolicy(ABC):
         """The same rounds and interruptions as one `Decision`."""
         if view.planner is None:
             view.planner = self.make_planner(view)
-        planner, arrived = view.planner, view.arrived
+        planner = view.planner
         batches = [
             planner.plan_round(worker, now_s) for worker in view.due if planner.has_work(worker)
         ]
         interrupts = [
             index
-            for index in dict.fromkeys(arrived)
+            for index, count in view.arrived.items()
             if _interruptible(view.workers[index])
-            and planner.should_interrupt(view.workers[index], arrived.count(index))
+            and planner.should_interrupt(view.workers[index], count)
         ]
         return Decision(batches, interrupt=interrupts) if batches or interrupts else NOTHING
 

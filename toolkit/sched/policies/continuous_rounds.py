@@ -32,6 +32,14 @@ class Bounds:
         self.promised = promised
         self.prompts_only = prompts_only
 
+    def equals(self, other: Bounds) -> bool:
+        """Whether the bounds are the same."""
+        return (
+            self.taken == other.taken
+            and self.promised == other.promised
+            and self.prompts_only == other.prompts_only
+        )
+
 
 def most_below(limit: float) -> int:
     """The largest number of tokens below `limit`."""
@@ -66,7 +74,11 @@ class ContinuousRounds(RoundPlanner):
         self._chunk_tokens = chunk_tokens
         self._overfill = overfill
         self._any_may_come = any_may_come
-        self._bounds = [bounds(worker) for worker in view.workers]
+        self._bounds: list[Bounds] = []  # by worker; those in a row that are equal are one object
+        for worker in view.workers:
+            own = bounds(worker)
+            same = self._bounds and self._bounds[-1].equals(own)
+            self._bounds.append(self._bounds[-1] if same else own)
         self._admissible = admissible
         self.admit = admit
         self.longest_round = longest_round
@@ -77,7 +89,7 @@ class ContinuousRounds(RoundPlanner):
         assert running is not None
         if running.refused is first:
             return False
-        if self._may_enter(worker, first, worker.footprint.reset()):
+        if self._may_enter(worker, first, worker.footprint):
             return True
         if self.view.prioritised and self._make_way(worker, first)[0]:
             return True
@@ -87,7 +99,7 @@ class ContinuousRounds(RoundPlanner):
     def plan_round(self, worker: Worker, now_s: float) -> Batch:
         """The worker's next round."""
         residents, inbox, interval = worker.residents, worker.inbox, self._interval
-        footprint, capacity = worker.footprint.reset(), worker.capacity_tokens
+        footprint, capacity = worker.footprint, worker.capacity_tokens
         waiting = len(inbox.jobs)
         entering: list[Job] = []
         evicted: list[Job] = []

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from toolkit.sched.footprint import Footprint, footprint_of
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.protocols import SliceLaw
@@ -27,6 +29,7 @@ IN_HOST: Final = 1
 NOWHERE: Final = 2  # it waits in the inbox
 
 
+@mypyc_attr(acyclic=True)
 class RankedJob:
     """A job at a scheduling point, with up-to-date counters.
 
@@ -172,7 +175,7 @@ def free_cache_tokens(worker: Worker) -> int:
     """Tokens that are free for caches on the device and in host memory together, as of the last
     report.
     """
-    device = worker.capacity_tokens - worker.footprint.reset().taken - worker.held.tokens
+    device = worker.capacity_tokens - worker.footprint.taken - worker.held.tokens
     return device + worker.host_tokens - worker.swapped.tokens
 
 

@@ -113,7 +113,7 @@ class PreemptiveRounds(RoundPlanner):
             return True
         if len(residents) >= self._most(worker):
             return False
-        return worker.footprint.reset().fits(inbox[-1].length, worker.capacity_tokens)
+        return worker.footprint.fits(inbox[-1].length, worker.capacity_tokens)
 
     def _goes_first(self, worker: Worker, newcomers: Sequence[Job]) -> bool:
         """Whether one of `newcomers` ranks before a resident."""
@@ -178,7 +178,7 @@ class PreemptiveRounds(RoundPlanner):
         A shortcut that ranks nothing. It applies if all residents fit, no other job has a cache,
         and no job waits that could get one.
         """
-        footprint, capacity, inbox = worker.footprint.reset(), worker.capacity_tokens, worker.inbox
+        footprint, capacity, inbox = worker.footprint, worker.capacity_tokens, worker.inbox
         rows = footprint.rows
         if not rows or rows > self._most(worker) or (rows > 1 and footprint.needs > capacity):
             return 0

@@ -1,0 +1,81 @@
+"""Whether a vLLM server still generates: its engine may hang while /health answers 200.
+
+`figures` are what its engine reports after each pass: while they change, it is alive. Where they
+stand still, it is asked for a token (`generates`). llmctl asks the server that it started. In a
+container this file is the program of a probe, in the Python of vLLM's image, and so it imports
+nothing but the standard library:
+
+    python3 alive.py URL MODEL SECONDS NOTE [end]
+
+It exits with 0 if the server is alive, 1 if it never was, and 3 if it hangs: its figures are those
+of the last call, which NOTE keeps, it gives no token within SECONDS, and they are the same after
+that. `end` then kills all processes of the container, for a manager that restarts only what ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+PAGE_S = 5.0  # for /metrics
+NEVER, HANGS = 1, 3  # exit codes
+# What vLLM's engine reports with each pass; vLLM's API server changes none of it by itself.
+_FIGURES = re.compile(
+    r"^vllm:(?:prompt_tokens_total|generation_tokens_total|num_requests_running"
+    r"|num_requests_waiting|kv_cache_usage_perc)\b.*$",
+    re.MULTILINE,
+)
+
+
+def figures(url: str) -> str:
+    """The engine's figures, as its /metrics has them; '' without an answer or any of them."""
+    try:
+        page = build_opener(ProxyHandler({})).open(f"{url}/metrics", timeout=PAGE_S).read()
+    except (OSError, HTTPException):
+        return ""
+    return "\n".join(_FIGURES.findall(page.decode(errors="replace")))
+
+
+def generates(url: str, model: str, limit_s: float, key: str = "") -> bool:
+    """Whether the server gives a token within `limit_s`. One that refuses to try is no hang."""
+    asked = {"model": model, "prompt": "a", "max_tokens": 1, "ignore_eos": True, "stream": False}
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    request = Request(f"{url}/v1/completions", json.dumps(asked).encode(), headers)
+    try:
+        build_opener(ProxyHandler({})).open(request, timeout=limit_s).read()
+    except HTTPError as error:
+        return error.code < 500
+    except (OSError, HTTPException):
+        return False
+    return True
+
+
+def main() -> None:
+    """The program; see above."""
+    url, model, seconds, note, *mode = sys.argv[1:]
+    path, found = Path(note), figures(url)
+    known = path.read_text(encoding="utf-8") if path.exists() else None
+    if not found or found == known:
+        given = generates(url, model, float(seconds))
+        found = figures(url)
+        if not given and known is None and not found:
+            raise SystemExit(NEVER)
+        if not given and found in ("", known):
+            print(f"no token within {seconds} s", file=sys.stderr)
+            if mode == ["end"]:
+                os.kill(-1, signal.SIGKILL)
+            raise SystemExit(HANGS)
+    path.write_text(found, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
