@@ -219,11 +219,14 @@ class StandInConnection(asyncio.Protocol):
         text = ""
         while not made.finish:
             await self._pause()
+            if self.aborted:  # its text ends here; a text that has ended was not aborted
+                made.finish = "abort"
+                break
             text += chr(made.next())
             for stop in body.get("stop") or []:
                 if stop in text:
                     text, made.finish = text[: text.index(stop)], "stop"
-        choice = {"index": 0, "finish_reason": "abort" if self.aborted else made.finish}
+        choice = {"index": 0, "finish_reason": made.finish}
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         usage = _usage(len(prompt) // server.token_bytes, len(text))
         self._whole({"id": "whole", "choices": [choice], "usage": usage})

@@ -166,7 +166,7 @@ async def send_all(http: httpx.AsyncClient, work: list[tuple[dict[str, Any], boo
             except httpx.HTTPError as error:
                 problem = repr(error)
             if problem:
-                wrong.append(f"{problem}: {json.dumps(body)[:300]}")
+                wrong.append(f"{problem}: {json.dumps(body)}")
 
     await asyncio.gather(*(client() for _ in range(CLIENTS)))
     return wrong
