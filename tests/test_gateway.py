@@ -23,11 +23,13 @@ from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import replicas as pools
+from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, kinds_of_replicas
 from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.status import GatewayStatus
+from toolkit.gateway.stream import PassingAnswer
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import (
     Balancer,
@@ -265,6 +267,47 @@ def test_a_stream_goes_on_elsewhere_without_a_token_twice(chat: bool, how: str, 
 
     ids = how != "text"
     run(test, *(StandIn(token_s=0.002, speaks_ids=ids) for _ in range(2)))
+
+
+def events_of(tokens: str, *, ids: bool, hold: int) -> bytes:
+    """The events of a chat that a server streams: a token a character, `hold` held back."""
+    lines = []
+    for k, token in enumerate(tokens):
+        choice: dict[str, Any] = {"index": 0, "delta": {"content": tokens[k - hold] * (k >= hold)}}
+        if ids:
+            choice |= {"token_ids": [ord(token)]} | ({"prompt_token_ids": [1, 2]} if not k else {})
+        lines.append(f"data: {json.dumps({'id': 'a', 'choices': [choice]})}\n\n")
+    return "".join(lines).encode()
+
+
+@pytest.mark.parametrize(
+    ("attempts", "modes"),
+    [
+        ([("abcdefgh", True), ("fghi", True)], ["ids", "text"]),  # of "fghi" one came: f
+        ([("abcdef", True), ("abcdefgh", False)], ["again", "text"]),  # abc came again
+        ([("abcdef", False), ("defghi", False)], ["text", "text"]),
+    ],
+)
+def test_a_continuation_is_given_the_tokens_that_the_client_lacks(
+    attempts: list[tuple[str, bool]], modes: list[str]
+) -> None:
+    body = {"messages": [], "stream": True, "stop": ["xx", "yyyy"], "max_tokens": 20}
+    passing = PassingAnswer(
+        GenerationCall(json.dumps(body | {"temperature": 0}).encode(), chat=True)
+    )
+    text, asked = "", {}
+    passing.request(speaks_ids=True, max_model_len=None)
+    for (tokens, ids), mode in zip(attempts, modes, strict=True):
+        passed = passing.feed(events_of(tokens, ids=ids, hold=3))
+        text += "".join(
+            json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+            for line in passed.decode().split("\n\n")
+            if line
+        )
+        asked = json.loads(passing.request(speaks_ids=mode == "ids", max_model_len=None)[1])
+        assert passing.mode == mode
+    assert asked["messages"] == [{"role": "assistant", "content": text}]
+    assert asked["max_tokens"] == 20 - len(text)
 
 
 def test_an_answer_that_lacks_only_its_last_lines_ends():

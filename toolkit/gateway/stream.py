@@ -8,6 +8,7 @@ answer.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -149,6 +150,8 @@ class PassingAnswer:
             self._finished.clear()
             done = ClientProgress("", 0, None, None)
         else:
+            if mode == "text":
+                done.tokens += self._tokens_of_overlap(done)
             self._base_tokens = self.tokens = done.tokens
             if mode == "ids":
                 self._go_on_from(done)
@@ -156,6 +159,16 @@ class PassingAnswer:
                 self._ids = None  # the tokens of the text so far may be others there
         self.mode = mode
         return call.continued(mode, done, speaks_ids=speaks_ids, max_model_len=max_model_len)
+
+    def _tokens_of_overlap(self, done: ClientProgress) -> int:
+        """About how many tokens the overlap has; the ids so far have the text and what is held
+        back.
+        """
+        if not done.overlap or self._ids is None:
+            return 0
+        characters = self._length + self._call.held_back
+        share = math.ceil(done.overlap * len(self._ids) / characters)
+        return min(share, len(self._ids) - done.tokens)
 
     def _go_on_from(self, done: ClientProgress) -> None:
         """The next attempt begins behind these ids."""
@@ -272,11 +285,12 @@ class PassingAnswer:
         empty, made = self.mode != "first", []
         for choice in read.choices:
             texts, cut = choice.texts(), False
+            brought = bool(texts)
             if self._skip:
                 texts, cut = self._skipped(choice, texts)
                 if self.failure:
                     return b""
-            self._note(choice, texts)
+            self._note(choice, texts, brought=brought)
             tools = choice.delta is not None and bytes(choice.delta.tool_calls) not in EMPTY_CALLS
             self._calls_tools |= tools
             if texts or tools or choice.finish_reason or (choice.token_ids and not cut):
@@ -291,13 +305,15 @@ class PassingAnswer:
         self.begun = True
         return b"".join(made) if remade else self._renamed(event, read)
 
-    def _note(self, choice: _Choice, texts: list[tuple[str, str]]) -> None:
-        """Count what a choice brings to the client."""
+    def _note(self, choice: _Choice, texts: list[tuple[str, str]], *, brought: bool) -> None:
+        """Count what a choice brings to the client: `texts`. `brought`: it has any text, which the
+        client may have already.
+        """
         ids = choice.token_ids
         if ids is None:
-            if texts:
+            if brought:
                 self._ids = None
-                self.new_tokens += 1
+                self.new_tokens += bool(texts)
                 self.tokens += 1
         elif ids and (self._ids is not None or texts):
             if self._ids is not None:
