@@ -165,7 +165,7 @@ def test_an_additive_mask_hides_what_is_not_visible_and_is_aligned(
 
 
 def test_cudnn_s_attention_is_left_out_on_cuda_only() -> None:
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)  # torch keeps it for all tests of a process
     engine_of("llama")
     assert torch.backends.cuda.cudnn_sdp_enabled()
     try:
