@@ -152,6 +152,7 @@ class Balancer:
             DEFAULT_EXPECTED_TOKENS,
             0,
             np.random.default_rng(seed),
+            even=len({each.weight for each in traits}) <= 1,
         )
 
     def add(self, traits: ReplicaTraits) -> int:
@@ -159,6 +160,7 @@ class Balancer:
         replica = Replica(len(self.replicas), traits)
         replica.is_up = False
         self.replicas.append(replica)
+        self._view.even &= traits.weight == self.replicas[0].traits.weight
         self._index.add_replica(self._index_bound(traits))
         if self._sink is not None:
             has_law = traits.law is not None

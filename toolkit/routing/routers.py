@@ -55,6 +55,7 @@ class RouterView:
     rings: dict[tuple[int, ...], tuple[list[int], list[int]]] = field(default_factory=dict)
     now_s: float = 0.0
     outlook: RequestOutlook | None = None
+    even: bool = False  # known to be of one weight, so that no request looks at all weights
 
     def share(self, request: RoutedRequest, replica: Replica) -> float:
         """The share of the request's full blocks that a replica has cached, from 0 to 1."""
@@ -112,7 +113,7 @@ class RoundRobinRouter(_Checked):
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
         replicas = view.replicas
-        if len({replica.traits.weight for replica in replicas}) == 1:
+        if view.even or len({replica.traits.weight for replica in replicas}) == 1:
             return replicas[view.routed % len(replicas)].index
         ends = list(accumulate(replica.traits.weight for replica in replicas))
         turn = view.routed * GOLDEN % 1.0 * ends[-1]
@@ -522,9 +523,9 @@ def router_of(recipe: Recipe, name: str | None = None, workers: int = 0) -> Rout
 
 def _for_weights(view: RouterView, loads: Sequence[float], one: float) -> Sequence[float]:
     """The loads of replicas of several kinds with `one` more each, for a replica of weight 1."""
-    weights = [replica.traits.weight for replica in view.replicas]
-    if min(weights) == max(weights):
+    if view.even:
         return loads
+    weights = [replica.traits.weight for replica in view.replicas]
     return [(load + one) / weight for load, weight in zip(loads, weights, strict=True)]
 
 
