@@ -11,6 +11,7 @@ engine hangs: it answers /health and /metrics, and generates nothing.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import os
 import signal
@@ -36,7 +37,6 @@ def install(folder: Path, version: str = "0.32.0+cpu", distribution: str = "vllm
     info.mkdir()
     metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
     (info / "METADATA").write_text(metadata)
-    (info / "top_level.txt").write_text("vllm\n")
     python = folder / "python"
     here = Path(__file__).parent
     python.write_text(
@@ -252,4 +252,5 @@ async def serve() -> None:
 
 
 def main() -> None:
+    importlib.metadata.version("vllm")  # as vLLM's own does, for --version
     asyncio.run(serve())

