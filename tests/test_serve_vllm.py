@@ -143,10 +143,12 @@ def test_nothing_of_vllm_is_left_when_llmctl_ends_killed_or_not(
         left = psutil.wait_procs(processes, timeout=60)[1]
         for process in left:
             process.kill()
-        server.communicate(timeout=60)
+        _, said = server.communicate(timeout=60)
     assert len(processes) == 2
     assert left == []
     assert server.returncode == (0 if number is signal.SIGTERM else -number)
+    early = source == "engine-loads" and number is signal.SIGTERM
+    assert ("stopped by a signal before it was ready" in said) is early
 
 
 def test_a_signal_before_vllm_starts_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -421,6 +421,7 @@ class ServerRecord:
     def __init__(self, target: Where) -> None:
         self._target = target
         self._server: Running | None = None
+        self._was_ready = False
 
     def ready(self, url: str, model: str, plan: Plan, certificate: Path | None = None) -> None:
         """Write the record; `certificate` is the server's.
@@ -432,6 +433,7 @@ class ServerRecord:
         from toolkit.errors import InputError
         from toolkit.files.tuning import breaks
 
+        self._was_ready = True
         name = name_of(plan.recipe.name, url)
         server = this_process(name, self._target, url, model, plan.workers, plan.policy.name)
         server = server.model_copy(update={"breaks": breaks(plan.limits)})
@@ -448,6 +450,8 @@ class ServerRecord:
         """Record how the requests ended; `llmctl stop` waits for that."""
         from toolkit.deploy.running import remember
 
+        if not self._was_ready:
+            note("stopped by a signal before it was ready")
         if self._server is not None:
             remember(self._server.model_copy(update={"ended": dict(requests)}))
             self._server = None
