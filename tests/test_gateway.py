@@ -26,9 +26,8 @@ from toolkit.gateway import replicas as pools
 from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, kinds_of_replicas
-from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
-from toolkit.gateway.status import GatewayStatus
+from toolkit.gateway.status import GatewayExposition, GatewayStatus
 from toolkit.gateway.stream import PassingAnswer
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import (

@@ -31,10 +31,9 @@ from toolkit.estimators.steps import law_of_steps
 from toolkit.files.plan import Kind, Plan
 from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway, GatewaySettings
-from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import LiveKind, LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
-from toolkit.gateway.status import GatewayStatus
+from toolkit.gateway.status import GatewayExposition, GatewayStatus
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
 from toolkit.routing.replicas import BLOCK_TOKENS, ReplicaTraits, weighed
