@@ -1,7 +1,8 @@
 """Backends: everything that one engine needs beyond its row in the table of engines.
 
-An engine is one folder or file here; its `EngineTraits` names its backend. A backend profiles its
-engine, starts it if it is a server of its own, and reports what the engine lacks on this machine.
+An engine's `EngineTraits` names its backend. An engine that is a server of its own has a folder or
+a file here; engines that run in llmctl's worker processes share `LocalBackend`. A backend profiles
+its engine, starts it if it is a server, and reports what the engine lacks on this machine.
 `backend_of` imports a backend on first use, so an engine without its library costs nothing.
 """
 
@@ -168,3 +169,15 @@ def backend_of(engine: str) -> Backend:
     """Import and make the backend of an engine. Raises `InputError` for an unknown engine."""
     backend: Backend = attribute(traits_of(engine).backend)()
     return backend
+
+
+class LocalBackend:
+    """`Backend` of every engine with an `EngineTraits.load`, which is profiled in a process of its
+    own.
+    """
+
+    def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
+        """See `Backend.timed`."""
+        from toolkit.profiling.process import engine_process
+
+        return engine_process(recipe)
