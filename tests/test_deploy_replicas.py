@@ -350,7 +350,7 @@ def test_a_container_gets_the_flags_that_llmctl_serve_gives(
     order = ServerOrder(plan, "m", "127.0.0.1", 8000, Ending(0, 30))
     words = command_of(order, tmp_path).words("127.0.0.1", 8000)
     found = [word for flag, _ in described(plan, "m").flags for word in flag]
-    counted = ["--scheduler-cls", "toolkit.backends.vllm.counts.counted_scheduler"]
+    counted = ["--scheduler-cls", "toolkit.backends.vllm.iterations.counted_scheduler"]
     rest = [word for word in words[words.index("--served-model-name") :] if word not in counted]
     assert found == rest[: rest.index("--shutdown-timeout")]
 
