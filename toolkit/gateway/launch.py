@@ -43,13 +43,16 @@ from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.assemble import model_name
 from toolkit.serve.http import CLIENT_SHARE, HttpServer, WireLimits
 from toolkit.serve.launch import FLUSH_EVERY_S, EventLog, Manager
-from toolkit.serve.rereading import Certificate, Followed, WatchedFiles, follow
 from toolkit.serve.server import (
     LAST_BYTES_S,
+    Certificate,
     Ending,
+    Followed,
     Signals,
+    WatchedFiles,
     check_exposure,
     first_of,
+    follow,
     is_loopback,
     leave,
     listen,

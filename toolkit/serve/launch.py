@@ -40,8 +40,18 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.helper import Helper
 from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest
-from toolkit.serve.rereading import Certificate, Followed, WatchedFiles, follow
-from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
+from toolkit.serve.server import (
+    Certificate,
+    Ending,
+    Followed,
+    WatchedFiles,
+    check_exposure,
+    follow,
+    is_loopback,
+    listen,
+    serve,
+    url,
+)
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 from toolkit.workers.pool import ProcessWorkers, WorkerSpec
