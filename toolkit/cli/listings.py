@@ -56,7 +56,11 @@ def doctor(
 
 
 def _show_checks(checks: list[Check], recipe: str) -> None:
-    table(["check", "", "found"], [(check.name, check.status, _found(check)) for check in checks])
+    rows = [
+        (one.name, one.status, f"{one.found}\n-> {one.remedy}" if one.remedy else one.found)
+        for one in checks
+    ]
+    table(["check", "", "found"], rows)
     absent = [check.name for check in checks if check.status == "missing"]
     subject = f"recipe {recipe}" if recipe else "this machine"
     if not absent:
@@ -65,10 +69,6 @@ def _show_checks(checks: list[Check], recipe: str) -> None:
         print(fill(f"{subject}: valid; missing on this machine: {', '.join(absent)}", WIDTH))
     else:
         print(f"{subject}: missing: {', '.join(absent)}")
-
-
-def _found(check: Check) -> str:
-    return f"{check.found}\n-> {check.remedy}" if check.remedy else check.found
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,25 +11,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from toolkit.gateway.passing import NO_REPLICA
 from toolkit.gateway.replicas import LiveReplica
 from toolkit.routing.routers import router_parameters
-from toolkit.serve.metrics import Gauges
+from toolkit.serve.metrics import (
+    Gauges,
+    Labels,
+    by_label,
+    family_of,
+    histogram_family,
+)
 from toolkit.serve.status import Facts, MetricHistory, StatusPage
 
 if TYPE_CHECKING:
     from toolkit.gateway.front import Gateway
-
-Labels = Mapping[str, str]
 
 _GAUGES = (
     ("llmctl_requests_running", "Requests for tokens that have not ended.", "running"),
@@ -81,18 +80,15 @@ class GatewayExposition:
         gateway, stats = self._gateway, self._gateway.stats
         labels = {"model_name": gateway.model, "router": gateway.balancer.router.name}
         for name, text, attribute in _GAUGES:
-            yield _one(GaugeMetricFamily, name, text, labels, getattr(gateway, attribute))
+            yield family_of(GaugeMetricFamily, name, text, labels, getattr(gateway, attribute))
         for name, text, attribute in _COUNTERS:
-            yield _one(CounterMetricFamily, name, text, labels, getattr(stats, attribute))
-        yield _by(CounterMetricFamily, "llmctl_requests", "Requests that ended, and how.", labels,
-                  "finish_reason", dict(stats.ended))  # fmt: skip
+            yield family_of(CounterMetricFamily, name, text, labels, getattr(stats, attribute))
+        name, text = "llmctl_requests", "Requests that ended, and how."
+        yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", dict(stats.ended))
         text = "Answers that a second replica continued, by how."
-        yield _by(CounterMetricFamily, "llmctl_continued", text, labels, "by", gateway.moved)
+        yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", gateway.moved)
         for name, text, attribute in _HISTOGRAMS:
-            histogram = getattr(stats, attribute)
-            family = HistogramMetricFamily(name, text, labels=list(labels))
-            family.add_metric(list(labels.values()), histogram.cumulative(), histogram.total)
-            yield family
+            yield histogram_family(name, text, labels, getattr(stats, attribute))
         yield from self._replicas(labels)
         yield from self._keys(labels)
 
@@ -101,17 +97,19 @@ class GatewayExposition:
         known = self._gateway.balancer.replicas
         up = {each.url: float(each.state == "up") for each in replicas}
         text = "1 while a replica may be sent requests."
-        yield _by(GaugeMetricFamily, "llmctl_replica_up", text, labels, "replica", up)
+        yield by_label(GaugeMetricFamily, "llmctl_replica_up", text, labels, "replica", up)
         running = {each.url: float(len(each.attempts)) for each in replicas}
         text = "Requests that a replica has."
-        yield _by(GaugeMetricFamily, "llmctl_replica_running", text, labels, "replica", running)
+        yield by_label(
+            GaugeMetricFamily, "llmctl_replica_running", text, labels, "replica", running
+        )
         reports = {each.url: known[each.index].report for each in replicas}
         usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
         text = "Share of its KV cache that a replica reported last."
-        yield _by(GaugeMetricFamily, "llmctl_replica_kv_usage", text, labels, "replica", usage)
+        yield by_label(GaugeMetricFamily, "llmctl_replica_kv_usage", text, labels, "replica", usage)
         for kind, name, text, attribute in _REPLICAS:
             values = {each.url: float(getattr(each, attribute)) for each in replicas}
-            yield _by(kind, f"llmctl_replica_{name}", text, labels, "replica", values)
+            yield by_label(kind, f"llmctl_replica_{name}", text, labels, "replica", values)
 
     def _keys(self, labels: Labels) -> Iterator[Metric]:
         named = self._gateway.keyring.named
@@ -120,7 +118,7 @@ class GatewayExposition:
             ("llmctl_key_tokens", "Prompt and output tokens of a key.", "taken_tokens"),
         ):
             values = {account.name: float(getattr(account, attribute)) for account in named}
-            yield _by(CounterMetricFamily, name, text, labels, "key", values)
+            yield by_label(CounterMetricFamily, name, text, labels, "key", values)
 
 
 class _Families:
@@ -154,25 +152,6 @@ def merged_metrics(texts: Mapping[str, str]) -> bytes:
             ]
     text_of_all: bytes = generate_latest(_Families(found.values()))
     return text_of_all
-
-
-Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
-
-
-def _one(kind: Kind, name: str, text: str, labels: Labels, value: float) -> Metric:
-    family = kind(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _by(
-    kind: Kind, name: str, text: str, labels: Labels, label: str, values: Mapping[str, float]
-) -> Metric:
-    """A family with one series for each value of `label`."""
-    family = kind(name, text, labels=[*labels, label])
-    for key, value in values.items():
-        family.add_metric([*labels.values(), key], value)
-    return family
 
 
 class GatewayStatus(StatusPage):

@@ -196,7 +196,7 @@ def launch(
             order.manager.report_health(lambda: not driver.bug),
         ]
         if events:
-            background.append(_flush(events))
+            background.append(flush(events))
         if status:
             background.append(status.sampling())
         limits, address = WireLimits(client_share=order.client_share), url(listener, tls=bool(tls))
@@ -288,7 +288,7 @@ def warm_up(plan: Plan) -> None:
     scheduler.tick(0.0)
 
 
-async def _flush(events: EventLog) -> None:
+async def flush(events: EventLog) -> None:
     """Write the log once a second: a killed server loses little; an event costs no system call."""
     while True:
         await asyncio.sleep(FLUSH_EVERY_S)
