@@ -61,7 +61,7 @@ class ServerOrder:
 
 
 class Backend(Protocol):
-    """What every engine has."""
+    """What the backend of every engine can do."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
         """Yield the engine, loaded or found, ready to be profiled.
@@ -73,8 +73,8 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Serves(Protocol):
-    """A backend of an engine that is a server and that llmctl starts. Its requests bypass
-    llmctl.
+    """A backend of an engine that is a server and that llmctl starts. Clients send their requests
+    to that server, not to llmctl.
     """
 
     def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
@@ -108,7 +108,7 @@ class ReplicaServer(Protocol):
 
 @runtime_checkable
 class StartsReplicas(Protocol):
-    """A backend that starts one of several servers, for a front of llmctl before them."""
+    """A backend that starts one of several servers behind llmctl's front."""
 
     def replica(self, order: ServerOrder, number: int, folder: Path) -> ReplicaServer:
         """Start server `number` of the plan's `workers`, on a free port and its own devices.
@@ -129,7 +129,7 @@ class Checks(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class ServerCommand:
-    """One server of an engine, as another program than llmctl starts it, such as a container.
+    """How a program other than llmctl, such as a container, starts one server of an engine.
 
     Attributes:
         command: the program and what it serves; `flags`, the address and the drain follow.

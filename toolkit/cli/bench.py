@@ -205,8 +205,8 @@ def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
-    """A line where the trace's rate differs from the rate that the plan was tuned for, which its
-    promise is about.
+    """A line, if the trace's rate differs from the rate that the plan was tuned for: its promise
+    holds for that rate only.
     """
     from toolkit.files.bench import SAME_RATE
     from toolkit.traces.windows import mean_rate
@@ -328,8 +328,8 @@ class ValidateOptions:
     url: Annotated[
         str | None,
         typer.Option(
-            help="URL of the server; default: the recipe's engine.url, or its"
-            " serve.port on this machine."
+            help="URL of the server; default: the recipe's engine.url, or its serve.port on this "
+            "machine."
         ),
     ] = None
     trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = (
@@ -350,9 +350,8 @@ class ValidateOptions:
     tuning: Annotated[
         Path | None,
         typer.Option(
-            help="Replay the held-out windows of this tuning.json at its rate, instead"
-            " of --windows "
-            "and --rate."
+            help="Replay the held-out windows of this tuning.json at its rate, instead of "
+            "--windows and --rate."
         ),
     ] = None
     warmup: Annotated[

@@ -50,7 +50,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.profiling.run import ProfileBench
 from toolkit.serve.server import check_exposure, end_signals, listen
 from toolkit.workers.process import (
-    VARIABLE,
+    GPUS_VARIABLE,
     gpu_models,
     require_gpu,
     share_gpus,
@@ -134,7 +134,7 @@ def start_replica(order: ServerOrder, number: int, folder: Path) -> VllmServer:
         ]
         names = share_gpus(sizes, visible_gpus())[number].names
         if names is not None:
-            variables[VARIABLE] = names
+            variables[GPUS_VARIABLE] = names
             variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if whole.others else {}
     threads = [each.engine.threads or 0 if each.hardware.device == "cpu" else 0 for each in recipes]
     command = replace(
