@@ -94,6 +94,7 @@ def test_a_policy_of_ours_serves_over_http_and_its_log_replays(tmp_path: Path):
             fit=fit,
             workers=1,
             policy=chosen,
+            limits=[],
             predicted={},
             explained={},
         ),
