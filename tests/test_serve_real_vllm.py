@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import pytest
 import samples
 from real_vllm import differences, needed, recipe
 
@@ -27,7 +28,7 @@ from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import parameters
 
-pytestmark = needed
+pytestmark = [needed, pytest.mark.slow]
 
 
 def requests(count: int) -> list[Sample]:
