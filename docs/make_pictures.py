@@ -3,8 +3,8 @@
     python -m docs.make_pictures
 
 The diagrams are drawn from the text here, the curve from `docs/pictures/online-rebatch.json`, the
-routers from a simulation. A drawing follows the reader's light or dark scheme, and has a ground of
-its own, so that it reads on any page. The charts are the report's.
+routers from a simulation. A drawing follows the reader's light or dark scheme, and has a background
+of its own, so that it is legible on any page. The charts are made as those of `llmctl report`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from toolkit import api
-from toolkit.report.parts import HEIGHT, WIDTH, Axes, ChartSeries, bars, chart
+from toolkit.report.parts import Axes, ChartSeries, bars, chart
 
 HERE = Path(__file__).parent / "pictures"
 STYLE = """\
@@ -41,7 +41,7 @@ MARGIN = 12
 
 
 def picture(inner: str, width: float, height: float, label: str) -> str:
-    """A whole SVG file around shapes in a box of that size."""
+    """A whole SVG file: the shapes in `inner`, in a box of this size, with a margin around it."""
     box = f"{-MARGIN} {-MARGIN} {width + 2 * MARGIN:g} {height + 2 * MARGIN:g}"
     ground = (
         f'<rect class="ground" x="{-MARGIN}" y="{-MARGIN}" width="{width + 2 * MARGIN:g}" '
@@ -74,7 +74,7 @@ def box(
 
 
 def arrow(points: Sequence[tuple[float, float]], text: str = "") -> str:
-    """A line through the points with a head at the last one, and a text over its first part."""
+    """A line through the points, with a head at the last one and a text over its first part."""
     path = "L".join(f"{x} {y}" for x, y in points)
     (x0, y0), (x1, y1) = points[-2:]
     dx, dy = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)
@@ -90,7 +90,7 @@ def arrow(points: Sequence[tuple[float, float]], text: str = "") -> str:
     return "\n".join(parts)
 
 
-PIPELINE = [
+PIPELINE = [  # each file, two lines about it, and the command that makes it
     ("recipe.yaml", ["model, GPU,", "targets"], ""),
     ("profile.json", ["times and memory,", "on the device"], "profile"),
     ("fit.json", ["laws, with", "their errors"], "fit"),
@@ -108,16 +108,8 @@ def pipeline() -> str:
         if command:
             parts.append(arrow([(x - gap, 46), (x, 46)], command))
     tuning, server = 3 * (width + gap) + width / 2, 5 * (width + gap) + width / 2
-    parts.append(
-        box(
-            tuning - 82,
-            128,
-            164,
-            "simulator",
-            ["the server's scheduler", "on a virtual clock"],
-            own=True,
-        )
-    )
+    lines = ["the server's scheduler", "on a virtual clock"]
+    parts.append(box(tuning - 82, 128, 164, "simulator", lines, own=True))
     parts.append(arrow([(tuning, 128), (tuning, 74)]))
     parts.append(box(tuning - 300, 128, 150, "a trace", ["of your traffic:", "times and lengths"]))
     parts.append(arrow([(tuning - 150, 154), (tuning - 82, 154)]))
@@ -128,7 +120,7 @@ def pipeline() -> str:
     return picture("\n".join(parts), 6 * width + 5 * gap, 184, label)
 
 
-REQUEST = [
+REQUEST = [  # where a request is, and what happens there
     ("front", ["checks the request,", "counts its tokens"]),
     ("pool", ["the job waits"]),
     ("policy", ["route: to a worker", "plan: a batch"]),
@@ -196,16 +188,10 @@ def routers() -> str:
 
 
 def main() -> None:
-    for name, drawing in (
-        ("pipeline", pipeline()),
-        ("request", request()),
-        ("predicted", predicted()),
-        ("routers", routers()),
-    ):
-        (HERE / f"{name}.svg").write_text(drawing, encoding="utf-8")
-    print(
-        f"docs/pictures: pipeline, request, predicted and routers .svg, {WIDTH} x {HEIGHT} charts"
-    )
+    for draw in (pipeline, request, predicted, routers):
+        path = HERE / f"{draw.__name__}.svg"
+        path.write_text(draw(), encoding="utf-8")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

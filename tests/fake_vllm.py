@@ -258,7 +258,7 @@ def install(version="0.32.0+cpu") -> dict[str, ModuleType]:
     return found
 
 
-INSIDE = tuple(f"toolkit.backends.vllm.{name}" for name in ("scheduler", "iterations", "counts"))
+INSIDE = tuple(f"toolkit.backends.vllm.{name}" for name in ("scheduler", "iterations"))
 
 
 def imported(name: str, version: str = "0.32.0+cpu") -> ModuleType:

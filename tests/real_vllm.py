@@ -35,7 +35,7 @@ CONFIG = {
 
 
 def recipe():
-    """384 tokens of cache, which is little: requests are preempted."""
+    """A recipe with 384 tokens of cache: so few that requests are preempted."""
     return samples.recipe(
         engine={
             "name": "vllm",

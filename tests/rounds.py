@@ -180,10 +180,12 @@ class RoundDriver:
         self.steps: list[StepOutput] = []  # of the last round
         self.chunk_tokens = chunk_tokens  # of all rounds
         self.dropped: list[int] = []  # in the last round
-        self.whole = not chunk_tokens  # running rows have their caches when a round ends
+        # Whether running rows have their whole caches when a round ends.
+        self.whole = not chunk_tokens
         self.stop_after: int | None = None
 
     def having(self, *states: str) -> list[int]:
+        """The numbers of the requests in one of these states."""
         return [number for number, state in enumerate(self.state) if state in states]
 
     def run(self, steps: int = 5, *, enter: Sequence[int] = (), **moves: Any) -> RoundOutput:
@@ -209,7 +211,7 @@ class RoundDriver:
         return output
 
     def _check_places(self) -> None:
-        """The engine has each row in the state that the rounds wanted, and no other rows."""
+        """Check that the engine has each row in the state that the plan wanted, and no others."""
         engine = self.engine
         running = {*engine._batch.numbers, *engine._prefiller.numbers}
         assert running == set(self.having(RUNS))
@@ -236,10 +238,8 @@ class RoundDriver:
         """Run a round of random moves."""
         running = self._some(rng, self.having(RUNS), 0.25)
         evict, pause, swap_out = (tuple(running[index::3]) for index in range(3))
-        paused, swapped = (
-            self._some(rng, self.having(PAUSED), 0.6),
-            self._some(rng, self.having(SWAPPED), 0.4),
-        )
+        paused = self._some(rng, self.having(PAUSED), 0.6)
+        swapped = self._some(rng, self.having(SWAPPED), 0.4)
         swap_out += tuple(paused[1::2])
         resume = (*paused[::2], *swapped[::2])
         self.run(

@@ -108,7 +108,7 @@ def make_profile(
 def probe_all(
     zeta: float, lengths: Sequence[int] = (16, 64, 128, 256), steps: int = 16
 ) -> list[MemoryPoint]:
-    """What exact probes of an engine find that holds zeta * capacity tokens."""
+    """What exact probes find of an engine that holds zeta * capacity tokens."""
     fits = [int(zeta * FACTS.capacity_tokens / (length + steps)) for length in lengths]
     return [
         MemoryPoint(input_length=length, steps=steps, largest_ok=rows, smallest_oom=rows + 1)
@@ -128,8 +128,8 @@ def make_rounds(
     noise: float = 0.0,
     seed: int = 0,
 ) -> RoundsProfile:
-    """Rounds with parts that take the given times, and that take batch_s + stretch * the sum of
-    these and `law`.
+    """Rounds with parts that take the given times. A whole round takes batch_s + stretch * (the
+    times of its parts, and of its prefills and decode steps by `law`).
     """
     rng = np.random.default_rng(seed)
 
@@ -159,17 +159,12 @@ def make_rounds(
             for _ in range(int(rng.integers(0, 3)))
         ]
         rows = sum(count for count, _ in groups) + int(rng.integers(1, 17))
-        cached, steps, left = (
-            int(rng.integers(64, 256)),
-            int(rng.integers(1, 33)),
-            int(rng.integers(0, 3)),
-        )
-        seconds = sum(law.prefill_s(*group) + join(*group) for group in groups) + law.decode_s(
-            rows, cached, steps
-        )
-        seconds += sum(grow(rows, cached + step) for step in range(1, steps + 1)) + left * leave_s(
-            cached + steps
-        )
+        cached, steps = int(rng.integers(64, 256)), int(rng.integers(1, 33))
+        left = int(rng.integers(0, 3))
+        seconds = sum(law.prefill_s(*group) + join(*group) for group in groups)
+        seconds += law.decode_s(rows, cached, steps)
+        seconds += sum(grow(rows, cached + step) for step in range(1, steps + 1))
+        seconds += left * leave_s(cached + steps)
         return RoundPoint(
             groups=groups,
             rows=rows,

@@ -36,7 +36,7 @@ from toolkit.engine_traits import EngineTraits
 TOY = EngineTraits(
     "toy",
     "counts",
-    backend="toolkit.backends.local:LocalBackend",
+    backend="toolkit.backends:LocalBackend",
     load="toy.engine:load",
     loads_model=False,
 )

@@ -26,15 +26,15 @@ HEAVY = {
     "numba",
     "httpx",
     "jinja2",
+    "matplotlib",
 }
-HEAVY |= {"matplotlib"}
 
 NAMES = list(main.COMMANDS)
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
-    """Puts a function in the place of `llmctl schema`."""
+    """Replaces the function of `llmctl schema` by another one."""
 
     def replace(function: Callable[[], None]) -> None:
         module = ModuleType("toolkit.cli.listings")
@@ -279,7 +279,7 @@ def test_another_broken_pipe_is_a_bug(
 
 @pytest.mark.slow
 def test_a_full_disk_under_stdout_is_one_line() -> None:
-    """As in `llmctl schema > file`; what is not printed must not be complained of again at exit."""
+    """As in `llmctl schema > file`; Python must not complain at exit of unprinted text."""
     with open("/dev/full", "w") as full:
         line = [sys.executable, "-m", "toolkit", "schema"]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)

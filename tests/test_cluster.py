@@ -15,8 +15,7 @@ from test_tuning import trace
 from benchmarks.common.serving import client
 from toolkit.cluster.connect import check_address, joined
 from toolkit.cluster.workers import KIND, RayWorkers, WorkerActor, WorkerPlacement, accelerator_type
-from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Row, SamplingParams
+from toolkit.engines.protocol import Row, SamplingParams, make_engine
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world

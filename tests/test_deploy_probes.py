@@ -1,6 +1,6 @@
 """The rendered probes, run as a kubelet runs them, on a live server; its only worker is killed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,17 @@ GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 200}
 
 @dataclass
 class Probe:
-    """A probe as a kubelet counts it. Each `ask` is one period: asked faster than that, it is only
-    stricter.
+    """A probe as a kubelet counts it. Each `ask` stands for one period. The tests ask faster than
+    that, which is only stricter.
     """
 
     data: dict[str, Any]
     failures: int = 0  # in a row
-    most: int = field(default=0)
+    most: int = 0  # failures in a row, so far
 
     def ask(self, url: str) -> bool:
-        """Whether the kubelet would still call it good: fewer failures in a row than its
-        threshold.
+        """Probe the server once. Whether the kubelet would still call it good: fewer failures in a
+        row than the threshold.
         """
         answer = httpx.get(url + self.data["httpGet"]["path"], timeout=self.data["timeoutSeconds"])
         self.failures = 0 if 200 <= answer.status_code < 400 else self.failures + 1
@@ -36,7 +36,7 @@ class Probe:
 
 
 def probes(target: str, folder: Path) -> dict[str, Probe]:
-    """Of the container that serves."""
+    """The probes of the container that serves, by their keys in the manifest."""
     files = render_target(target, orders.order(orders.plan(folder)))
     pod = yaml.safe_load(files["core/deployment.yaml"])["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -48,8 +48,8 @@ def probes(target: str, folder: Path) -> dict[str, Probe]:
 def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(
     target: str, tmp_path: Path
 ) -> None:
-    """While its one worker is loaded again no new requests come, and those that it has are
-    answered.
+    """While its only worker is loaded again, the pod gets no new requests, and answers those that
+    it has.
     """
     import openai  # here: it takes half a second, and only slow tests need it
 
@@ -57,17 +57,8 @@ def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(
     assert found.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
     ready, alive = found["readinessProbe"], found["livenessProbe"]
     fake_plan(tmp_path, eos_one_in=0, decode_s=0.004)
-    options = (
-        "--served-model-name",
-        "toy",
-        "--workers",
-        "1",
-        "--policy",
-        "slice",
-        "--set",
-        "slice_tokens=16",
-    )
-    with Server(tmp_path / "plan.json", *options) as server:
+    options = "--served-model-name toy --workers 1 --policy slice --set slice_tokens=16"
+    with Server(tmp_path / "plan.json", *options.split()) as server:
         assert found["startupProbe"].ask(server.url)
         assert found["startupProbe"].failures == 0
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -76,9 +67,8 @@ def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(
             text = next(iter(stream)).choices[0].text
             (victim,) = server.workers()
             victim.kill()
-            while (
-                ready.ask(server.url) or not ready.failures
-            ):  # until the Service would leave it out
+            # Until the Service would leave the pod out.
+            while ready.ask(server.url) or not ready.failures:
                 assert alive.ask(server.url)
             while ready.failures:
                 ready.ask(server.url)

@@ -9,7 +9,6 @@ import tiny
 import torch
 from lanes import thinned
 
-from toolkit.engines.factory import make_engine
 from toolkit.engines.loading import load_model
 from toolkit.engines.protocol import (
     Engine,
@@ -18,6 +17,7 @@ from toolkit.engines.protocol import (
     SamplingParams,
     SliceOutput,
     StepOutput,
+    make_engine,
 )
 from toolkit.engines.round_parts import STEPS
 from toolkit.engines.transformers_engine import TIMED_STEPS

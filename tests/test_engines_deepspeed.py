@@ -8,8 +8,7 @@ import tiny
 from pydantic import ValidationError
 from test_workers_pool import Events, with_workers
 
-from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Row, SamplingParams
+from toolkit.engines.protocol import Row, SamplingParams, make_engine
 from toolkit.errors import EngineError
 from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.profile import EngineFacts, MemoryPoint

@@ -14,9 +14,8 @@ import torch
 from test_workers_pool import Events, with_workers
 from torch import nn
 
-from toolkit.engines.factory import make_engine
 from toolkit.engines.loading import load_model
-from toolkit.engines.protocol import Round, Row, SamplingParams
+from toolkit.engines.protocol import Round, Row, SamplingParams, make_engine
 from toolkit.engines.tensor_parallel import RankShare, cut
 from toolkit.errors import EngineError
 from toolkit.files.recipe import EngineSpec, Recipe

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from toolkit.engines.hashing import mix, uniform
-from toolkit.engines.protocol import Row, SamplingParams
+from toolkit.engines.protocol import Row, SamplingParams, mix, uniform
 from toolkit.engines.sampling import Sampler
 
 VOCAB = 8

@@ -13,7 +13,7 @@ from test_fleet_files import write_fleet, write_kind
 
 from benchmarks.common.serving import LAW, Server
 from toolkit.cli.basis import plan_of_fleet
-from toolkit.engines.factory import make_engine
+from toolkit.engines.protocol import make_engine
 from toolkit.estimators.laws import LinearSwap, WithOverhead
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.io import write_file

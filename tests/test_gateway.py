@@ -26,9 +26,8 @@ from toolkit.gateway import replicas as pools
 from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.front import Gateway, GatewaySettings
 from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, kinds_of_replicas
-from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
-from toolkit.gateway.status import GatewayStatus
+from toolkit.gateway.status import GatewayExposition, GatewayStatus
 from toolkit.gateway.stream import PassingAnswer
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import (
@@ -840,7 +839,7 @@ def test_a_replica_of_no_known_kind_is_left_out_until_it_is_named():
         front.pool.renew([f"slow={servers[0].url}", servers[1].url])
         await front.until("up", 1)
         servers[1].metrics = caching(1000)
-        front.pool.restarted(next(one for one in front.pool.replicas if not one.told))
+        next(one for one in front.pool.replicas if not one.told).wake.set()
         await front.until("up", 2)
         assert {each.kind for each in front.pool.replicas} == {1}
 

@@ -9,7 +9,7 @@ from toolkit.sched.iterations import LoggedPass, LoggedRow
 LAW = StepLaw(1e-2, 1e-3, 0.0, 0.0, 0.0, (1e-4,), host_s=2e-3)
 
 
-PassCounts = fake_vllm.imported("toolkit.backends.vllm.counts").PassCounts
+PassCounts = fake_vllm.imported("toolkit.backends.vllm.iterations").PassCounts
 
 
 class Series:

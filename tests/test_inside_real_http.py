@@ -18,7 +18,7 @@ from toolkit.backends.vllm.command import VllmCommand, VllmServer, vllm_server
 from toolkit.engines.loading import saved_model
 from toolkit.files.io import write_file
 
-pytestmark = needed
+pytestmark = [needed, pytest.mark.slow]
 POLICIES = {
     "past-future": [],
     "past-future-sla mtpot_s=0.5 ttft_s=5": [],

@@ -14,6 +14,7 @@ from benchmarks.engines import vllm_past_future as bench
 
 
 @needed
+@pytest.mark.slow
 def test_tokens_are_vllm_s_own_and_the_log_replays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,6 +41,7 @@ def test_tokens_are_vllm_s_own_and_the_log_replays(
 
 
 @needed
+@pytest.mark.slow
 @pytest.mark.slow
 def test_the_blocks_that_past_future_counts_are_those_that_vllm_holds(tmp_path: Path) -> None:
     """Prompts in a tree, whole in a pass; those that came first end while others go on."""

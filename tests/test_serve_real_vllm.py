@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import pytest
 import samples
 from real_vllm import differences, needed, recipe
 
@@ -27,7 +28,7 @@ from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import parameters
 
-pytestmark = needed
+pytestmark = [needed, pytest.mark.slow]
 
 
 def requests(count: int) -> list[Sample]:
@@ -94,6 +95,7 @@ def test_a_policy_of_ours_serves_over_http_and_its_log_replays(tmp_path: Path):
             fit=fit,
             workers=1,
             policy=chosen,
+            limits=[],
             predicted={},
             explained={},
         ),

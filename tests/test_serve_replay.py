@@ -15,8 +15,7 @@ from lanes import thinned
 from live import ThreadWorkers
 
 from benchmarks.common.serving import LAW
-from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Row, SamplingParams
+from toolkit.engines.protocol import Row, SamplingParams, make_engine
 from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.estimators.laws import LinearSwap

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.serving import Server, client, fake_plan
 from toolkit.errors import InputError
-from toolkit.serve import rereading
+from toolkit.serve import server as process
 from toolkit.serve.access import ApiKey, read_keys
-from toolkit.serve.rereading import Followed, WatchedFiles, follow
+from toolkit.serve.server import Followed, WatchedFiles, follow
 
 ANA, BEN, NEW = "sk-ana-canary", "sk-ben-canary", "sk-new-canary"
 
@@ -159,7 +159,7 @@ def test_a_request_of_a_revoked_key_still_gets_its_answer():
 
 
 def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rereading, "CHECK_EVERY_S", 0.001)
+    monkeypatch.setattr(process, "CHECK_EVERY_S", 0.001)
     file, said, taken = tmp_path / "number", asyncio.Queue[str](), []
 
     def number() -> int:

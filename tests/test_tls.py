@@ -20,7 +20,7 @@ from benchmarks.common.serving import Server, fake_plan
 from toolkit.endpoints.target import find_target, look
 from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import InputError
-from toolkit.serve.rereading import certificate_source
+from toolkit.serve.server import certificate_source
 
 pytestmark = [pytest.mark.slow, needs_openssl]
 NOT_TRUSTED = "its certificate is not trusted: self-signed certificate"

@@ -7,7 +7,7 @@ import pytest
 import samples
 from commands import llmctl
 
-from toolkit.backends.local import LocalBackend
+from toolkit.backends import LocalBackend
 from toolkit.backends.vllm import backend as vllm_backend
 from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.errors import EngineError

@@ -18,8 +18,14 @@ import samples
 import tiny
 import uvloop
 
-from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Round, Row, SamplingParams, SliceOutput, StepOutput
+from toolkit.engines.protocol import (
+    Round,
+    Row,
+    SamplingParams,
+    SliceOutput,
+    StepOutput,
+    make_engine,
+)
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
 from toolkit.workers.lifeline import ALIVE, LifeSigns

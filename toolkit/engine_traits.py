@@ -40,7 +40,7 @@ class EngineTraits:
 
 
 PLUGINS = "llmctl.engines"  # the entry point group
-LOCAL = "toolkit.backends.local:LocalBackend"
+LOCAL = "toolkit.backends:LocalBackend"
 ENGINES: dict[str, EngineTraits] = {
     traits.name: traits
     for traits in (

@@ -28,8 +28,8 @@ OWN = 100_000_000  # from here on tokens belong to one prompt; each has 10,000 o
 
 
 class Arrivals:
-    """Before which pass each request of a workload arrives. In a closed loop, a turn arrives so
-    many passes after the turn before has ended.
+    """When the requests of a workload arrive, counted in passes. In a closed loop, a turn arrives
+    a given number of passes after the turn before it has ended.
     """
 
     def __init__(self, case: Mapping[str, Any]) -> None:
@@ -44,19 +44,19 @@ class Arrivals:
                 heappush(self._coming, (at, number))
 
     def due(self, passes: int) -> list[int]:
-        """The requests that arrive before the next pass, after so many."""
+        """The requests that arrive before the next pass, when `passes` have been planned."""
         found = []
         while self._coming and self._coming[0][0] <= passes:
             found.append(heappop(self._coming)[1])
         return found
 
     def ended(self, number: int, passes: int) -> None:
-        """A request has ended."""
+        """A request has ended after `passes`: its next turn will arrive."""
         for later in self._follows.pop(number, ()):
             heappush(self._coming, (passes + self._after[later], later))
 
     def skip(self, passes: int) -> bool:
-        """Nothing runs: the next request arrives now. False if none is left."""
+        """Let the next request arrive now, since nothing runs. False if none is left."""
         if not self._coming:
             return False
         at, number = heappop(self._coming)
@@ -65,7 +65,9 @@ class Arrivals:
 
 
 def tokens_of(case: Mapping[str, Any]) -> list[list[int]]:
-    """The prompts of a workload as tokens: its sessions and shared blocks, and all else unique."""
+    """The prompts of a workload as tokens. Turns of a session and shared blocks have tokens in
+    common; all other tokens are unique.
+    """
     size = case.get("shared_tokens", 1)
     blocks: dict[int, list[int]] = {}  # by id; the longest so far of a partial one
     prompts: list[list[int]] = []
@@ -98,8 +100,8 @@ def token_of(number: int, which: int) -> int:
 
 
 class Driven:
-    """One of vLLM's schedulers on one workload; this class stands in for the model: tokens, no
-    computation.
+    """One of vLLM's schedulers on one workload. This class stands in for the model: it gives
+    tokens, and computes nothing.
     """
 
     def __init__(self, model: str, case: dict[str, Any]) -> None:
@@ -214,32 +216,25 @@ class Driven:
             if request.num_computed_tokens >= request.num_tokens:
                 gives[name] = request.num_computed_tokens - request.num_prompt_tokens + 1
         if rows or self.preempted:
-            self.passes.append(
-                {
-                    "rows": rows,
-                    "preempted": self.preempted,
-                    "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-                    "waiting": len(scheduler.waiting),
-                }
-                | (
-                    {
-                        "found": [
-                            *(stats.queries, stats.hits),
-                            *(stats.preempted_queries, stats.preempted_hits),
-                        ]
-                    }
-                    if "ids" in self.case
-                    else {}
-                )
-                | ({"blocks": self._blocks_of_prompts()} if "policy" in self.case else {})
-            )
+            planned: dict[str, Any] = {
+                "rows": rows,
+                "preempted": self.preempted,
+                "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+                "waiting": len(scheduler.waiting),
+            }
+            if "ids" in self.case:
+                before = stats.preempted_queries, stats.preempted_hits
+                planned["found"] = [stats.queries, stats.hits, *before]
+            if "policy" in self.case:
+                planned["blocks"] = self._blocks_of_prompts()
+            self.passes.append(planned)
         if rows:
             self.under_way.append((output, gives))
         return bool(rows)
 
     def _blocks_of_prompts(self) -> list[int]:
-        """The full blocks of prompts that the running requests hold, by vLLM's block manager, and
-        as our scheduler inside it counts them: with each request, and with none.
+        """The full blocks of prompts that the running requests hold: by vLLM's block manager; as
+        our scheduler inside vLLM counts them with the requests; and those that it counts with none.
         """
         scheduler = self.scheduler
         held, counted, size = set(), 0, self.case["block_tokens"]

@@ -16,9 +16,9 @@ float32, without HTTP and without worker processes.
 
 Methods, by the paper's name:
 - static batching (Benchmark): policy `sequence`, slices that run until all rows of a batch ended.
-- PD: that many rows are prefilled separately, in groups of similar length, and joined; the next
-  rows follow when all have ended. In the paper rows that ended stay in the batch; here they leave,
-  as in every method but static batching.
+- PD: as many queries as the batch has rows are prefilled separately, in groups of similar length,
+  and joined; the next queries follow when all of these have ended. In the paper rows that ended
+  stay in the batch; here they leave, as in every method but static batching.
 - shaping (BATON): policy `baton` on an engine that joins rows by shaping. The engine removes the
   padding of a pass from the cache at once; the paper keeps it until all columns before it are
   released.
@@ -76,16 +76,16 @@ BUDGET_MIB = 1024.0  # never reached; the table shows the peak of each method
 DIVISOR = {1: 64, 2: 4}  # of the queries' lengths, by table
 MIXED = 32  # of Table 1's 120 queries
 SEED = 0
-# decides nothing, since there is one worker and memory is never short
+# It decides nothing, since there is one worker and memory is never short.
 STEP_LAW = bilinear_law((0, 0, 0, 0), (0, 0, 0, 1), prefill_emits_token=True)
 FREE = SamplingParams(ignore_eos=True)
-METHODS = {
+METHODS = {  # with the policy of each
     "static batching": "sequence",
     "PD": "baton",
     "shaping": "baton",
     "embedding": "baton",
-}  # and its policy
-PAPERS_NAME = {
+}
+PAPERS_NAME = {  # of a method, in `PAPER_1` and `PAPER_2`
     "static batching": "static batching",
     "shaping": "shaping, padding kept",
     "embedding": "decoupled",
@@ -169,7 +169,7 @@ class QueryRunner:
         rows = tuple(self._row(number) for number in numbers)
         if not batch.keep_cache:
             output = self._engine.run_slice(
-                rows, batch.steps, lambda step: self._took(numbers, step)
+                rows, batch.steps, lambda step: self._keep(step, numbers)
             )
             ended = tuple(bool(finish) for finish in output.finish)
             return BatchResult(
@@ -177,7 +177,7 @@ class QueryRunner:
             )
         assert batch.moves is None  # memory is never short
         done = self._engine.run_round(
-            Round(batch.steps, rows, numbers), lambda step: self._took(range(10**6), step)
+            Round(batch.steps, rows, numbers), lambda step: self._keep(step)
         )
         joined = tuple((str(number), step) for number, step in done.joined)
         return RoundResult(
@@ -193,9 +193,12 @@ class QueryRunner:
         prompt, got = self._prompts[number], self._got[number]
         return Row(str(number), (*prompt, *got), len(got), self._limit, FREE, self._outputs[number])
 
-    def _took(self, numbers: Sequence[int], step: StepOutput) -> bool:
+    def _keep(self, step: StepOutput, numbers: Sequence[int] | None = None) -> bool:
+        """Keep the tokens of a step. `numbers` are the queries of a slice's rows; in a round a row
+        has the number of its query.
+        """
         for row, token in zip(step.rows, step.tokens, strict=True):
-            self._got[numbers[row]].append(token)
+            self._got[row if numbers is None else numbers[row]].append(token)
         return True
 
 
@@ -221,7 +224,7 @@ def keys_of(tables: Sequence[int]) -> list[Key]:
 
 
 def measure(out: Path, rounds: int, tables: Sequence[int], threads: int) -> None:
-    """Run what `out` does not have yet."""
+    """Run the methods of all rounds, except the runs that `out` has already."""
     done = [tuple(line["key"]) for line in read(out)]
     engines = Engines(threads)
     for method in METHODS:
@@ -254,7 +257,7 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
     for line in lines:
         runs.setdefault(tuple(line["key"]), []).append(line)
     counts = sorted({len(found) for found in runs.values()})
-    rounds = " to ".join(map(str, {counts[0]: 0, counts[-1]: 0}))
+    rounds = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
     text = [
         f"`python -m benchmarks.papers.baton_live`: medians of {rounds} rounds; ratios"
         " are the paper's / ours.",
@@ -281,9 +284,8 @@ def seconds_of(runs: Mapping[Key, Sequence[Mapping[str, Any]]], key: Key) -> flo
 
 
 HEAD = (
-    "| rows | method | seconds | lowest to highest | tokens/s | speed over static"
-    " batching | peak MiB "
-    "| queries with other tokens |"
+    "| rows | method | seconds | lowest to highest | tokens/s | speed over static batching "
+    "| peak MiB | queries with other tokens |"
 )
 
 
@@ -294,7 +296,7 @@ def row_of(
     method: str,
     says: Mapping[str, float],
 ) -> str:
-    """One line of a table."""
+    """One line of a table. `says` has the paper's seconds for `size` rows, by method."""
     found, static = runs[table, size, method], runs[table, size, "static batching"]
     times = [run["seconds"] for run in found]
     seconds, static_s = median(times), seconds_of(runs, (table, size, "static batching"))
@@ -309,9 +311,9 @@ def row_of(
         mine != others for mine, others in zip(found[0]["tokens"], static[0]["tokens"], strict=True)
     )
     return (
-        f"| {size} | {method} | {seconds:.2f} | {min(times):.2f} to {max(times):.2f} |"
-        f" {tokens / seconds:,.0f} "
-        f"| {gain}{static_s / seconds:.2f} | {found[0]['peak_mib']:.1f} | {differ} |"
+        f"| {size} | {method} | {seconds:.2f} | {min(times):.2f} to {max(times):.2f} "
+        f"| {tokens / seconds:,.0f} | {gain}{static_s / seconds:.2f} "
+        f"| {found[0]['peak_mib']:.1f} | {differ} |"
     )
 
 

@@ -69,11 +69,11 @@ class Nodes:
         self.join()
 
     def join(self) -> None:
-        """Another node."""
+        """Add a second node."""
         self.cluster.add_node(**self._options)
 
     def kill(self) -> int:
-        """Send SIGKILL to the second node's raylet and all its processes; their number."""
+        """Send SIGKILL to the second node's raylet and all its processes. Returns how many."""
         (node,) = self.cluster.worker_nodes
         (raylet,) = node.all_processes["raylet"]
         root = psutil.Process(raylet.process.pid)
@@ -86,21 +86,20 @@ class Nodes:
 
 @contextmanager
 def cluster() -> Iterator[Nodes]:
-    """Two nodes until the block ends. Nothing of them is left, also where another cluster of this
-    user runs.
+    """Two nodes until the block ends. Nothing of them is left then, and another cluster of this
+    user stays as it was.
     """
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ["RAY_BACKEND_LOG_LEVEL"] = "error"
-    from ray._common.utils import (
-        get_ray_address_file,  # Ray reads its environment when it is imported
-    )
+    # Imported here: Ray reads its environment when it is imported.
+    from ray._common.utils import get_ray_address_file
 
-    found = Path(get_ray_address_file(None))  # the cluster that `--ray auto` and `ray.init()` join
-    before = found.read_text() if found.exists() else None
-    found.unlink(missing_ok=True)  # Ray warns when it overwrites it
-    folder = Path(
-        tempfile.mkdtemp(prefix="llmctl-ray-", dir="/tmp")
-    )  # a socket's path has at most 107 characters
+    # The file names the cluster that `--ray auto` and `ray.init()` join.
+    address_file = Path(get_ray_address_file(None))
+    before = address_file.read_text() if address_file.exists() else None
+    address_file.unlink(missing_ok=True)  # Ray warns when it overwrites the file
+    # In /tmp, since the path of a socket has at most 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="llmctl-ray-", dir="/tmp"))
     nodes = None
     try:
         nodes = Nodes(folder)
@@ -110,9 +109,9 @@ def cluster() -> Iterator[Nodes]:
             nodes.cluster.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
         if before is not None:
-            found.write_text(before)
+            address_file.write_text(before)
         else:
-            found.unlink(missing_ok=True)
+            address_file.unlink(missing_ok=True)
 
 
 def make_plan(stage: Stages, out: Path) -> Path:
@@ -138,17 +137,14 @@ class Replay:
     def run(
         self, name: str, *serve: object, nodes: Nodes | None = None
     ) -> tuple[BenchReport, Counts]:
-        """Serve with these options and replay; with `nodes` one is killed meanwhile, and another
-        joins.
+        """Serve with these options, and replay. With `nodes`, one of them is killed during the
+        replay, and another one joins.
         """
         report = self._out / f"bench-{name}.json"
         with self._stage.server(self._plan, "--check", 0, *serve) as url:
             target = find_target(url)
-            words = [
-                *map(
-                    str, ["bench", "--url", url, "--plan", self._plan, *self._load, "--out", report]
-                )
-            ]
+            words = ["bench", "--url", url, "--plan", self._plan, *self._load, "--out", report]
+            words = [str(word) for word in words]
             print(f"$ llmctl {' '.join(words)}", flush=True)
             with (self._out / f"bench-{name}.txt").open("w") as said:
                 command = [sys.executable, "-m", "toolkit", *words]
@@ -175,8 +171,8 @@ class Replay:
         )
         _wait(lambda: bench.poll() is not None or counts(target)["llmctl_workers_alive"] == 1)
         print(
-            f"  {time.monotonic() - began_s:.0f} s in: the server knows; their requests"
-            " run on the other node"
+            f"  {time.monotonic() - began_s:.0f} s in: the server has noticed; the lost"
+            " requests run on the other node"
         )
         nodes.join()
         print(f"  {time.monotonic() - began_s:.0f} s in: another node has joined")

@@ -1,7 +1,8 @@
 """Backends: everything that one engine needs beyond its row in the table of engines.
 
-An engine is one folder or file here; its `EngineTraits` names its backend. A backend profiles its
-engine, starts it if it is a server of its own, and reports what the engine lacks on this machine.
+An engine's `EngineTraits` names its backend. An engine that is a server of its own has a folder or
+a file here; engines that run in llmctl's worker processes share `LocalBackend`. A backend profiles
+its engine, starts it if it is a server, and reports what the engine lacks on this machine.
 `backend_of` imports a backend on first use, so an engine without its library costs nothing.
 """
 
@@ -60,7 +61,7 @@ class ServerOrder:
 
 
 class Backend(Protocol):
-    """What every engine has."""
+    """What the backend of every engine can do."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
         """Yield the engine, loaded or found, ready to be profiled.
@@ -72,8 +73,8 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Serves(Protocol):
-    """A backend of an engine that is a server and that llmctl starts. Its requests bypass
-    llmctl.
+    """A backend of an engine that is a server and that llmctl starts. Clients send their requests
+    to that server, not to llmctl.
     """
 
     def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
@@ -107,7 +108,7 @@ class ReplicaServer(Protocol):
 
 @runtime_checkable
 class StartsReplicas(Protocol):
-    """A backend that starts one of several servers, for a front of llmctl before them."""
+    """A backend that starts one of several servers behind llmctl's front."""
 
     def replica(self, order: ServerOrder, number: int, folder: Path) -> ReplicaServer:
         """Start server `number` of the plan's `workers`, on a free port and its own devices.
@@ -128,7 +129,7 @@ class Checks(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class ServerCommand:
-    """One server of an engine, as another program than llmctl starts it, such as a container.
+    """How a program other than llmctl, such as a container, starts one server of an engine.
 
     Attributes:
         command: the program and what it serves; `flags`, the address and the drain follow.
@@ -168,3 +169,15 @@ def backend_of(engine: str) -> Backend:
     """Import and make the backend of an engine. Raises `InputError` for an unknown engine."""
     backend: Backend = attribute(traits_of(engine).backend)()
     return backend
+
+
+class LocalBackend:
+    """`Backend` of every engine with an `EngineTraits.load`, which is profiled in a process of its
+    own.
+    """
+
+    def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
+        """See `Backend.timed`."""
+        from toolkit.profiling.process import engine_process
+
+        return engine_process(recipe)

@@ -12,10 +12,17 @@ from toolkit.cli.output import emit, note, number, percent, seconds, table
 
 if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
-    from toolkit.files.fit import Fit, HeldOutError, MemoryFit, PartFit, Segment, SwapFit
+    from toolkit.files.fit import (
+        Fit,
+        HeldOutError,
+        MemoryFit,
+        OverheadFit,
+        PartFit,
+        Segment,
+        SwapFit,
+    )
 
-# a law's held-out error beyond which predicted latencies cannot be better either
-LARGE_PERCENT = 15.0
+LARGE_PERCENT = 15.0  # a held-out error above this spoils the latencies that a law predicts
 
 ProfileArgument = Annotated[
     Path, typer.Argument(metavar="PROFILE", help="profile.json, from `llmctl profile`.")
@@ -81,16 +88,8 @@ def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
         )
         for name, law in laws
     ]
-    overhead = f"{seconds(fit.overhead.batch_s)} + {number(fit.overhead.stretch)} x laws"
-    rows.append(
-        (
-            "slice",
-            overhead,
-            *_errors(fit.overhead.error),
-            f"{fit.workers} worker{'s' * (fit.workers != 1)} busy",
-        )
-    )
-    rows += _of_rounds(fit)
+    rows.append(_overhead("slice", fit.overhead, fit.workers))
+    rows += _other_laws(fit)
     title = f"{fit.recipe_name}: absolute error on held-out points"
     table(["law", "form", ">median", ">p95", ">worst", "measured up to"], rows, title)
     print(f"memory: {_memory(fit.memory)}")
@@ -118,20 +117,17 @@ def show(fit: Fit, fitted: FittedProfile | None = None) -> None:
         _show_points("decode", fitted.decode)
 
 
-def _of_rounds(fit: Fit) -> list[tuple[object, ...]]:
+def _overhead(name: str, fit: OverheadFit, workers: int) -> tuple[object, ...]:
+    """The line of what serving adds to the laws of an engine."""
+    form = f"{seconds(fit.batch_s)} + {number(fit.stretch)} x laws"
+    return name, form, *_errors(fit.error), f"{workers} worker{'s' * (workers != 1)} busy"
+
+
+def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
     """The lines of rounds, swaps, and the passes of a paged engine."""
     lines: list[tuple[object, ...]] = []
     if fit.rounds:
-        overhead = fit.rounds.overhead
-        form = f"{seconds(overhead.batch_s)} + {number(overhead.stretch)} x laws"
-        lines.append(
-            (
-                "round",
-                form,
-                *_errors(overhead.error),
-                f"{fit.workers} worker{'s' * (fit.workers != 1)} busy",
-            )
-        )
+        lines.append(_overhead("round", fit.rounds.overhead, fit.workers))
         for name, part in (
             ("join", fit.rounds.join),
             ("leave", fit.rounds.leave),

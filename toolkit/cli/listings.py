@@ -1,15 +1,74 @@
-"""`llmctl recipes`, `policies` and `schema`: what this version of llmctl has, a line each."""
+"""`llmctl doctor`, `recipes`, `policies` and `schema`: what this machine and this version of llmctl
+have.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated
 
-from toolkit.cli.arguments import JsonOption
-from toolkit.cli.output import aligned, emit
+import typer
+
+from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
+from toolkit.cli.output import WIDTH, aligned, emit, table
+
+if TYPE_CHECKING:
+    from toolkit.backends import Check
 
 SIMULATED = "in simulations only: they need the future"
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Exit with 3 where something is missing.")
+]
+
+
+def doctor(
+    recipe: RecipeArgument = None,  # type: ignore[assignment]
+    strict: StrictOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine, and with RECIPE whether it can run that recipe.
+
+    Prints what is missing and how to add it. A recipe for other hardware is valid (exit 0), except
+    with --strict. A wrong recipe is an error (exit 2).
+    """
+    from toolkit.deploy.doctor import check_engine, check_machine, check_recipe, missing
+    from toolkit.engines.devices import find_devices
+    from toolkit.errors import EngineError
+
+    loaded = open_recipe(recipe) if recipe else None
+    devices = find_devices()
+    checks = check_machine(devices, Path.cwd())
+    if loaded:
+        checks += check_recipe(loaded, devices)
+    checks += check_engine(loaded, devices)
+    absent = missing(checks)
+    result = {"recipe": loaded.name if loaded else None, "usable": not absent, "checks": checks}
+    emit(as_json, result, lambda: _show_checks(checks, loaded.name if loaded else ""))
+    if strict and absent:
+        raise EngineError(
+            f"missing: {', '.join(check.name for check in absent)}",
+            "the table above says how to add it",
+        )
+
+
+def _show_checks(checks: list[Check], recipe: str) -> None:
+    rows = [
+        (one.name, one.status, f"{one.found}\n-> {one.remedy}" if one.remedy else one.found)
+        for one in checks
+    ]
+    table(["check", "", "found"], rows)
+    absent = [check.name for check in checks if check.status == "missing"]
+    subject = f"recipe {recipe}" if recipe else "this machine"
+    if not absent:
+        print(f"{subject}: ready" + (" to be used on this machine" if recipe else ""))
+    elif recipe:
+        print(fill(f"{subject}: valid; missing on this machine: {', '.join(absent)}", WIDTH))
+    else:
+        print(f"{subject}: missing: {', '.join(absent)}")
 
 
 @dataclass(frozen=True, slots=True)

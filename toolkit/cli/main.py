@@ -41,7 +41,9 @@ class CommandEntry:
 
 
 COMMANDS = {
-    "doctor": CommandEntry("Check this machine, and whether it can run a recipe."),
+    "doctor": CommandEntry(
+        "Check this machine, and whether it can run a recipe.", module="listings"
+    ),
     "profile": CommandEntry(
         "Measure an engine: prefill, decode, slices and the memory edge.",
         "the points measured so far are kept; the same command resumes",
@@ -64,7 +66,9 @@ COMMANDS = {
         "running",
     ),
     "bench": CommandEntry("Replay a trace against a server, measured beside predicted."),
-    "validate": CommandEntry("Compare a plan's predictions with the server that runs it."),
+    "validate": CommandEntry(
+        "Compare a plan's predictions with the server that runs it.", module="bench"
+    ),
     "report": CommandEntry("Write an offline HTML page: fit, tuning, validation, plan."),
     "simulate": CommandEntry("Simulate a trace under a policy with fitted laws, without a model."),
     "compare": CommandEntry("Compare policies on one trace: a table, and plots."),

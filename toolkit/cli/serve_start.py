@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from toolkit.serve.access import Callers
     from toolkit.serve.drift import DriftCheck
     from toolkit.serve.launch import Launch, Manager
-    from toolkit.serve.rereading import WatchedFiles
+    from toolkit.serve.server import WatchedFiles
 
     Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
 
@@ -247,7 +247,7 @@ def find_keys(given: str, file: Path | None, keys: Path | None) -> Access:
     """
     from toolkit.errors import InputError
     from toolkit.serve.access import read_keys
-    from toolkit.serve.rereading import WatchedFiles
+    from toolkit.serve.server import WatchedFiles
 
     if keys is not None and (given or file is not None):
         raise InputError(
@@ -269,7 +269,7 @@ def find_certificate(certificate: Path | None, key: Path | None) -> WatchedFiles
     files that hold neither.
     """
     from toolkit.errors import InputError
-    from toolkit.serve.rereading import certificate_source
+    from toolkit.serve.server import certificate_source
 
     if certificate is None:
         if key is not None:

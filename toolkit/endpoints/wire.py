@@ -4,7 +4,7 @@
 pieces as they arrive. With httpx and h11 an event of a stream costs 130 us of CPU
 (`benchmarks/serving/record_proxy.py`). Pieces that arrive before the last one was read are merged.
 When more than `MAX_HELD_BYTES` of an answer is held, reading from the server pauses. `Link` decodes
-nothing and follows nothing.
+no body and follows no redirect.
 
 `StreamCall` is one streaming request of the load generator, on its own connection, which notes the
 times of its tokens in a `Sample`. The load generator shares the machine with the server that it
@@ -81,8 +81,8 @@ class Link(asyncio.Protocol):
             await self._wait(silence_s)
 
     async def body(self, silence_s: float) -> AsyncIterator[bytes]:
-        """Yield the body, each time all that has arrived. Raises `WireError` if the rest does not
-        arrive.
+        """Yield the body in pieces, each all that has arrived since the last one. Raises
+        `WireError` if the rest does not arrive.
         """
         while True:
             if self._pieces:
@@ -99,7 +99,7 @@ class Link(asyncio.Protocol):
                 await self._wait(silence_s)
 
     def close(self) -> None:
-        """Close the connection at once: the server notices, and stops."""
+        """Close the connection at once, so that the server notices and stops."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -132,7 +132,8 @@ class Link(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self.close()
-        self._head_bytes += 0 if self._has_head else len(data)
+        if not self._has_head:
+            self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
             self.close()
         self._event.set()
@@ -237,7 +238,9 @@ class Sample:
 
 
 class StreamCall(asyncio.Protocol):
-    """Sends `request` once connected and fills in `sample`. `closed` is set when all is over."""
+    """Sends `request` once connected, and fills in `sample`. `closed` is set when the connection
+    is gone, or could not be made.
+    """
 
     def __init__(self, request: bytes, sample: Sample, clock: Callable[[], float]) -> None:
         self.closed = asyncio.Event()
@@ -248,12 +251,12 @@ class StreamCall(asyncio.Protocol):
         self._now_s = math.nan
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._rest = b""
+        self._rest = b""  # an incomplete line of events, or the body of an error
         self._status = 0
-        self._counted = False
+        self._counted = False  # the server has told how many tokens it generated
 
     def end(self, failure: str = "") -> None:
-        """End the call. The first reason stands; an open connection is closed."""
+        """End the call, and close the connection. Of several reasons the first is kept."""
         if self.ended:
             return
         self.ended = True
@@ -338,9 +341,10 @@ class StreamCall(asyncio.Protocol):
         sample.last_token_s = now_s
 
     def _finish(self, *, cut_off: bool) -> None:
-        """Judge what has arrived.
+        """End the call with what has arrived.
 
-        Without usage the number of tokens is unknown: an event may hold several tokens.
+        Without usage it has failed: the number of tokens is unknown, since an event may hold
+        several.
         """
         if self.ended:
             return

@@ -4,11 +4,17 @@
 The result of DeepSpeed depends on the device, the model and the versions, and it may silently leave
 a model unchanged. So this engine tries it and inspects the result, and `EngineFacts.deepspeed`
 records it. Tensor parallelism with DeepSpeed is not supported.
+
+`python -m toolkit.engines.deepspeed_engine < task.json` tests whether DeepSpeed's kernels can serve
+slices of a model. A model of one layer with random weights runs a prefill and a decode step of a
+padded batch, before and after injection. The logits must agree, and keys and values must be in the
+cache of the slice. If not, the process exits with 1 and one line on stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import logging
@@ -21,18 +27,22 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from toolkit.engines.loading import DTYPES
+from toolkit.engines.loading import DTYPES, load_config
+from toolkit.engines.slab import PaddedBatch, SlabCache
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import EngineError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
 INSTALL = "pip install 'deepspeed>=0.19,<0.20', on a CPU with -c constraints.txt"
 INJECTED, PASS_THROUGH = "kernel injection", "pass-through"
-PROBE_COMMAND = (sys.executable, "-m", "toolkit.engines.deepspeed_probe")
+PROBE_COMMAND = (sys.executable, "-m", "toolkit.engines.deepspeed_engine")
 PROBE_LIMIT_S = 1800.0  # DeepSpeed compiles its kernels the first time
 # A batch may grow to its longest input plus its longest output, each almost max_model_len.
 LENGTHS_PER_BATCH = 2
+PROBE_ROWS = ((1, 2, 3, 4, 5), (6, 7))
+LOGITS_TOLERANCE = 0.05  # of the logits' standard deviation: more than rounding in kernels
 
 
 class DeepSpeedEngine(TransformersEngine):
@@ -153,3 +163,70 @@ def probe_injection(spec: ModelSpec, hardware: HardwareSpec) -> str:
         return f"kernel injection ended its test process with signal {-child.returncode}"
     last_line = (child.stderr.decode(errors="replace").strip().splitlines() or [""])[-1][:300]
     return last_line if child.returncode else ""
+
+
+def main() -> None:
+    """Test the model that stdin describes."""
+    task = json.load(sys.stdin)
+    try:
+        problem = injection_problem(
+            ModelSpec.model_validate(task["model"]), HardwareSpec.model_validate(task["hardware"])
+        )
+    except Exception as error:  # noqa: BLE001  (any error of DeepSpeed's is the result of the test)
+        message = (str(error).strip().splitlines() or [""])[0]
+        problem = f"kernel injection fails: {type(error).__name__}: {message}"
+    if problem:
+        sys.exit(problem)
+
+
+def injection_problem(spec: ModelSpec, hardware: HardwareSpec) -> str:
+    """Why injection cannot serve slices, or ''. Errors of DeepSpeed propagate."""
+    model = _one_layer(spec, hardware)
+    expected, _ = _passes(model, model.device)
+    before = modules_of(model)
+    network = wrap(import_deepspeed(hardware), model, spec, inject=True)
+    if modules_of(model) == before:
+        return f"kernel injection replaces nothing in a {model.config.model_type}"
+    found, cache = _passes(network, model.device)
+    if cache.get_seq_length() != len(PROBE_ROWS[0]) + 1:
+        return "injected kernels keep their own cache, which slices cannot pad, crop or drop"
+    if (found - expected).abs().max() > LOGITS_TOLERANCE * expected.std():
+        return "injected kernels give other logits"
+    return ""
+
+
+def _one_layer(spec: ModelSpec, hardware: HardwareSpec) -> Any:
+    config = copy.deepcopy(load_config(spec))
+    config.get_text_config(decoder=True).num_hidden_layers = 1
+    with torch.device(hardware.device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
+        )
+    return model.eval()
+
+
+@torch.inference_mode()
+def _passes(network: Callable[..., Any], device: torch.device) -> tuple[torch.Tensor, SlabCache]:
+    """Logits [2, N, V] of the token after the prompts and of the next one, and the cache."""
+    width = len(PROBE_ROWS[0])
+    batch = PaddedBatch(PROBE_ROWS, width + 1, width, SlabCache(1, width + 1), device)
+    logits = []
+    for columns, tokens in (
+        (slice(0, width), batch.input_ids),
+        (slice(width, None), batch.input_ids[:, -1:]),
+    ):
+        output = network(
+            input_ids=tokens,
+            attention_mask=batch.mask[:, : columns.stop],
+            position_ids=batch.positions[:, columns],
+            past_key_values=batch.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits.append(output.logits[:, -1].float())
+    return torch.stack(logits), batch.cache
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 
 import toolkit
-from toolkit.engines.hashing import mix
 from toolkit.engines.protocol import (
     FinishReason,
     LiveRow,
@@ -36,6 +35,7 @@ from toolkit.engines.protocol import (
     SliceOutput,
     SliceRecord,
     StepOutput,
+    mix,
     remaining,
 )
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE

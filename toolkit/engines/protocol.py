@@ -1,7 +1,8 @@
 """The interface between a worker and the engine that runs its model.
 
 In this order: the rows of a batch and what a slice or a round returns; `Engine` and `RoundEngine`;
-and the rules for when a row ends, which are the same for every engine.
+`make_engine`, which imports only the module of the engine that it loads; and what is the same for
+every engine: when a row ends, and the random numbers by which tokens are drawn.
 
 The structs also travel between processes (`toolkit.workers.protocol`), so they are msgspec structs.
 """
@@ -9,11 +10,16 @@ The structs also travel between processes (`toolkit.workers.protocol`), so they 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from toolkit.engine_traits import attribute, traits_of
 from toolkit.files.profile import EngineFacts
+from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from toolkit.engines.tensor_parallel import RankShare
 
 FinishReason = Literal["", "stop", "length"]
 
@@ -221,6 +227,31 @@ class OutOfMemory(Exception):  # noqa: N818  (it is a condition to handle, and t
         self.of_device = of_device
 
 
+def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Engine:
+    """Load the engine, in as many processes as share its model.
+
+    Raises `EngineError` or `InputError` if the engine cannot be loaded.
+    """
+    if engine.tensor_parallel_size > 1:
+        from toolkit.engines.tensor_parallel import TensorParallelEngine
+
+        return TensorParallelEngine(model, engine, hardware)
+    return load_engine(model, engine, hardware)
+
+
+def load_engine(
+    model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: RankShare | None = None
+) -> Engine | RoundEngine:
+    """This process's engine, or its share of an engine, from the module that `EngineTraits.load`
+    names.
+    """
+    load = attribute(traits_of(engine.name).load)
+    loaded: Engine | RoundEngine = (
+        load(model, engine, hardware, share) if share else load(model, engine, hardware)
+    )
+    return loaded
+
+
 def remaining(row: Row) -> int:
     """Tokens that this row may still generate."""
     return row.max_new_tokens - row.generated
@@ -312,3 +343,31 @@ class SliceRecord:
     def output(self) -> SliceOutput:
         """The tokens of all steps, and why rows ended."""
         return SliceOutput(tuple(tuple(row.tokens) for row in self._rows), tuple(self._finish))
+
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*words: int) -> int:
+    """A 64-bit hash of integers, in order (SplitMix64).
+
+    With a generator's state, a draw would depend on the draws before it. With a key, a row that
+    moves to another batch or runs again after a crash draws the same tokens.
+    """
+    state = 0
+    for word in words:
+        state = _finish((state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK)
+    return state
+
+
+def uniform(*words: int) -> float:
+    """A number in [0, 1) with 32 random bits: few enough that its product with a float64 sum stays
+    below that sum.
+    """
+    return (mix(*words) >> 32) * 2.0**-32
+
+
+def _finish(word: int) -> int:
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+    return word ^ (word >> 31)

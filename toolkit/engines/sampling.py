@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from toolkit.engines.hashing import uniform
-from toolkit.engines.protocol import Row, stop_tokens
+from toolkit.engines.protocol import Row, stop_tokens, uniform
 
 GREEDY_BELOW = 1e-5  # temperature
 

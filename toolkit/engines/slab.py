@@ -69,12 +69,6 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         return self._length
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, as `DynamicLayer.crop` does; the next update
-        overwrites their columns.
-        """
-        self._length += tokens_to_remove
-
     def keep(self, length: int) -> None:
         """Forget all but the first `length` columns; the next update overwrites the others."""
         self._length = length

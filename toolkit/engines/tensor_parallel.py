@@ -53,6 +53,7 @@ from toolkit.engines.protocol import (
     Row,
     SliceOutput,
     StepOutput,
+    load_engine,
 )
 from toolkit.errors import EngineError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
@@ -236,8 +237,6 @@ class TensorParallelEngine:
     """
 
     def __init__(self, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
-        from toolkit.engines.factory import load_engine
-
         size = engine.tensor_parallel_size
         for variable in SOCKET_VARIABLES:
             os.environ.setdefault(variable, loopback())
@@ -409,8 +408,6 @@ def _repeat_timing(engine: Engine, line: Timing) -> None:
 def main() -> None:
     """Run a rank other than 0."""
     import signal
-
-    from toolkit.engines.factory import load_engine
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
     orders = RankOrders(sys.stdin.buffer)

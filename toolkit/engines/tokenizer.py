@@ -73,9 +73,6 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
     def eos_token_id(self) -> int | None: ...
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -121,7 +118,6 @@ class ByteTokenizer:
     """
 
     vocab_size = VOCAB_SIZE
-    bos_token_id: int | None = BOS
     eos_token_id: int | None = EOS
 
     def __init__(self) -> None:
@@ -192,8 +188,8 @@ class FileTokenizer:
         options = _read_json(settings)
         special = _special_tokens(options)
         self.vocab_size: int = self._inner.get_vocab_size()
-        self.bos_token_id = self._id_of(special.get("bos_token"))
-        self.eos_token_id = self._id_of(special.get("eos_token"))
+        eos = special.get("eos_token")
+        self.eos_token_id: int | None = self._inner.token_to_id(eos) if eos else None
         self._chat = ChatTemplate(_template_source(options, template), special)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -211,10 +207,6 @@ class FileTokenizer:
 
     def detokenizer(self) -> WindowDetokenizer:
         return WindowDetokenizer(self)
-
-    def _id_of(self, token: str | None) -> int | None:
-        found: int | None = self._inner.token_to_id(token) if token else None
-        return found
 
 
 class WindowDetokenizer:

@@ -71,15 +71,15 @@ def laws_from_fit(fit: Fit) -> Laws:
         rounds = law_of_rounds(in_rounds, fit.rounds)
         round_memory = ZetaMemory(fit.memory.capacity_tokens, fit.rounds.usable_share)
     return Laws(
-        latency,
-        engine,
-        memory,
-        edge,
-        swap,
-        host_tokens,
-        joining,
-        fit.engine.max_rows or NO_LIMIT,
-        front_s,
+        latency=latency,
+        engine=engine,
+        memory=memory,
+        edge=edge,
+        swap=swap,
+        host_tokens=host_tokens,
+        joining=joining,
+        slots=fit.engine.max_rows or NO_LIMIT,
+        front_s=front_s,
         rounds=rounds,
         round_memory=round_memory,
     )
@@ -91,8 +91,8 @@ def without_front(seen: SegmentedLaw) -> tuple[SegmentedLaw, float]:
 
     A first token takes both, but only the engine's part delays rows that decode. A pass that
     computes a prompt costs as much as a decode step of one row, and more for each prompt token. So
-    the time of a prompt of length 0, less that of such a step, belongs to the front. It is assumed
-    to be equal for all requests, and to cover the way in and out.
+    the time of a prompt of length 0, less that of such a step, belongs to the front. The front's
+    time is assumed to be equal for all requests, and to cover the way in and out.
     """
     front_s = seen.prefill_s(1, 0.0) - seen.decode_s(1, 0.0, 1)
     least_s = min(seen.prefill_s(segment.batch_size_min, 0.0) for segment in seen.prefill)

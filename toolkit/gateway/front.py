@@ -25,7 +25,6 @@ import toolkit
 from toolkit.endpoints.target import REPLICA_METRICS
 from toolkit.endpoints.upstream import UpstreamError
 from toolkit.gateway.calls import GenerationCall, PromptGauge
-from toolkit.gateway.metrics import merged_metrics
 from toolkit.gateway.passing import (
     NO_REPLICA,
     PassedRequest,
@@ -35,6 +34,7 @@ from toolkit.gateway.passing import (
     whole_body,
 )
 from toolkit.gateway.replicas import ReplicaPool
+from toolkit.gateway.status import merged_metrics
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import router_parameters
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring

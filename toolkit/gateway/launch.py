@@ -31,10 +31,9 @@ from toolkit.estimators.steps import law_of_steps
 from toolkit.files.plan import Kind, Plan
 from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway, GatewaySettings
-from toolkit.gateway.metrics import GatewayExposition
 from toolkit.gateway.replicas import LiveKind, LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
-from toolkit.gateway.status import GatewayStatus
+from toolkit.gateway.status import GatewayExposition, GatewayStatus
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
 from toolkit.routing.replicas import BLOCK_TOKENS, ReplicaTraits, weighed
@@ -43,14 +42,17 @@ from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.assemble import model_name
 from toolkit.serve.http import CLIENT_SHARE, HttpServer, WireLimits
-from toolkit.serve.launch import FLUSH_EVERY_S, EventLog, Manager
-from toolkit.serve.rereading import Certificate, Followed, WatchedFiles, follow
+from toolkit.serve.launch import EventLog, Manager, flush
 from toolkit.serve.server import (
     LAST_BYTES_S,
+    Certificate,
     Ending,
+    Followed,
     Signals,
+    WatchedFiles,
     check_exposure,
     first_of,
+    follow,
     is_loopback,
     leave,
     listen,
@@ -281,7 +283,7 @@ def _background(
     if order.router.reads_reports:
         background.append(pool.read_reports())
     if events is not None:
-        background.append(_flush(events))
+        background.append(flush(events))
     return background
 
 
@@ -340,12 +342,6 @@ def _raise(pool: ReplicaPool, own: OwnReplicas | None) -> None:
         raise pool.refused
     if own is not None and own.error is not None:
         raise own.error
-
-
-async def _flush(events: EventLog) -> None:
-    while True:
-        await asyncio.sleep(FLUSH_EVERY_S)
-        events.flush()
 
 
 def _kinds_in(plan: Plan) -> list[tuple[str, int]]:
@@ -438,7 +434,9 @@ class OwnReplicas:
             with tempfile.TemporaryDirectory(prefix="llmctl-replica-") as name:
                 server: ReplicaServer | None = None
                 try:
-                    server = await asyncio.to_thread(self._start, number, Path(name))
+                    server = await asyncio.to_thread(
+                        self._own.replica, self._order, number, Path(name)
+                    )
                     self._servers[number] = server
                     await asyncio.to_thread(server.wait_until_ready)
                     was_up = True
@@ -463,9 +461,6 @@ class OwnReplicas:
             wait_s = RESTART_S if loop.time() - begin_s > LOADED_S else wait_s
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, RESTART_MAX_S)
-
-    def _start(self, number: int, folder: Path) -> ReplicaServer:
-        return self._own.replica(self._order, number, folder)
 
     async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> str:
         """Until the server has ended or hangs, or its probes have failed for `hang_s` seconds, or

@@ -121,13 +121,13 @@ class PassedRequest:
         gateway = self._gateway
         gateway.budget.request()
         gone = asyncio.create_task(_disconnected(receive))
+        limit_s = gateway.settings.request_timeout_s
         try:
-            async with asyncio.timeout(_or_none(gateway.settings.request_timeout_s)):
+            async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
                 await self._until_answered(gone)
         except TimeoutError:
             self._status = "timeout"
-            seconds = gateway.settings.request_timeout_s
-            await self._give_up(f"no end within {seconds:g} s", 504)
+            await self._give_up(f"no end within {limit_s:g} s", 504)
         finally:
             gone.cancel()
             self._record()
@@ -447,7 +447,3 @@ def kept_headers(answer: UpstreamAnswer) -> list[tuple[bytes, bytes]]:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _or_none(seconds: float) -> float | None:
-    return None if math.isinf(seconds) else seconds

@@ -233,14 +233,8 @@ class ReplicaPool:
         self._release(replica)
 
     def drain(self, replica: LiveReplica) -> None:
-        """Send a replica nothing more until it is `restarted`."""
+        """Send a replica nothing more, and stop probing it."""
         self._take_out(replica, "draining", "draining")
-
-    def restarted(self, replica: LiveReplica) -> None:
-        """A replica may have come back: probe it now."""
-        if replica.state in ("draining", "left out"):
-            replica.state = "down"
-        replica.wake.set()
 
     def failed(self, replica: LiveReplica, why: str) -> None:
         """A replica broke off, or refused the connection: send it nothing until a probe answers."""

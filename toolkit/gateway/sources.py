@@ -20,7 +20,7 @@ import msgspec
 from toolkit.endpoints.upstream import Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.files.recipe import NAME_PATTERN
-from toolkit.serve.rereading import WatchedFiles
+from toolkit.serve.server import WatchedFiles
 
 MAX_REPLICAS = 1024
 FILE_EVERY_S = 1.0

@@ -8,8 +8,7 @@ import os
 import select
 from typing import IO
 
-from toolkit.engines.factory import make_engine
-from toolkit.engines.protocol import Engine, OutOfMemory
+from toolkit.engines.protocol import Engine, OutOfMemory, make_engine
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.process import (

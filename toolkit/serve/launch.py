@@ -40,8 +40,18 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.helper import Helper
 from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest
-from toolkit.serve.rereading import Certificate, Followed, WatchedFiles, follow
-from toolkit.serve.server import Ending, check_exposure, is_loopback, listen, serve, url
+from toolkit.serve.server import (
+    Certificate,
+    Ending,
+    Followed,
+    WatchedFiles,
+    check_exposure,
+    follow,
+    is_loopback,
+    listen,
+    serve,
+    url,
+)
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 from toolkit.workers.pool import ProcessWorkers, WorkerSpec
@@ -186,7 +196,7 @@ def launch(
             order.manager.report_health(lambda: not driver.bug),
         ]
         if events:
-            background.append(_flush(events))
+            background.append(flush(events))
         if status:
             background.append(status.sampling())
         limits, address = WireLimits(client_share=order.client_share), url(listener, tls=bool(tls))
@@ -278,7 +288,7 @@ def warm_up(plan: Plan) -> None:
     scheduler.tick(0.0)
 
 
-async def _flush(events: EventLog) -> None:
+async def flush(events: EventLog) -> None:
     """Write the log once a second: a killed server loses little; an event costs no system call."""
     while True:
         await asyncio.sleep(FLUSH_EVERY_S)

@@ -20,6 +20,7 @@ from toolkit.serve.access import LIMITS, Account
 from toolkit.serve.stats import Histogram, Stats
 
 Labels = Mapping[str, str]
+FamilyKind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class WorkerGauges(NamedTuple):
@@ -92,26 +93,26 @@ class Exposition:
             ("kv_cache_tokens", "Tokens that the workers' KV caches hold.", now.kv_tokens),
             ("workers_alive", "Workers that can take batches.", alive),
         ):
-            yield _family(GaugeMetricFamily, f"llmctl_{name}", text, labels, value)
+            yield family_of(GaugeMetricFamily, f"llmctl_{name}", text, labels, value)
         info = labels | dict(now.engine)
-        yield _family(GaugeMetricFamily, "llmctl_engine_info", "What runs, in labels.", info, 1)
+        yield family_of(GaugeMetricFamily, "llmctl_engine_info", "What runs, in labels.", info, 1)
         yield from self._workers(now.workers, labels)
         text = "Predicted TTFT of a request that arrives now."
         name = "llmctl_predicted_ttft_seconds"
-        yield _family(GaugeMetricFamily, name, text, labels, now.predicted_ttft_s)
+        yield family_of(GaugeMetricFamily, name, text, labels, now.predicted_ttft_s)
         yield from self._histograms(labels, _HISTOGRAMS)
         for name, text, attribute in _COUNTERS:
             value = getattr(stats, attribute)
-            yield _family(CounterMetricFamily, name, text, labels, value)
+            yield family_of(CounterMetricFamily, name, text, labels, value)
         text = "Requests that ended, and how."
         name = "llmctl_requests"
-        yield _by_label(CounterMetricFamily, name, text, labels, "finish_reason", stats.ended)
+        yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", stats.ended)
         text = "Connections and bodies that got 429 or a reset because of a client's share."
         name = "llmctl_client_limited"
-        yield _by_label(CounterMetricFamily, name, text, labels, "limit", stats.share_refusals)
+        yield by_label(CounterMetricFamily, name, text, labels, "limit", stats.share_refusals)
         text = "Sums over slices: measured time, predicted time, arrivals, and their products."
         sums: dict[str, float] = asdict(stats.slice_sums)
-        yield _by_label(CounterMetricFamily, "llmctl_slice_sums", text, labels, "of", sums)
+        yield by_label(CounterMetricFamily, "llmctl_slice_sums", text, labels, "of", sums)
 
     def _workers(self, workers: Sequence[WorkerGauges], labels: Labels) -> Iterator[Metric]:
         """The metrics of each worker, with one series per worker.
@@ -126,7 +127,7 @@ class Exposition:
             values: Sequence[float],
         ) -> Metric:
             numbered = {str(worker): value for worker, value in enumerate(values)}
-            return _by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", numbered)
+            return by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", numbered)
 
         text = "Estimated seconds of work given to a worker (SCLS Eq. 11)."
         loads_s = [worker.load_s for worker in workers]
@@ -176,24 +177,21 @@ class Exposition:
             ("num_requests_waiting", "As llmctl_requests_waiting.", now.waiting),
             ("kv_cache_usage_perc", "As llmctl_kv_cache_usage_ratio, 0..1.", now.kv_usage),
         ):
-            yield _family(GaugeMetricFamily, f"vllm:{name}", text, labels, value)
+            yield family_of(GaugeMetricFamily, f"vllm:{name}", text, labels, value)
         yield from self._histograms(labels, _VLLM_HISTOGRAMS)
         for name, text, value in (
             ("prompt_tokens", "As llmctl_prompt_tokens_total.", stats.prompt_tokens),
             ("generation_tokens", "As llmctl_generation_tokens_total.", stats.generation_tokens),
             ("num_preemptions", "As llmctl_preemptions_total.", stats.preemptions),
         ):
-            yield _family(CounterMetricFamily, f"vllm:{name}", text, labels, value)
+            yield family_of(CounterMetricFamily, f"vllm:{name}", text, labels, value)
         succeeded = {reason: stats.ended[reason] for reason in ("stop", "length")}
         name, text = "vllm:request_success", "Requests that ended well."
-        yield _by_label(CounterMetricFamily, name, text, labels, "finished_reason", succeeded)
+        yield by_label(CounterMetricFamily, name, text, labels, "finished_reason", succeeded)
 
     def _histograms(self, labels: Labels, names: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
         for name, (attribute, text) in names.items():
-            histogram: Histogram = getattr(self._stats, attribute)
-            family = HistogramMetricFamily(name, text, labels=list(labels))
-            family.add_metric(list(labels.values()), histogram.cumulative(), histogram.total)
-            yield family
+            yield histogram_family(name, text, labels, getattr(self._stats, attribute))
 
 
 # Name, help text and attribute of `Stats`.
@@ -258,28 +256,25 @@ _VLLM_HISTOGRAMS = {
 }
 
 
-def _family(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    name: str,
-    text: str,
-    labels: Labels,
-    value: float,
-) -> Metric:
+def family_of(kind: FamilyKind, name: str, text: str, labels: Labels, value: float) -> Metric:
+    """A family with one series."""
     family = kind(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
     return family
 
 
-def _by_label(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    name: str,
-    text: str,
-    labels: Labels,
-    label: str,
-    values: Mapping[str, float],
+def by_label(
+    kind: FamilyKind, name: str, text: str, labels: Labels, label: str, values: Mapping[str, float]
 ) -> Metric:
     """A family with one series for each value of `label`."""
     family = kind(name, text, labels=[*labels, label])
     for key, value in values.items():
         family.add_metric([*labels.values(), key], value)
+    return family
+
+
+def histogram_family(name: str, text: str, labels: Labels, histogram: Histogram) -> Metric:
+    """A family with one histogram."""
+    family = HistogramMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), histogram.cumulative(), histogram.total)
     return family

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from toolkit.engines.factory import make_engine
 from toolkit.engines.protocol import (
     Engine,
     OnStep,
@@ -25,6 +24,7 @@ from toolkit.engines.protocol import (
     RoundEngine,
     Row,
     StepOutput,
+    make_engine,
 )
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec

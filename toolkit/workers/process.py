@@ -1,7 +1,7 @@
 """One worker's process as the front sees it, and the GPUs that it may use.
 
-In this order: which GPUs this machine has and each worker gets; `WorkerProcess`, a child that is
-started once, receives frames, and ends once, with a reason; and the environment of engines.
+In this order: the GPUs of this machine, and the share of each worker; `WorkerProcess`, a child that
+is started once, receives frames, and ends once, with a reason; and the environment of engines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
 from toolkit.workers.protocol import FromWorker, Start, ToWorker, front_side, pack
 
-VARIABLE = "CUDA_VISIBLE_DEVICES"
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
 # The device files of GPU drivers: NVIDIA's, WSL's, AMD's (torch for AMD has `cuda` devices too),
@@ -45,7 +45,7 @@ def visible_gpus(
     This does not load torch, because the front never does. Some sandboxes hide the driver's folder
     in /proc and show only the device files.
     """
-    named = environment.get(VARIABLE)
+    named = environment.get(GPUS_VARIABLE)
     if named is not None:
         return [name for name in named.split(",") if name]
     count = len(list(driver.iterdir())) if driver.is_dir() else 0
@@ -85,11 +85,11 @@ def require_gpu(
     recipe = next(needing, None)
     if recipe is None:
         return
-    hidden = environment.get(VARIABLE) in ("", "-1")
+    hidden = environment.get(GPUS_VARIABLE) in ("", "-1")
     if hidden or not (
         visible_gpus({}, driver) or any(next(devices.glob(name), None) for name in DEVICE_FILES)
     ):
-        why = f"{VARIABLE} hides all GPUs" if hidden else "this machine has none"
+        why = f"{GPUS_VARIABLE} hides all GPUs" if hidden else "this machine has none"
         raise EngineError(
             f"recipe '{recipe.name}' needs a GPU, {recipe.hardware.name}: {why}",
             "profile and serve it where the GPU is; fit, tune, simulate and render run anywhere",
@@ -112,11 +112,11 @@ class GpuShare:
 def share_gpus(
     sizes: Sequence[int], visible: Sequence[str], *, shared: bool = False
 ) -> list[GpuShare]:
-    """The GPUs of each worker; `sizes` are the numbers of GPUs that they take.
+    """The GPUs of each worker; `sizes` are the numbers of GPUs that the workers take.
 
-    Workers get different GPUs as far as there are any. With `shared`, the others then get the first
-    ones again; without, `EngineError` is raised: two workers on one GPU would each claim its whole
-    memory and time.
+    Workers get different GPUs while there are enough. With `shared`, further workers begin again
+    with the first GPU. Without it, `EngineError` is raised: two workers on one GPU would each claim
+    its whole memory and time.
     """
     chosen: list[Sequence[str]] = []
     first = 0
@@ -131,7 +131,7 @@ def share_gpus(
     if busiest > 1 and not shared:
         raise EngineError(
             f"{len(sizes)} workers take {sum(sizes)} GPUs, and this machine has {len(visible)} "
-            f"({VARIABLE}={','.join(visible)})",
+            f"({GPUS_VARIABLE}={','.join(visible)})",
             "start fewer workers, or set engine.share_gpus: true in the recipe to divide each "
             "GPU's memory between its workers",
         )
@@ -141,7 +141,7 @@ def share_gpus(
     ]
 
 
-KEEP_MEMORY = {
+KEEP_MEMORY = {  # of glibc's malloc, in bytes: freed memory stays with the process
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
     "MALLOC_TOP_PAD_": str(64 << 20),
@@ -210,7 +210,7 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         transport, link = await loop.create_unix_connection(lambda: _Link(on_frame), sock=ours)
         environment = engine_environment(threads, device)
-        environment |= {} if gpus is None else {VARIABLE: gpus}
+        environment |= {} if gpus is None else {GPUS_VARIABLE: gpus}
         try:
             process = await loop.run_in_executor(_SPAWNERS, _start, theirs, environment)
             _, errors = await loop.connect_read_pipe(_Tail, process.stderr)
@@ -226,7 +226,7 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, frame: ToWorker) -> None:
-        """Queue a frame. A frame to a process that has ended is lost."""
+        """Queue a frame. It is lost if the process has ended."""
         self._link.send(frame)
 
     def kill(self) -> None:
@@ -236,9 +236,10 @@ class WorkerProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def gone(self) -> str:
-        """Wait until it has ended and was reaped. Returns why it ended.
+        """Wait until the child has ended, and reap it. Returns why it ended.
 
-        A child that has closed its socket only has to exit.
+        A child that has closed its socket has nothing left to do, and is killed if it does not exit
+        within `EXIT_GRACE_S`.
         """
         await self._link.closed
         try:

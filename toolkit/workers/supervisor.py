@@ -76,7 +76,7 @@ class SilentWorker(NamedTuple):
 
 @dataclass(slots=True)
 class SupervisedWorker:
-    """One worker's state, its start, its last sign of life (on the supervisor's clock), and the
+    """One worker's state, its start, its last sign of life (on the monotonic clock), and the
     limits of silence and total time, in seconds.
     """
 
@@ -93,35 +93,28 @@ class Supervisor:
     Args:
         size: number of workers.
         kill: ends a worker at once.
-        clock: seconds.
     """
 
-    def __init__(
-        self,
-        size: int,
-        kill: Callable[[SilentWorker], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, size: int, kill: Callable[[SilentWorker], None]) -> None:
         self.watched = [SupervisedWorker() for _ in range(size)]
         self._kill = kill
-        self._clock = clock
-        self._checked_s = clock()
+        self._checked_s = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(
         self, worker: int, state: State, silence_s: float = math.inf, total_s: float = math.inf
     ) -> None:
         """The worker enters a state, which is also a sign of life."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         self.watched[worker] = SupervisedWorker(state, now_s, now_s, silence_s, total_s)
 
     def sign(self, worker: int) -> None:
         """The worker gave a sign of life."""
-        self.watched[worker].sign_s = self._clock()
+        self.watched[worker].sign_s = time.monotonic()
 
     def start(self) -> None:
         """Check now, and every `CHECK_EVERY_S` until `stop`."""
-        self._checked_s = self._clock()
+        self._checked_s = time.monotonic()
         self.check()
 
     def stop(self) -> None:
@@ -135,7 +128,7 @@ class Supervisor:
         Time in which this process itself stood still does not count: on a suspended machine no
         worker hangs.
         """
-        now_s = self._clock()
+        now_s = time.monotonic()
         late_s, self._checked_s = now_s - self._checked_s - CHECK_EVERY_S, now_s
         if late_s > CHECK_EVERY_S:
             for watched in self.watched:
@@ -147,7 +140,7 @@ class Supervisor:
 
     def silent(self) -> list[SilentWorker]:
         """The workers that take too long now."""
-        now_s, found = self._clock(), []
+        now_s, found = time.monotonic(), []
         for worker, watched in enumerate(self.watched):
             silence_s, total_s = now_s - watched.sign_s, now_s - watched.since_s
             if watched.state == "away":

@@ -18,10 +18,10 @@ LATEST = 16  # the pass or step of a batch at which it fails, at the latest
 
 
 def install() -> None:
-    """Make the engines of the factory fail. Imports nothing heavy before the first engine."""
-    from toolkit.engines import factory
+    """Make the engines that workers load fail. Imports nothing heavy before the first engine."""
+    from toolkit.engines import protocol
 
-    make = factory.make_engine
+    make = protocol.make_engine
 
     def make_failing(*specs: Any) -> Any:
         engine = make(*specs)
@@ -30,7 +30,7 @@ def install() -> None:
         engine.run_slice = failing_slices(engine.run_slice)  # type: ignore[method-assign]
         return engine
 
-    factory.make_engine = make_failing  # type: ignore[assignment]
+    protocol.make_engine = make_failing  # type: ignore[assignment]
 
 
 class Turns:

@@ -4,7 +4,7 @@
 with exactly the plan's flags. Clients talk to vLLM directly. llmctl reports when vLLM is ready,
 forwards signals and waits for its end. A policy of ours runs inside vLLM
 (`toolkit.backends.vllm.scheduler`), from the same plan. In every case vLLM's passes are counted and
-compared with the plan's laws (`toolkit.backends.vllm.counts`), in vLLM's own /metrics.
+compared with the plan's laws (`toolkit.backends.vllm.iterations`), in vLLM's own /metrics.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.profiling.run import ProfileBench
 from toolkit.serve.server import check_exposure, end_signals, listen
 from toolkit.workers.process import (
-    VARIABLE,
+    GPUS_VARIABLE,
     gpu_models,
     require_gpu,
     share_gpus,
@@ -58,7 +58,7 @@ from toolkit.workers.process import (
 )
 
 POLICY_SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
-COUNTING_SCHEDULER = "toolkit.backends.vllm.counts.counted_scheduler"
+COUNTING_SCHEDULER = "toolkit.backends.vllm.iterations.counted_scheduler"
 # vLLM's own images, by the device that they are for. A tag of a release is not moved.
 IMAGES = {
     "cuda": "vllm/vllm-openai:v0.32.0",
@@ -134,7 +134,7 @@ def start_replica(order: ServerOrder, number: int, folder: Path) -> VllmServer:
         ]
         names = share_gpus(sizes, visible_gpus())[number].names
         if names is not None:
-            variables[VARIABLE] = names
+            variables[GPUS_VARIABLE] = names
             variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if whole.others else {}
     threads = [each.engine.threads or 0 if each.hardware.device == "cpu" else 0 for each in recipes]
     command = replace(
