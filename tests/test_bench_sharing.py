@@ -22,10 +22,9 @@ from sse_server import (
 )
 
 from toolkit.bench.client import NOT_CONTINUED, LoadSpec, Prompts, replay, run
-from toolkit.bench.predict import predicted
+from toolkit.bench.predict import other_requests, predicted
 from toolkit.bench.report import cache_use
 from toolkit.bench.session import RequestSettings, look_at
-from toolkit.bench.warmup import others
 from toolkit.endpoints.target import (
     FULL,
     CacheCounts,
@@ -291,7 +290,9 @@ def test_replicas_are_predicted_behind_the_router_of_the_plan():
 
 
 def test_a_warm_up_is_in_open_loop():
-    warm = others(trace_of([10, 6, 17, 30], sessions=SESSIONS, arrivals=[0, 1, 2, 3]), 1.0, 3)
+    warm = other_requests(
+        trace_of([10, 6, 17, 30], sessions=SESSIONS, arrivals=[0, 1, 2, 3]), 1.0, 3
+    )
     assert warm.sessions is None
     assert warm.arrival_s.tolist() == [0, 1, 2]
 

@@ -9,12 +9,14 @@ import samples
 from sse_server import serve_request, sse_server
 
 from toolkit.bench.client import LoadSpec
-from toolkit.bench.predict import ServerConditions, counts_or_none, predict
-from toolkit.bench.warmup import (
+from toolkit.bench.predict import (
+    ServerConditions,
     ServerTimes,
     arrival_cost_of,
     conditions,
-    others,
+    counts_or_none,
+    other_requests,
+    predict,
     times_between,
     warm_up,
 )
@@ -39,7 +41,7 @@ def trace(count: int = 6) -> Trace:
 
 
 def test_the_requests_are_those_that_come_next_and_time_goes_on_where_the_trace_starts_again():
-    other = others(trace(), 3.5, 4)
+    other = other_requests(trace(), 3.5, 4)
     assert other.prompt_tokens.tolist() == [14, 15, 10, 11]
     assert other.arrival_s.tolist() == [0.0, 1.0, 1.0, 2.0]
 
@@ -52,7 +54,7 @@ def test_the_slowdown_is_of_the_batches_that_ran_meanwhile():
     with sse_server(answer) as server:
         server.batch_s = (100.0, 1.0)
         warm, interrupted = warm_up(
-            find_target(server.url), others(trace(), 0.0, 2), LOAD, lambda: None
+            find_target(server.url), other_requests(trace(), 0.0, 2), LOAD, lambda: None
         )
     assert not interrupted
     assert (warm.requests, warm.batch_s, warm.predicted_batch_s, warm.slowdown) == (
@@ -71,14 +73,18 @@ def test_the_first_requests_settle_the_server_and_are_not_timed():
 
     with sse_server(answer) as server:
         at_once = replace(trace(), arrival_s=np.zeros(6))
-        warm, _ = warm_up(find_target(server.url), others(at_once, 0.0, 8), LOAD, lambda: None)
+        warm, _ = warm_up(
+            find_target(server.url), other_requests(at_once, 0.0, 8), LOAD, lambda: None
+        )
     assert (warm.requests, warm.predicted_batch_s, warm.slowdown) == (8, 6.0, 1.5)
     assert len({str(body["prompt"]) for body in server.bodies}) == 8
 
 
 def test_without_batches_the_warm_up_shows_nothing():
     with sse_server() as server:
-        assert warm_up(find_target(server.url), others(trace(), 0.0, 1), LOAD, lambda: None) == (
+        assert warm_up(
+            find_target(server.url), other_requests(trace(), 0.0, 1), LOAD, lambda: None
+        ) == (
             None,
             False,
         )
@@ -86,7 +92,7 @@ def test_without_batches_the_warm_up_shows_nothing():
 
 def test_prompts_are_not_those_of_the_replay():
     with sse_server() as server:
-        target, short = find_target(server.url), others(trace(), 0.0, 1)
+        target, short = find_target(server.url), other_requests(trace(), 0.0, 1)
         warm_up(target, short, LOAD, lambda: None)
         warm_up(target, short, LoadSpec("hidden", 128, 256, seed=1), lambda: None)
     first, second = server.bodies
@@ -95,9 +101,9 @@ def test_prompts_are_not_those_of_the_replay():
 
 def test_a_server_without_counters_is_named(monkeypatch):
     with sse_server() as server:
-        monkeypatch.setattr("toolkit.bench.warmup.TOOK", "llmctl_no_such_total")
+        monkeypatch.setattr("toolkit.bench.predict.TOOK", "llmctl_no_such_total")
         with pytest.raises(InputError, match=r"/metrics has no llmctl_no_such_total") as error:
-            warm_up(find_target(server.url), others(trace(), 0.0, 1), LOAD, lambda: None)
+            warm_up(find_target(server.url), other_requests(trace(), 0.0, 1), LOAD, lambda: None)
     assert "--warmup 0" in error.value.hint
 
 

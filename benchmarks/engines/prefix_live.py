@@ -32,7 +32,8 @@ import numpy as np
 from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import keep
 from benchmarks.engines.vllm_flags import run, serving
-from toolkit.bench.predict import LengthLimits, ServerConditions, fitted, predict
+from toolkit.bench.client import LengthLimits, fitted
+from toolkit.bench.predict import ServerConditions, predict
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.bench import Validation, WindowResult

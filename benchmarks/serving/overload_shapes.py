@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.common.command import make_parser
-from toolkit.bench.predict import ServerConditions, fitted, limits_of, predict
+from toolkit.bench.client import fitted, limits_of
+from toolkit.bench.predict import ServerConditions, predict
 from toolkit.cli.demo import Stages, overload
 from toolkit.cli.output import percent, table
 from toolkit.endpoints.target import Target

@@ -4,7 +4,7 @@ Requests are sent at the trace's times whatever the server does, and latencies c
 times, so that a server cannot hide a stall by slowing the client down. In a trace with sessions
 that is so for first turns. A later turn is sent when the turn before has ended and its client has
 thought about it; its latency counts from then. Prompts share what the trace says they share, and
-nothing else (`Prompts`).
+nothing else (`Prompts`). `try_out` and `limits_of` find which requests a server takes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn, post, refusal
 from toolkit.endpoints.wire import INTERRUPTED, ClientConnection, Sample, loop_factory
+from toolkit.files.plan import Plan
+from toolkit.files.profile import SAFE_VOCABULARY
 from toolkit.traces.types import Trace
+from toolkit.traces.windows import scale_lengths, scale_rate
 
 # The prompts of a replay: random tokens that share what the trace says they share.
 #
@@ -113,6 +116,7 @@ class Prompts:
         return mixed(of_block + steps) if each else mixed(of_block[:, None] + steps).reshape(-1)
 
 
+DEFAULT_LIMIT = 256  # output tokens, as in recipes
 END_AFTER = b"llmctl_end_after"  # part of the refusal of a server that rejects this field
 # requests made before the clock starts, since making them takes CPU of the measured machine
 PREPARED = 2000
@@ -170,6 +174,34 @@ def try_out(target: Target, lengths: Lengths | None, max_tokens: int) -> tuple[L
         body,
         "start it with: llmctl serve --allow-end-after; or leave out --lengths hidden",
     )
+
+
+class LengthLimits(NamedTuple):
+    """Limits of requests, in tokens."""
+
+    context: int | None  # prompt + output; None: the server does not say
+    output: int
+    vocabulary: int
+
+
+def limits_of(
+    plan: Plan | None, target: Target, output: int | None = None, vocabulary: int | None = None
+) -> LengthLimits:
+    """The given limits, else the plan's, else the server's, else limits that any server accepts."""
+    if plan is not None:
+        recipe = plan.recipe
+        given = recipe.model.max_model_len, recipe.serve.max_new_tokens, plan.fit.engine.vocab_size
+        return LengthLimits(given[0], output or given[1], vocabulary or given[2])
+    context = target.max_model_len
+    usual = DEFAULT_LIMIT if context is None else min(DEFAULT_LIMIT, context // 2)
+    return LengthLimits(context, output or usual, vocabulary or SAFE_VOCABULARY)
+
+
+def fitted(trace: Trace, limits: LengthLimits, rate: float | None) -> Trace:
+    """The trace with lengths that the server accepts, at the given rate in requests per second."""
+    if limits.context is not None:
+        trace = scale_lengths(trace, limits.context, limits.output)
+    return trace if rate is None else scale_rate(trace, rate)
 
 
 def run(target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]) -> Replay:

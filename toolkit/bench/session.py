@@ -17,29 +17,34 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.bench.client import Lengths, LoadSpec, Progress, Replay, run, try_out
-from toolkit.bench.predict import (
-    ServerConditions,
-    check_server,
-    counts_or_none,
+from toolkit.bench.client import (
+    Lengths,
+    LoadSpec,
+    Progress,
+    Replay,
     fitted,
     limits_of,
+    run,
+    try_out,
+)
+from toolkit.bench.predict import (
+    SEEDS,
+    ServerConditions,
+    ServerTimes,
+    check_server,
+    conditions,
+    counts_or_none,
+    other_requests,
     predict,
     predicted,
     reports_batch_times,
     scheduling,
     seen_by_clients,
-)
-from toolkit.bench.report import Prediction, cache_use, report, served, values_of
-from toolkit.bench.warmup import (
-    SEEDS,
-    ServerTimes,
-    conditions,
-    others,
     settle,
     times_between,
     warm_up,
 )
+from toolkit.bench.report import Prediction, cache_use, report, served, values_of
 from toolkit.endpoints.target import CacheCounts, Target, cache_counts, with_answer_ids
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.bench import (
@@ -207,7 +212,7 @@ class Measurement:
             if reports_batch_times(self._plan, self._target)
             else 0
         )
-        trace = others(self._whole, after_s, count)
+        trace = other_requests(self._whole, after_s, count)
         warm, interrupted = self._warm_up(trace, about_s) if count else (None, False)
         if interrupted:
             return False
@@ -337,7 +342,7 @@ class Session:
         count = round(self._warmup_s * predict(self._plan, window.trace, {})["throughput_rps"])
         if not count:
             return self._unwarmed()
-        trace = others(self._whole, window.end_s, count)
+        trace = other_requests(self._whole, window.end_s, count)
         with self._progress("warming up", count) as advance:
             if self._reports_batches:
                 warm, interrupted = warm_up(self._target, trace, self._load_of(number), advance)
