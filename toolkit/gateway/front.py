@@ -1,8 +1,8 @@
 """The gateway's application: requests in, attempts at replicas, one answer out.
 
-`Gateway` is the ASGI application behind `AccessGate`. `PassedRequest` is one request for tokens: it
-is sent to the replica that the balancer names, and again to another one when that fails, until the
-client has the whole answer. Nothing that was accepted is lost as long as a replica is up, or comes
+`Gateway` is the ASGI application behind `AccessGate`. It passes a request for tokens to the replica
+that the balancer names, and to another one when that fails, until the client has the whole answer
+(`toolkit.gateway.passing`). Nothing that was accepted is lost as long as a replica is up, or comes
 back within the time that a request waits for one.
 """
 
