@@ -1,11 +1,10 @@
-"""A Python with a fake "vLLM": a server with its flags, its pages and its iteration log, without a
-model.
+"""A Python with a fake "vLLM": a server with its flags, pages and iteration log, without a model.
 
-It batches continuously, prefills in chunks and never preempts. A pass sleeps as long as `FORWARD_S`
-says. The model's name chooses a fault: 'dies' ends while it loads; 'breaks' answers groups of 3
-with 500; 'loads' is never ready and ignores signals, as vLLM does while it loads; 'stubborn' does
-not end when told to. An 'engine' is a second process, which it leaves behind. After SIGUSR1 its
-engine hangs: it answers /health and /metrics, and generates nothing.
+The server batches continuously, prefills in chunks and never preempts. A pass sleeps as long as
+`FORWARD_S` says. The model's name chooses a fault: 'dies' ends while it loads; 'breaks' answers
+groups of 3 with 500; 'loads' is never ready and ignores signals, as vLLM does while it loads;
+'stubborn' does not end when told to; 'engine' starts a second process, and leaves it behind. After
+SIGUSR1 the server hangs: it answers /health and /metrics, and generates nothing.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Engine:
             IterationLogHeader(
                 max_num_seqs=self.slots,
                 max_num_batched_tokens=self.budget,
-                block_tokens=int(flags.get("--block-size", 16)),
+                block_tokens=self.block,
                 blocks=256,
                 enable_chunked_prefill=True,
                 prefix_caching=False,
@@ -99,7 +98,9 @@ class Engine:
         )
 
     def found(self, prompt: list[int]) -> int:
-        """The leading tokens of a prompt that are cached; all of its whole blocks are from now."""
+        """The number of leading tokens of a prompt that are cached. All of its whole blocks are
+        cached from now on.
+        """
         ends = range(self.block, len(prompt), self.block)
         beginnings = [tuple(prompt[:end]) for end in ends] if self.caches else []
         count = sum(one in self.kept for one in beginnings)
@@ -219,13 +220,8 @@ async def serve() -> None:
     _, verb, model, *words = sys.argv
     assert verb == "serve"
     if "engine" in model:
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "import signal; print('INFO: engine', flush=True); signal.pause()",
-            ]
-        )
+        code = "import signal; print('INFO: engine', flush=True); signal.pause()"
+        subprocess.Popen([sys.executable, "-c", code])
     if "loads" in model:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:

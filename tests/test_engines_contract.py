@@ -43,7 +43,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def reference(kind: str, engine: Engine) -> Callable[[Row], tuple[int, ...]]:
-    """transformers' own greedy `generate` on one request; the fake engine's whole run alone."""
+    """What a row gets alone: by transformers' own greedy `generate`, or from the fake engine in one
+    slice.
+    """
     if kind == "fake":
         return lambda row: engine.run_slice([row], ALL_STEPS, go_on).tokens[0]
     model = load_model(tiny.model_spec(kind), tiny.CPU)
@@ -161,6 +163,7 @@ def test_steps_are_what_the_output_says(case: Case) -> None:
 
 
 def assembled(steps: Sequence[StepOutput], count: int) -> SliceOutput:
+    """The output of a slice of `count` rows, put together from its steps."""
     tokens: list[list[int]] = [[] for _ in range(count)]
     finish = [""] * count
     for step in steps:

@@ -21,15 +21,19 @@ from toolkit.serve.assemble import make_scheduler
 from toolkit.sim.world import world_of
 from toolkit.traces.types import Trace
 
-MODEL = {"source": "random", "config": {"model_type": "fake"}, "dtype": "float32",
-"max_model_len": 512,
-         "tokenizer": "bytes"}  # fmt: skip
+MODEL = {
+    "source": "random",
+    "config": {"model_type": "fake"},
+    "dtype": "float32",
+    "max_model_len": 512,
+    "tokenizer": "bytes",
+}
 
 
 def write_kind(
     folder: Path, name: str, capacity: int = 8192, speed: float = 1.0, **changes: object
 ) -> None:
-    """A recipe, and the fit of a machine that is so many times as fast."""
+    """A recipe, and the fit of a machine that is `speed` times as fast as the sample's."""
     recipe = samples.recipe(name=name, model=MODEL | changes.pop("model", {}), **changes)
     write_file(recipe, folder / f"{name}.yaml")  # JSON is YAML
     facts = samples.fit(capacity)
@@ -118,15 +122,15 @@ VLLM = {"name": "vllm", "parameters": {"max_num_seqs": 32, "max_num_batched_toke
 
 
 def write_server(folder: Path, name: str, speed: float = 1.0, **changes: object) -> None:
-    """A recipe of engine vllm, and the fit of a machine that is so many times as fast."""
+    """A recipe of engine vllm, and the fit of a machine that is `speed` times as fast."""
     spec = {"engine": {"name": "vllm"}, "workers": 1, "policy": VLLM} | changes
     write_kind(folder, name, **spec)
     plain = samples.paged_fit(4096)
     assert plain.steps is not None
-    slower = {key: getattr(plain.steps, key) / speed for key in
-              ("base_s", "row_s", "prefill_s", "cached_s", "attended_s", "host_s")}  # fmt: skip
-    slower["token_s"] = [each / speed for each in plain.steps.token_s]
-    steps = plain.steps.model_copy(update=slower)
+    names = ("base_s", "row_s", "prefill_s", "cached_s", "attended_s", "host_s")
+    times = {name: getattr(plain.steps, name) / speed for name in names}
+    times["token_s"] = [each / speed for each in plain.steps.token_s]
+    steps = plain.steps.model_copy(update=times)
     made = head({"recipe": folder / f"{name}.yaml"})
     write_file(
         plain.model_copy(update={"recipe_name": name, "steps": steps, **made}),
@@ -177,41 +181,26 @@ def test_recipes_and_fleets_are_told_apart(unequal):
         load_recipe(unequal)
 
 
-def run(*words: str) -> int:
-    return llmctl(*words)
-
-
 @pytest.mark.slow
 def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, capsys):
     monkeypatch.chdir(unequal.parent)
-    assert run("simulate", "--fleet", "fleet.yaml", "--trace", "chat-small", "--json") == 0
+    assert llmctl("simulate", "--fleet", "fleet.yaml", "--trace", "chat-small", "--json") == 0
     metrics = json.loads(capsys.readouterr().out)
     assert sum(key.startswith("utilisation_worker_") for key in metrics) == 3
     scaling = metrics["trace"]["scaling"]
-    options = [
-        "--trials",
-        "1",
-        "--draws",
-        "1",
-        "--jobs",
-        "1",
-        "--trace",
-        "chat-small",
-        "--rate",
-        "10",
-    ]
-    assert run("tune", "fleet.yaml", *options) == 0
+    options = "--trials 1 --draws 1 --jobs 1 --trace chat-small --rate 10"
+    assert llmctl("tune", "fleet.yaml", *options.split()) == 0
     assert json.loads(Path("tuning.json").read_text())["scaling"] == scaling
-    assert run("render", "fleet.yaml", "--tuning", "tuning.json") == 0
+    assert llmctl("render", "fleet.yaml", "--tuning", "tuning.json") == 0
     assert read_file(Plan, "plan.json").workers == 3
-    assert run("render", "fleet.yaml", "--tuning", "tuning.json", "--check") == 0
-    assert run("render", "plan.json", "--target", "local") == 0
-    assert run("render", "plan.json", "--target", "kubernetes") != 0
+    assert llmctl("render", "fleet.yaml", "--tuning", "tuning.json", "--check") == 0
+    assert llmctl("render", "plan.json", "--target", "local") == 0
+    assert llmctl("render", "plan.json", "--target", "kubernetes") != 0
     assert (
         "a fleet cannot be rendered for 'kubernetes': the pods of a Deployment"
         in capsys.readouterr().err
     )
-    assert run("serve", "plan.json", "--ray", "local", "--port", "0") != 0
+    assert llmctl("serve", "plan.json", "--ray", "local", "--port", "0") != 0
     assert (
         "--ray local: a cluster of this machine alone is one node of one kind; the"
         in capsys.readouterr().err
@@ -247,7 +236,7 @@ def test_tune_searches_the_router_before_unlike_servers(servers, monkeypatch, ca
         write_file(recipe.model_copy(update={"hardware": hardware}), Path(f"{name}.yaml"))
     options = ["--trials", "4", "--draws", "1", "--jobs", "1", "--trace", "chat-small"]
     words = ["tune", "fleet.yaml", *options, "--rate", "20", "--routers", "by-law"]
-    assert run(*words) in (0, 5)
+    assert llmctl(*words) in (0, 5)
     assert "those of slow stay their recipes'" in " ".join(capsys.readouterr().err.split())
     tuned = json.loads(Path("tuning.json").read_text())
     assert tuned["workers"] == 3
@@ -277,23 +266,26 @@ def test_a_simulated_fleet_of_servers_is_shown_by_kind(servers, monkeypatch, cap
     monkeypatch.chdir(servers.parent)
     words = ["simulate", "--fleet", "fleet.yaml", "--policy", "vllm"]
     words += ["--set", "replica_router=by-law"]
-    assert run(*words, "--json") == 0
+    assert llmctl(*words, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     fast, slow = found["kinds"]["fast"], found["kinds"]["slow"]
     assert (fast["workers"], slow["workers"]) == (1.0, 2.0)
     assert fast["requests"] + slow["requests"] == found["requests"]
     assert fast["requests"] > slow["requests"]
     assert found["parameters"]["max_num_seqs"] == 32  # the first kind's, from its recipe
-    assert run(*words) == 0
+    assert llmctl(*words) == 0
     assert "by kind" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", ["tune fleet.yaml --workers auto", (
-    "simulate --fleet fleet.yaml --workers "
-    "2"
-),
-                                   "serve fleet.yaml --workers 2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tune fleet.yaml --workers auto",
+        "simulate --fleet fleet.yaml --workers 2",
+        "serve fleet.yaml --workers 2",
+    ],
+)
 def test_the_number_of_workers_comes_from_the_fleet(unequal, monkeypatch, capsys, words):
     monkeypatch.chdir(unequal.parent)
-    assert run(*words.split()) != 0
+    assert llmctl(*words.split()) != 0
     assert "--workers: a fleet sets the number of workers of each kind" in capsys.readouterr().err

@@ -7,12 +7,12 @@ Takes about two minutes on two shared cores. Needs nothing but the package.
 
 `llmctl serve --replica ...` runs in a process of its own, before stand-in replicas in this one
 (`benchmarks.common.standin`). Their next token is a hash of all tokens before it, so a token that
-was lost, doubled or made from something else changes all that follow. Clients stream, and ask for
-whole answers, of both APIs; some with stop strings, some with log probabilities, which must be
-generated again from the start. Half of the replicas give token ids as vLLM does, the others are
-continued by text. Every fraction of a second one replica is killed, hangs, aborts its requests as a
-server does that shuts down, or answers 500 for a while; it comes back a little later. At least one
-replica stays as it is.
+was lost, doubled or made from something else changes all that follow. Clients use both APIs, and
+ask for streams and for whole answers; some with stop strings, some with log probabilities, which
+must be generated again from the start. Half of the replicas give token ids as vLLM does; answers of
+the others are continued by text. Every fraction of a second one replica is killed, hangs, aborts
+its requests as a server does that shuts down, or answers 500; a little later it is well again. The
+first replica is never disturbed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ async def _streamed(
 
 
 class Trouble:
-    """Disturbs the replicas but the first."""
+    """Disturbs all replicas except the first."""
 
     def __init__(self, replicas: list[StandIn], rng: random.Random) -> None:
         self.replicas, self.rng = replicas, rng
@@ -173,7 +173,7 @@ async def send_all(http: httpx.AsyncClient, work: list[tuple[dict[str, Any], boo
 
 
 async def measure(requests: int, count: int, seed: int) -> dict[str, Any]:
-    """Serve so many requests through so many replicas."""
+    """Send `requests` through a front before `count` replicas. Returns the figures of the run."""
     rng = random.Random(seed)
     replicas = [StandIn(token_s=0.004, speaks_ids=k % 2 == 0) for k in range(count)]
     for replica in replicas:
@@ -204,7 +204,7 @@ async def measure(requests: int, count: int, seed: int) -> dict[str, Any]:
     for replica in replicas:
         replica.kill()
     await asyncio.gather(*trouble.tasks, disturbing, return_exceptions=True)
-    for replica in replicas:
+    for replica in replicas:  # again: a disturbance may have started one since
         replica.kill()
     continued = {
         line.split('by="')[1].split('"')[0]: float(line.split()[-1])

@@ -32,7 +32,7 @@ PICTURES = ROOT / "docs" / "pictures"
 REPORT = {"width": 1200, "height": 834}
 STATUS = {"width": 1280, "height": 800}
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-RATE, LOAD_S = 10, 100
+RATE, LOAD_S = 10, 100  # requests per second, and for how long
 KILL_AT_S, LOOK_AT_S = 60.0, 90.0
 QUALITY = 90
 
@@ -40,7 +40,7 @@ QUALITY = 90
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("demo-out"), help="of the demo's files"
+        "folder", type=Path, nargs="?", default=Path("demo-out"), help="the demo's folder"
     )
     folder = parser.parse_args().folder
     stages = Stages(sys.stdout)
@@ -50,28 +50,9 @@ def main() -> None:
         stages.llmctl("report", folder / "plan.json", "--out", page)
         take(browser, page.as_uri(), "report", REPORT, whole=False)
         with stages.server(folder / "plan.json") as url:
-            words = [
-                "--url",
-                url,
-                "--trace",
-                "chat-small",
-                "--plan",
-                folder / "plan.json",
-                "--warmup",
-                0,
-            ]
-            command = [
-                sys.executable,
-                "-m",
-                "toolkit",
-                "bench",
-                *words,
-                "--rate",
-                RATE,
-                "--duration",
-                LOAD_S,
-            ]
-            load = subprocess.Popen([str(word) for word in command])
+            words = f"bench --trace chat-small --warmup 0 --rate {RATE} --duration {LOAD_S}".split()
+            words += ["--url", url, "--plan", str(folder / "plan.json")]
+            load = subprocess.Popen([sys.executable, "-m", "toolkit", *words])
             time.sleep(KILL_AT_S)
             kill_a_worker()
             time.sleep(LOOK_AT_S - KILL_AT_S)
