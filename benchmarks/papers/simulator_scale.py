@@ -1,10 +1,13 @@
 """How the simulator's speed changes with workers, load and requests, beside bare loops in the same
 run.
 
-    python -m benchmarks.papers.simulator_scale [--policies mlfq] [--out scale.png] [--most 1000000]
+    python -m benchmarks.papers.simulator_scale --policies all --most 1000000 --rows scale.json \
+        --budget 250 --out scale.svg
 
-Takes minutes: about one per policy, more with `--most 1000000`, and about a minute in all with
-`--quick`. Needs nothing; a C compiler for the loop in C.
+Takes about half a minute per policy with `--most 1000000`, and about a minute in all with
+`--quick`. With `--budget` it begins no row after so many seconds; the same command goes on from
+the file of `--rows` until the table is whole. Needs nothing; a C compiler for the loop in C, and
+matplotlib for the plot.
 
 Requests per second of processor time, loop only, on one core. The world is that of
 `benchmarks/papers/simulator_speed.py`; the trace is made up, and its rate is `load` times what the
@@ -13,28 +16,30 @@ and, with a compiler, one in C. They do the least that a simulator of one queue 
 start and the end of each request. Each row is divided by them as well. Two ratios follow: the cost
 of a request with 512 workers over that with 8, and with ten times the backlog. `--policies all`
 takes every policy but the oracles and `vllm`, which may be named. The first line says whether
-compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the latter. `--json` keeps the rows.
+compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the latter. The rows of these ratios
+come first, next to each other, so that one piece of the run measures both sides.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import random
 import shutil
 import statistics
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from time import process_time
+from time import monotonic, process_time
 
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.results_file import keep
 from benchmarks.papers.simulator_speed import ENGINE, LAW, MAX_NEW_TOKENS, MEMORY
 from toolkit.compiled import running
+from toolkit.errors import InputError
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.scheduler import Scheduler
@@ -50,6 +55,7 @@ LOADS = (0.3, 1.0, 3.0)
 REQUESTS = (10_000, 100_000, 1_000_000)
 DEFAULT = 8, 0.5, 10_000  # workers, load and requests of the rows in which another of them varies
 BACKLOG = 8, 3.0, 100_000  # ten times the requests, and so the backlog, of another row
+MANY = 512  # workers whose cost of a request is compared with that of 8
 PER_WORKER = 60  # requests of a row with many workers, at least
 SERVED_RPS = (
     0.25  # requests per second that a worker of this world serves, approximately: conservative 0.27
@@ -144,43 +150,111 @@ def bare_c(count: int = 1_000_000, times: int = 20) -> float | None:
     return times * count / (process_time() - start_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measured:
-    """One run of this benchmark: which code ran, the bare loops' requests/s, and the rows."""
+    """What this benchmark has measured: which code ran, the bare loops' requests/s, and the
+    rows.
+    """
 
     compiled: bool
     python_rps: float
     c_rps: float | None
-    rows: list[Row]
+    rows: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def begun(cls, path: Path | None) -> Measured:
+        """What `path` keeps of earlier pieces, else the bare loops alone. `InputError` if it has
+        rows of the other code, compiled or plain.
+        """
+        code = running()
+        if path is None or not path.exists():
+            return cls(code.compiled, bare_python(), bare_c())
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["compiled"] != code.compiled:
+            names = {True: "compiled code", False: "plain Python"}
+            raise InputError(
+                f"{path} has rows of {names[not code.compiled]}; {names[code.compiled]} runs now",
+                "give --rows another file, or set LLMCTL_COMPILED",
+            )
+        kept["rows"] = [Row(*values) for values in kept["rows"]]
+        return cls(**kept)
+
+    def row(self, policy: str, plan: tuple[int, float, int]) -> Row | None:
+        """The row of this plan (workers, load, requests), if it was measured."""
+        wanted = (policy, *plan)
+        return next((row for row in self.rows if astuple(row)[:4] == wanted), None)
+
+    def save(self, path: Path) -> None:
+        """Write all to `path`, one row a line."""
+        head = {"compiled": self.compiled, "python_rps": self.python_rps, "c_rps": self.c_rps}
+        rows = ",\n".join(json.dumps(astuple(row)) for row in self.rows)
+        path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}\n', encoding="utf-8")
 
 
-def measure(policies: Sequence[str], most: int, repeats: int, per_worker: int) -> Measured:
-    """All rows, each printed as soon as it is measured."""
+def plans_of(most: int, per_worker: int) -> list[tuple[int, float, int]]:
+    """The workers, load and requests of a policy's rows; those that are compared come first."""
     workers, load, requests = DEFAULT
-    found: list[Row] = []
-    python_rps, c_rps = bare_python(), bare_c()
-    code = running()
-    print("compiled code" if code.compiled else f"plain Python: {code.reason}")
-    print(f"bare loop in Python: {python_rps:,.0f} requests/s; in C: ", end="")
+    compared = [
+        DEFAULT,
+        (MANY, load, max(requests, per_worker * MANY)),
+        (workers, BACKLOG[1], requests),
+        BACKLOG,
+    ]
+    others = {(count, load, max(requests, per_worker * count)) for count in WORKERS}
+    others |= {(workers, other, requests) for other in LOADS}
+    others |= {(workers, load, count) for count in REQUESTS}
+    plans = compared + sorted(others - set(compared))
+    return [plan for plan in plans if plan[2] <= most]
+
+
+def print_head(measured: Measured) -> None:
+    """Print which code runs, the bare loops and the head of the table."""
+    c_rps = measured.c_rps
+    print("compiled code" if measured.compiled else f"plain Python: {running().reason}")
+    print(f"bare loop in Python: {measured.python_rps:,.0f} requests/s; in C: ", end="")
     print(f"{c_rps:,.0f}\n" if c_rps else "there is no compiler\n")
     print("| policy | workers | load | requests | requests/s | us/request | of Python | of C |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
+
+
+def print_row(row: Row, measured: Measured) -> None:
+    """Print a row of the table."""
+    rate, c_rps = row.rate_rps, measured.c_rps
+    of_c = f"1 / {c_rps / rate:,.0f}" if c_rps else ""
+    print(
+        f"| {row.policy} | {row.workers:,} | {row.load:g} | {row.requests:,} | {rate:,.0f} "
+        f"| {1e6 / rate:.1f} | 1 / {measured.python_rps / rate:,.0f} | {of_c} |",
+        flush=True,
+    )
+
+
+def measure(
+    measured: Measured,
+    policies: Sequence[str],
+    plans: Sequence[tuple[int, float, int]],
+    repeats: int,
+    *,
+    budget_s: float | None,
+    path: Path | None,
+) -> int:
+    """Measure and print the rows that `measured` lacks, and print those it has; returns how many
+    are left because `budget_s` seconds have passed.
+    """
+    begun_s, left = monotonic(), 0
+    print_head(measured)
     for policy in policies:
-        plans = {(count, load, max(requests, per_worker * count)) for count in WORKERS}
-        plans |= {(workers, other, requests) for other in LOADS}
-        plans |= {(workers, load, count) for count in REQUESTS} | {BACKLOG}
-        for plan in sorted(plans):
-            if plan[2] > most:
-                continue
-            row = simulated(policy, *plan, 1 if plan[2] >= 1_000_000 else repeats)
-            found.append(row)
-            rate, of_c = row.rate_rps, f"1 / {c_rps / row.rate_rps:,.0f}" if c_rps else ""
-            print(
-                f"| {policy} | {row.workers:,} | {row.load:g} | {row.requests:,} | {rate:,.0f} "
-                f"| {1e6 / rate:.1f} | 1 / {python_rps / rate:,.0f} | {of_c} |",
-                flush=True,
-            )
-    return Measured(code.compiled, python_rps, c_rps, found)
+        for plan in plans:
+            row = measured.row(policy, plan)
+            if row is None:
+                if budget_s is not None and monotonic() - begun_s >= budget_s:
+                    left += 1
+                    continue
+                row = simulated(policy, *plan, 1 if plan[2] >= 1_000_000 else repeats)
+                measured.rows.append(row)
+                if path is not None:
+                    measured.save(path)
+            print_row(row, measured)
+    return left
 
 
 def print_growth(rows: Sequence[Row]) -> None:
@@ -197,7 +271,7 @@ def print_growth(rows: Sequence[Row]) -> None:
             seconds.get((policy, *key))
             for key in (
                 (workers, load, False),
-                (512, load, False),
+                (MANY, load, False),
                 (workers, BACKLOG[1], False),
                 (workers, BACKLOG[1], True),
             )
@@ -261,16 +335,30 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small rows, each measured once")
-    parser.add_argument("--out", type=Path, help="a PNG with the plots")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="keep the rows here; those in it are not repeated"
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="S", help="begin no row after so many seconds"
+    )
+    parser.add_argument("--out", type=Path, help="an SVG or PNG with the plots")
     options = parser.parse_args()
-    policies = options.policies
-    if ALL in policies:
-        policies = sorted(POLICIES.keys() - ORACLES)
-    size = options.most, options.repeats, PER_WORKER
-    measured = measure(policies, *(QUICK if options.quick else size))
+    every = sorted(POLICIES.keys() - ORACLES)
+    named = [every if name == ALL else [name] for name in options.policies]
+    most, repeats, per_worker = QUICK if options.quick else (options.most, options.repeats, None)
+    measured = Measured.begun(options.rows)
+    left = measure(
+        measured,
+        list(dict.fromkeys(name for names in named for name in names)),
+        plans_of(most, per_worker or PER_WORKER),
+        repeats,
+        budget_s=options.budget,
+        path=options.rows,
+    )
     print_growth(measured.rows)
-    keep("measured", asdict(measured))
-    if options.out:
+    if left:
+        print(f"\n{left} rows are left; the same command measures them")
+    elif options.out:
         draw(measured.rows, options.out)
 
 
