@@ -45,8 +45,8 @@ def test_a_second_piece_measures_only_what_is_left(
     assert sorted(ran) == sorted(("fcfs", *plan) for plan in PLANS)  # each once
     capsys.readouterr()
     scale.print_growth(again.rows)
-    # the first four rows are 8 and 512 workers, then the backlog: costs 1, 2, 3 and 4
-    assert "| fcfs | 2.00 | 1.33 |" in capsys.readouterr().out
+    # the first four rows are 8 and 512 workers, then the backlog: costs 1, 2, 3 and 4, then 5
+    assert "| fcfs | 2.00 | 1.33 | 5.00 |" in capsys.readouterr().out
 
 
 def test_rows_of_compiled_and_of_plain_code_are_not_mixed(

@@ -13,11 +13,12 @@ Requests per second of processor time, loop only, on one core. The world is that
 `benchmarks/papers/simulator_speed.py`; the trace is made up, and its rate is `load` times what the
 workers can serve, approximately. To compare machines, the same run also measures a loop in Python
 and, with a compiler, one in C. They do the least that a simulator of one queue can do: compute the
-start and the end of each request. Each row is divided by them as well. Two ratios follow: the cost
-of a request with 512 workers over that with 8, and with ten times the backlog. `--policies all`
-takes every policy but the oracles and `vllm`, which may be named. The first line says whether
-compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the latter. The rows of these ratios
-come first, next to each other, so that one piece of the run measures both sides.
+start and the end of each request. Each row is divided by them as well. Three ratios follow: the
+cost of a request with 512 workers over that with 8, with ten times the backlog, and with ten times
+the requests. `--policies all` takes every policy but the oracles and `vllm`, which may be named.
+The first line says whether compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the
+latter. The rows of these ratios come first, next to each other, so that one piece of the run
+measures both sides.
 """
 
 from __future__ import annotations
@@ -199,6 +200,7 @@ def plans_of(most: int, per_worker: int) -> list[tuple[int, float, int]]:
         (MANY, load, max(requests, per_worker * MANY)),
         (workers, BACKLOG[1], requests),
         BACKLOG,
+        (workers, load, BACKLOG[2]),
     ]
     others = {(count, load, max(requests, per_worker * count)) for count in WORKERS}
     others |= {(workers, other, requests) for other in LOADS}
@@ -258,28 +260,24 @@ def measure(
 
 
 def print_growth(rows: Sequence[Row]) -> None:
-    """Print how the cost of a request grows with workers and with the backlog."""
-    workers, load, _ = DEFAULT
+    """Print how the cost of a request grows with workers, with the backlog, and with as many more
+    requests without one.
+    """
+    workers, load, count = DEFAULT
     seconds = {
-        (row.policy, row.workers, row.load, row.requests >= BACKLOG[2]): 1.0 / row.rate_rps
-        for row in rows
-        if row.load != load or row.requests < BACKLOG[2]
+        (row.policy, row.workers, row.load, row.requests): 1.0 / row.rate_rps for row in rows
     }
-    print("\n| policy | us/request, 512 workers over 8 | 10 times the backlog |\n|---|---:|---:|")
+    many = next((row.requests for row in rows if row.workers == MANY), count)
+    pairs = (
+        ((workers, load, count), (MANY, load, many)),
+        ((workers, BACKLOG[1], count), BACKLOG),
+        ((workers, load, count), (workers, load, BACKLOG[2])),
+    )
+    print(f"\n| policy | us/request, {MANY} workers over {workers} | 10 times the backlog ", end="")
+    print("| 10 times the requests |\n|---|---:|---:|---:|")
     for policy in dict.fromkeys(row.policy for row in rows):
-        few, many, short, long = (
-            seconds.get((policy, *key))
-            for key in (
-                (workers, load, False),
-                (MANY, load, False),
-                (workers, BACKLOG[1], False),
-                (workers, BACKLOG[1], True),
-            )
-        )
-        cells = [
-            f"{after / before:.2f}" if before and after else ""
-            for before, after in ((few, many), (short, long))
-        ]
+        costs = [[seconds.get((policy, *plan)) for plan in pair] for pair in pairs]
+        cells = [f"{after / before:.2f}" if before and after else "" for before, after in costs]
         print(f"| {policy} | {' | '.join(cells)} |")
 
 
