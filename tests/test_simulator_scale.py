@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from benchmarks.papers import simulator_scale as scale
 from toolkit.errors import InputError
 
-PLANS = scale.plans_of(100_000, scale.PER_WORKER)
+GROUPS = scale.plans_of(100_000, scale.PER_WORKER)
+PLANS = [plan for group in GROUPS for plan in group]
 
 
 class _Plain:
@@ -20,9 +22,12 @@ def _faked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, float, int]]
     """Rows cost what their place in the list says; returns the plans that were run."""
     ran: list[tuple[str, int, float, int]] = []
 
-    def simulated(policy: str, workers: int, load: float, count: int, repeats: int) -> scale.Row:
-        ran.append((policy, workers, load, count))
-        return scale.Row(policy, workers, load, count, 1e6 / len(ran))
+    def simulated(policy: str, plans: Sequence[scale.Plan], repeats: int) -> list[scale.Row]:
+        rows = []
+        for plan in plans:
+            ran.append((policy, *plan))
+            rows.append(scale.Row(policy, *plan, 1e6 / len(ran)))
+        return rows
 
     monkeypatch.setattr(scale, "simulated", simulated)
     return ran
@@ -35,13 +40,13 @@ def test_a_second_piece_measures_only_what_is_left(
     path, begun = tmp_path / "rows.json", scale.Measured(False, 1e7, None)
     clock = iter(range(100))
     monkeypatch.setattr(scale, "monotonic", lambda: next(clock))
-    left = scale.measure(begun, ["fcfs"], PLANS, 1, budget_s=5.0, path=path)
-    assert len(ran) == 4
-    assert left == len(PLANS) - 4
+    left = scale.measure(begun, ["fcfs"], GROUPS, 1, budget_s=2.0, path=path)
+    assert len(ran) == 5
+    assert left == len(PLANS) - 5
     monkeypatch.setattr(scale, "running", _Plain)
     again = scale.Measured.begun(path)
     assert again.rows == begun.rows
-    assert scale.measure(again, ["fcfs"], PLANS, 1, budget_s=None, path=path) == 0
+    assert scale.measure(again, ["fcfs"], GROUPS, 1, budget_s=None, path=path) == 0
     assert sorted(ran) == sorted(("fcfs", *plan) for plan in PLANS)  # each once
     capsys.readouterr()
     scale.print_growth(again.rows)

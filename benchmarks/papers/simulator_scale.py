@@ -1,10 +1,9 @@
 """How the simulator's speed changes with workers, load and requests, beside bare loops in the same
 run.
 
-    python -m benchmarks.papers.simulator_scale --policies all --most 1000000 --rows scale.json \
-        --budget 250 --out scale.svg
+    python -m benchmarks.papers.simulator_scale --policies all --most 1000000 --rows scale.json
 
-Takes about half a minute per policy with `--most 1000000`, and about a minute in all with
+Takes up to half a minute per policy with `--most 1000000`, and about a minute in all with
 `--quick`. With `--budget` it begins no row after so many seconds; the same command goes on from
 the file of `--rows` until the table is whole. Needs nothing; a C compiler for the loop in C, and
 matplotlib for the plot.
@@ -17,8 +16,7 @@ start and the end of each request. Each row is divided by them as well. Three ra
 cost of a request with 512 workers over that with 8, with ten times the backlog, and with ten times
 the requests. `--policies all` takes every policy but the oracles and `vllm`, which may be named.
 The first line says whether compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the
-latter. The rows of these ratios come first, next to each other, so that one piece of the run
-measures both sides.
+latter. The rows of these ratios come first, and their runs take turns.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from time import monotonic, process_time
@@ -51,6 +49,7 @@ from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
+Plan = tuple[int, float, int]  # workers, load and requests of a row
 WORKERS = (8, 64, 512, 1024)
 LOADS = (0.3, 1.0, 3.0)
 REQUESTS = (10_000, 100_000, 1_000_000)
@@ -97,13 +96,14 @@ def made_up(requests: int, rate_rps: float) -> Trace:
     return Trace(arrival_s, prompts, outputs, np.zeros(requests, dtype=np.int64))
 
 
-def simulated(policy: str, workers: int, load: float, count: int, repeats: int) -> Row:
-    """The median of `repeats` runs, after a short one that compiles."""
+def rates_of(policy: str, plan: Plan, repeats: int) -> Iterator[float]:
+    """The requests per second of `repeats` runs, after a short one that compiles."""
+    workers, load, count = plan
     name, _, router = policy.partition(":")
     trace = made_up(count, load * SERVED_RPS * workers)
     requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
-    world, rates = World(LAW, MEMORY, workers, MAX_NEW_TOKENS), []
-    for take in (200, *[count] * repeats):
+    world = World(LAW, MEMORY, workers, MAX_NEW_TOKENS)
+    for place, take in enumerate((200, *[count] * repeats)):
         ledger = Ledger(trace.arrival_s[:take].tolist(), outputs[:take], workers)
         if name == VllmPolicy.name:
             start_s = process_time()
@@ -114,8 +114,17 @@ def simulated(policy: str, workers: int, load: float, count: int, repeats: int) 
             virtual = virtual_workers(chosen, world, ledger, requests[:take])
             start_s = process_time()
             run(scheduler, requests[:take], virtual)
-        rates.append(take / (process_time() - start_s))
-    return Row(policy, workers, load, count, statistics.median(rates[1:]))
+        if place:
+            yield take / (process_time() - start_s)
+
+
+def simulated(policy: str, plans: Sequence[Plan], repeats: int) -> list[Row]:
+    """A row per plan: the median of `repeats` runs. The plans take turns, so that they share what
+    the machine's speed does meanwhile.
+    """
+    turns = list(zip(*[rates_of(policy, plan, repeats) for plan in plans], strict=True))
+    medians = [statistics.median(rates) for rates in zip(*turns, strict=True)]
+    return [Row(policy, *plan, rate) for plan, rate in zip(plans, medians, strict=True)]
 
 
 def bare_python(count: int = 1_000_000) -> float:
@@ -180,7 +189,7 @@ class Measured:
         kept["rows"] = [Row(*values) for values in kept["rows"]]
         return cls(**kept)
 
-    def row(self, policy: str, plan: tuple[int, float, int]) -> Row | None:
+    def row(self, policy: str, plan: Plan) -> Row | None:
         """The row of this plan (workers, load, requests), if it was measured."""
         wanted = (policy, *plan)
         return next((row for row in self.rows if astuple(row)[:4] == wanted), None)
@@ -192,8 +201,8 @@ class Measured:
         path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}\n', encoding="utf-8")
 
 
-def plans_of(most: int, per_worker: int) -> list[tuple[int, float, int]]:
-    """The workers, load and requests of a policy's rows; those that are compared come first."""
+def plans_of(most: int, per_worker: int) -> list[list[Plan]]:
+    """A policy's rows in groups that are measured together; those that are compared come first."""
     workers, load, requests = DEFAULT
     compared = [
         DEFAULT,
@@ -205,8 +214,9 @@ def plans_of(most: int, per_worker: int) -> list[tuple[int, float, int]]:
     others = {(count, load, max(requests, per_worker * count)) for count in WORKERS}
     others |= {(workers, other, requests) for other in LOADS}
     others |= {(workers, load, count) for count in REQUESTS}
-    plans = compared + sorted(others - set(compared))
-    return [plan for plan in plans if plan[2] <= most]
+    groups = [compared, *([plan] for plan in sorted(others - set(compared)))]
+    fitting = [[plan for plan in group if plan[2] <= most] for group in groups]
+    return [group for group in fitting if group]
 
 
 def print_head(measured: Measured) -> None:
@@ -233,7 +243,7 @@ def print_row(row: Row, measured: Measured) -> None:
 def measure(
     measured: Measured,
     policies: Sequence[str],
-    plans: Sequence[tuple[int, float, int]],
+    groups: Sequence[Sequence[Plan]],
     repeats: int,
     *,
     budget_s: float | None,
@@ -245,17 +255,19 @@ def measure(
     begun_s, left = monotonic(), 0
     print_head(measured)
     for policy in policies:
-        for plan in plans:
-            row = measured.row(policy, plan)
-            if row is None:
-                if budget_s is not None and monotonic() - begun_s >= budget_s:
-                    left += 1
-                    continue
-                row = simulated(policy, *plan, 1 if plan[2] >= 1_000_000 else repeats)
-                measured.rows.append(row)
+        for group in groups:
+            missing = [plan for plan in group if measured.row(policy, plan) is None]
+            if missing and budget_s is not None and monotonic() - begun_s >= budget_s:
+                left += len(missing)
+            elif missing:
+                once = max(count for _, _, count in missing) >= 1_000_000
+                measured.rows += simulated(policy, missing, 1 if once else repeats)
                 if path is not None:
                     measured.save(path)
-            print_row(row, measured)
+            for plan in group:
+                row = measured.row(policy, plan)
+                if row is not None:
+                    print_row(row, measured)
     return left
 
 
