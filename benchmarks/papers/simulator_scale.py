@@ -55,7 +55,7 @@ LOADS = (0.3, 1.0, 3.0)
 REQUESTS = (10_000, 100_000, 1_000_000)
 DEFAULT = 8, 0.5, 10_000  # workers, load and requests of the rows in which another of them varies
 BACKLOG = 8, 3.0, 100_000  # ten times the requests, and so the backlog, of another row
-MANY = 512  # workers whose cost of a request is compared with that of 8
+MANY = 512  # workers: the cost of a request is compared with that of 8
 PER_WORKER = 60  # requests of a row with many workers, at least
 SERVED_RPS = (
     0.25  # requests per second that a worker of this world serves, approximately: conservative 0.27
