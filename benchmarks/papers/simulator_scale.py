@@ -1,40 +1,44 @@
 """How the simulator's speed changes with workers, load and requests, beside bare loops in the same
 run.
 
-    python -m benchmarks.papers.simulator_scale [--policies mlfq] [--out scale.png] [--most 1000000]
+    python -m benchmarks.papers.simulator_scale --policies all --most 1000000 --rows scale.json
 
-Takes minutes: about one per policy, more with `--most 1000000`, and about a minute in all with
-`--quick`. Needs nothing; a C compiler for the loop in C.
+Takes up to half a minute per policy with `--most 1000000`, and about a minute in all with
+`--quick`. With `--budget` it begins no row after so many seconds; the same command goes on from
+the file of `--rows` until the table is whole. Needs nothing; a C compiler for the loop in C, and
+matplotlib for the plot.
 
 Requests per second of processor time, loop only, on one core. The world is that of
 `benchmarks/papers/simulator_speed.py`; the trace is made up, and its rate is `load` times what the
 workers can serve, approximately. To compare machines, the same run also measures a loop in Python
 and, with a compiler, one in C. They do the least that a simulator of one queue can do: compute the
-start and the end of each request. Each row is divided by them as well. Two ratios follow: the cost
-of a request with 512 workers over that with 8, and with ten times the backlog. `--policies all`
-takes every policy but the oracles and `vllm`, which may be named. The first line says whether
-compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the latter. `--json` keeps the rows.
+start and the end of each request. Each row is divided by them as well. Three ratios follow: the
+cost of a request with 512 workers over that with 8, with ten times the backlog, and with ten times
+the requests. `--policies all` takes every policy but the oracles and `vllm`, which may be named.
+The first line says whether compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the
+latter. The rows of these ratios come first, and their runs take turns.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import random
 import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from time import process_time
+from time import monotonic, process_time
 
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.results_file import keep
 from benchmarks.papers.simulator_speed import ENGINE, LAW, MAX_NEW_TOKENS, MEMORY
 from toolkit.compiled import running
+from toolkit.errors import InputError
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.scheduler import Scheduler
@@ -45,11 +49,13 @@ from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
+Plan = tuple[int, float, int]  # workers, load and requests of a row
 WORKERS = (8, 64, 512, 1024)
 LOADS = (0.3, 1.0, 3.0)
 REQUESTS = (10_000, 100_000, 1_000_000)
 DEFAULT = 8, 0.5, 10_000  # workers, load and requests of the rows in which another of them varies
 BACKLOG = 8, 3.0, 100_000  # ten times the requests, and so the backlog, of another row
+MANY = 512  # workers: the cost of a request is compared with that of 8
 PER_WORKER = 60  # requests of a row with many workers, at least
 SERVED_RPS = (
     0.25  # requests per second that a worker of this world serves, approximately: conservative 0.27
@@ -90,13 +96,14 @@ def made_up(requests: int, rate_rps: float) -> Trace:
     return Trace(arrival_s, prompts, outputs, np.zeros(requests, dtype=np.int64))
 
 
-def simulated(policy: str, workers: int, load: float, count: int, repeats: int) -> Row:
-    """The median of `repeats` runs, after a short one that compiles."""
+def rates_of(policy: str, plan: Plan, repeats: int) -> Iterator[float]:
+    """The requests per second of `repeats` runs, after a short one that compiles."""
+    workers, load, count = plan
     name, _, router = policy.partition(":")
     trace = made_up(count, load * SERVED_RPS * workers)
     requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
-    world, rates = World(LAW, MEMORY, workers, MAX_NEW_TOKENS), []
-    for take in (200, *[count] * repeats):
+    world = World(LAW, MEMORY, workers, MAX_NEW_TOKENS)
+    for place, take in enumerate((200, *[count] * repeats)):
         ledger = Ledger(trace.arrival_s[:take].tolist(), outputs[:take], workers)
         if name == VllmPolicy.name:
             start_s = process_time()
@@ -107,8 +114,17 @@ def simulated(policy: str, workers: int, load: float, count: int, repeats: int) 
             virtual = virtual_workers(chosen, world, ledger, requests[:take])
             start_s = process_time()
             run(scheduler, requests[:take], virtual)
-        rates.append(take / (process_time() - start_s))
-    return Row(policy, workers, load, count, statistics.median(rates[1:]))
+        if place:
+            yield take / (process_time() - start_s)
+
+
+def simulated(policy: str, plans: Sequence[Plan], repeats: int) -> list[Row]:
+    """A row per plan: the median of `repeats` runs. The plans take turns, so that they share what
+    the machine's speed does meanwhile.
+    """
+    turns = list(zip(*[rates_of(policy, plan, repeats) for plan in plans], strict=True))
+    medians = [statistics.median(rates) for rates in zip(*turns, strict=True)]
+    return [Row(policy, *plan, rate) for plan, rate in zip(plans, medians, strict=True)]
 
 
 def bare_python(count: int = 1_000_000) -> float:
@@ -144,68 +160,136 @@ def bare_c(count: int = 1_000_000, times: int = 20) -> float | None:
     return times * count / (process_time() - start_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measured:
-    """One run of this benchmark: which code ran, the bare loops' requests/s, and the rows."""
+    """What this benchmark has measured: which code ran, the bare loops' requests/s, and the
+    rows.
+    """
 
     compiled: bool
     python_rps: float
     c_rps: float | None
-    rows: list[Row]
+    rows: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def begun(cls, path: Path | None) -> Measured:
+        """What `path` keeps of earlier pieces, else the bare loops alone. `InputError` if it has
+        rows of the other code, compiled or plain.
+        """
+        code = running()
+        if path is None or not path.exists():
+            return cls(code.compiled, bare_python(), bare_c())
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["compiled"] != code.compiled:
+            names = {True: "compiled code", False: "plain Python"}
+            raise InputError(
+                f"{path} has rows of {names[not code.compiled]}; {names[code.compiled]} runs now",
+                "give --rows another file, or set LLMCTL_COMPILED",
+            )
+        kept["rows"] = [Row(*values) for values in kept["rows"]]
+        return cls(**kept)
+
+    def row(self, policy: str, plan: Plan) -> Row | None:
+        """The row of this plan (workers, load, requests), if it was measured."""
+        wanted = (policy, *plan)
+        return next((row for row in self.rows if astuple(row)[:4] == wanted), None)
+
+    def save(self, path: Path) -> None:
+        """Write all to `path`, one row a line."""
+        head = {"compiled": self.compiled, "python_rps": self.python_rps, "c_rps": self.c_rps}
+        rows = ",\n".join(json.dumps(astuple(row)) for row in self.rows)
+        path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}\n', encoding="utf-8")
 
 
-def measure(policies: Sequence[str], most: int, repeats: int, per_worker: int) -> Measured:
-    """All rows, each printed as soon as it is measured."""
+def plans_of(most: int, per_worker: int) -> list[list[Plan]]:
+    """A policy's rows in groups that are measured together; those that are compared come first."""
     workers, load, requests = DEFAULT
-    found: list[Row] = []
-    python_rps, c_rps = bare_python(), bare_c()
-    code = running()
-    print("compiled code" if code.compiled else f"plain Python: {code.reason}")
-    print(f"bare loop in Python: {python_rps:,.0f} requests/s; in C: ", end="")
+    compared = [
+        DEFAULT,
+        (MANY, load, max(requests, per_worker * MANY)),
+        (workers, BACKLOG[1], requests),
+        BACKLOG,
+        (workers, load, BACKLOG[2]),
+    ]
+    others = {(count, load, max(requests, per_worker * count)) for count in WORKERS}
+    others |= {(workers, other, requests) for other in LOADS}
+    others |= {(workers, load, count) for count in REQUESTS}
+    groups = [compared, *([plan] for plan in sorted(others - set(compared)))]
+    fitting = [[plan for plan in group if plan[2] <= most] for group in groups]
+    return [group for group in fitting if group]
+
+
+def print_head(measured: Measured) -> None:
+    """Print which code runs, the bare loops and the head of the table."""
+    c_rps = measured.c_rps
+    print("compiled code" if measured.compiled else f"plain Python: {running().reason}")
+    print(f"bare loop in Python: {measured.python_rps:,.0f} requests/s; in C: ", end="")
     print(f"{c_rps:,.0f}\n" if c_rps else "there is no compiler\n")
     print("| policy | workers | load | requests | requests/s | us/request | of Python | of C |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
+
+
+def print_row(row: Row, measured: Measured) -> None:
+    """Print a row of the table."""
+    rate, c_rps = row.rate_rps, measured.c_rps
+    of_c = f"1 / {c_rps / rate:,.0f}" if c_rps else ""
+    print(
+        f"| {row.policy} | {row.workers:,} | {row.load:g} | {row.requests:,} | {rate:,.0f} "
+        f"| {1e6 / rate:.1f} | 1 / {measured.python_rps / rate:,.0f} | {of_c} |",
+        flush=True,
+    )
+
+
+def measure(
+    measured: Measured,
+    policies: Sequence[str],
+    groups: Sequence[Sequence[Plan]],
+    repeats: int,
+    *,
+    budget_s: float | None,
+    path: Path | None,
+) -> int:
+    """Measure and print the rows that `measured` lacks, and print those it has; returns how many
+    are left because `budget_s` seconds have passed.
+    """
+    begun_s, left = monotonic(), 0
+    print_head(measured)
     for policy in policies:
-        plans = {(count, load, max(requests, per_worker * count)) for count in WORKERS}
-        plans |= {(workers, other, requests) for other in LOADS}
-        plans |= {(workers, load, count) for count in REQUESTS} | {BACKLOG}
-        for plan in sorted(plans):
-            if plan[2] > most:
-                continue
-            row = simulated(policy, *plan, 1 if plan[2] >= 1_000_000 else repeats)
-            found.append(row)
-            rate, of_c = row.rate_rps, f"1 / {c_rps / row.rate_rps:,.0f}" if c_rps else ""
-            print(
-                f"| {policy} | {row.workers:,} | {row.load:g} | {row.requests:,} | {rate:,.0f} "
-                f"| {1e6 / rate:.1f} | 1 / {python_rps / rate:,.0f} | {of_c} |",
-                flush=True,
-            )
-    return Measured(code.compiled, python_rps, c_rps, found)
+        for group in groups:
+            missing = [plan for plan in group if measured.row(policy, plan) is None]
+            if missing and budget_s is not None and monotonic() - begun_s >= budget_s:
+                left += len(missing)
+            elif missing:
+                once = max(count for _, _, count in missing) >= 1_000_000
+                measured.rows += simulated(policy, missing, 1 if once else repeats)
+                if path is not None:
+                    measured.save(path)
+            for plan in group:
+                row = measured.row(policy, plan)
+                if row is not None:
+                    print_row(row, measured)
+    return left
 
 
 def print_growth(rows: Sequence[Row]) -> None:
-    """Print how the cost of a request grows with workers and with the backlog."""
-    workers, load, _ = DEFAULT
+    """Print how the cost of a request grows with workers, with the backlog, and with as many more
+    requests without one.
+    """
+    workers, load, count = DEFAULT
     seconds = {
-        (row.policy, row.workers, row.load, row.requests >= BACKLOG[2]): 1.0 / row.rate_rps
-        for row in rows
-        if row.load != load or row.requests < BACKLOG[2]
+        (row.policy, row.workers, row.load, row.requests): 1.0 / row.rate_rps for row in rows
     }
-    print("\n| policy | us/request, 512 workers over 8 | 10 times the backlog |\n|---|---:|---:|")
+    many = next((row.requests for row in rows if row.workers == MANY), count)
+    pairs = (
+        ((workers, load, count), (MANY, load, many)),
+        ((workers, BACKLOG[1], count), BACKLOG),
+        ((workers, load, count), (workers, load, BACKLOG[2])),
+    )
+    print(f"\n| policy | us/request, {MANY} workers over {workers} | 10 times the backlog ", end="")
+    print("| 10 times the requests |\n|---|---:|---:|---:|")
     for policy in dict.fromkeys(row.policy for row in rows):
-        few, many, short, long = (
-            seconds.get((policy, *key))
-            for key in (
-                (workers, load, False),
-                (512, load, False),
-                (workers, BACKLOG[1], False),
-                (workers, BACKLOG[1], True),
-            )
-        )
-        cells = [
-            f"{after / before:.2f}" if before and after else ""
-            for before, after in ((few, many), (short, long))
-        ]
+        costs = [[seconds.get((policy, *plan)) for plan in pair] for pair in pairs]
+        cells = [f"{after / before:.2f}" if before and after else "" for before, after in costs]
         print(f"| {policy} | {' | '.join(cells)} |")
 
 
@@ -261,16 +345,30 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small rows, each measured once")
-    parser.add_argument("--out", type=Path, help="a PNG with the plots")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="keep the rows here; those in it are not repeated"
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="S", help="begin no row after so many seconds"
+    )
+    parser.add_argument("--out", type=Path, help="an SVG or PNG with the plots")
     options = parser.parse_args()
-    policies = options.policies
-    if ALL in policies:
-        policies = sorted(POLICIES.keys() - ORACLES)
-    size = options.most, options.repeats, PER_WORKER
-    measured = measure(policies, *(QUICK if options.quick else size))
+    every = sorted(POLICIES.keys() - ORACLES)
+    named = [every if name == ALL else [name] for name in options.policies]
+    most, repeats, per_worker = QUICK if options.quick else (options.most, options.repeats, None)
+    measured = Measured.begun(options.rows)
+    left = measure(
+        measured,
+        list(dict.fromkeys(name for names in named for name in names)),
+        plans_of(most, per_worker or PER_WORKER),
+        repeats,
+        budget_s=options.budget,
+        path=options.rows,
+    )
     print_growth(measured.rows)
-    keep("measured", asdict(measured))
-    if options.out:
+    if left:
+        print(f"\n{left} rows are left; the same command measures them")
+    elif options.out:
         draw(measured.rows, options.out)
 
 
