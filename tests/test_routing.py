@@ -8,8 +8,9 @@ import pytest
 from toolkit.errors import InputError
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer, BalancerEvent, Routed, read_routes, replay_routes
-from toolkit.routing.replicas import PrefixIndex, ReplicaReport, ReplicaTraits, RoutedRequest
+from toolkit.routing.replicas import PrefixIndex
 from toolkit.routing.routers import ROUTERS, TARGETS, make_router, router_knobs
+from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
 
 
 class Law:
