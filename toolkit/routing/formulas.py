@@ -11,7 +11,7 @@ from bisect import bisect_right
 
 from toolkit.errors import InputError
 from toolkit.routing.replicas import Replica, RouterView
-from toolkit.routing.types import RequestOutlook, RoutedRequest
+from toolkit.routing.types import PassLaw, RequestOutlook, RoutedRequest
 
 MOST_WEIGHED = 12  # replicas that `by-law` computes the costs of
 SHARPNESS = 16  # how fast the chance to miss a target rises near it
@@ -195,12 +195,7 @@ def weigh(
     view: RouterView, request: RoutedRequest, replica: Replica, weights: LawWeights
 ) -> Weighed:
     """What `by-law` finds for a request on a replica. `InputError` if it has no law of a pass."""
-    law = replica.traits.law
-    if law is None:
-        raise InputError(
-            "router 'by-law' needs the law of a pass of every replica",
-            "tune from a fit of the engine, or choose another router",
-        )
+    law = _law(replica)
     behind_s: float = law.behind_s
     expected = view.expected_tokens if view.expected_tokens > 1.0 else 1.0
     prompt = request.prompt_tokens
@@ -231,9 +226,7 @@ def weigh(
     left = rest = 0.0  # seconds and tokens of the prompts ahead: part of them is computed
     if ahead:
         whole_s += behind_s * _tokens_behind(replica.prefills, replica.prefill_cached, ahead, room)
-        left = replica.prefilled_s - view.now_s
-        left = left if left > 0.0 else 0.0
-        left = whole_s if whole_s < left else left
+        left = min(whole_s, max(replica.prefilled_s - view.now_s, 0.0))
         rest = ahead * left / (whole_s if whole_s > 1e-9 else 1e-9)
     longer = context + prompt + expected / 2
     slower_s: float = law.pass_s(decodes + 1, longer, 0, 0, 0.0) - plain_s
@@ -255,6 +248,17 @@ def weigh(
     cost_s += weights.late * late + weights.work * own_s * replica.weight
     is_late = weights.ttft_s > 0.0 and first_s > weights.ttft_s
     return Weighed(replica.index, cost_s, first_s, is_late, stalls)
+
+
+def _law(replica: Replica) -> PassLaw:
+    """The law of its passes, or `InputError`."""
+    law = replica.traits.law
+    if law is None:
+        raise InputError(
+            "router 'by-law' needs the law of a pass of every replica",
+            "tune from a fit of the engine, or choose another router",
+        )
+    return law
 
 
 class _Few:
