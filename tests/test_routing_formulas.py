@@ -100,16 +100,19 @@ def test_every_router_has_its_plain_formula() -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, 2.0])
-def test_what_was_not_used_for_long_is_forgotten_as_by_looking_at_all(ttl_s: float) -> None:
+@pytest.mark.parametrize("capacity", [0, 9])
+@pytest.mark.parametrize("replicas", [2, 70])
+def test_what_was_used_longest_ago_is_forgotten_as_block_by_block(ttl_s, capacity, replicas):
     rng, now_s = random.Random(3), 0.0
     index, plain = (
-        kind(70, capacity=9, ttl_s=ttl_s) for kind in (PrefixIndex, plain_routers.PrefixIndex)
+        kind(replicas, capacity=capacity, ttl_s=ttl_s)
+        for kind in (PrefixIndex, plain_routers.PrefixIndex)
     )
     for _ in range(4_000):
         now_s += rng.random() * rng.choice((0.0, 0.01, 0.3))
         blocks = tuple(rng.randrange(2) + 10 * depth for depth in range(rng.randrange(5)))
         expected = plain.matched(blocks, now_s)
-        replica = rng.randrange(70)
+        replica = rng.randrange(replicas)
         if rng.random() < 0.5:  # either may be asked first
             assert index.matched(blocks, now_s) == expected
         assert index.matched_by(replica, blocks, now_s) == expected[replica]

@@ -9,7 +9,7 @@ beside each other, which calls keep up to date, and what no router asks for is n
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +17,7 @@ from mypy_extensions import i64
 
 from toolkit.routing.types import ReplicaReport, ReplicaTraits, RequestOutlook, RoutedRequest
 
+LEAST_KEPT = 1_024  # blocks of prompts are kept in any case
 WORD_BITS = 32  # of a set of replicas that are looked at together
 
 
@@ -212,6 +213,17 @@ class Replica:
                 self.blocks -= 1
 
 
+class _Prompt:
+    """A prompt that was sent to a replica: the blocks that it may be the last to have had, the
+    first `left` of `blocks`.
+    """
+
+    __slots__ = ("at_s", "blocks", "left")
+
+    def __init__(self, blocks: Sequence[object], at_s: float) -> None:
+        self.blocks, self.at_s, self.left = blocks, at_s, len(blocks)
+
+
 class PrefixIndex:
     """Which blocks each replica probably has cached: those of the prompts that were sent to it.
 
@@ -219,17 +231,27 @@ class PrefixIndex:
     when it has more than its capacity (blocks; 0: no limit), and those not used for `ttl_s` seconds
     (0: no limit). One walk over a prompt's blocks finds the matches of all replicas. Times never
     decrease from call to call.
+
+    The order of use is that of the prompts, and each block knows the last prompt that had it: so a
+    prompt costs one entry of a dictionary for each block, however many replicas there are.
     """
 
     def __init__(self, replicas: int, *, capacity: int = 0, ttl_s: float = 0.0) -> None:
-        self._capacities, self._ttl_s = [capacity] * replicas, ttl_s
+        self._ttl_s = ttl_s
         self._holders: dict[object, int] = {}  # block to the set of replicas, as bits
-        self._used: list[OrderedDict[object, float]] = [OrderedDict() for _ in range(replicas)]
+        self._capacities: list[int] = []
+        self._used: list[dict[object, _Prompt]] = []  # block to the last prompt that had it
+        self._prompts: list[deque[_Prompt]] = []  # the oldest first
+        self._kept: list[int] = []  # blocks of these prompts, also those that later ones had
         self._added: deque[tuple[float, int]] = deque()  # when to which replica; with `ttl_s` only
+        for _ in range(replicas):
+            self.add_replica(capacity)
 
     def add_replica(self, capacity: int) -> None:
         """A further replica."""
-        self._used.append(OrderedDict())
+        self._used.append({})
+        self._prompts.append(deque())
+        self._kept.append(0)
         self._capacities.append(capacity)
 
     def matched(self, blocks: Sequence[object], now_s: float) -> list[int]:
@@ -262,38 +284,64 @@ class PrefixIndex:
 
     def add(self, index: int, blocks: Sequence[object], now_s: float) -> None:
         """A prompt was sent to a replica."""
+        if not blocks:
+            return
         used, holders, bit = self._used[index], self._holders, 1 << index
-        for block in reversed(blocks):  # so that a prompt's last blocks are forgotten first
-            if block in used:
-                used.move_to_end(block)
-            else:
+        prompt, before = _Prompt(blocks, now_s), len(used)
+        for block in blocks:
+            used[block] = prompt
+            if len(used) > before:
+                before += 1
                 holders[block] = holders.get(block, 0) | bit
-            used[block] = now_s
-        if self._ttl_s and blocks:
+        self._prompts[index].append(prompt)
+        self._kept[index] += prompt.left
+        if self._ttl_s:
             self._added.append((now_s, index))
         capacity = self._capacities[index]
-        if capacity:
-            while len(used) > capacity:
-                self._forget(index, used.popitem(last=False)[0])
+        while capacity and len(used) > capacity:
+            self._drop(index, 1)
+        if self._kept[index] > 2 * len(used) + LEAST_KEPT:
+            self._shorten(index)
 
     def clear(self, index: int) -> None:
         """A replica was restarted: its cache is empty."""
-        used = self._used[index]
-        while used:
-            self._forget(index, used.popitem()[0])
+        for block in self._used[index]:
+            self._forget(index, block)
+        self._used[index], self._prompts[index], self._kept[index] = {}, deque(), 0
 
     def expire(self, now_s: float) -> None:
         """Forget what was not used for too long, where the oldest prompts were sent to."""
         added = self._added
         while added and now_s - added[0][0] > self._ttl_s:
             index = added.popleft()[1]
-            used = self._used[index]
-            while used:
-                block, at_s = next(iter(used.items()))
-                if now_s - at_s <= self._ttl_s:
-                    break
+            prompts = self._prompts[index]
+            while prompts and now_s - prompts[0].at_s > self._ttl_s:
+                self._drop(index, prompts[0].left)
+
+    def _drop(self, index: int, most: int) -> None:
+        """Forget up to so many blocks of the oldest prompt; without any left it goes."""
+        used, prompt = self._used[index], self._prompts[index][0]
+        while prompt.left and most:
+            prompt.left -= 1
+            self._kept[index] -= 1
+            block = prompt.blocks[prompt.left]
+            if used.get(block) is prompt:
                 del used[block]
                 self._forget(index, block)
+                most -= 1
+        if not prompt.left:
+            self._prompts[index].popleft()
+
+    def _shorten(self, index: int) -> None:
+        """Keep of each prompt only the blocks that no later one had."""
+        used, prompts = self._used[index], deque[_Prompt]()
+        for prompt in self._prompts[index]:
+            own = prompt.blocks[: prompt.left]
+            prompt.blocks = [block for block in own if used.get(block) is prompt]
+            prompt.left = len(prompt.blocks)
+            if prompt.left:
+                prompts.append(prompt)
+        self._prompts[index], self._kept[index] = prompts, len(used)
 
     def _forget(self, index: int, block: object) -> None:
         holders = self._holders[block] & ~(1 << index)

@@ -11,6 +11,7 @@ work: the time that a simulation takes follows the requests, not the replicas.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -329,8 +330,14 @@ def serve_routed(
 
     Without `drain` a replica stops when the last request has arrived and none waits there.
     """
-    run = _RoutedRun(requests, kinds, ledger, reuse, routing)
-    refusals = run.serve(drain=drain)
+    collects = gc.isenabled()
+    gc.disable()  # what cycles there are live as long as the caches: a fifth of the time
+    try:
+        run = _RoutedRun(requests, kinds, ledger, reuse, routing)
+        refusals = run.serve(drain=drain)
+    finally:
+        if collects:
+            gc.enable()
     return RoutedOutcome(refusals, run.kind_of)
 
 
