@@ -17,9 +17,10 @@ from test_sim_replicas import made_up
 
 from toolkit.estimators.laws import LinearSwap, WithOverhead
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.steps import PassTimes
 from toolkit.routing.balancer import Balancer, RoutingLogHeader, read_routes, replay_routes
-from toolkit.routing.replicas import ReplicaTraits, RoutedRequest, weighed
 from toolkit.routing.routers import RoundRobinRouter, make_router
+from toolkit.routing.types import ReplicaTraits, RoutedRequest, weighed
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.pool import RETURN_S
@@ -29,7 +30,7 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import BatchResult, Job, Request, Worker
 from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.replicas import PassTimes, Routing
+from toolkit.sim.replicas import Routing
 from toolkit.sim.world import World, fleet
 from toolkit.traces.types import Trace
 

@@ -18,7 +18,7 @@ from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
 from toolkit.errors import ForeignError, InputError
-from toolkit.estimators.steps import StepLaw
+from toolkit.estimators.steps import PassTimes, StepLaw
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
@@ -37,13 +37,12 @@ from toolkit.routing.balancer import (
     RoutingLogHeader,
     replay_routes,
 )
-from toolkit.routing.replicas import PassLaw, ReplicaTraits, RoutedRequest, weighed
 from toolkit.routing.routers import ROUTERS, make_router, router_defaults
+from toolkit.routing.types import PassLaw, ReplicaTraits, RoutedRequest, weighed
 from toolkit.serve.access import Keyring
 from toolkit.serve.http import HttpServer, WireLimits
 from toolkit.serve.server import Ending, listen, url
 from toolkit.serve.status import Facts, KindFacts
-from toolkit.sim.replicas import PassTimes
 from toolkit.traces.types import Sessions, Trace
 
 PROMPT = "Once upon a time"

@@ -8,8 +8,9 @@ import pytest
 from toolkit.errors import InputError
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer, BalancerEvent, Routed, read_routes, replay_routes
-from toolkit.routing.replicas import PrefixIndex, ReplicaReport, ReplicaTraits, RoutedRequest
+from toolkit.routing.replicas import PrefixIndex
 from toolkit.routing.routers import ROUTERS, TARGETS, make_router, router_knobs
+from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
 
 
 class Law:
@@ -176,6 +177,32 @@ def test_by_law_without_a_law_is_refused():
     front = Balancer(make_router("by-law", {}), [ReplicaTraits(100)])
     with pytest.raises(InputError, match="needs the law of a pass"):
         front.route(request("a"), 0.0)
+
+
+def test_a_router_of_others_in_plain_python_reads_what_ours_read():
+    class Foreign:
+        """The fewest rows, blocks and reported requests, less what is cached."""
+
+        name, reads_reports, index_blocks, index_ttl_s = "foreign", True, 0, 0.0
+
+        def choose(self, request, view):
+            seen.append((list(view.matched), view.share(request, view.replicas[0])))
+            costs = (
+                replica.requests + replica.blocks + replica.waiting + replica.kv_usage
+                - view.cached_tokens(request, replica)
+                for replica in view.replicas
+            )  # fmt: skip
+            return view.least(tuple(costs))
+
+    seen: list[tuple[list[int], float]] = []
+    front = Balancer(Foreign(), [ReplicaTraits(4_000)] * 3, block_tokens=10)
+    front.report(0, ReplicaReport(5, 1, 0.5, 0.0))
+    front.report(1, ReplicaReport(4, 1, 0.5, 0.0))
+    assert front.route(request("a", 35, (1, 2, 3)), 0.0) == 2
+    assert front.route(request("b", 35, (1, 2, 9)), 0.0) == 2
+    assert seen == [([0, 0, 0], 0.0), ([0, 0, 2], 0.0)]
+    with pytest.raises(ValueError, match="2 costs of 3 replicas"):
+        front._view.least([1, 2])
 
 
 def test_unknown_routers_and_parameters_are_named():

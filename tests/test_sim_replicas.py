@@ -9,15 +9,16 @@ import pytest
 from test_sim_prefix import LAW, trace_of, world
 
 from toolkit.errors import InputError
+from toolkit.estimators.steps import PassTimes
 from toolkit.routing.admission import LatencyLimits
 from toolkit.routing.balancer import Balancer
-from toolkit.routing.replicas import ReplicaTraits, RoutedRequest
-from toolkit.routing.routers import ROUTERS, LawRouter, RoundRobinRouter, make_router
+from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
+from toolkit.routing.types import ReplicaTraits, RoutedRequest
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.replicas import Outage, PassTimes, Routing, read_outages
+from toolkit.sim.replicas import Outage, Routing, read_outages
 from toolkit.sim.world import WorldSettings
 from toolkit.traces.types import Trace
 
@@ -290,24 +291,27 @@ def test_the_law_s_router_prices_the_cache_before_a_chunk(target: str) -> None:
     assert list(homes.values()) == [0, 1]
 
 
+class Counted(PassTimes):
+    """A law that knows whether it was asked."""
+
+    asked = False
+
+    def pass_s(self, decodes, decode_cached, chunks, new_tokens, attended):
+        self.asked = True
+        return super().pass_s(decodes, decode_cached, chunks, new_tokens, attended)
+
+
 def test_of_many_replicas_the_law_weighs_few_and_finds_the_one_with_the_prompt() -> None:
-    traits = ReplicaTraits(10_000, 2048, 64, PassTimes(LAW))
-    balancer = Balancer(make_router("by-law", {}), [traits] * 64, block_tokens=4)
+    laws = [Counted(LAW) for _ in range(64)]
+    traits = [ReplicaTraits(10_000, 2048, 64, law) for law in laws]
+    balancer = Balancer(make_router("by-law", {}), traits, block_tokens=4)
     blocks = tuple(range(20))
     balancer.route(RoutedRequest("first", 80, 5, blocks), 0.0, [k for k in range(64) if k != 41])
     balancer.first_token("first")
-    with pytest.MonkeyPatch.context() as patch:
-        weighed: list[int] = []
-        whole = LawRouter._weighed
-        patch.setattr(
-            LawRouter,
-            "_weighed",
-            lambda router, request, replica, view: (
-                weighed.append(replica.index) or whole(router, request, replica, view)
-            ),
-        )
-        assert balancer.route(RoutedRequest("again", 80, 5, blocks), 1.0) == 41
-    assert len(weighed) <= 14
+    for law in laws:
+        law.asked = False
+    assert balancer.route(RoutedRequest("again", 80, 5, blocks), 1.0) == 41
+    assert 4 <= sum(law.asked for law in laws) <= 14
 
 
 @pytest.mark.parametrize("name", ["round-robin", "by-law"])

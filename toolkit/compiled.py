@@ -28,6 +28,8 @@ MODULES = (
     "toolkit.estimators.memory",
     "toolkit.estimators.steps",
     "toolkit.estimators.times",
+    "toolkit.routing.formulas",
+    "toolkit.routing.replicas",
     "toolkit.sched.figures",
     "toolkit.sched.footprint",
     "toolkit.sched.inbox",

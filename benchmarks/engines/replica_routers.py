@@ -8,8 +8,8 @@ prompts share.
 
 The engine has a made-up law of passes with the orders of magnitude of an 8B model on an H200. A
 load is a share of what round-robin serves when all requests wait at the start. The targets are a
-first token within 2 s and no gap between tokens above 0.2 s. With `--sizes` it measures instead
-what a request costs to simulate at several numbers of replicas, at the same load per replica.
+first token within 2 s and no gap between tokens above 0.2 s. What a request costs to simulate at
+several numbers of replicas is in `router_scale`.
 
 With `--regret N` it asks of N requests what would have been best: each is sent to every replica in
 turn, the others go where they went, and all is simulated again. So this oracle knows all lengths,
@@ -32,8 +32,8 @@ from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
 from toolkit.metrics import meets_sla
-from toolkit.routing.replicas import RoutedRequest
 from toolkit.routing.routers import ROUTERS, Router, RouterView, make_router, targets_of
+from toolkit.routing.types import RoutedRequest
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
@@ -48,7 +48,6 @@ LAW = StepLaw(5e-3, 0.0, 1e-5, 4e-8, 2e-9, (2e-5,))
 POLICY = VllmPolicy(max_num_seqs=256, max_num_batched_tokens=8192)
 BLOCKS = 40_000  # of 16 tokens, in each replica
 TARGETS = {"ttft_p99_s": 2.0, "mtpot_p99_s": 0.2}
-SIZES = (8, 64)
 
 
 def sessions(count: int, seed: int = 0) -> Trace:
@@ -181,23 +180,6 @@ def print_routers(trace: Trace, replicas: int, loads: list[float], names: list[s
             )
 
 
-def print_sizes(trace: Trace, loads: list[float], names: list[str]) -> None:
-    """What a request costs at each number of replicas, at the same rate per replica."""
-    print(f"\n## {trace.source}: microseconds of CPU per request\n")
-    print("| router | " + " | ".join(f"{size} replicas" for size in SIZES) + " | ratio |")
-    print("|---" * (len(SIZES) + 2) + "|")
-    rate = loads[0] * capacity_rps(trace, SIZES[0])
-    for name in names:
-        costs = []
-        for size in SIZES:
-            scaled = scale_rate(trace, rate * size / SIZES[0])
-            start_s = process_time()
-            serve(scaled, size, name)
-            costs.append(1e6 * (process_time() - start_s) / len(trace))
-        shown = " | ".join(f"{cost:,.0f}" for cost in costs)
-        print(f"| {name} | {shown} | {costs[-1] / costs[0]:.2f} |", flush=True)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("traces", nargs="*")
@@ -208,7 +190,6 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, help="of each trace: the first ones")
     parser.add_argument("--regret", type=int, metavar="N")
-    parser.add_argument("--sizes", action="store_true")
     given = parser.parse_args()
     traces = [read_trace(trace_path(name))[0] for name in given.traces] or [
         sessions(2_000),
@@ -216,9 +197,7 @@ def main() -> None:
     ]
     for whole in traces:
         trace = whole.take(np.arange(min(given.requests or len(whole), len(whole))))
-        if given.sizes:
-            print_sizes(trace, given.loads, given.routers)
-        elif given.regret:
+        if given.regret:
             print_regret(trace, given.replicas, given.loads, given.routers, given.regret)
         else:
             print_routers(trace, given.replicas, given.loads, given.routers)

@@ -23,6 +23,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mypy_extensions import mypyc_attr
+
 from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.files.fit import StepsFit
@@ -222,6 +224,20 @@ class StepLaw:
         while k < limit and k * (first_s + half_s * (k - 1)) < seconds:
             k += 1
         return k
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PassTimes:
+    """The law of an engine's passes, for a router that asks for averages."""
+
+    def __init__(self, law: StepLaw) -> None:
+        self._law, self.behind_s = law, law.behind_s
+
+    def pass_s(
+        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
+    ) -> float:
+        shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
+        return self._law.step_s(shape)
 
 
 def law_of_steps(fit: StepsFit) -> StepLaw:

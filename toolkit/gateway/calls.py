@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Raw
 
-from toolkit.routing.replicas import BLOCK_TOKENS
+from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.serve.errors import ApiError
 from toolkit.serve.prompt_blocks import prompt_content
 

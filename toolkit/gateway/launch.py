@@ -27,7 +27,7 @@ from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
 from toolkit.backends.openai import KEY_VARIABLE
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LlmctlError
-from toolkit.estimators.steps import law_of_steps
+from toolkit.estimators.steps import PassTimes, law_of_steps
 from toolkit.files.plan import Kind, Plan
 from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway, GatewaySettings
@@ -36,8 +36,8 @@ from toolkit.gateway.sources import ReplicaSource, follow_source
 from toolkit.gateway.status import GatewayExposition, GatewayStatus
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
-from toolkit.routing.replicas import BLOCK_TOKENS, ReplicaTraits, weighed
 from toolkit.routing.routers import LawRouter, Router
+from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits, weighed
 from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.assemble import model_name
@@ -60,7 +60,6 @@ from toolkit.serve.server import (
 )
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import facts_of
-from toolkit.sim.replicas import PassTimes
 from toolkit.traces.write import TraceLog
 
 INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens

@@ -15,7 +15,7 @@ from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.replicas import LiveReplica
 from toolkit.gateway.stream import DIVERGED, PassingAnswer, StreamedUsage
 from toolkit.routing.admission import Overload
-from toolkit.routing.replicas import RoutedRequest
+from toolkit.routing.types import RoutedRequest
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late
 from toolkit.serve.server import first_of
 from toolkit.traces.write import TraceLine, ms_or_none

@@ -26,7 +26,7 @@ from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import InputError
 from toolkit.gateway.sources import split_kind
 from toolkit.routing.balancer import Balancer
-from toolkit.routing.replicas import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
+from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
 
 State = Literal["joining", "up", "down", "hung", "left out", "draining", "gone"]
 

@@ -15,17 +15,15 @@ import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.routing.admission import UNLIMITED, Admission, LatencyLimits, Overload
-from toolkit.routing.replicas import (
+from toolkit.routing.replicas import PrefixIndex, Replica, RouterView, Sent
+from toolkit.routing.routers import Router, make_router
+from toolkit.routing.types import (
     DEFAULT_EXPECTED_TOKENS,
     PassLaw,
-    PrefixIndex,
-    Replica,
     ReplicaReport,
     ReplicaTraits,
     RoutedRequest,
-    Sent,
 )
-from toolkit.routing.routers import Router, RouterView, make_router
 from toolkit.sched.eventlog import Lost
 
 HISTORY = 1000  # outputs that the mean length is of
@@ -147,10 +145,9 @@ class Balancer:
         self._length_sum = 0
         self._view = RouterView(
             self.replicas,
-            [],
+            self._index,
             block_tokens,
             DEFAULT_EXPECTED_TOKENS,
-            0,
             np.random.default_rng(seed),
             even=len({each.weight for each in traits}) <= 1,
         )
@@ -204,9 +201,7 @@ class Balancer:
         able = [replica for replica in up if replica.index not in barred] or up if barred else up
         if not able:
             return None
-        view.replicas = able
-        view.now_s, view.outlook = now_s, None
-        view.matched = self._index.matched(request.blocks, now_s)
+        view.begin(request, able, now_s)
         index = self.router.choose(request, view)
         view.routed += 1
         if admission is not None:

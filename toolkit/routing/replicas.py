@@ -1,153 +1,63 @@
-"""What a router knows: requests, replicas, and which blocks each replica probably has cached.
+"""What a router knows: the replicas with their requests, and which blocks each probably has cached.
 
 A router sits outside the replicas. It knows exactly what it sent and what came back, and the rest
 only from reports that are some time old.
+
+A router may look at every replica for every request. So what it reads of one are plain numbers
+beside each other, which calls keep up to date, and what no router asks for is not computed.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
-import msgspec
+import numpy as np
+from mypy_extensions import i64
 
-DEFAULT_EXPECTED_TOKENS = 128  # of an output, before the first has ended
-# Of our front, live and simulated: the tokens of a block that it matches prompts by, and the
-# seconds between two readings of a replica's own figures, where the router reads them.
-BLOCK_TOKENS = 64
-REPORT_EVERY_S = 0.25
-# Requests by which kinds of replicas are weighed, in tokens.
-TYPICAL_PROMPT, TYPICAL_OUTPUT = 768, 256
+from toolkit.routing.types import ReplicaReport, ReplicaTraits, RequestOutlook, RoutedRequest
+
+LEAST_KEPT = 1_024  # blocks of prompts are kept in any case
+WORD_BITS = 32  # of a set of replicas that are looked at together
 
 
-class RoutedRequest(msgspec.Struct, frozen=True):
-    """A request as a router sees it.
-
-    `blocks` are chain hashes of the prompt's full blocks: equal values stand for equal tokens in
-    that block and in all before it. `session` names the conversation; empty if there is none.
-    """
-
-    request_id: str
-    prompt_tokens: int
-    max_new_tokens: int
-    blocks: tuple[int, ...] = ()
-    session: str = ""
-
-
-class ReplicaReport(msgspec.Struct, frozen=True):
-    """A replica's own figures, as its metrics had them at `at_s`. `kv_usage` is a share of its
-    cache, from 0 to 1.
-    """
-
-    waiting: int
-    running: int
-    kv_usage: float
-    at_s: float
-
-
-class PassLaw(Protocol):
-    """Seconds of an engine's forward pass, its host's part included.
-
-    `behind_s` is what each cached token before a part of a prompt adds; `pass_s` leaves it out.
-    """
-
-    @property
-    def behind_s(self) -> float: ...
-
-    def pass_s(
-        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
-    ) -> float:
-        """Seconds of a pass.
-
-        `decodes` rows decode, with `decode_cached` tokens in their caches together. `chunks` parts
-        of prompts have `new_tokens` tokens together, which attend to `attended` keys.
-        """
-        ...
-
-
-class ReplicaTraits(msgspec.Struct, frozen=True):
-    """What is known of a replica before it serves.
+class Sent:
+    """A request that a replica has.
 
     Attributes:
-        capacity_tokens: that its cache holds.
-        pass_tokens: the most new tokens of a forward pass.
-        max_rows: the most requests that run at once.
-        law: of its forward passes; None if it was never fitted.
-        kind: of a fleet's replica, the name of its kind.
-        weight: the requests that it serves for one of the fleet's first kind (`weighed`).
+        cached_tokens: what the router expected to be cached.
+        new_tokens: prompt tokens that the replica has to compute.
+        stalls: the stalls of the replica before it; -1: it is late in any case.
+        first_s: when its first token is expected; 0: that was not computed.
     """
 
-    capacity_tokens: int
-    pass_tokens: int = 2048
-    max_rows: int = 256
-    law: PassLaw | None = None
-    kind: str = ""
-    weight: float = 1.0
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "first_s",
+        "has_token",
+        "new_tokens",
+        "prompt_tokens",
+        "request",
+        "sent_s",
+        "stalls",
+    )
 
-    @property
-    def pace(self) -> float:
-        """Typical requests per second while its cache or its rows are full; needs a law."""
-        assert self.law is not None
-        rows = max(min(self.max_rows, self.capacity_tokens // (TYPICAL_PROMPT + TYPICAL_OUTPUT)), 1)
-        new = min(rows * TYPICAL_PROMPT / TYPICAL_OUTPUT, max(self.pass_tokens - rows, 1))
-        prompts = new / TYPICAL_PROMPT
-        context = rows * (TYPICAL_PROMPT + TYPICAL_OUTPUT / 2)
-        attended = new * TYPICAL_PROMPT / 2
-        return prompts / self.law.pass_s(rows, context, max(prompts, 1.0), new, attended)
-
-
-def weighed(kinds: Sequence[ReplicaTraits]) -> list[ReplicaTraits]:
-    """The kinds of a fleet with their weights: by their laws, or by the sizes of their caches where
-    one has no law.
-    """
-    if len(kinds) == 1:
-        return list(kinds)
-    lawful = all(each.law is not None for each in kinds)
-    sizes = [each.pace if lawful else float(each.capacity_tokens) for each in kinds]
-    return [
-        msgspec.structs.replace(each, weight=size / sizes[0])
-        for each, size in zip(kinds, sizes, strict=True)
-    ]
-
-
-class RequestOutlook(msgspec.Struct, frozen=True):
-    """What a router expects of a request on the replica that it chose.
-
-    Attributes:
-        prefilled_s: when the prompts there, this one the last, have been computed.
-        is_late: whether it is expected to miss a target in any case.
-        stalls: whether its prompt delays a token of the others there beyond their target.
-    """
-
-    prefilled_s: float
-    is_late: bool
-    stalls: bool
-
-
-class Sent(msgspec.Struct):
-    """A request that a replica has. `cached_tokens` is what the router expected to be cached;
-    `stalls` counts the stalls of the replica before it (-1: it is late in any case); `first_s` is
-    when its first token is expected (0: that was not computed).
-    """
-
-    request: RoutedRequest
-    sent_s: float
-    cached_tokens: int
-    has_token: bool = False
-    stalls: int = -1
-    first_s: float = 0.0
-
-    @property
-    def new_tokens(self) -> int:
-        """Prompt tokens that the replica has to compute."""
-        return self.request.prompt_tokens - self.cached_tokens
+    def __init__(self, request: RoutedRequest, sent_s: float, cached_tokens: int) -> None:
+        self.request, self.sent_s, self.cached_tokens = request, sent_s, cached_tokens
+        self.prompt_tokens = request.prompt_tokens
+        self.new_tokens = self.prompt_tokens - cached_tokens
+        self.blocks: Sequence[object] = request.blocks
+        self.has_token = False
+        self.stalls = -1
+        self.first_s = 0.0
 
 
 class Replica:
     """One replica, as the router knows it.
 
     Attributes:
+        capacity_tokens, pass_tokens, max_rows, kind, weight: of its traits.
         sent: the requests that it has, by id, in the order in which they were sent.
         prefills: how many of these have no token yet.
         prefill_tokens: what these have to compute.
@@ -155,39 +65,68 @@ class Replica:
         decode_tokens: prompt tokens of the others.
         prompt_tokens: of all.
         blocks: of all prompts that it has, each counted once.
-        report: its own latest figures; None before the first.
+        reported: requests that it has by its own latest figures; 0 before the first.
         in_time: of those with an `RequestOutlook`, how many are expected to keep their targets.
         prefilled_s: when the prompts that it has are expected to have been computed.
     """
 
     __slots__ = (
+        "_has_report",
+        "_report",
+        "_reported_usage",
+        "_reported_waiting",
         "_stalls",
         "_uses",
         "blocks",
+        "capacity_tokens",
         "decode_tokens",
         "in_time",
         "index",
         "is_up",
+        "kind",
+        "max_rows",
+        "pass_tokens",
         "prefill_cached",
         "prefill_tokens",
         "prefilled_s",
         "prefills",
         "prompt_tokens",
-        "report",
+        "reported",
         "sent",
         "traits",
+        "weight",
     )
 
     def __init__(self, index: int, traits: ReplicaTraits) -> None:
         self.index, self.traits = index, traits
+        self.capacity_tokens, self.pass_tokens = traits.capacity_tokens, traits.pass_tokens
+        self.max_rows, self.kind, self.weight = traits.max_rows, traits.kind, traits.weight
         self.is_up = True
         self.sent: dict[str, Sent] = {}
         self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
         self.prompt_tokens = self.blocks = 0
-        self.report: ReplicaReport | None = None
+        self._report: ReplicaReport | None = None
+        self._has_report = False
+        self.reported = self._reported_waiting = 0
+        self._reported_usage = 0.0
         self.in_time = self._stalls = 0
         self.prefilled_s = 0.0
-        self._uses: dict[int, int] = {}
+        self._uses: dict[object, int] = {}
+
+    @property
+    def report(self) -> ReplicaReport | None:
+        """Its own latest figures; None before the first."""
+        return self._report
+
+    @report.setter
+    def report(self, report: ReplicaReport | None) -> None:
+        self._report = report
+        self._has_report = report is not None
+        self.reported = self._reported_waiting = 0
+        self._reported_usage = 0.0
+        if report is not None:
+            self._reported_waiting, self._reported_usage = report.waiting, float(report.kv_usage)
+            self.reported = report.waiting + report.running
 
     @property
     def requests(self) -> int:
@@ -202,16 +141,17 @@ class Replica:
     @property
     def waiting(self) -> int:
         """Requests in its queue: as reported, or else those beyond the rows that it runs."""
-        if self.report is not None:
-            return self.report.waiting
-        return max(len(self.sent) - self.traits.max_rows, 0)
+        if self._has_report:
+            return self._reported_waiting
+        return max(len(self.sent) - self.max_rows, 0)
 
     @property
     def kv_usage(self) -> float:
         """The used share of its cache: as reported, or else by the prompts that it has."""
-        if self.report is not None:
-            return self.report.kv_usage
-        return min(self.prompt_tokens / self.traits.capacity_tokens, 1.0)
+        if self._has_report:
+            return self._reported_usage
+        usage = self.prompt_tokens / self.capacity_tokens
+        return usage if usage < 1.0 else 1.0
 
     def add(self, sent: Sent) -> None:
         """A request was sent to it."""
@@ -219,11 +159,13 @@ class Replica:
         self.prefills += 1
         self.prefill_tokens += sent.new_tokens
         self.prefill_cached += sent.cached_tokens
-        self.prompt_tokens += sent.request.prompt_tokens
-        for block in sent.request.blocks:
-            uses = self._uses.get(block, 0)
-            self._uses[block] = uses + 1
-            self.blocks += not uses
+        self.prompt_tokens += sent.prompt_tokens
+        known = self._uses
+        for block in sent.blocks:
+            uses = known.get(block, 0)
+            known[block] = uses + 1
+            if not uses:
+                self.blocks += 1
 
     def expect(self, sent: Sent, outlook: RequestOutlook) -> None:
         """What is expected of a request that was just added, and of the others with it."""
@@ -244,7 +186,7 @@ class Replica:
         self.prefills -= 1
         self.prefill_tokens -= sent.new_tokens
         self.prefill_cached -= sent.cached_tokens
-        self.decode_tokens += sent.request.prompt_tokens
+        self.decode_tokens += sent.prompt_tokens
         return sent
 
     def remove(self, request_id: str) -> None:
@@ -252,21 +194,34 @@ class Replica:
         sent = self.sent.pop(request_id, None)
         if sent is None:
             return
-        self.prompt_tokens -= sent.request.prompt_tokens
-        self.in_time -= sent.stalls == self._stalls
+        self.prompt_tokens -= sent.prompt_tokens
+        if sent.stalls == self._stalls:
+            self.in_time -= 1
         if sent.has_token:
-            self.decode_tokens -= sent.request.prompt_tokens
+            self.decode_tokens -= sent.prompt_tokens
         else:
             self.prefills -= 1
             self.prefill_tokens -= sent.new_tokens
             self.prefill_cached -= sent.cached_tokens
-        for block in sent.request.blocks:
-            uses = self._uses[block] - 1
+        known = self._uses
+        for block in sent.blocks:
+            uses = known[block] - 1
             if uses:
-                self._uses[block] = uses
+                known[block] = uses
             else:
-                del self._uses[block]
+                del known[block]
                 self.blocks -= 1
+
+
+class _Prompt:
+    """A prompt that was sent to a replica: the blocks that it may be the last to have had, the
+    first `left` of `blocks`.
+    """
+
+    __slots__ = ("at_s", "blocks", "left")
+
+    def __init__(self, blocks: Sequence[object], at_s: float) -> None:
+        self.blocks, self.at_s, self.left = blocks, at_s, len(blocks)
 
 
 class PrefixIndex:
@@ -274,77 +229,250 @@ class PrefixIndex:
 
     Each replica forgets the blocks that were used longest ago, of one prompt the last ones first,
     when it has more than its capacity (blocks; 0: no limit), and those not used for `ttl_s` seconds
-    (0: no limit). One walk over a prompt's blocks finds the matches of all replicas.
+    (0: no limit). One walk over a prompt's blocks finds the matches of all replicas. Times never
+    decrease from call to call.
+
+    The order of use is that of the prompts, and each block knows the last prompt that had it: so a
+    prompt costs one entry of a dictionary for each block, however many replicas there are.
     """
 
     def __init__(self, replicas: int, *, capacity: int = 0, ttl_s: float = 0.0) -> None:
-        self._capacities, self._ttl_s = [capacity] * replicas, ttl_s
-        self._holders: dict[int, int] = {}  # block to the set of replicas, as bits
-        self._used: list[OrderedDict[int, float]] = [OrderedDict() for _ in range(replicas)]
+        self._ttl_s = ttl_s
+        self._holders: dict[object, int] = {}  # block to the set of replicas, as bits
+        self._capacities: list[int] = []
+        self._used: list[dict[object, _Prompt]] = []  # block to the last prompt that had it
+        self._prompts: list[deque[_Prompt]] = []  # the oldest first
+        self._kept: list[int] = []  # blocks of these prompts, also those that later ones had
+        self._added: deque[tuple[float, int]] = deque()  # when to which replica; with `ttl_s` only
+        for _ in range(replicas):
+            self.add_replica(capacity)
 
     def add_replica(self, capacity: int) -> None:
         """A further replica."""
-        self._used.append(OrderedDict())
+        self._used.append({})
+        self._prompts.append(deque())
+        self._kept.append(0)
         self._capacities.append(capacity)
 
-    def matched(self, blocks: Sequence[int], now_s: float) -> list[int]:
+    def matched(self, blocks: Sequence[object], now_s: float) -> list[int]:
         """For each replica, how many leading blocks of a prompt it has."""
-        used = self._used
-        if self._ttl_s:
-            for index in range(len(used)):
-                self._expire(index, now_s)
-        found, holders = [0] * len(used), self._holders
+        self.expire(now_s)
+        found, holders = [0] * len(self._used), self._holders
         if not blocks:
             return found
-        left = holders.get(blocks[0], 0)  # of the others nothing is found
-        for number, block in enumerate(blocks):
+        number, left = 0, holders.get(blocks[0], 0)  # of the others nothing is found
+        for block in blocks:
             going_on = left & holders.get(block, 0)
-            ended = left ^ going_on
-            while ended:
-                lowest = ended & -ended
-                found[lowest.bit_length() - 1] = number
-                ended ^= lowest
-            left = going_on
+            if going_on != left:
+                _write(found, left ^ going_on, number)
+                left = going_on
             if not left:
                 return found
-        while left:
-            lowest = left & -left
-            found[lowest.bit_length() - 1] = len(blocks)
-            left ^= lowest
+            number += 1
+        _write(found, left, number)
         return found
 
-    def add(self, index: int, blocks: Sequence[int], now_s: float) -> None:
+    def matched_by(self, index: int, blocks: Sequence[object], now_s: float) -> int:
+        """How many leading blocks of a prompt one replica has."""
+        self.expire(now_s)
+        used, number = self._used[index], 0
+        for block in blocks:
+            if block not in used:
+                break
+            number += 1
+        return number
+
+    def add(self, index: int, blocks: Sequence[object], now_s: float) -> None:
         """A prompt was sent to a replica."""
+        if not blocks:
+            return
         used, holders, bit = self._used[index], self._holders, 1 << index
-        for block in reversed(blocks):  # so that a prompt's last blocks are forgotten first
-            if block in used:
-                used.move_to_end(block)
-            else:
+        prompt, before = _Prompt(blocks, now_s), len(used)
+        for block in blocks:
+            used[block] = prompt
+            if len(used) > before:
+                before += 1
                 holders[block] = holders.get(block, 0) | bit
-            used[block] = now_s
+        self._prompts[index].append(prompt)
+        self._kept[index] += prompt.left
+        if self._ttl_s:
+            self._added.append((now_s, index))
         capacity = self._capacities[index]
-        if capacity:
-            while len(used) > capacity:
-                self._forget(index, used.popitem(last=False)[0])
+        while capacity and len(used) > capacity:
+            self._drop(index, 1)
+        if self._kept[index] > 2 * len(used) + LEAST_KEPT:
+            self._shorten(index)
 
     def clear(self, index: int) -> None:
         """A replica was restarted: its cache is empty."""
-        used = self._used[index]
-        while used:
-            self._forget(index, used.popitem()[0])
-
-    def _expire(self, index: int, now_s: float) -> None:
-        used = self._used[index]
-        while used:
-            block, at_s = next(iter(used.items()))
-            if now_s - at_s <= self._ttl_s:
-                return
-            del used[block]
+        for block in self._used[index]:
             self._forget(index, block)
+        self._used[index], self._prompts[index], self._kept[index] = {}, deque(), 0
 
-    def _forget(self, index: int, block: int) -> None:
+    def expire(self, now_s: float) -> None:
+        """Forget what was not used for too long, where the oldest prompts were sent to."""
+        added = self._added
+        while added and now_s - added[0][0] > self._ttl_s:
+            index = added.popleft()[1]
+            prompts = self._prompts[index]
+            while prompts and now_s - prompts[0].at_s > self._ttl_s:
+                self._drop(index, prompts[0].left)
+
+    def _drop(self, index: int, most: int) -> None:
+        """Forget up to so many blocks of the oldest prompt; without any left it goes."""
+        used, prompt = self._used[index], self._prompts[index][0]
+        while prompt.left and most:
+            prompt.left -= 1
+            self._kept[index] -= 1
+            block = prompt.blocks[prompt.left]
+            if used.get(block) is prompt:
+                del used[block]
+                self._forget(index, block)
+                most -= 1
+        if not prompt.left:
+            self._prompts[index].popleft()
+
+    def _shorten(self, index: int) -> None:
+        """Keep of each prompt only the blocks that no later one had."""
+        used, prompts = self._used[index], deque[_Prompt]()
+        for prompt in self._prompts[index]:
+            own = prompt.blocks[: prompt.left]
+            prompt.blocks = [block for block in own if used.get(block) is prompt]
+            prompt.left = len(prompt.blocks)
+            if prompt.left:
+                prompts.append(prompt)
+        self._prompts[index], self._kept[index] = prompts, len(used)
+
+    def _forget(self, index: int, block: object) -> None:
         holders = self._holders[block] & ~(1 << index)
         if holders:
             self._holders[block] = holders
         else:
             del self._holders[block]
+
+
+def _write(found: list[int], replicas: int, number: int) -> None:
+    """Write a number for each replica of a set, given as bits."""
+    start = 0
+    while replicas:
+        word: i64 = i64(replicas & ((1 << WORD_BITS) - 1))
+        at = start
+        while word:
+            if not word & 255:
+                word >>= 8
+                at += 8
+                continue
+            if word & 1:
+                found[at] = number
+            word >>= 1
+            at += 1
+        replicas >>= WORD_BITS
+        start += WORD_BITS
+
+
+class RouterView:
+    """What is known when a request is to be routed.
+
+    Args:
+        every: all replicas, by index.
+        index: which blocks they probably have.
+
+    Attributes:
+        replicas: those that are up, by index, in that order; at least one. The list is not changed.
+        blocks: the request's full blocks.
+        block_tokens: of a block.
+        expected_tokens: mean output of the requests that ended last.
+        routed: how many requests were routed before.
+        rng: for ties.
+        rings: what `session-hash` keeps between requests.
+        now_s: the time.
+        outlook: where a router says what it expects of the request, if it does.
+        even: replicas are known to be of one weight, so that no request looks at all weights.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_index",
+        "_matched",
+        "block_tokens",
+        "blocks",
+        "even",
+        "every",
+        "expected_tokens",
+        "now_s",
+        "outlook",
+        "replicas",
+        "rings",
+        "rng",
+        "routed",
+    )
+
+    def __init__(
+        self,
+        every: list[Replica],
+        index: PrefixIndex,
+        block_tokens: int,
+        expected_tokens: float,
+        rng: np.random.Generator,
+        *,
+        even: bool,
+    ) -> None:
+        self.every, self.replicas, self._index = every, every, index
+        self.block_tokens, self.expected_tokens = block_tokens, expected_tokens
+        self.rng, self.even = rng, even
+        self.routed = self.blocks = 0
+        self.rings: dict[object, tuple[list[int], list[int]]] = {}
+        self.now_s = 0.0
+        self.outlook: RequestOutlook | None = None
+        self._blocks: Sequence[object] = ()
+        self._matched: list[int] | None = None
+
+    def begin(self, request: RoutedRequest, replicas: list[Replica], now_s: float) -> None:
+        """A request is to be routed to one of these."""
+        self.replicas, self.now_s, self.outlook = replicas, now_s, None
+        self._blocks, self._matched = request.blocks, None
+        self.blocks = len(self._blocks)
+
+    @property
+    def matched(self) -> list[int]:
+        """For each replica by its index, how many of the request's leading blocks it probably has
+        cached.
+        """
+        found = self._matched
+        if found is None:
+            found = self._matched = self._index.matched(self._blocks, self.now_s)
+        return found
+
+    def share(self, request: RoutedRequest, replica: Replica) -> float:
+        """The share of the request's full blocks that a replica has cached, from 0 to 1."""
+        return self.matched[replica.index] / self.blocks if self.blocks else 0.0
+
+    def cached_tokens(self, request: RoutedRequest, replica: Replica) -> int:
+        """Prompt tokens that a replica need not compute; the last one it always computes."""
+        if self._matched is None:  # only this one is asked for
+            found = self._index.matched_by(replica.index, self._blocks, self.now_s)
+        else:
+            found = self._matched[replica.index]
+        return min(found * self.block_tokens, request.prompt_tokens - 1)
+
+    def least(self, costs: Sequence[float]) -> int:
+        """The index of the replica of the least cost; ties are broken at random."""
+        return self.least_of(costs if isinstance(costs, list) else list(costs))
+
+    def least_of(self, costs: list[float]) -> int:
+        """The same of a list."""
+        replicas, lowest, at, ties = self.replicas, costs[0], 0, 0
+        if len(costs) != len(replicas):
+            raise ValueError(f"{len(costs)} costs of {len(replicas)} replicas")
+        for place, cost in enumerate(costs):
+            if cost < lowest:
+                lowest, at, ties = cost, place, 1
+            elif cost == lowest:
+                ties += 1
+        if ties == 1:
+            return replicas[at].index
+        return self.any_of([replicas[k].index for k in range(at, len(costs)) if costs[k] == lowest])
+
+    def any_of(self, indices: list[int]) -> int:
+        """One of several replicas, at random."""
+        return indices[int(self.rng.integers(len(indices)))]

@@ -1,0 +1,362 @@
+"""The formulas of the routers: what each replica would cost, over numbers that lie ready.
+
+Every router has a function here that returns the index of the replica of the least cost. They are
+apart from the routers' parameters so that they can be compiled: some look at every replica for
+every request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from toolkit.errors import InputError
+from toolkit.routing.replicas import Replica, RouterView
+from toolkit.routing.types import PassLaw, RequestOutlook, RoutedRequest
+
+MOST_WEIGHED = 12  # replicas that `by-law` computes the costs of
+SHARPNESS = 16  # how fast the chance to miss a target rises near it
+GOLDEN = (5**0.5 - 1) / 2  # its multiples spread turns evenly
+
+
+def in_turn(view: RouterView) -> int:
+    """`round-robin`."""
+    replicas = view.replicas
+    if not view.even and any(each.weight != replicas[0].weight for each in replicas):
+        total, ends = 0.0, []
+        for each in replicas:
+            total += each.weight
+            ends.append(total)
+        turn = view.routed * GOLDEN % 1.0 * total
+        return replicas[min(bisect_right(ends, turn), len(ends) - 1)].index
+    return replicas[view.routed % len(replicas)].index
+
+
+def fewest_requests(view: RouterView) -> int:
+    """`least-requests`."""
+    loads = [float(len(each.sent)) for each in view.replicas]
+    return view.least_of(_for_weights(view, loads, 1.0))
+
+
+def fewest_tokens(view: RouterView, request: RoutedRequest) -> int:
+    """`least-tokens`."""
+    expected = view.expected_tokens
+    tokens = [each.prefill_tokens + len(each.sent) * expected for each in view.replicas]
+    return view.least_of(_for_weights(view, tokens, request.prompt_tokens + expected))
+
+
+def least_memory(view: RouterView, request: RoutedRequest) -> int:
+    """`future-memory`."""
+    size, expected, matched = view.block_tokens, view.expected_tokens, view.matched
+    prompt = request.prompt_tokens
+    costs = []
+    for each in view.replicas:
+        new = prompt - min(matched[each.index] * size, prompt - 1)
+        tokens = each.blocks * size + new + (len(each.sent) + 1) * expected
+        costs.append(tokens / each.capacity_tokens)
+    return view.least_of(costs)
+
+
+def on_ring(view: RouterView, owners: list[int], at: int, load_factor: float) -> int:
+    """`session-hash` with a bound: the first owner of the ring, from `at` on, that may take one
+    more request.
+    """
+    every, requests, weights = view.every, 0, 0.0
+    for each in view.replicas:
+        requests += len(each.sent)
+        weights += each.weight
+    most = load_factor * (requests + 1) / weights
+    for step in range(len(owners)):
+        owner = owners[(at + step) % len(owners)]
+        each = every[owner]
+        if len(each.sent) + 1 <= most * each.weight:
+            return owner
+    return fewest_requests(view)
+
+
+def longest_match(view: RouterView) -> int:
+    """`prefix`."""
+    matched = view.matched
+    return view.least_of([-float(matched[each.index]) for each in view.replicas])
+
+
+def llm_d(view: RouterView, prefix: float, queue: float, kv: float) -> int:
+    """`llm-d`: its weights are those of the match, the shorter queue and the free cache."""
+    queues = [each.waiting for each in view.replicas]
+    shares = _shares(view)
+    low, high = min(queues), max(queues)
+    costs = []
+    for place, each in enumerate(view.replicas):
+        shorter = (high - queues[place]) / (high - low) if high > low else 1.0
+        score = prefix * shares[place] + queue * shorter
+        costs.append(-(score + kv * (1.0 - each.kv_usage)))
+    return view.least_of(costs)
+
+
+def dynamo(view: RouterView, request: RoutedRequest, credit: float, prefill: float) -> int:
+    """`dynamo`: `credit` of each matched block is taken off the blocks to prefill."""
+    size, blocks, prompt = view.block_tokens, view.blocks, request.prompt_tokens
+    matched = view.matched
+    costs = []
+    for each in view.replicas:
+        found = matched[each.index]
+        active = (each.prefill_tokens + prompt) / size - credit * found
+        kept = each.blocks + max(blocks - found, 0)
+        costs.append(prefill * (active if active > 0.0 else 0.0) + kept)
+    return view.least_of(costs)
+
+
+def sglang(view: RouterView, threshold: float, abs_load: int, rel_load: float) -> int:
+    """`sglang`: the bounds are between the most and the least requests of a replica."""
+    loads = [float(len(each.sent)) for each in view.replicas]
+    low, high = min(loads), max(loads)
+    if high - low > abs_load and high > rel_load * low:
+        return view.least_of(loads)
+    shares = _shares(view)
+    if max(shares) > threshold:
+        return view.least_of([-share for share in shares])
+    return view.least_of(loads)
+
+
+def load_aware(view: RouterView, beta: float) -> int:
+    """`load-aware`: `beta` weighs the load above the mean."""
+    loads = [len(each.sent) for each in view.replicas]
+    shares, mean = _shares(view), sum(loads) / len(loads)
+    scale = mean if mean > 1.0 else 1.0
+    return view.least_of(
+        [beta * (load - mean) / scale - shares[place] for place, load in enumerate(loads)]
+    )
+
+
+def vllm_dp(view: RouterView, weight: float) -> int:
+    """`vllm-dp`: the weight is that of a waiting request in a full cache."""
+    costs = []
+    for each in view.replicas:
+        beyond = each.kv_usage - 0.5
+        load = max(len(each.sent), each.reported)
+        costs.append(load + weight * each.waiting * (beyond if beyond > 0.0 else 0.0))
+    return view.least_of(costs)
+
+
+def _for_weights(view: RouterView, loads: list[float], one: float) -> list[float]:
+    """The loads of replicas of several kinds with `one` more each, for a replica of weight 1."""
+    if view.even:
+        return loads
+    return [(loads[place] + one) / each.weight for place, each in enumerate(view.replicas)]
+
+
+def _shares(view: RouterView) -> list[float]:
+    """The share of the request's full blocks that each replica has cached."""
+    matched, blocks = view.matched, view.blocks
+    if not blocks:
+        return [0.0] * len(view.replicas)
+    return [matched[each.index] / blocks for each in view.replicas]
+
+
+class Weighed:
+    """What `by-law` finds for a replica: its cost in seconds, and what to expect there."""
+
+    __slots__ = ("cost_s", "first_s", "index", "is_late", "stalls")
+
+    def __init__(
+        self, index: int, cost_s: float, first_s: float, is_late: bool, stalls: bool
+    ) -> None:
+        self.index, self.cost_s, self.first_s = index, cost_s, first_s
+        self.is_late, self.stalls = is_late, stalls
+
+    def outlook(self, now_s: float) -> RequestOutlook:
+        """What to expect of the request."""
+        return RequestOutlook(now_s + self.first_s, self.is_late, self.stalls)
+
+
+class LawWeights:
+    """The parameters of `by-law`."""
+
+    __slots__ = ("first", "gap_s", "late", "others", "ttft_s", "work")
+
+    def __init__(
+        self, others: float, first: float, late: float, work: float, ttft_s: float, gap_s: float
+    ) -> None:
+        self.others, self.first, self.late, self.work = others, first, late, work
+        self.ttft_s, self.gap_s = ttft_s, gap_s
+
+
+def by_law(view: RouterView, request: RoutedRequest, weights: LawWeights) -> int:
+    """`by-law`; it leaves what it expects in `view.outlook`."""
+    view.replicas = _likely(view)
+    found = [weigh(view, request, each, weights) for each in view.replicas]
+    index = view.least_of([each.cost_s for each in found])
+    for each in found:
+        if each.index == index:
+            view.outlook = each.outlook(view.now_s)
+    return index
+
+
+def weigh(
+    view: RouterView, request: RoutedRequest, replica: Replica, weights: LawWeights
+) -> Weighed:
+    """What `by-law` finds for a request on a replica. `InputError` if it has no law of a pass."""
+    law = _law(replica)
+    behind_s: float = law.behind_s
+    expected = view.expected_tokens if view.expected_tokens > 1.0 else 1.0
+    prompt = request.prompt_tokens
+    cached = min(view.matched[replica.index] * view.block_tokens, prompt - 1)
+    new = prompt - cached
+    rows = replica.decodes
+    decodes = min(rows, replica.max_rows)
+    # rows that decode have generated half of their output on average
+    context: float = replica.decode_tokens + rows * expected / 2
+    room = max(replica.pass_tokens - decodes, 1)
+    ahead = replica.prefill_tokens
+    passes = -(-(ahead + new) // room)
+    attended_ahead = ahead * (ahead / max(replica.prefills, 1)) / 2
+    plain_s: float = law.pass_s(decodes, context, 0, 0, 0.0)
+    chunks = (replica.prefills + 1) / passes
+    chunk_s: float = law.pass_s(
+        decodes,
+        context,
+        chunks if chunks > 1.0 else 1.0,
+        (ahead + new) / passes,
+        (new * (cached + new / 2) + attended_ahead) / passes,
+    )
+    # what its own prompt adds to the passes of the rows that decode
+    longer_s = chunk_s - plain_s
+    own_s = (longer_s if longer_s > 0.0 else 0.0) * passes * new / (ahead + new)
+    whole_s = passes * chunk_s - own_s - plain_s
+    own_s += behind_s * _tokens_behind(1, cached, new, room)
+    left = rest = 0.0  # seconds and tokens of the prompts ahead: part of them is computed
+    if ahead:
+        whole_s += behind_s * _tokens_behind(replica.prefills, replica.prefill_cached, ahead, room)
+        left = min(whole_s, max(replica.prefilled_s - view.now_s, 0.0))
+        rest = ahead * left / (whole_s if whole_s > 1e-9 else 1e-9)
+    longer = context + prompt + expected / 2
+    slower_s: float = law.pass_s(decodes + 1, longer, 0, 0, 0.0) - plain_s
+    first_s = left + own_s + plain_s
+    first_s += _memory_wait_s(replica, new, context, plain_s, expected)
+    lost_s = own_s * decodes + expected * slower_s * decodes
+    late, stalls = 0.0, False
+    if weights.ttft_s:
+        late = _chance(first_s, weights.ttft_s)
+    if weights.gap_s:
+        tokens = rest + new if rest + new < room else float(room)
+        own = new if new < tokens else tokens
+        attended = own * (prompt - own / 2) + (tokens - own) * attended_ahead / max(ahead, 1)
+        longest_s: float = law.pass_s(decodes, context, 1, tokens, attended)
+        longest_s += behind_s * (prompt - own)
+        stalls = longest_s > weights.gap_s
+        late += replica.in_time * _chance(longest_s, weights.gap_s)
+    cost_s = weights.first * first_s + expected * (plain_s + slower_s) + weights.others * lost_s
+    cost_s += weights.late * late + weights.work * own_s * replica.weight
+    is_late = weights.ttft_s > 0.0 and first_s > weights.ttft_s
+    return Weighed(replica.index, cost_s, first_s, is_late, stalls)
+
+
+def _law(replica: Replica) -> PassLaw:
+    """The law of its passes, or `InputError`."""
+    law = replica.traits.law
+    if law is None:
+        raise InputError(
+            "router 'by-law' needs the law of a pass of every replica",
+            "tune from a fit of the engine, or choose another router",
+        )
+    return law
+
+
+class _Few:
+    """The replicas of the smallest keys, of equal ones the first."""
+
+    __slots__ = ("_count", "_keys", "_worst", "replicas")
+
+    def __init__(self, count: int) -> None:
+        self._count, self._worst = count, 0
+        self._keys: list[int] = []
+        self.replicas: list[Replica] = []
+
+    def offer(self, key: int, replica: Replica) -> None:
+        keys, replicas = self._keys, self.replicas
+        if len(keys) == self._count:
+            if key >= self._worst:
+                return
+            keys.pop()
+            replicas.pop()
+        at = len(keys)
+        while at > 0 and keys[at - 1] > key:
+            at -= 1
+        keys.insert(at, key)
+        replicas.insert(at, replica)
+        self._worst = keys[-1]
+
+
+class _Likely:
+    """Of one kind, the replicas that may be best."""
+
+    __slots__ = ("in_time", "matched", "requests", "tokens")
+
+    def __init__(self, part: int, few: int) -> None:
+        self.matched, self.tokens, self.requests = _Few(part), _Few(part), _Few(part)
+        self.in_time = _Few(few)
+
+
+def _likely(view: RouterView) -> list[Replica]:
+    """The replicas that may be best: where more than `MOST_WEIGHED` are up, those with the longest
+    matches, with the fewest tokens to compute, the fewest requests, and the fewest in time; of
+    several kinds, of each.
+    """
+    replicas = view.replicas
+    if len(replicas) <= MOST_WEIGHED:
+        return replicas
+    last = replicas[0].kind
+    kinds = {last}
+    for each in replicas:
+        if each.kind != last:
+            last = each.kind
+            kinds.add(last)
+    part, few = max(MOST_WEIGHED // 3 // len(kinds), 1), max(2 // len(kinds), 1)
+    likely = {kind: _Likely(part, few) for kind in kinds}
+    matched, own = view.matched, likely[last]
+    for each in replicas:
+        if each.kind != last:
+            last = each.kind
+            own = likely[last]
+        own.matched.offer(-matched[each.index], each)
+        own.tokens.offer(each.prefill_tokens, each)
+        own.requests.offer(len(each.sent), each)
+        own.in_time.offer(each.in_time, each)
+    found: dict[int, Replica] = {}
+    for own in likely.values():
+        for few_of in (own.matched, own.tokens, own.requests, own.in_time):
+            for each in few_of.replicas:
+                found[each.index] = each
+    return [found[index] for index in sorted(found)]
+
+
+def _chance(expected_s: float, target_s: float) -> float:
+    """The chance to miss a target, from 0 to 1: a half where it is expected to be just met."""
+    if expected_s <= 0.0:
+        return 0.0
+    ratio = target_s / expected_s
+    return 1.0 / (1.0 + (ratio if ratio < 100.0 else 100.0) ** SHARPNESS)
+
+
+def _tokens_behind(prompts: int, cached: int, new: int, room: int) -> float:
+    """Tokens that parts of prompts find cached before them, those of earlier parts included, where
+    a pass computes at most `room` new tokens; `cached` and `new` are of all `prompts` together.
+    """
+    parts = -(-new // (prompts * room))  # of each prompt
+    return parts * cached + prompts * room * parts * (parts - 1) / 2
+
+
+def _memory_wait_s(
+    replica: Replica, new: int, context: float, pass_s: float, expected: float
+) -> float:
+    """Seconds until enough rows have ended to hold what waits and `new` tokens more."""
+    held = context + replica.prefill_tokens
+    excess = held + new - replica.capacity_tokens
+    rows = len(replica.sent)
+    slots = rows + 1 - replica.max_rows
+    if not rows or (excess <= 0.0 and slots <= 0):
+        return 0.0
+    each = held / rows
+    ends = excess / (each if each > 1.0 else 1.0)
+    ends = slots if slots > ends else ends
+    ends = ends if ends > 0.0 else 0.0
+    return ends * expected * pass_s / min(rows, replica.max_rows)
