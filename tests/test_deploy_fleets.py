@@ -14,6 +14,7 @@ import kubernetes_validate
 import orders
 import pytest
 import yaml
+from pydantic import BaseModel
 from test_deploy_replicas import NEWER, command_in, fronts, objects, parsed, services, with_engine
 
 from toolkit.backends.vllm.backend import described
@@ -167,7 +168,11 @@ def test_a_fleet_s_compose_is_as_the_specification_says(order: Order, tmp_path: 
 
 
 def test_kubernetes_takes_every_object_of_a_fleet(order: Order) -> None:
-    own = {"PodMonitor": PodMonitor, "PrometheusRule": PrometheusRule, "ScaledObject": ScaledObject}
+    own: dict[str, type[BaseModel]] = {
+        "PodMonitor": PodMonitor,
+        "PrometheusRule": PrometheusRule,
+        "ScaledObject": ScaledObject,
+    }
     kinds, named = [], []
     for data in objects(order).values():
         kinds.append(data["kind"])

@@ -110,9 +110,9 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     replicated = own_server and target in OF_REPLICAS
     if order.plan.others and target in ONE_KIND and not replicated:
         serving = "servers" if own_server else "workers"
-        names = ", ".join(kind.recipe.name for kind in order.plan.kinds)
+        kinds = ", ".join(kind.recipe.name for kind in order.plan.kinds)
         raise InputError(
-            f"a fleet of {serving} ({names}) cannot be rendered for '{target}': {ONE_KIND[target]}",
+            f"a fleet of {serving} ({kinds}) cannot be rendered for '{target}': {ONE_KIND[target]}",
             RENDER_SERVERS if own_server else RENDER_FLEET,
         )
     if not traits.started and target not in FOREIGN:
