@@ -324,7 +324,7 @@ GATEWAY = Path(toolkit.__file__).parent / "gateway" / "status.py"
 def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
     sla = dict.fromkeys(SLA_KEYS, 1.0)
     plan = shipped.model_copy(update={"recipe": shipped.recipe.model_copy(update={"sla": sla})})
-    rules = replica_rules(orders.order(plan), "a", "b", Sourced(7, "test")).groups[0].rules
+    rules = replica_rules(orders.order(plan), "a", [("b", Sourced(7, "test"))]).groups[0].rules
     read = {name for rule in rules for name in re.findall(r"\bllmctl_[a-z0-9_]+", rule.expr)}
     bare = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in read}
     source = GATEWAY.read_text()
@@ -335,7 +335,7 @@ def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
 def test_the_threshold_is_that_of_one_replica_also_in_a_plan_of_several(shipped: Plan) -> None:
     recipe = shipped.recipe.model_copy(update={"workers": 4})
     four = shipped.model_copy(update={"workers": 4, "recipe": recipe})
-    found = Replication(orders.order(four))
+    (found,) = Replication(orders.order(four)).kinds
     assert found.count.value == 4
     assert found.threshold.value == waiting_threshold(shipped, None).value
     assert found.gpus.value == 1

@@ -197,7 +197,7 @@ def test_commands_take_a_fleet_where_they_take_a_recipe(unequal, monkeypatch, ca
     assert llmctl("render", "plan.json", "--target", "local") == 0
     assert llmctl("render", "plan.json", "--target", "kubernetes") != 0
     assert (
-        "a fleet cannot be rendered for 'kubernetes': the pods of a Deployment"
+        "a fleet of workers (large, small) cannot be rendered for 'kubernetes': the pods of a"
         in capsys.readouterr().err
     )
     assert llmctl("serve", "plan.json", "--ray", "local", "--port", "0") != 0

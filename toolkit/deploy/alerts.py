@@ -8,6 +8,8 @@ rules of a deployment read only its own series.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from toolkit.deploy.monitoring import VLLM_NAMES
 from toolkit.deploy.operators import AlertRule, RuleGroup, RulesFile
 from toolkit.deploy.order import Order, Sourced
@@ -72,12 +74,12 @@ def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesF
 
 
 def replica_rules(
-    order: Order, front: str, replicas: str, threshold: Sourced[int | None]
+    order: Order, front: str, queues: Sequence[tuple[str, Sourced[int | None]]]
 ) -> RulesFile:
     """The rules for a front and the replicas behind it, by their selectors (of `series`).
 
     The targets are checked in the front's histograms, which have the limits as bounds; the queue in
-    the replicas' own metric, as the autoscaler does.
+    the replicas' own metric, as the autoscaler does: each kind by its selector and its threshold.
     """
     found = [
         _rule(
@@ -110,19 +112,25 @@ def replica_rules(
             if key.split("_")[0] in FRONT_TARGETS
         ),
     ]
-    if threshold.value is not None:
-        waiting = VLLM_NAMES["llmctl_requests_waiting"]
-        queue = _rule(
-            "LlmctlReplicaQueue",
-            f"avg({waiting}{{{replicas}}}) > {threshold.value}",
-            "2m",
-            "{{ $value | humanize }} requests wait at each replica: first tokens come too late",
-            f"More than {threshold.value} waiting break the TTFT target: add replicas.",
-        )
-        found.append(queue)
+    found += [
+        _replica_queue(replicas, threshold.value)
+        for replicas, threshold in queues
+        if threshold.value is not None
+    ]
     labelled = {"deployment": order.name}
     named = [rule.model_copy(update={"labels": rule.labels | labelled}) for rule in found]
     return RulesFile(groups=[RuleGroup(name=order.name, rules=named)])
+
+
+def _replica_queue(replicas: str, threshold: int) -> AlertRule:
+    waiting = VLLM_NAMES["llmctl_requests_waiting"]
+    return _rule(
+        "LlmctlReplicaQueue",
+        f"avg({waiting}{{{replicas}}}) > {threshold}",
+        "2m",
+        "{{ $value | humanize }} requests wait at each replica: first tokens come too late",
+        f"More than {threshold} waiting break the TTFT target: add replicas.",
+    )
 
 
 def _health(order: Order, selector: str) -> list[AlertRule]:

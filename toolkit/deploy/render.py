@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -25,7 +25,7 @@ from toolkit.deploy.operators import RulesFile
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill, inside
 from toolkit.deploy.plan import LIMITS
 from toolkit.deploy.reckon import waiting_threshold
-from toolkit.deploy.replicas import Replication
+from toolkit.deploy.replicas import KindReplicas, Replication
 from toolkit.deploy.targets import (
     compose,
     kuberay,
@@ -107,9 +107,13 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     own_server = traits.started and traits.server
     if target not in TARGETS:
         raise InputError(f"there is no target '{target}'", nearest(target, TARGETS))
-    if order.plan.others and target in ONE_KIND:
+    replicated = own_server and target in OF_REPLICAS
+    if order.plan.others and target in ONE_KIND and not replicated:
+        serving = "servers" if own_server else "workers"
+        kinds = ", ".join(kind.recipe.name for kind in order.plan.kinds)
         raise InputError(
-            f"a fleet cannot be rendered for '{target}': {ONE_KIND[target]}", RENDER_FLEET
+            f"a fleet of {serving} ({kinds}) cannot be rendered for '{target}': {ONE_KIND[target]}",
+            RENDER_SERVERS if own_server else RENDER_FLEET,
         )
     if not traits.started and target not in FOREIGN:
         raise InputError(
@@ -122,37 +126,45 @@ def render_target(target: str, order: Order) -> dict[str, str]:
             f"engine '{engine.name}' cannot be rendered for '{target}': {NOT_FOR_SERVERS[target]}",
             RENDER_SERVERS,
         )
-    replicated = own_server and target in OF_REPLICAS
     rendered = (OF_REPLICAS if replicated else TARGETS)[target](order)
     files = dict(sorted(rendered.files.items()))
-    plan_file = next((name for name in files if name.endswith("plan.json")), "plan.json")
+    plan_file = next((name for name in files if Path(name).name == "plan.json"), "plan.json")
     files[plan_file] = order.text
     names: Names | None = traits.metrics if own_server else DASHBOARDS.get(target)
-    of = Replication(order).name if replicated else ""
+    behind = Replication(order).kinds if replicated else []
     if target in OURS and (replicated or names == "llmctl"):
-        alerts, lines = _alerts(order, of)
+        alerts, lines = _alerts(order, behind)
         files["alerts.yaml"] = dump_yaml([alerts], order.comment())
         rendered = replace(rendered, explained=[*rendered.explained, *lines])
     if names is not None:
         labelled = replicated or names == "llmctl"
-        label = job(order, monitored=target in MONITORED, of=of) if labelled else ""
+        # Of a fleet: all jobs, for the dashboard can choose one.
+        of = behind[0].name if len(behind) == 1 else ""
+        alike = labelled and len(behind) < 2
+        label = job(order, monitored=target in MONITORED, of=of) if alike else ""
         board = dashboard(order.plan.recipe.sla, names, order.name, order.comment(), label)
         files[DASHBOARD] = json.dumps(board, indent=1) + "\n"
     files["bench.sh"] = bench_script(order, plan_file, rendered.url)
     return {"EXPLAIN.md": explanation(target, order, rendered)} | files
 
 
-def _alerts(order: Order, replicas: str) -> tuple[RulesFile, list[ExplainedValue]]:
+def _alerts(
+    order: Order, replicas: Sequence[KindReplicas]
+) -> tuple[RulesFile, list[ExplainedValue]]:
     """The rules for Prometheus without its operator, for a server or for a front with `replicas`,
     and their explanation.
     """
     own = series(order, monitored=False)
     why = "the job_name that Prometheus' scrape configuration must give"
     lines = [ExplainedValue("alerts.yaml: job", job(order, monitored=False), f"{why} this server")]
+    for kind in replicas:
+        line = ExplainedValue("alerts.yaml: job", kind.name, f"{why} its replicas")
+        lines += kind.about([line])
     if replicas:
-        behind = series(order, monitored=False, of=replicas)
-        lines.append(ExplainedValue("alerts.yaml: job", replicas, f"{why} its replicas"))
-        return replica_rules(order, own, behind, Replication(order).threshold), lines
+        queues = [
+            (series(order, monitored=False, of=kind.name), kind.threshold) for kind in replicas
+        ]
+        return replica_rules(order, own, queues), lines
     threshold = waiting_threshold(order.plan, order.trace)
     shown = "none" if threshold.value is None else None
     lines.append(explain_value("alerts.yaml: LlmctlQueue", threshold, shown))

@@ -1,14 +1,16 @@
 """Replicas of an engine that is a server of its own, and llmctl's front before them.
 
-`Replication` is what the targets share: how many servers, the command of each, its devices and
-memory, how long it loads and drains, when one more is needed; and the command of the front. A
-target only writes them down in its own form. Every value has its source.
+`KindReplicas` is what the targets share of one kind of them: how many servers, the command of each,
+its devices and memory, how long it loads and drains, when one more is needed. `Replication` is all
+kinds, one or those of a fleet, and the front. A target only writes them down in its own form. Every
+value has its source.
 
 A replica has no key: only the front and Prometheus reach it. Clients' keys are the front's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from toolkit.deploy.order import (
     check_image,
     explain_value,
     llmctl_image,
+    object_name,
 )
 from toolkit.deploy.reckon import (
     LIMIT_FACTOR,
@@ -34,6 +37,7 @@ from toolkit.deploy.reckon import (
 from toolkit.deploy.targets.vllm import check_servable_elsewhere, rows
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
+from toolkit.files.plan import Kind
 from toolkit.routing.routers import RoundRobinRouter
 from toolkit.serve.assemble import model_name
 
@@ -41,42 +45,87 @@ from toolkit.serve.assemble import model_name
 # API server and 576 MiB for its scheduler.
 SERVER_MIB = 1280
 ALIVE = "alive.py"  # the file of the program that finds out whether a replica hangs
+MAX_KIND_NAME = 50  # of 63 characters: the rest is for what a StatefulSet appends
 CHECK_S = 15  # that it takes besides waiting for a token
 
 
 @dataclass(frozen=True)
-class Replication:
-    """The replicas of an order's plan. Raises `InputError` where its engine has no such servers."""
+class KindReplicas:
+    """The replicas of one kind: all of an order's plan, or of its fleet kind `number`."""
 
     order: Order
+    number: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        """The kind, with its recipe and fit."""
+        return self.order.plan.kinds[self.number]
+
+    @cached_property
+    def own(self) -> Order:
+        """The order of this kind alone, with the targets of all. Its name is not the order's."""
+        whole = self.order.plan
+        if not whole.others:
+            return self.order
+        plan = whole.alone(self.number)
+        common = {"sla": whole.recipe.sla, "tune": whole.recipe.tune}
+        changes = {"recipe": plan.recipe.model_copy(update=common), "predicted": whole.predicted}
+        return replace(self.order, plan=plan.model_copy(update=changes))
 
     @cached_property
     def alone(self) -> Order:
         """The order of one replica: its plan has one worker."""
-        plan = self.order.plan
+        plan = self.own.plan
         recipe = plan.recipe.model_copy(update={"workers": 1})
-        return replace(self.order, plan=plan.model_copy(update={"workers": 1, "recipe": recipe}))
+        return replace(self.own, plan=plan.model_copy(update={"workers": 1, "recipe": recipe}))
+
+    @property
+    def label(self) -> str:
+        """The beginning of the names of its services and files."""
+        if not self.order.plan.others:
+            return "replica"
+        return object_name(self.kind.recipe.name).removeprefix("llmctl-")
 
     @property
     def name(self) -> str:
-        """The name of the replicas' objects; the front's have the order's."""
-        return f"{self.order.name}-replica"
+        """The name of its objects, unique to the order's name and the kind's; the front's have the
+        order's.
+        """
+        name, room = self.order.name, MAX_KIND_NAME - len(self.label) - 1
+        if len(name) > room and self.order.plan.others:
+            tail = hashlib.sha256(name.encode()).hexdigest()[:6]
+            name = f"{name[: room - 7].rstrip('-')}-{tail}"
+        return f"{name}-{self.label}"
+
+    def file(self, stem: str, suffix: str, several: str = "") -> str:
+        """The name of a file about this kind: `stem`, with the kind's label in a fleet, else with
+        `several`.
+        """
+        label = self.label if self.order.plan.others else several
+        return f"{stem}-{label}{suffix}" if label else f"{stem}{suffix}"
+
+    def at(self, where: str) -> str:
+        """An address of its replicas as the front takes it: with the kind's name in a fleet."""
+        return f"{self.kind.recipe.name}={where}" if self.order.plan.others else where
+
+    def about(self, lines: Sequence[ExplainedValue]) -> list[ExplainedValue]:
+        """Lines of EXPLAIN.md, which name the kind in a fleet."""
+        if not self.order.plan.others:
+            return list(lines)
+        name = self.kind.recipe.name
+        return [replace(line, key=f"{name}: {line.key}") for line in lines]
 
     @cached_property
     def server(self) -> ServerCommand:
         """The command of a replica."""
-        engine = self.order.plan.recipe.engine.name
+        engine = self.kind.recipe.engine.name
         backend = backend_of(engine)
         if not isinstance(backend, DescribesServer):
             raise InputError(
                 f"engine '{engine}' has no servers that could stand behind a front",
                 "render it for 'local'",
             )
-        return backend.described(self.order.plan, model_name(self.order.plan))
-
-    def check_containable(self) -> None:
-        """Raise `InputError` where a container of the engine cannot load the model."""
-        check_servable_elsewhere(self.order.plan.recipe, self.order.plan.recipe.engine.name)
+        return backend.described(self.own.plan, model_name(self.order.plan))
 
     def arguments(self, host: str, port: int) -> list[str]:
         """The words after the program: the model's flags, the address and the drain."""
@@ -100,12 +149,19 @@ class Replication:
     def count(self) -> Sourced[int]:
         """The number of replicas."""
         options, plan = self.order.options, self.order.plan
+        if plan.others:
+            return Sourced(self.kind.workers, "fleet: workers of this kind")
         if options.replicas:
             return Sourced(options.replicas, "--replicas")
         needed = plan.workload.workers_needed if plan.workload else None
         if needed is not None:
             return Sourced(needed, "tuned: the fewest that keep all limits")
         return Sourced(plan.workers, "plan: workers; for more: --replicas, or tune with --workers")
+
+    @property
+    def _before(self) -> list[KindReplicas]:
+        """The kinds before it, which have the first devices of a machine that has those of all."""
+        return [KindReplicas(self.order, number) for number in range(self.number)]
 
     @cached_property
     def gpus(self) -> Sourced[int]:
@@ -117,21 +173,27 @@ class Replication:
 
     def devices(self, number: int) -> list[int]:
         """The GPUs of a replica on a machine that has those of all, from 0."""
-        return list(range(number * self.gpus.value, (number + 1) * self.gpus.value))
+        first = sum(one.count.value * one.gpus.value for one in self._before)
+        return _share(first, number, self.gpus.value)
 
     def cpus(self, number: int) -> list[int]:
         """The CPUs of a replica on such a machine, where the recipe sets its threads; else none."""
-        recipe = self.order.plan.recipe
+        first = sum(one.count.value * one._threads for one in self._before)
+        return _share(first, number, self._threads)
+
+    @property
+    def _threads(self) -> int:
+        """The CPUs of one replica; 0 on GPUs, and where the recipe does not set its threads."""
+        recipe = self.kind.recipe
         if recipe.hardware.device != "cpu" or recipe.engine.threads is None:
-            return []
-        each = recipe.engine.threads * recipe.engine.tensor_parallel_size
-        return list(range(number * each, (number + 1) * each))
+            return 0
+        return recipe.engine.threads * recipe.engine.tensor_parallel_size
 
     @cached_property
     def cores(self) -> Sourced[int]:
         """CPU cores that a replica requests."""
-        recipe = self.order.plan.recipe
-        each = (recipe.engine.threads or 1) * recipe.engine.tensor_parallel_size
+        engine = self.kind.recipe.engine
+        each = (engine.threads or 1) * engine.tensor_parallel_size
         return Sourced(2 + each, f"its API server, its scheduler, and {each} for its workers")
 
     @cached_property
@@ -147,18 +209,13 @@ class Replication:
         return Sourced(LIMIT_FACTOR * self.memory_mib.value, f"{LIMIT_FACTOR} times the request")
 
     @cached_property
-    def front_image(self) -> Sourced[str]:
-        """The image of the front, which loads the model's tokenizer and no engine."""
-        return llmctl_image(self.order, engine=False)
-
-    @cached_property
     def drain(self) -> Sourced[int]:
         """Seconds that a replica's running requests get: the time of the longest, by targets,
         predictions and laws.
         """
-        plan, found = self.order.plan, drain_s(self.order)
+        plan, found = self.own.plan, drain_s(self.own)
         laws, valid = laws_from_fit(plan.fit).rounds, plan.fit.decode.valid
-        running = min(rows(self.order).value, valid.batch_size_max)
+        running = min(rows(self.own).value, valid.batch_size_max)
         tokens, middle = plan.recipe.serve.max_new_tokens, valid.length_max // 2
         longest_s = laws.prefill_s(1, valid.length_max) + laws.decode_s(running, middle, tokens)
         if longest_s <= found.value:
@@ -169,7 +226,7 @@ class Replication:
     @cached_property
     def startup(self) -> Sourced[int]:
         """Seconds that a replica's load may take."""
-        return startup_s(self.order)
+        return startup_s(self.own)
 
     @property
     def hang_s(self) -> int:
@@ -181,16 +238,6 @@ class Replication:
         url, model = f"http://127.0.0.1:{port}", model_name(self.order.plan)
         note = "/tmp/llmctl-alive"  # a volume of the container's own
         return ["python3", f"{folder}/{ALIVE}", url, model, str(self.hang_s), note, *mode]
-
-    @property
-    def router(self) -> Sourced[str]:
-        """The router that the front takes from the plan, with its parameters."""
-        planned = self.order.plan.replica_router
-        if planned is None:
-            return Sourced(RoundRobinRouter.name, "the default; the plan names none")
-        given = ", ".join(f"{name}={value}" for name, value in planned.parameters.items())
-        source = "plan: replica_router, which the front reads from plan.json"
-        return Sourced(f"{planned.name} {given}".rstrip(), source)
 
     @cached_property
     def threshold(self) -> Sourced[int | None]:
@@ -205,6 +252,111 @@ class Replication:
         source = f"{self.server.image_source}; another one: --replica-image"
         return Sourced(self.server.image, source)
 
+    def explained_first(self) -> list[ExplainedValue]:
+        """The first lines of EXPLAIN.md that all targets have."""
+        return self.about([
+            explain_value("replicas", self.count),
+            explain_value("GPUs of a replica", self.gpus),
+            explain_value("replica: drain", self.drain, f"{self.drain.value} s"),
+            explain_value("replica: load", self.startup, f"{self.startup.value} s"),
+        ])  # fmt: skip
+
+    def explained_flags(self) -> list[ExplainedValue]:
+        """The lines about a replica's own flags, where its command is written out."""
+        found = []
+        for flag, source in self.server.flags:
+            name = flag[0] if flag[0].startswith("-") else "flags"
+            values = flag[1:] if flag[0].startswith("-") else flag
+            found.append(ExplainedValue(f"replica {name}", " ".join(values) or "given", source))
+        return self.about([*found, explain_value("replica: image", self.image)])
+
+
+@dataclass(frozen=True)
+class Replication:
+    """The replicas of an order's plan, kind by kind, and the front before them.
+
+    Raises `InputError` where an option is about one kind and the plan has several. A kind's
+    `server` raises it where its engine has no such servers.
+    """
+
+    order: Order
+
+    def __post_init__(self) -> None:
+        plan, options = self.order.plan, self.order.options
+        if not plan.others:
+            return
+        if options.replicas:
+            raise InputError(
+                f"--replicas {options.replicas}: a fleet sets the number of servers of each kind",
+                "set workers of the kind in fleet.yaml, and render it again",
+            )
+        if options.gpu_products:
+            raise InputError(
+                "--gpu-product names the GPU of one kind of servers; the fleet has several",
+                "name the nodes of each kind in the fleet: nodes",
+            )
+        for kind in self.kinds:
+            if kind.server.plan_variable:
+                raise InputError(
+                    f"kind '{kind.kind.recipe.name}': policy '{plan.policy.name}' runs inside the "
+                    "engine, and the servers of a fleet run the engine's own",
+                    "render it with --policy vllm",
+                )
+
+    @cached_property
+    def kinds(self) -> list[KindReplicas]:
+        """All kinds, in the plan's order."""
+        return [KindReplicas(self.order, number) for number in range(len(self.order.plan.kinds))]
+
+    @property
+    def named(self) -> list[tuple[KindReplicas, int, str]]:
+        """Each replica: its kind, its number in it, and its name in one file with all others."""
+        return [
+            (kind, number, f"{kind.label}-{number}")
+            for kind in self.kinds
+            for number in range(kind.count.value)
+        ]
+
+    def check_containable(self) -> None:
+        """Raise `InputError` where a container of the engine cannot load the model."""
+        for kind in self.kinds:
+            check_servable_elsewhere(kind.kind.recipe, kind.kind.recipe.engine.name)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all replicas."""
+        return sum(kind.count.value * kind.gpus.value for kind in self.kinds)
+
+    @property
+    def alive(self) -> str:
+        """The program that finds out whether a replica hangs."""
+        return self.kinds[0].server.alive
+
+    @cached_property
+    def front_image(self) -> Sourced[str]:
+        """The image of the front, which loads the model's tokenizer and no engine."""
+        return llmctl_image(self.order, engine=False)
+
+    @cached_property
+    def drain(self) -> Sourced[int]:
+        """Seconds that the front's running requests get: as many as a replica's."""
+        return max((kind.drain for kind in self.kinds), key=lambda drain: drain.value)
+
+    @cached_property
+    def startup(self) -> Sourced[int]:
+        """Seconds that the load of all replicas may take."""
+        return max((kind.startup for kind in self.kinds), key=lambda startup: startup.value)
+
+    @property
+    def router(self) -> Sourced[str]:
+        """The router that the front takes from the plan, with its parameters."""
+        planned = self.order.plan.replica_router
+        if planned is None:
+            return Sourced(RoundRobinRouter.name, "the default; the plan names none")
+        given = ", ".join(f"{name}={value}" for name, value in planned.parameters.items())
+        source = "plan: replica_router, which the front reads from plan.json"
+        return Sourced(f"{planned.name} {given}".rstrip(), source)
+
     def front(self, plan: str, where: Sequence[str], host: str, port: int, *more: str) -> list[str]:
         """The words after `llmctl` that start the front. `where` are the options that name its
         replicas: `at` or `discovered`.
@@ -214,15 +366,13 @@ class Replication:
 
     def explained(self) -> list[ExplainedValue]:
         """The lines of EXPLAIN.md that all targets have."""
-        lines = [
-            explain_value("replicas", self.count),
-            explain_value("GPUs of a replica", self.gpus),
-            explain_value("replica: drain", self.drain, f"{self.drain.value} s"),
-            explain_value("replica: load", self.startup, f"{self.startup.value} s"),
+        longest = "as a replica's" if len(self.kinds) == 1 else "the longest of the kinds'"
+        return [
+            *(line for kind in self.kinds for line in kind.explained_first()),
             ExplainedValue(
                 "front: drain",
                 f"{self.drain.value} s",
-                "as a replica's; it ends first, so its requests still have their replicas",
+                f"{longest}; it ends first, so its requests still have their replicas",
             ),
             explain_value("front: router", self.router),
             ExplainedValue(
@@ -230,23 +380,23 @@ class Replication:
                 "the front's",
                 "replicas ask for no key: only the front and Prometheus reach them",
             ),
-        ]
-        threshold = self.threshold
-        return [
-            *lines,
-            explain_value(
-                "alert LlmctlReplicaQueue", threshold, "none" if threshold.value is None else None
-            ),
+            *(line for kind in self.kinds for line in kind.about([_explained_queue(kind)])),
         ]
 
     def explained_flags(self) -> list[ExplainedValue]:
-        """The lines about a replica's own flags, where its command is written out."""
-        found = []
-        for flag, source in self.server.flags:
-            name = flag[0] if flag[0].startswith("-") else "flags"
-            values = flag[1:] if flag[0].startswith("-") else flag
-            found.append(ExplainedValue(f"replica {name}", " ".join(values) or "given", source))
-        return [*found, explain_value("replica: image", self.image)]
+        """The lines about the replicas' own flags, where their commands are written out."""
+        return [line for kind in self.kinds for line in kind.explained_flags()]
+
+
+def _explained_queue(kind: KindReplicas) -> ExplainedValue:
+    threshold = kind.threshold
+    shown = "none" if threshold.value is None else None
+    return explain_value("alert LlmctlReplicaQueue", threshold, shown)
+
+
+def _share(first: int, number: int, each: int) -> list[int]:
+    """What part `number` has, where each part has so many from `first` on."""
+    return list(range(first + number * each, first + (number + 1) * each))
 
 
 def at(urls: Sequence[str]) -> list[str]:
@@ -254,6 +404,6 @@ def at(urls: Sequence[str]) -> list[str]:
     return [word for url in urls for word in ("--replica", url)]
 
 
-def discovered(source: str) -> list[str]:
+def discovered(sources: Sequence[str]) -> list[str]:
     """The options of a front that finds its replicas, such as `dns://NAME:PORT`."""
-    return ["--replicas", source]
+    return [word for source in sources for word in ("--replicas", source)]

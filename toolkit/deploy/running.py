@@ -181,14 +181,17 @@ def stop(folder: Path, manifest: Manifest) -> None:
 
 
 def _units(manifest: Manifest) -> list[str]:
-    """The server's unit; or the target of a front and its replicas, then these, as a pattern.
+    """The server's unit; or the target of a front and its replicas, then these, as patterns.
 
     The first starts all. Stopping the target ends all, too, but systemctl waits only for units that
     it is given.
     """
     name, target = manifest.name, f"{manifest.name}.target"
     units = [f"{name}.service"]
-    return [target, *units, f"{name}-replica@*.service"] if target in manifest.files else units
+    if target not in manifest.files:
+        return units
+    templates = [file for file in manifest.files if file.endswith("@.service")]
+    return [target, *units, *(file.replace("@", "@*") for file in templates)]
 
 
 def _start_unit(units: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from toolkit.deploy.order import (
     llmctl_image,
 )
 from toolkit.deploy.reckon import SHARED_GIB, drain_s, from_hub, gpus, grace_s, startup_s
-from toolkit.deploy.replicas import ALIVE, CHECK_S, Replication, at
+from toolkit.deploy.replicas import ALIVE, CHECK_S, KindReplicas, Replication, at
 from toolkit.files.recipe import Recipe
 from toolkit.files.strict import dump_yaml
 
@@ -225,11 +225,11 @@ def render_replicas(order: Order) -> Rendered:
     """Render compose.yaml with a service for each replica, and the front."""
     replicas = Replication(order)
     replicas.check_containable()
-    names = [f"replica-{number}" for number in range(replicas.count.value)]
-    where = at([f"http://{name}:{PORT}" for name in names])
+    where = at([kind.at(f"http://{name}:{PORT}") for kind, _, name in replicas.named])
     words = replicas.front(PLAN, where, ANY, PORT, *KEY)
+    services = {name: _replica(kind, number) for kind, number, name in replicas.named}
+    names = list(services)
     front = _ours(order, words, replicas.front_image.value, replicas.drain, replicas=names)
-    services = {name: _replica(replicas, number) for number, name in enumerate(names)}
     file = ComposeFile(
         name=order.name,
         services={"llmctl": front, PREPARES: _preparation(replicas), **services},
@@ -237,7 +237,7 @@ def render_replicas(order: Order) -> Rendered:
         volumes={"models": NamedVolume()},
     )
     return Rendered(
-        {"compose.yaml": dump_yaml([file], order.comment()), ALIVE: replicas.server.alive},
+        {"compose.yaml": dump_yaml([file], order.comment()), ALIVE: replicas.alive},
         [*replicas.explained(), *_explained_replicas(order, replicas)],
         _start(order),
     )
@@ -251,7 +251,7 @@ def _preparation(replicas: Replication) -> Preparation:
     )
 
 
-def _replica(replicas: Replication, number: int) -> ComposeService:
+def _replica(replicas: KindReplicas, number: int) -> ComposeService:
     """The service of a replica: no key, no port on the host."""
     order, server, group = replicas.order, replicas.server, replicas.devices(number)
     words = [uninterpolated(word) for word in [*server.command, *replicas.arguments(ANY, PORT)]]
@@ -275,7 +275,7 @@ def _replica(replicas: Replication, number: int) -> ComposeService:
     )
 
 
-def _generates(replicas: Replication) -> Healthcheck:
+def _generates(replicas: KindReplicas) -> Healthcheck:
     """The check of a replica. Docker restarts what has ended, not what is unhealthy: where the
     replica hangs, the check ends its processes.
     """
@@ -292,6 +292,7 @@ def _generates(replicas: Replication) -> Healthcheck:
 
 def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedValue]:
     grace, recipe = grace_s(replicas.drain), order.plan.recipe
+    hang_s = replicas.kinds[0].hang_s
     lines = [
         explain_value("front: image", replicas.front_image),
         *replicas.explained_flags(),
@@ -301,7 +302,7 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
             "healthcheck",
             f"/ready of the front, {ALIVE} in a replica",
             f"recipe: serve.hang_s; where a replica's figures in /metrics stand still for "
-            f"{replicas.hang_s} s and it generates no token for as long, the check ends it, and "
+            f"{hang_s} s and it generates no token for as long, the check ends it, and "
             "Docker starts it again; the front sends requests to the others",
         ),
         ExplainedValue(
@@ -313,11 +314,11 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
         ExplainedValue("ports", *_published(recipe)),
         ExplainedValue("secrets", *_secret(order)),
     ]
-    if replicas.gpus.value:
-        shares = "; ".join(
-            ",".join(map(str, replicas.devices(number))) for number in range(replicas.count.value)
-        )
-        lines.append(explain_value("device_ids of the replicas", replicas.gpus, shares))
+    for kind in replicas.kinds:
+        numbers = range(kind.count.value if kind.gpus.value else 0)
+        if shares := "; ".join(",".join(map(str, kind.devices(number))) for number in numbers):
+            line = explain_value("device_ids of the replicas", kind.gpus, shares)
+            lines += kind.about([line])
     token = [ExplainedValue("HF_TOKEN", "${HF_TOKEN-}", HUB_TOKEN)] if from_hub(recipe) else []
     return [*lines, *token]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel
 
@@ -133,18 +134,20 @@ def cluster_policy(order: Order, cluster: dict[str, str], members: dict[str, str
     )
 
 
-def replica_policies(order: Order, replicas: str) -> dict[str, NetworkPolicy]:
-    """The policies of a front and of the pods named `replicas`.
+def replica_policies(order: Order, replicas: Mapping[str, str]) -> dict[str, NetworkPolicy]:
+    """The policies of a front and of its replicas: the names of their pods, by the policy's file.
 
     A front has the ways in of `network_policy`, and the ways out to the replicas, to DNS and to the
     API server, which no label selects. Only the front and Prometheus may call replicas, since they
     ask for no key.
     """
     web = [PolicyPort(port="http")]
-    front, behind = (AnyPods(match_labels=labels(order, name)) for name in (order.name, replicas))
+    front, *behind = (
+        AnyPods(match_labels=labels(order, name)) for name in (order.name, *replicas.values())
+    )
     callers = Ingress(sender=_callers(order), ports=web)
     ours = Ingress(sender=[Peer(pod_selector=front), *_prometheus(order)], ports=web)
-    to_replicas = Egress(to=[Peer(pod_selector=behind)], ports=web)
+    to_replicas = Egress(to=[Peer(pod_selector=one) for one in behind], ports=web)
     to_servers = Egress(ports=[PolicyPort(port=port) for port in API_SERVER_PORTS])
     return {
         "networkpolicy.yaml": _policy(
@@ -154,9 +157,9 @@ def replica_policies(order: Order, replicas: str) -> dict[str, NetworkPolicy]:
             [callers],
             [_to_dns(), to_servers, to_replicas],
         ),
-        "networkpolicy-replicas.yaml": _policy(
-            order, replicas, selector(order, replicas).match_labels, [ours], _egress(order)
-        ),
+    } | {
+        file: _policy(order, name, selector(order, name).match_labels, [ours], _egress(order))
+        for file, name in replicas.items()
     }
 
 
@@ -209,13 +212,13 @@ def pod_monitor(order: Order, pods: str = "") -> PodMonitor:
 
 
 def scaled_object(
-    order: Order, target: ScaleTarget, waiting: str, threshold: int, fewest: int
+    order: Order, target: ScaleTarget, waiting: str, threshold: int, fewest: int, name: str = ""
 ) -> ScaledObject:
     """Has KEDA keep the mean of `waiting`, a PromQL expression, per pod of `target` below
-    `threshold`, with `fewest` pods or more.
+    `threshold`, with `fewest` pods or more. By default it has the deployment's `name`.
     """
     return ScaledObject(
-        metadata=metadata(order),
+        metadata=metadata(order, name),
         spec=ScaledObjectSpec(
             scale_target_ref=target,
             polling_interval=15,
@@ -269,7 +272,7 @@ def render(order: Order) -> Rendered:
         resources=sorted(core),
         config_map_generator=[plan_map(order)],
     )
-    scaled = ("Deployment", order.name) if threshold.value is not None else None
+    scaled = [("Deployment", order.name)] if threshold.value is not None else []
     objects["kustomization.yaml"] = outer(order, sorted(operated), scaled)
     files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
     files |= claim_files(order, _mounting(order, threshold)) | {"core/plan.json": order.text}
@@ -312,18 +315,19 @@ def _budget(order: Order) -> PodDisruptionBudget:
     )
 
 
-def outer(order: Order, names: list[str], scaled: tuple[str, str] | None) -> Kustomization:
+def outer(order: Order, names: list[str], scaled: Sequence[tuple[str, str]]) -> Kustomization:
     """The outer kustomization. It removes the number of replicas of what the autoscaler scales
-    (`scaled`, a kind and a name), so that applying it again does not undo the autoscaler's.
+    (`scaled`, kinds and names), so that applying it again does not undo the autoscaler's.
     """
     remove = json.dumps([{"op": "remove", "path": "/spec/replicas"}])
     return Kustomization(
         namespace=order.options.namespace,
         resources=["core", *names],
         config_map_generator=[dashboard_map(order)],
-        patches=[Patch(target=PatchTarget(kind=scaled[0], name=scaled[1]), patch=remove)]
-        if scaled
-        else None,
+        patches=[
+            Patch(target=PatchTarget(kind=kind, name=name), patch=remove) for kind, name in scaled
+        ]
+        or None,
     )
 
 

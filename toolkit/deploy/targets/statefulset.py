@@ -1,6 +1,7 @@
 """Target `kubernetes` for an engine that is a server of its own: its replicas, and the front.
 
-The replicas are a StatefulSet, so that each has a claim for its model, behind a headless Service.
+The replicas of a kind are a StatefulSet, so that each has a claim for its model, behind a headless
+Service. In a fleet, each kind's objects have its name, and its pods only nodes with its GPU.
 The liveness probe of a replica asks its engine, which may hang while its server answers /health.
 The front is a Deployment of one pod behind the deployment's Service. It finds the replicas by their
 EndpointSlices, so that it leaves one that ends at once; DNS would be as old as its caches, and has
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 
 from toolkit.deploy.alerts import replica_rules, series
 from toolkit.deploy.manifests import (
+    Affinity,
     ClaimResources,
     ClaimRetention,
     ClaimSpec,
@@ -78,7 +80,7 @@ from toolkit.deploy.reckon import (
     models_gib,
 )
 from toolkit.deploy.replicas import ALIVE as ALIVE_FILE
-from toolkit.deploy.replicas import CHECK_S, Replication, discovered
+from toolkit.deploy.replicas import CHECK_S, KindReplicas, Replication, discovered
 from toolkit.deploy.targets.kubernetes import (
     max_replicas,
     outer,
@@ -142,55 +144,73 @@ def render(order: Order) -> Rendered:
     check_podable(order)
     replicas = Replication(order)
     replicas.check_containable()
-    core: dict[str, BaseModel] = {
-        "deployment.yaml": _front(replicas),
-        "service.yaml": service(order),
-        "statefulset.yaml": _set(replicas),
-        "service-replicas.yaml": _headless(replicas),
-        "poddisruptionbudget.yaml": PodDisruptionBudget(
-            metadata=metadata(order, replicas.name, replicas.name),
-            spec=DisruptionSpec(max_unavailable=1, selector=selector(order, replicas.name)),
-        ),
-        **replica_policies(order, replicas.name),
-        **_permission(replicas),
-    }
-    operated: dict[str, BaseModel] = {
-        "podmonitor.yaml": pod_monitor(order),
-        "podmonitor-replicas.yaml": pod_monitor(order, replicas.name),
-        "prometheusrule.yaml": PrometheusRule(
-            metadata=metadata(order),
-            spec=replica_rules(
-                order,
-                series(order, monitored=True),
-                series(order, monitored=True, of=replicas.name),
-                replicas.threshold,
-            ),
-        ),
-    }
-    scaled, threshold = ("StatefulSet", replicas.name), replicas.threshold.value
-    if threshold is not None:
-        waiting = f"{WAITING}{{{series(order, monitored=True, of=replicas.name)}}}"
-        target = ScaleTarget(kind="StatefulSet", name=replicas.name)
-        fewest = replicas.count.value
-        operated["scaledobject.yaml"] = scaled_object(order, target, waiting, threshold, fewest)
+    core = _core(replicas)
+    operated, scaled = _operated(replicas)
     objects = {f"core/{name}": content for name, content in core.items()} | operated
     objects["core/kustomization.yaml"] = Kustomization(
         namespace=order.options.namespace,
         resources=sorted(core),
         config_map_generator=[
             plan_map(order),
-            ConfigMapGenerator(name=_alive_map(replicas), files=[ALIVE_FILE]),
+            ConfigMapGenerator(name=_alive_map(order), files=[ALIVE_FILE]),
         ],
     )
-    objects["kustomization.yaml"] = outer(
-        order, sorted(operated), scaled if threshold is not None else None
-    )
+    objects["kustomization.yaml"] = outer(order, sorted(operated), scaled)
     files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
     files |= claim_files(order, _mounting(replicas)) | {"core/plan.json": order.text}
-    files[f"core/{ALIVE_FILE}"] = replicas.server.alive
+    files[f"core/{ALIVE_FILE}"] = replicas.alive
     if (picker := _picker(order)) is not None:
         files[PICKER] = dump_yaml([picker], order.comment())
     return Rendered(files, _explained(replicas), _start(replicas), FORWARDED)
+
+
+def _core(replicas: Replication) -> dict[str, BaseModel]:
+    """The objects that need no operators, by file."""
+    order = replicas.order
+    policies = {
+        kind.file("networkpolicy", ".yaml", "replicas"): kind.name for kind in replicas.kinds
+    }
+    core: dict[str, BaseModel] = {
+        "deployment.yaml": _front(replicas),
+        "service.yaml": service(order),
+        **replica_policies(order, policies),
+        **_permission(replicas),
+    }
+    for kind in replicas.kinds:
+        core[kind.file("statefulset", ".yaml")] = _set(kind)
+        core[kind.file("service", ".yaml", "replicas")] = _headless(kind)
+        core[kind.file("poddisruptionbudget", ".yaml")] = PodDisruptionBudget(
+            metadata=metadata(order, kind.name, kind.name),
+            spec=DisruptionSpec(max_unavailable=1, selector=selector(order, kind.name)),
+        )
+    return core
+
+
+def _operated(replicas: Replication) -> tuple[dict[str, BaseModel], list[tuple[str, str]]]:
+    """The objects that need operators, by file, and what the autoscaler scales."""
+    order = replicas.order
+    found: dict[str, BaseModel] = {"podmonitor.yaml": pod_monitor(order)}
+    scaled, queues = [], []
+    for kind in replicas.kinds:
+        found[kind.file("podmonitor", ".yaml", "replicas")] = pod_monitor(order, kind.name)
+        behind, threshold = series(order, monitored=True, of=kind.name), kind.threshold
+        queues.append((behind, threshold))
+        if threshold.value is None:
+            continue
+        scaled.append(("StatefulSet", kind.name))
+        found[kind.file("scaledobject", ".yaml")] = scaled_object(
+            order,
+            ScaleTarget(kind="StatefulSet", name=kind.name),
+            f"{WAITING}{{{behind}}}",
+            threshold.value,
+            kind.count.value,
+            kind.name if order.plan.others else "",
+        )
+    found["prometheusrule.yaml"] = PrometheusRule(
+        metadata=metadata(order),
+        spec=replica_rules(order, series(order, monitored=True), queues),
+    )
+    return found, scaled
 
 
 def _picker(order: Order) -> EndpointPickerConfig | None:
@@ -239,12 +259,12 @@ def _explained_picker(order: Order) -> list[ExplainedValue]:
     return [*lines, ExplainedValue(f"{PICKER}: lruCapacityPerServer", blocks, kept)]
 
 
-def _address(replicas: Replication) -> str:
+def _address(replicas: KindReplicas) -> str:
     """Where the front looks for its replicas: the endpoints of the headless Service."""
     return f"k8s://{replicas.order.options.namespace}/{_service_name(replicas)}:{PORT}"
 
 
-def _service_name(replicas: Replication) -> str:
+def _service_name(replicas: KindReplicas) -> str:
     return f"{replicas.name}s"
 
 
@@ -271,7 +291,7 @@ def _front(replicas: Replication) -> Deployment:
     is there only during a rollout.
     """
     order = replicas.order
-    where = discovered(_address(replicas))
+    where = discovered([kind.at(_address(kind)) for kind in replicas.kinds])
     notice = ("--shutdown-notice", str(PROPAGATION_S))
     args = replicas.front(f"{PLAN_FOLDER}/plan.json", where, ANY, PORT, *notice)
     container = Container(
@@ -309,14 +329,15 @@ def _front(replicas: Replication) -> Deployment:
     )
 
 
-def _set(replicas: Replication) -> StatefulSet:
+def _set(replicas: KindReplicas) -> StatefulSet:
     """The replicas. Digests of plan and fit are not among a pod's annotations: a plan with another
     router or other predictions does not start the replicas again.
     """
     order, name, claims = replicas.order, replicas.name, _claims(replicas)
+    kind = {"llmctl.io/kind": replicas.kind.recipe.name} if order.plan.others else {}
     about = PodMetadata(
         labels=labels(order, name),
-        annotations={"llmctl.io/model": digests(order)["llmctl.io/model"]},
+        annotations={"llmctl.io/model": digests(order)["llmctl.io/model"]} | kind,
     )
     return StatefulSet(
         metadata=metadata(order, name, name),
@@ -331,10 +352,10 @@ def _set(replicas: Replication) -> StatefulSet:
     )
 
 
-def _pod(replicas: Replication) -> PodSpec:
+def _pod(replicas: KindReplicas) -> PodSpec:
     """The pod of a replica. Its image's root is read-only, too: HOME and HF_HOME are volumes."""
     order, server, devices = replicas.order, replicas.server, replicas.gpus.value
-    recipe, plan_file = order.plan.recipe, f"{PLAN_FOLDER}/plan.json"
+    recipe, plan_file = replicas.kind.recipe, f"{PLAN_FOLDER}/plan.json"
     more = replicas.environment | (
         {server.plan_variable: plan_file} if server.plan_variable else {}
     )
@@ -369,24 +390,33 @@ def _pod(replicas: Replication) -> PodSpec:
     )
     volumes = [
         *([plan_volume(order)] if with_plan else []),
-        *([] if _claims(replicas) else [models_volume(order, order.plan.kinds[0])]),
-        *(TMP, Volume(name="alive", config_map=ConfigMapVolume(name=_alive_map(replicas)))),
+        *([] if _claims(replicas) else [models_volume(order, replicas.kind)]),
+        *(TMP, Volume(name="alive", config_map=ConfigMapVolume(name=_alive_map(order)))),
         *([SHARED] if shared else []),
     ]
     return PodSpec(
         termination_grace_period_seconds=grace_s(replicas.drain, PROPAGATION_S).value,
-        affinity=on_products(order, order.plan.kinds[0]) if devices else None,
+        affinity=_affinity(replicas),
+        node_selector=replicas.kind.nodes or None,
         tolerations=tolerations(recipe),
         containers=[container],
         volumes=volumes,
     )
 
 
-def _alive_map(replicas: Replication) -> str:
-    return f"{replicas.name}-alive"
+def _affinity(replicas: KindReplicas) -> Affinity | None:
+    """For the nodes with the kind's GPU: in a fleet these alone, unless it names its nodes."""
+    if not replicas.gpus.value or replicas.kind.nodes:
+        return None
+    others = bool(replicas.order.plan.others)
+    return on_products(replicas.order, replicas.kind, required=others)
 
 
-def _generates(replicas: Replication) -> Probe:
+def _alive_map(order: Order) -> str:
+    return f"{order.name}-replica-alive"
+
+
+def _generates(replicas: KindReplicas) -> Probe:
     """The liveness probe: the pod is restarted after its first failure, for which a replica was
     silent for a period and gave no token for as long. It could not drain, either.
     """
@@ -399,20 +429,20 @@ def _generates(replicas: Replication) -> Probe:
     )
 
 
-def _claims(replicas: Replication) -> list[PersistentVolumeClaim] | None:
+def _claims(replicas: KindReplicas) -> list[PersistentVolumeClaim] | None:
     """A claim of each replica for its model; None where one is named, the model is not from the
     hub, or its size is not known.
     """
     order = replicas.order
-    size = models_gib(order.plan.kinds)
-    if order.options.model_claim or size is None or not from_hub(order.plan.recipe):
+    size = models_gib([replicas.kind])
+    if order.options.model_claim or size is None or not from_hub(replicas.kind.recipe):
         return None
     asked_for = ClaimResources(requests={"storage": f"{size.value}Gi"})
     spec = ClaimSpec(access_modes=["ReadWriteOnce"], resources=asked_for)
     return [PersistentVolumeClaim(metadata=Metadata(name="models"), spec=spec)]
 
 
-def _headless(replicas: Replication) -> Service:
+def _headless(replicas: KindReplicas) -> Service:
     order, name = replicas.order, replicas.name
     return Service(
         metadata=metadata(order, _service_name(replicas), name),
@@ -424,25 +454,28 @@ def _headless(replicas: Replication) -> Service:
     )
 
 
+def _most(kind: KindReplicas) -> Sourced[int]:
+    """The greatest number of a kind's replicas."""
+    scaled = kind.threshold.value is not None
+    return max_replicas(kind.order, kind.count.value) if scaled else kind.count
+
+
 def _mounting(replicas: Replication) -> Sourced[int]:
     """The number of pods that may mount a named claim."""
-    fewest = replicas.count.value
-    scaled = replicas.threshold.value is not None
-    highest = max_replicas(replicas.order, fewest).value if scaled else fewest
+    highest = sum(_most(kind).value for kind in replicas.kinds)
     return Sourced(highest, f"up to {highest} replicas")
 
 
 def _explained(replicas: Replication) -> list[ExplainedValue]:
-    order = replicas.order
-    grace = grace_s(replicas.drain, PROPAGATION_S)
-    health, load = replicas.server.health, replicas.startup
-    where, cores, memory = products(order, order.plan.kinds[0]), replicas.cores, replicas.memory_mib
-    lines = [
+    order, kinds = replicas.order, replicas.kinds
+    addresses = " ".join(kind.at(_address(kind)) for kind in kinds)
+    services = "the headless Service" if len(kinds) == 1 else "each kind's headless Service"
+    return [
         *replicas.explained(),
         ExplainedValue(
             "front: --replicas",
-            _address(replicas),
-            "the EndpointSlices of the headless Service: a replica that ends is left at once",
+            addresses,
+            f"the EndpointSlices of {services}: a replica that ends is left at once",
         ),
         ExplainedValue(
             "Role",
@@ -454,17 +487,7 @@ def _explained(replicas: Replication) -> list[ExplainedValue]:
             "front: replicas", "1", "a front knows only what it routed; it starts in seconds"
         ),
         *replicas.explained_flags(),
-        explain_value("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
-        explain_value(f"replica: startupProbe on {health}", load, f"{load.value} s"),
-        ExplainedValue(f"replica: readinessProbe on {health}", "3 x 5 s", "then no new requests"),
-        ExplainedValue(
-            f"replica: livenessProbe, {ALIVE_FILE}",
-            f"{replicas.hang_s} s, then {replicas.hang_s} s for a token",
-            "recipe: serve.hang_s; its figures in /metrics stand still, and it generates nothing "
-            f"when asked, though {health} may answer; its requests go on elsewhere",
-        ),
-        explain_value("replica: cpu", cores),
-        explain_value("replica: memory", memory, f"{memory.value:,} MiB"),
+        *(line for kind in kinds for line in kind.about(_explained_pod(kind))),
         ExplainedValue(
             "front: cpu, memory",
             f"{FRONT_CORES}, {FRONT_MIB} MiB",
@@ -475,22 +498,49 @@ def _explained(replicas: Replication) -> list[ExplainedValue]:
         ),
         *_explained_claims(replicas),
         *_explained_picker(order),
+        *(line for kind in kinds for line in kind.about(_explained_scaling(kind))),
     ]
-    if replicas.gpus.value:
-        lines.append(explain_value("node affinity", where, ", ".join(where.value)))
-    threshold = replicas.threshold
+
+
+def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:
+    grace = grace_s(kind.drain, PROPAGATION_S)
+    health, load, memory = kind.server.health, kind.startup, kind.memory_mib
+    return [
+        explain_value("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
+        explain_value(f"replica: startupProbe on {health}", load, f"{load.value} s"),
+        ExplainedValue(f"replica: readinessProbe on {health}", "3 x 5 s", "then no new requests"),
+        ExplainedValue(
+            f"replica: livenessProbe, {ALIVE_FILE}",
+            f"{kind.hang_s} s, then {kind.hang_s} s for a token",
+            "recipe: serve.hang_s; its figures in /metrics stand still, and it generates nothing "
+            f"when asked, though {health} may answer; its requests go on elsewhere",
+        ),
+        explain_value("replica: cpu", kind.cores),
+        explain_value("replica: memory", memory, f"{memory.value:,} MiB"),
+    ]
+
+
+def _explained_scaling(kind: KindReplicas) -> list[ExplainedValue]:
+    """Where the replicas of a kind run, and how many."""
+    lines, nodes = [], ", ".join(f"{key}={value}" for key, value in kind.kind.nodes.items())
+    if nodes:
+        lines.append(ExplainedValue("nodeSelector", nodes, "fleet: nodes"))
+    elif kind.gpus.value:
+        where = products(kind.order, kind.kind)
+        named = "node affinity, required" if kind.order.plan.others else "node affinity"
+        lines.append(explain_value(named, where, ", ".join(where.value)))
+    threshold = kind.threshold
     if threshold.value is None:
         return [*lines, explain_value("ScaledObject", threshold, "none")]
-    most = max_replicas(order, replicas.count.value)
     return [
         *lines,
         explain_value(f"ScaledObject threshold of {WAITING}", threshold),
-        explain_value("ScaledObject maxReplicaCount", most),
+        explain_value("ScaledObject maxReplicaCount", _most(kind)),
     ]
 
 
 def _explained_claims(replicas: Replication) -> list[ExplainedValue]:
-    claims, order = _claims(replicas), replicas.order
+    claims, order = _claims(replicas.kinds[0]), replicas.order
     if claims is None:
         return explain_models(order, _mounting(replicas))
     size = models_gib(order.plan.kinds)
@@ -506,11 +556,14 @@ def _explained_claims(replicas: Replication) -> list[ExplainedValue]:
 
 def _start(replicas: Replication) -> str:
     order, namespace = replicas.order, replicas.order.options.namespace
+    waits = "\n".join(
+        f"kubectl -n {namespace} rollout status statefulset/{kind.name}" for kind in replicas.kinds
+    )
     return f"""\
 ```bash
 {preparation(order)}
 kubectl apply -k .    # needs the CRDs of Prometheus' operator and KEDA; without them: -k core
-kubectl -n {namespace} rollout status statefulset/{replicas.name}
+{waits}
 kubectl -n {namespace} rollout status deployment/{order.name}
 kubectl -n {namespace} port-forward service/{order.name} 8000
 kubectl delete -k .         # drains; the claims of the models stay

@@ -1,13 +1,14 @@
 """Target `systemd`: a hardened system unit that drains on stop and gets its key as credential.
 
-For an engine that is a server of its own: a template unit for its replicas, a unit for the front
-before them, and a target that holds them together.
+For an engine that is a server of its own: a template unit for its replicas of each kind, a unit for
+the front before them, and a target that holds them together.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from toolkit.deploy.order import (
     KEY_FOLDER,
@@ -20,7 +21,8 @@ from toolkit.deploy.order import (
     unit_word,
 )
 from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
-from toolkit.deploy.replicas import Replication, at
+from toolkit.deploy.replicas import KindReplicas, Replication, at
+from toolkit.files.io import file_text
 
 WATCHDOG_S = 60  # the server's loop never blocks this long: it plans a batch in under a second
 PLAN, KEY = "%d/plan.json", "%d/api-key"  # credentials: %d is their folder
@@ -42,21 +44,37 @@ def render(order: Order) -> Rendered:
     )
 
 
+@dataclass(frozen=True)
+class _OnPort:
+    """A replica of this machine: number `number` of its kind."""
+
+    kind: KindReplicas
+    number: int
+    port: int
+
+    @property
+    def unit(self) -> str:
+        return f"{self.kind.name}@{self.number}.service"
+
+
 def render_replicas(order: Order) -> Rendered:
     """Render the units of the front and of the replicas, and a file with the port and the devices
-    of each replica.
+    of each replica. In a fleet each kind has a plan of its own, too.
     """
     replicas, recipe, name = Replication(order), order.plan.recipe, order.name
-    port, numbers = recipe.serve.port or 8000, range(replicas.count.value)
-    ports = [port + 1 + number for number in numbers]
+    port = recipe.serve.port or 8000
+    servers = [
+        _OnPort(kind, number, port + 1 + place)
+        for place, (kind, number, _) in enumerate(replicas.named)
+    ]
     words = replicas.front(
         PLAN,
-        at([f"http://{LOOPBACK}:{each}" for each in ports]),
+        at([server.kind.at(f"http://{LOOPBACK}:{server.port}") for server in servers]),
         recipe.serve.host,
         port,
         *("--api-key-file", KEY),
     )
-    units = [f"{name}-replica@{number}.service" for number in numbers]
+    units = [server.unit for server in servers]
     files = {
         f"{name}.target": fill(
             "replicas.target",
@@ -66,30 +84,36 @@ def render_replicas(order: Order) -> Rendered:
             replicas=units,
         ),
         f"{name}.service": _server(order, words, replicas.drain, 0, units),
-        f"{name}-replica@.service": _replica(order, replicas),
     }
-    for number, its_port in zip(numbers, ports, strict=True):
-        files[f"replica-{number}.env"] = fill(
-            "replica.env",
-            comment=order.comment(),
-            variables=_variables(replicas, number, its_port),
+    for kind in replicas.kinds:
+        files[f"{kind.name}@.service"] = _replica(order, kind)
+        if order.plan.others:
+            files[kind.file("plan", ".json")] = file_text(order.plan.alone(kind.number))
+    for server in servers:
+        files[f"{server.kind.label}-{server.number}.env"] = fill(
+            "replica.env", comment=order.comment(), variables=_variables(server)
         )
-    lines = [*replicas.explained(), *_explained_replicas(order, replicas, ports)]
-    return Rendered(files, lines, _start(order, name, "target"))
+    lines = [*replicas.explained(), *_explained_replicas(order, replicas, servers)]
+    templates = [f"{kind.name}@" for kind in replicas.kinds]
+    return Rendered(files, lines, _start(order, name, "target", templates))
 
 
-def _variables(replicas: Replication, number: int, port: int) -> dict[str, object]:
-    """What differs between replicas on one machine."""
-    found: dict[str, object] = {"PORT": port}
-    if replicas.gpus.value:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, replicas.devices(number)))
-    if replicas.cpus(number):
-        found["CPUS"] = ",".join(map(str, replicas.cpus(number)))
+def _variables(server: _OnPort) -> dict[str, object]:
+    """What differs between replicas on one machine. Kinds of GPU are in the order of their slots,
+    as nvidia-smi lists them; CUDA would list the fastest first.
+    """
+    kind, number = server.kind, server.number
+    found: dict[str, object] = {"PORT": server.port}
+    if kind.gpus.value:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, kind.devices(number)))
+        found |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if kind.order.plan.others else {}
+    if kind.cpus(number):
+        found["CPUS"] = ",".join(map(str, kind.cpus(number)))
     return found
 
 
-def _replica(order: Order, replicas: Replication) -> str:
-    """The template unit of the replicas."""
+def _replica(order: Order, replicas: KindReplicas) -> str:
+    """The template unit of the replicas of a kind."""
     recipe, drain = order.plan.recipe, replicas.drain
     words = ["serve", PLAN, "--workers", "1", "--host", LOOPBACK]
     words += ["--shutdown-timeout", str(drain.value), *order.allowances]
@@ -100,10 +124,12 @@ def _replica(order: Order, replicas: Replication) -> str:
         "replica.service",
         comment=order.comment(),
         name=order.name,
-        recipe=recipe.name,
+        unit=replicas.name,
+        variables=replicas.label,
+        recipe=replicas.kind.recipe.name,
         folder=order.options.folder,
         command=command,
-        plan_file=f"{order.options.folder}/plan.json",
+        plan_file=f"{order.options.folder}/{replicas.file('plan', '.json')}",
         python_variable=replicas.server.python_variable,
         python=order.options.replica_python,
         user=user_name(order.name),
@@ -172,17 +198,18 @@ def _model_folder(order: Order) -> str:
 
 
 def _explained_replicas(
-    order: Order, replicas: Replication, ports: Sequence[int]
+    order: Order, replicas: Replication, servers: Sequence[_OnPort]
 ) -> list[ExplainedValue]:
     recipe, grace = order.plan.recipe, grace_s(replicas.drain)
-    first, last = ports[0], ports[-1]
+    first, last = servers[0].port, servers[-1].port
+    files = "KIND-N.env" if order.plan.others else "replica-N.env"
     source = f"the ports after the front's, {first - 1}, which is the recipe's serve.port"
     restarts = f"{BACK_OFF_S} s, growing to {LONGEST_BACK_OFF_S} s in {BACK_OFF_STEPS} steps"
     order_of = "the front starts after the replicas' loads, and stops before the replicas"
     lines = [
         ExplainedValue("ExecStart", order.options.program, "--program: where llmctl is installed"),
         ExplainedValue("ExecStart --host of the front", recipe.serve.host, "recipe: serve.host"),
-        ExplainedValue("replica-N.env: PORT", f"{first} to {last}", source),
+        ExplainedValue(f"{files}: PORT", f"{first} to {last}", source),
         explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
         explain_value("TimeoutStartSec", replicas.startup, f"{replicas.startup.value} s"),
         ExplainedValue("Restart of a replica", restarts, "it never gives up; the front goes on"),
@@ -206,21 +233,31 @@ def _explained_replicas(
             "LoadCredential", "plan.json, api-key", "read by root; the key is the front's alone"
         ),
     ]
-    if variable := replicas.server.python_variable:
+    if variable := replicas.kinds[0].server.python_variable:
         where = "--replica-python: the Python of the engine's environment on that machine"
         lines.append(ExplainedValue(variable, order.options.replica_python, where))
-    if replicas.gpus.value:
-        shares = "; ".join(
-            ",".join(map(str, replicas.devices(number))) for number in range(len(ports))
-        )
-        line = explain_value("replica-N.env: CUDA_VISIBLE_DEVICES", replicas.gpus, shares)
-        lines.append(line)
-    if replicas.cpus(0):
-        shares = "; ".join(
-            ",".join(map(str, replicas.cpus(number))) for number in range(len(ports))
-        )
+    if order.plan.others:
+        why = "of one kind of plan.json, for its replicas; the front reads plan.json"
+        lines.append(ExplainedValue("plan-KIND.json", "a plan", why))
+    for kind in replicas.kinds:
+        lines += kind.about(_explained_devices(kind))
+    return lines
+
+
+def _explained_devices(kind: KindReplicas) -> list[ExplainedValue]:
+    lines, numbers = [], range(kind.count.value)
+    if kind.gpus.value:
+        shares = "; ".join(",".join(map(str, kind.devices(number))) for number in numbers)
+        name = f"{kind.label}-N.env: CUDA_VISIBLE_DEVICES"
+        lines.append(explain_value(name, kind.gpus, shares))
+    if kind.gpus.value and kind.order.plan.others:
+        why = "as nvidia-smi numbers them; correct the numbers where the fleet's order is another"
+        name = f"{kind.label}-N.env: CUDA_DEVICE_ORDER"
+        lines.append(ExplainedValue(name, "PCI_BUS_ID", why))
+    if kind.cpus(0):
+        shares = "; ".join(",".join(map(str, kind.cpus(number))) for number in numbers)
         why = "recipe: engine.threads for each; give a replica two more where the machine has them"
-        lines.append(ExplainedValue("replica-N.env: CPUS", shares, why))
+        lines.append(ExplainedValue(f"{kind.label}-N.env: CPUS", shares, why))
     return lines
 
 
@@ -259,13 +296,13 @@ def _explained(
     ]
 
 
-def _start(order: Order, name: str, kind: str) -> str:
+def _start(order: Order, name: str, kind: str, templates: Sequence[str] = ()) -> str:
     serve = " ".join(["llmctl serve . --target systemd", *order.allowances])
     units = [f"{name}.{kind}"]
     if kind == "target":
-        units += [f"{name}.service", f"{name}-replica@.service"]
+        units += [f"{name}.service", *(f"{template}.service" for template in templates)]
     links = " ".join(f'"$PWD/{unit}"' for unit in units)
-    named = " ".join([*units[:2], f"'{name}-replica@*'"]) if units[1:] else units[0]
+    named = " ".join([*units[:2], *(f"'{one}*'" for one in templates)]) if units[1:] else units[0]
     return f"""\
 ```sh
 sudo install -d -m 0700 {KEY_FOLDER}

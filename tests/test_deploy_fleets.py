@@ -1,0 +1,300 @@
+"""A fleet of an engine's own servers, rendered: each kind has its units, services or objects, with
+its flags, devices and nodes, and one front knows all by kind.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import orders
+import pytest
+import yaml
+from pydantic import BaseModel
+from test_deploy_replicas import NEWER, command_in, fronts, objects, parsed, services, with_engine
+
+from toolkit.backends.vllm.backend import described
+from toolkit.cli.basis import plan_of_fleet
+from toolkit.deploy.manifests import StatefulSet
+from toolkit.deploy.operators import PodMonitor, PrometheusRule, ScaledObject
+from toolkit.deploy.order import Order
+from toolkit.deploy.reckon import waiting_threshold
+from toolkit.deploy.render import manifest_of, render_target
+from toolkit.deploy.replicas import MAX_KIND_NAME, Replication
+from toolkit.deploy.running import stop
+from toolkit.errors import InputError
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.serve.assemble import model_name
+
+FLEET = """\
+fleet:
+  - {recipe: llama-3.1-8b-h200, fit: llama-3.1-8b-h200, workers: 1}
+  - {recipe: llama-3.1-8b-a100-80gb, fit: llama-3.1-8b-a100-80gb, workers: 2}
+"""
+FAST, SLOW = "llama-3.1-8b-h200", "llama-3.1-8b-a100-80gb"
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Two kinds of shipped recipes: one server on an H200, and two on A100s."""
+    path = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
+    path.write_text(FLEET)
+    return plan_of_fleet(path, None)[0]
+
+
+@pytest.fixture
+def order(fleet: Plan) -> Order:
+    return orders.order(fleet, folder="/srv/llmctl", program=sys.executable)
+
+
+def labels(order: Order) -> list[str]:
+    return [kind.label for kind in Replication(order).kinds]
+
+
+def wide(plan: Plan, **changes: object) -> Plan:
+    """The plan with changes in its second kind."""
+    (second,) = plan.others
+    return plan.model_copy(update={"others": [second.model_copy(update=changes)]})
+
+
+def test_the_front_knows_each_replica_by_its_kind(order: Order) -> None:
+    fast, slow = labels(order)
+    found = fronts(order)
+    assert [word for word in found["systemd"] if "http" in word] == [
+        f"{FAST}=http://127.0.0.1:8001",
+        f"{SLOW}=http://127.0.0.1:8002",
+        f"{SLOW}=http://127.0.0.1:8003",
+    ]
+    assert [word for word in found["compose"] if "http" in word] == [
+        f"{FAST}=http://{fast}-0:8000",
+        f"{SLOW}=http://{slow}-0:8000",
+        f"{SLOW}=http://{slow}-1:8000",
+    ]
+    assert [word for word in found["kubernetes"] if "k8s" in word] == [
+        f"{kind.kind.recipe.name}=k8s://default/{kind.name}s:8000"
+        for kind in Replication(order).kinds
+    ]
+    for target, words in found.items():
+        given = parsed(words)
+        assert len(given["replicas" if target == "kubernetes" else "replica"]) == (
+            2 if target == "kubernetes" else 3
+        )
+        longest = max(kind.drain.value for kind in Replication(order).kinds)
+        assert given["shutdown_timeout"] == longest
+
+
+def test_each_kind_has_a_unit_with_a_plan_of_its_own(order: Order, fleet: Plan) -> None:
+    files = render_target("systemd", order)
+    for number, kind in enumerate(Replication(order).kinds):
+        unit = files[f"{kind.name}@.service"]
+        assert f"LoadCredential=plan.json:/srv/llmctl/plan-{kind.label}.json" in unit
+        assert f"EnvironmentFile=/srv/llmctl/{kind.label}-%i.env" in unit
+        alone = Plan.model_validate(json.loads(files[f"plan-{kind.label}.json"]))
+        assert (alone.recipe.name, alone.others) == (fleet.kinds[number].recipe.name, [])
+        assert alone.policy.parameters == fleet.policy_of(number)
+        words = [word.replace("${PORT}", "8001") for word in command_in(unit)[1:]]
+        assert parsed(words)["workers"] == 1
+    assert files["plan.json"] == order.text
+    fast, slow = labels(order)
+    devices = [
+        re.findall(r"^(?:PORT|CUDA_VISIBLE_DEVICES)=(.*)$", files[f"{name}.env"], re.MULTILINE)
+        for name in (f"{fast}-0", f"{slow}-0", f"{slow}-1")
+    ]
+    assert devices == [["8001", "0"], ["8002", "1"], ["8003", "2"]]
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in files[f"{slow}-1.env"]
+
+
+def test_the_front_and_the_target_hold_the_units_of_all_kinds(
+    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = render_target("systemd", order)
+    fast, slow = Replication(order).kinds
+    units = [f"{fast.name}@0.service", f"{slow.name}@0.service", f"{slow.name}@1.service"]
+    for name, key in ((f"{order.name}.service", "After="), (f"{order.name}.target", "Wants=")):
+        line = files[name].rpartition(key)[2].splitlines()[0]
+        assert [unit for unit in line.split() if "@" in unit] == units
+    ran: list[list[str]] = []
+    monkeypatch.setattr("toolkit.deploy.running._check_systemd", lambda: None)
+    monkeypatch.setattr("toolkit.deploy.running._run", ran.append)
+    stop(tmp_path, manifest_of(files, "systemd", order.name, {}))
+    patterns = [f"{kind.name}@*.service" for kind in (fast, slow)]
+    assert ran[0][:3] == ["systemctl", "stop", f"{order.name}.target"]
+    assert sorted(ran[0][4:]) == sorted(patterns)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_systemd_finds_nothing_in_a_fleet_s_units(order: Order, tmp_path: Path) -> None:
+    files = render_target("systemd", order)
+    kinds = Replication(order).kinds
+    paths = [tmp_path / f"{order.name}.service", tmp_path / f"{order.name}.target"]
+    for path in paths:
+        path.write_text(files[path.name])
+    for kind in kinds:
+        for name in [f"{kind.name}@.service", *(f"{kind.name}@{k}.service" for k in range(2))]:
+            (tmp_path / name).write_text(files[f"{kind.name}@.service"])
+        paths.append(tmp_path / f"{kind.name}@0.service")
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *paths], capture_output=True, text=True
+    )
+    lines = [ln for ln in done.stderr.splitlines() if not any(key in ln for key in NEWER)]
+    assert lines == []
+
+
+def test_compose_gives_each_replica_its_kind_s_flags_and_gpu(order: Order, fleet: Plan) -> None:
+    found, (fast, slow) = services(order), labels(order)
+    names = [f"{fast}-0", f"{slow}-0", f"{slow}-1"]
+    assert sorted(found) == sorted(["llmctl", "models", *names])
+    for name, number, device in zip(names, (0, 1, 1), "012", strict=True):
+        (reserved,) = found[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert reserved["device_ids"] == [device]
+        own = described(fleet.alone(number), model_name(fleet))
+        flags = [word for words, _ in own.flags for word in words]
+        command = found[name]["command"]
+        assert command[: len(own.command) + len(flags)] == [*own.command, *flags]
+    assert list(found["llmctl"]["depends_on"]) == names
+
+
+@pytest.mark.slow
+def test_a_fleet_s_compose_is_as_the_specification_says(order: Order, tmp_path: Path) -> None:
+    (tmp_path / "compose.yaml").write_text(render_target("compose", order)["compose.yaml"])
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*check, tmp_path / "compose.yaml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_kubernetes_takes_every_object_of_a_fleet(order: Order) -> None:
+    own: dict[str, type[BaseModel]] = {
+        "PodMonitor": PodMonitor,
+        "PrometheusRule": PrometheusRule,
+        "ScaledObject": ScaledObject,
+    }
+    kinds, named = [], []
+    for data in objects(order).values():
+        kinds.append(data["kind"])
+        if data["kind"] != "Kustomization":
+            named.append((data["kind"], data["metadata"]["name"]))
+        try:
+            kubernetes_validate.validate(data, "1.37", strict=True)
+        except kubernetes_validate.SchemaNotFoundError:
+            if data["kind"] != "Kustomization":
+                own[data["kind"]].model_validate(data)
+    assert len(set(named)) == len(named), "each object has a name of its own"
+    counts = {kind: kinds.count(kind) for kind in kinds}
+    for kind in ("StatefulSet", "PodDisruptionBudget", "ScaledObject"):
+        assert counts[kind] == 2, "one for each kind"
+    for kind in ("Service", "NetworkPolicy", "PodMonitor"):
+        assert counts[kind] == 3, "one for each kind, and the front's"
+    assert (counts["Deployment"], counts["PrometheusRule"]) == (1, 1)
+
+
+def sets(order: Order) -> list[dict[str, Any]]:
+    found = objects(order)
+    return [found[f"core/statefulset-{label}.yaml"] for label in labels(order)]
+
+
+def test_each_kind_s_pods_go_to_nodes_with_its_gpu(order: Order, fleet: Plan) -> None:
+    for number, one in enumerate(sets(order)):
+        StatefulSet.model_validate(one)
+        assert one["spec"]["replicas"] == (1, 2)[number]
+        pod = one["spec"]["template"]["spec"]
+        affinity = pod["affinity"]["nodeAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        (expression,) = term["matchExpressions"]
+        assert all(("H200", "A100")[number] in value for value in expression["values"])
+        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    second = with_engine(fleet.alone(1), tensor_parallel_size=4).recipe
+    labelled = wide(fleet, nodes={"pool": "old"}, recipe=second)
+    pod = sets(orders.order(labelled))[1]["spec"]["template"]["spec"]
+    assert (pod["nodeSelector"], "affinity" in pod) == ({"pool": "old"}, False)
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "4"
+
+
+def test_a_kind_s_probes_rest_on_its_own_time_of_loading(fleet: Plan) -> None:
+    (second,) = fleet.others
+    engine = second.fit.engine.model_copy(update={"load_s": 150.0})
+    measured = wide(fleet, fit=second.fit.model_copy(update={"engine": engine}))
+    seconds = []
+    for one in sets(orders.order(measured)):
+        probe = one["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
+        seconds.append(probe["periodSeconds"] * probe["failureThreshold"])
+    assert seconds == [1800, 780]
+
+
+def test_each_kind_is_scaled_by_its_own_queue(order: Order, fleet: Plan) -> None:
+    found = objects(order)
+    (group,) = found["prometheusrule.yaml"]["spec"]["groups"]
+    alerts = [r["expr"] for r in group["rules"] if r["alert"] == "LlmctlReplicaQueue"]
+    for number, kind in enumerate(Replication(order).kinds):
+        scaled = found[f"scaledobject-{kind.label}.yaml"]
+        assert scaled["metadata"]["name"] == kind.name
+        spec = scaled["spec"]
+        assert spec["scaleTargetRef"] == {"kind": "StatefulSet", "name": kind.name}
+        (trigger,) = spec["triggers"]
+        recipe = fleet.kinds[number].recipe.model_copy(
+            update={"workers": 1, "sla": fleet.recipe.sla, "tune": fleet.recipe.tune}
+        )
+        alone = fleet.alone(number).model_copy(update={"workers": 1, "recipe": recipe})
+        threshold = waiting_threshold(alone, None).value
+        assert trigger["metadata"]["threshold"] == str(threshold)
+        series = f'vllm:num_requests_waiting{{namespace="default",job="default/{kind.name}"}}'
+        assert trigger["metadata"]["query"] == f"sum({series})"
+        assert alerts[number] == f"avg({series}) > {threshold}"
+    patches = found["kustomization.yaml"]["patches"]
+    assert [one["target"]["name"] for one in patches] == [k.name for k in Replication(order).kinds]
+
+
+def test_every_value_of_a_kind_is_explained_with_its_name(order: Order) -> None:
+    for target in ("systemd", "compose", "kubernetes"):
+        explained = render_target(target, order)["EXPLAIN.md"]
+        for count, name in ((1, FAST), (2, SLOW)):
+            assert f"| {name}: replicas | {count} | fleet: workers of this kind |" in explained
+            assert f"| {name}: replica: drain | " in explained
+            if target != "systemd":
+                assert f"| {name}: replica --max-num-seqs | " in explained
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 4}, "--replicas 4: a fleet sets the number of servers of each kind"),
+        ({"gpu_products": ("NVIDIA-H200",)}, "--gpu-product names the GPU of one kind"),
+    ],
+)
+def test_options_about_one_kind_are_refused(
+    fleet: Plan, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        render_target("kubernetes", orders.order(fleet, **options))
+
+
+def test_what_a_fleet_of_servers_cannot_be_rendered_for_is_said(fleet: Plan) -> None:
+    with pytest.raises(InputError) as caught:
+        render_target("sglang", orders.order(fleet))
+    assert f"a fleet of servers ({FAST}, {SLOW}) cannot be rendered" in caught.value.message
+    assert "kubernetes" in caught.value.hint
+    ours = fleet.model_copy(update={"policy": PlannedPolicy(name="past-future", parameters={})})
+    with pytest.raises(InputError, match=f"kind '{FAST}': policy 'past-future' runs inside"):
+        render_target("compose", orders.order(ours))
+
+
+def test_names_of_kinds_are_short_and_keep_the_kind(fleet: Plan) -> None:
+    long = [
+        fleet.model_copy(update={"recipe": fleet.recipe.model_copy(update={"name": name})})
+        for name in (f"{'x' * 50}a", f"{'x' * 50}b")
+    ]
+    names = [Replication(orders.order(plan)).kinds[1].name for plan in long]
+    assert max(map(len, names)) <= MAX_KIND_NAME
+    assert len(set(names)) == 2
+    assert all(name.endswith(Replication(orders.order(fleet)).kinds[1].label) for name in names)
+
+
+def test_a_fleet_s_yaml_is_the_same_each_time(order: Order) -> None:
+    assert render_target("kubernetes", order) == render_target("kubernetes", order)
+    files = render_target("kubernetes", order)
+    resources = yaml.safe_load(files["core/kustomization.yaml"])["resources"]
+    assert {f"core/{name}" for name in resources} <= files.keys()
