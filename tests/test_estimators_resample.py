@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import samples
 from synthetic_profiles import make_profile
+from test_estimators_steps_fit import measured
 
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile, resampled_fits, scaled_fits
 from toolkit.estimators.load import laws_from_fit
+from toolkit.estimators.part_fits import fit_steps
+from toolkit.estimators.steps import StepShape, law_of_steps
 from toolkit.files.fit import Fit
 from toolkit.files.profile import Profile
 
@@ -83,3 +86,42 @@ def test_a_form_that_the_profile_does_not_determine_is_an_error():
     )
     with pytest.raises(InputError, match="bends at 7"):
         resampled_fits(profile, other, 1, 0)
+
+
+PASS = StepShape(32, 8000, 2, 400, 60000.0)
+
+
+def pass_s(fit: Fit) -> float:
+    assert fit.steps is not None
+    return law_of_steps(fit.steps).step_s(PASS)
+
+
+def test_passes_are_resampled_around_the_fitted_law_and_closer_with_less_noise() -> None:
+    spread = []
+    for noise in (0.02, 0.2):
+        steps = measured(100, noise=noise)
+        profile = make_profile().model_copy(update={"steps": steps})
+        fit = fit_of(profile).model_copy(update={"steps": fit_steps(steps, 0)})
+        drawn = resampled_fits(profile, fit, 10, seed=0)
+        ratios = [pass_s(other) / pass_s(fit) for other in drawn]
+        assert min(ratios) < 1.0 < max(ratios)
+        assert all(other.steps.knots == fit.steps.knots for other in drawn)
+        spread.append(np.std(ratios))
+    assert 0 < 5 * spread[0] < spread[1]
+
+
+def test_passes_are_scaled_as_a_whole_by_their_held_out_error() -> None:
+    fit = samples.paged_fit()  # the median error of its laws is 1 %
+    drawn = scaled_fits(fit, 2000, 0)
+    assert np.median([abs(pass_s(other) / pass_s(fit) - 1) for other in drawn]) == pytest.approx(
+        0.01, rel=0.1
+    )
+    one = drawn[0].steps
+    assert one.host_s / fit.steps.host_s == pytest.approx(one.base_s / fit.steps.base_s)
+    assert one.front_s == fit.steps.front_s
+
+
+def test_a_fit_of_passes_without_their_profile_keeps_its_law() -> None:
+    profile = make_profile()
+    fit = fit_of(profile).model_copy(update={"steps": samples.paged_fit().steps})
+    assert resampled_fits(profile, fit, 1, 0)[0].steps == fit.steps

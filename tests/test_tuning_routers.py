@@ -1,5 +1,6 @@
 """Several replicas of a server: `tune` searches the router before them, and the plan names it."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,12 @@ from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import Tuning
 from toolkit.report.verdict import verdict
 from toolkit.routing.routers import ROUTERS, router_of
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.replicas import ServedKind, traits_of_kinds
 from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import make_workload, make_world
+from toolkit.tuning.evaluate import Evaluation, Task, make_workload, make_world
 from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.tune import Inputs, settings_of, tune, tune_to_size
 
@@ -251,3 +255,36 @@ def test_refusals_by_forecast_are_simulated_and_bounded_where_the_recipe_bounds_
     for change in ({"tune": TUNE}, {"tune": bounded, "serve": {"admission": "queue"}}):
         given = inputs(sla, **change)
         assert not make_world(given.recipe, given.fit).refuses
+
+
+def test_the_verdict_s_draws_move_passes_while_the_router_believes_the_fitted_law() -> None:
+    seen: list[Task] = []
+
+    class Watching(InProcessRunner):
+        def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
+            seen.extend(task for task in tasks if "draw" in task.setup.label)
+            return super().run(tasks)
+
+    given = inputs(workers=2, tune=TUNE | {"trials": 1, "draws": 2, "routers": ["own"]})
+    found = tune(given, Watching(), HEAD, lambda best: None)
+    engines = [task.setup.world.engine() for task in seen]
+    fitted = given.world().engine()
+    assert len({engine.steps for engine in engines}) == 2
+    assert {engine.believed for engine in engines} == {fitted.steps}
+    assert fitted.believed is None
+    assert found.uncertainty is not None
+    spread = found.uncertainty.defaults_goodput_rps
+    assert spread.low < spread.median < spread.high
+
+
+def test_a_router_believes_the_fitted_law_of_passes() -> None:
+    engine = inputs().world().engine()
+    slow = engine.drawn(engine.steps.times(2.0))
+    ledger = Ledger([], [], 1)
+    kinds = [ServedKind(each, VllmPolicy(), 1, ledger) for each in (engine, slow)]
+    fitted, drawn = (traits.law for traits in traits_of_kinds(kinds))
+    assert fitted is not None
+    assert drawn is not None
+    shape = (4, 400.0, 1.0, 100.0, 5000.0)
+    assert drawn.pass_s(*shape) == fitted.pass_s(*shape)
+    assert slow.drawn(engine.steps.times(3.0)).believed == engine.steps

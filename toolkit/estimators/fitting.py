@@ -39,8 +39,11 @@ from toolkit.estimators.part_fits import (
     fit_rounds,
     fit_steps,
     refit_round_overhead,
+    resampled_steps,
     sequences_of,
+    with_step_law,
 )
+from toolkit.estimators.steps import law_of_steps
 from toolkit.files.fit import (
     Candidate,
     Fit,
@@ -216,7 +219,8 @@ def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fi
 
     Repeats are drawn with replacement. Points get random weights (the Bayesian bootstrap, Rubin
     1981: unlike draws of points it never loses a batch size). Slices and sequences of rounds are
-    drawn with replacement, and the forms that the fit chose are fitted again.
+    drawn with replacement, and the forms that the fit chose are fitted again. Passes of an engine
+    with its own scheduler get random weights too.
 
     The draws show what other samples of the same machine would have given. They do not show that
     the machine may be slower tomorrow.
@@ -243,7 +247,10 @@ def _resampled(profile: Profile, fit: Fit, rng: np.random.Generator) -> Fit:
         parts = law_of_parts(law, rounds.join, rounds.leave, rounds.grow)
         line = refit_round_overhead(drawn, parts)
         rounds = rounds.model_copy(update={"overhead": _with_line(rounds.overhead, line)})
-    return _replaced(fit, prefill, decode, overhead, rounds)
+    steps = fit.steps
+    if steps and profile.steps:
+        steps = resampled_steps(steps, profile.steps, rng)
+    return _replaced(fit, prefill, decode, overhead, rounds, steps)
 
 
 def _redrawn(points: Sequence[Measured], rng: np.random.Generator) -> list[Measured]:
@@ -280,12 +287,16 @@ def _scaled(fit: Fit, rng: np.random.Generator) -> Fit:
     if rounds:
         slower = _slower(rounds.overhead, _factor(rounds.overhead.error, rng))
         rounds = rounds.model_copy(update={"overhead": slower})
+    steps = fit.steps
+    if steps:
+        steps = with_step_law(steps, law_of_steps(steps).times(_factor(steps.error, rng)))
     return _replaced(
         fit,
         _times(fit.prefill, prefill),
         _times(fit.decode, decode),
         _slower(fit.overhead, overhead),
         rounds,
+        steps,
     )
 
 
@@ -312,7 +323,14 @@ def _replaced(
     decode: LatencyFit,
     overhead: OverheadFit,
     rounds: RoundsFit | None,
+    steps: StepsFit | None,
 ) -> Fit:
     return fit.model_copy(
-        update={"prefill": prefill, "decode": decode, "overhead": overhead, "rounds": rounds}
+        update={
+            "prefill": prefill,
+            "decode": decode,
+            "overhead": overhead,
+            "rounds": rounds,
+            "steps": steps,
+        }
     )

@@ -18,7 +18,7 @@ is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -519,6 +519,38 @@ def _solve_passes(columns: Floats, seconds: Floats, root_weight: Floats) -> Floa
     weights = np.square(root_weight)
     raised = float((weights * clipped).sum() / (weights * expected).sum())
     return np.asarray(found * raised, dtype=np.float64)
+
+
+def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Generator) -> StepsFit:
+    """The law of passes with the knots of `fit`, from passes with random weights (the Bayesian
+    bootstrap). The gaps between passes are drawn with replacement; the front stays as fitted.
+    """
+    points = measured.points
+    columns = np.array([features(shape_of(point), fit.knots) for point in points])
+    seconds = np.array([typical(point.seconds) for point in points])
+    counted = np.array([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
+    root_weight = np.sqrt(counted * rng.exponential(size=len(points)))
+    law = StepLaw.of(_solve_passes(columns, seconds, root_weight).tolist(), tuple(fit.knots))
+    host = _fit_host([points[k] for k in rng.integers(len(points), size=len(points))])
+    return with_step_law(fit, replace(law, host_s=host[0], host_row_s=host[1]))
+
+
+def with_step_law(fit: StepsFit, law: StepLaw) -> StepsFit:
+    """`fit` with the coefficients of `law`."""
+    return fit.model_copy(
+        update={
+            "base_s": law.base_s,
+            "row_s": law.row_s,
+            "prefill_s": law.prefill_s,
+            "cached_s": law.cached_s,
+            "attended_s": law.attended_s,
+            "behind_s": law.behind_s,
+            "token_s": list(law.token_s),
+            "knots": list(law.knots),
+            "host_s": law.host_s,
+            "host_row_s": law.host_row_s,
+        }
+    )
 
 
 def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:

@@ -69,6 +69,7 @@ class PagedEngine:
 
     `blocks` excludes the one that vLLM keeps for itself. `front_s` is the seconds that a client
     waits for a token beyond the passes, and `front_row_s` the seconds that each running row adds.
+    `believed` is the law that a router believes; None: `steps`.
     """
 
     steps: StepLaw
@@ -78,6 +79,7 @@ class PagedEngine:
     valid: PassRange | None = None
     front_s: float = 0.0
     front_row_s: float = 0.0
+    believed: StepLaw | None = None
 
     def __reduce__(self) -> Reduced:
         return reduced(self)
@@ -107,6 +109,10 @@ class PagedEngine:
         """
         delay_s = self.front_s + self.front_row_s * rows
         return FrontDelay(delay_s, delay_s)
+
+    def drawn(self, steps: StepLaw) -> PagedEngine:
+        """The same engine with passes by another law, while routers believe the one so far."""
+        return replace(self, steps=steps, believed=self.believed or self.steps)
 
     def slowed(self, factor: float) -> PagedEngine:
         """The same engine with every pass `factor` times as long."""

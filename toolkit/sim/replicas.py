@@ -152,7 +152,7 @@ def traits_of_kinds(kinds: Sequence[ServedKind]) -> list[ReplicaTraits]:
                 kind.engine.capacity_tokens,
                 kind.flags.max_num_batched_tokens,
                 kind.flags.max_num_seqs,
-                PassTimes(kind.engine.steps),
+                PassTimes(kind.engine.believed or kind.engine.steps),
                 str(number) if len(kinds) > 1 else "",
             )
             for number, kind in enumerate(kinds)

@@ -17,6 +17,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import resampled_fits, scaled_fits
 from toolkit.estimators.load import laws_from_fit
+from toolkit.estimators.steps import law_of_steps
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.plan import Kind
@@ -555,7 +556,10 @@ def _drawn_world(world: World, fit: Fit) -> World:
     laws, rounds = laws_from_fit(fit), world.rounds
     if rounds is not None:
         rounds = replace(rounds, latency=laws.rounds, believed=rounds.latency)
-    return replace(world, latency=laws.latency, believed=world.latency, rounds=rounds)
+    paged = world.paged
+    if paged is not None and fit.steps is not None:
+        paged = paged.drawn(law_of_steps(fit.steps))
+    return replace(world, latency=laws.latency, believed=world.latency, rounds=rounds, paged=paged)
 
 
 def _interval(values: Sequence[float]) -> Interval:
