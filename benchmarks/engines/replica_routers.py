@@ -32,7 +32,8 @@ from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
 from toolkit.metrics import meets_sla
-from toolkit.routing.routers import ROUTERS, Router, RouterView, make_router, targets_of
+from toolkit.routing.replicas import RouterView
+from toolkit.routing.routers import ROUTERS, Router, make_router, targets_of
 from toolkit.routing.types import RoutedRequest
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
