@@ -115,6 +115,11 @@ class StandIn:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no request."""
+        return all(each.is_idle for each in self.connections)
+
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
@@ -149,6 +154,11 @@ class StandInConnection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.path, self.body = b"", b""
         self.aborted = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no request."""
+        return self.task is None or self.task.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)

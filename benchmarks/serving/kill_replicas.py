@@ -1,7 +1,7 @@
 """Replicas killed, hung, drained and restarted under load: every answer must equal the undisturbed
 one.
 
-    python -m benchmarks.serving.kill_replicas [--requests 5000] [--replicas 4] [--seed 0]
+    python -m benchmarks.serving.kill_replicas [--requests 5000] [--replicas 4] [--rolling]
 
 Takes about two minutes on two shared cores. Needs nothing but the package.
 
@@ -13,6 +13,11 @@ must be generated again from the start. Half of the replicas give token ids as v
 the others are continued by text. Every fraction of a second one replica is killed, hangs, aborts
 its requests as a server does that shuts down, or answers 500; a little later it is well again. The
 first replica is never disturbed.
+
+With `--rolling` the replicas come from a file (`--replicas FILE`) and nothing fails by itself: one
+after the other is updated, as an operator does it. A new one is started and listed; once the front
+uses it, the old one is taken off the list, and ended when it has no request left, or after up to
+`DRAIN_MAX_S` seconds with those that it still has.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +47,8 @@ HANG_S = 1.0
 DISTURB_S = 0.15  # mean time between two disturbances
 AWAY_S = 1.0  # mean time that a replica is away
 KINDS = ("kill", "hang", "drain", "errors")
+DRAIN_MAX_S = 0.8  # a long answer takes 0.5 s
+POLL_S = 0.05
 
 
 def request_of(rng: random.Random) -> tuple[dict[str, Any], bool]:
@@ -155,6 +163,51 @@ class Trouble:
         self.away.discard(index)
 
 
+class Rolling:
+    """Replaces the replicas that a file lists, one at a time, again and again."""
+
+    def __init__(self, replicas: list[StandIn], rng: random.Random, listed: Path, url: str) -> None:
+        self.replicas, self.rng, self.listed, self.url = replicas, rng, listed, url
+        self.done: Counter[str] = Counter()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Update until cancelled."""
+        async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
+            while True:
+                old = self.replicas[0]
+                new = StandIn(token_s=old.token_s, speaks_ids=old.speaks_ids)
+                await new.start()
+                self.replicas.append(new)
+                list_replicas(self.replicas, self.listed)
+                await _until_listed(http, new, here=True)
+                self.replicas.remove(old)
+                list_replicas(self.replicas, self.listed)
+                await _until_listed(http, old, here=False)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.rng.uniform(0, DRAIN_MAX_S)):
+                        while not old.is_idle:
+                            await asyncio.sleep(POLL_S)
+                self.done["drained" if old.is_idle else "ended with requests"] += 1
+                old.kill()
+
+
+def list_replicas(replicas: list[StandIn], path: Path) -> None:
+    """Write the file that the front reads, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(f"{each.url}\n" for each in replicas))
+    partial.rename(path)
+
+
+async def _until_listed(http: httpx.AsyncClient, replica: StandIn, *, here: bool) -> None:
+    """Wait until the front uses a replica, or no longer."""
+    while True:
+        shown = (await http.get("/replicas")).json()["replicas"]
+        if here is any(each["url"] == replica.url and each["state"] == "up" for each in shown):
+            return
+        await asyncio.sleep(POLL_S)
+
+
 async def send_all(http: httpx.AsyncClient, work: list[tuple[dict[str, Any], bool]]) -> list[str]:
     """Send all requests; returns what is wrong."""
     left, wrong = iter(work), []
@@ -172,7 +225,7 @@ async def send_all(http: httpx.AsyncClient, work: list[tuple[dict[str, Any], boo
     return wrong
 
 
-async def measure(requests: int, count: int, seed: int) -> dict[str, Any]:
+async def measure(requests: int, count: int, seed: int, *, rolling: bool) -> dict[str, Any]:
     """Send `requests` through a front before `count` replicas. Returns the figures of the run."""
     rng = random.Random(seed)
     replicas = [StandIn(token_s=0.004, speaks_ids=k % 2 == 0) for k in range(count)]
@@ -184,12 +237,20 @@ async def measure(requests: int, count: int, seed: int) -> dict[str, Any]:
         path = Path(folder) / "plan.json"
         write_file(_plan(), path)
         words = ["--served-model-name", MODEL, "--port", "0", "--json"]
-        words += [part for replica in replicas for part in ("--replica", replica.url)]
+        listed = Path(folder) / "replicas.txt"
+        list_replicas(replicas, listed)
+        words += (
+            ["--replicas", str(listed)]
+            if rolling
+            else [part for replica in replicas for part in ("--replica", replica.url)]
+        )
         command = [sys.executable, "-m", "toolkit", "serve", str(path), *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as front:
             assert front.stdout is not None
             ready = json.loads(await asyncio.to_thread(front.stdout.readline))
-            trouble = Trouble(replicas, rng)
+            trouble = (
+                Rolling(replicas, rng, listed, ready["url"]) if rolling else Trouble(replicas, rng)
+            )
             disturbing = asyncio.create_task(trouble.run())
             limits = httpx.Limits(max_connections=CLIENTS)
             async with httpx.AsyncClient(
@@ -237,8 +298,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--rolling", action="store_true", help="update all replicas, again and again"
+    )
     given = parser.parse_args()
-    found = asyncio.run(measure(given.requests, given.replicas, given.seed))
+    run = measure(given.requests, given.replicas, given.seed, rolling=given.rolling)
+    found = asyncio.run(run)
     wrong = found.pop("wrong")
     for line in wrong[:20]:
         print(line)
