@@ -7,7 +7,8 @@ Takes minutes. Needs a trace, such as azure-2023-conv.csv of the Azure Public Da
 `tune`'s search runs by a shipped analytic fit (nothing was measured on a GPU) on a given number of
 windows of equal length, at a mean rate. Its best settings are then simulated on other windows, the
 same for every number of windows and disjoint from all that a search sees. The seed places the
-windows, draws which of them a search sees (more windows include the fewer), and seeds it. Printed for each seed:
+windows, draws which of them a search sees (more windows include the fewer), and seeds it.
+Printed for each seed:
 the goodput that the search predicts, the held-out goodput, their difference (optimism), the regret
 to the best of this seed's recommendations, whether the targets hold there, and the seconds of the
 search on one process.
