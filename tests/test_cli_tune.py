@@ -22,7 +22,7 @@ workers: 2
 profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}
 sla: {ttft_p99_s: 2, e2e_p95_s: 8}
 policy: {name: sequence, parameters: {batch_size: 1}}
-tune: {trials: 6, window_s: 2, draws: 3, policies: [own]}
+tune: {trials: 6, windows: 2, held_out_windows: 2, window_s: 2, draws: 3, policies: [own]}
 serve: {max_new_tokens: 128}
 """
 WRITTEN = (0, 5)  # with limits kept, and with limits broken

@@ -151,7 +151,7 @@ def test_the_best_is_feasible_if_any_trial_is_and_has_the_most_goodput(tuned):
 
 def test_verdict_windows_are_not_search_windows(tuned):
     spans = sorted((w.start_s, w.end_s) for w in tuned.search_windows + tuned.held_out_windows)
-    assert len(spans) == 4
+    assert len(spans) == 8
     assert all(one[1] <= other[0] for one, other in pairwise(spans))
 
 

@@ -1,12 +1,14 @@
 """What more windows in the search gain: predicted against held-out goodput.
 
-    python -m benchmarks.papers.tuning_worlds TRACE [--windows 2 6] [--seeds 3] [--trials 30]
+    python -m benchmarks.papers.tuning_worlds TRACE [--windows 2 4 6 8] [--seeds 6] [--trials 30]
 
 Takes minutes. Needs a trace, such as azure-2023-conv.csv of the Azure Public Dataset.
 
 `tune`'s search runs by a shipped analytic fit (nothing was measured on a GPU) on a given number of
 windows of equal length, at a mean rate. Its best settings are then simulated on other windows, the
-same for every number of windows and disjoint from all that a search sees. Printed for each seed:
+same for every number of windows and disjoint from all that a search sees. The seed places the
+windows, draws which of them a search sees (more windows include the fewer), and seeds it.
+Printed for each seed:
 the goodput that the search predicts, the held-out goodput, their difference (optimism), the regret
 to the best of this seed's recommendations, whether the targets hold there, and the seconds of the
 search on one process.
@@ -18,6 +20,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.common.command import make_parser
 from toolkit.files.fit import Fit
@@ -38,11 +42,11 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("trace")
     parser.add_argument("--recipe", default="llama-2-13b-a100-80gb")
-    parser.add_argument("--rate", type=float, default=5.5, help="requests/s")
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=2.5, help="requests/s")
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--window", type=float, default=120.0, help="seconds of each window")
-    parser.add_argument("--windows", type=int, nargs="+", default=[2, 6])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--windows", type=int, nargs="+", default=[2, 4, 6, 8])
+    parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--trials", type=int, default=30)
     given = parser.parse_args(args)
     recipe = load_recipe(given.recipe).model_copy(update={"workers": given.workers})
@@ -58,9 +62,11 @@ def main(args: Sequence[str] | None = None) -> None:
         held_out = EvaluationSetup(
             make_world(seeded, fit), [each.trace for each in others], recipe.sla, "held out"
         )
+        # drawn, since evenly spaced ones would all be earlier than their share of the trace
+        drawn = np.random.default_rng(seed).permutation(most)
         lines = []
         for count in given.windows:
-            chosen = [seen[k * most // count].trace for k in range(count)]
+            chosen = [seen[k].trace for k in sorted(drawn[:count])]
             start_s = time.process_time()
             found = search(
                 EvaluationSetup(held_out.world, chosen, recipe.sla),

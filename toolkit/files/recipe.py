@@ -359,9 +359,9 @@ class TuneSpec(Strict):
         default=60, description="settings to try"
     )
     seed: Seed = Field(default=0, description="the same seed gives the same result")
-    windows: Positive = Field(default=2, description="trace windows used for the search")
+    windows: Positive = Field(default=4, description="trace windows used for the search")
     held_out_windows: Positive = Field(
-        default=2, description="other windows, used only for the verdict"
+        default=4, description="other windows, used only for the verdict"
     )
     window_s: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
