@@ -17,7 +17,7 @@ from toolkit.backends import ServerOrder
 from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
-from toolkit.errors import ForeignError, InputError
+from toolkit.errors import EngineError, ForeignError, InputError
 from toolkit.estimators.steps import PassTimes, StepLaw
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan, PlannedPolicy
@@ -777,6 +777,52 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
 
     run(test)
     assert any(re.match(r"replica 0: .*, for 0.3 s; restarting", line) for line in said), said
+
+
+def test_a_plan_that_cannot_load_is_replaced_by_the_next_one():
+    plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 2})
+    broken = plan.model_copy(
+        update={"recipe": plan.recipe.model_copy(update={"description": "broken"})}
+    )
+    made: list[OwnStandIn] = []
+    said: list[str] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        spare = [StandIn() for _ in range(4)]
+        for each in spare:
+            await each.start()
+
+        class Backend:
+            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
+                if order.plan.recipe.description == "broken":
+                    raise EngineError("the model does not fit", "")
+                return OwnStandIn(made, spare[len(made)])
+
+        ending = Ending(0.0, 1.0, said.append)
+        order = GatewayLaunch(
+            plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
+            kinds_of_replicas(plan), "127.0.0.1", 0, own=Backend(), ending=ending,
+        )  # fmt: skip
+        own = OwnReplicas(order, front.pool, "")
+
+        async def until_up(*urls: str) -> None:
+            while not set(urls) <= {each.url for each in front.pool.up}:
+                await asyncio.sleep(0.005)
+
+        own.start()
+        await until_up(spare[0].url, spare[1].url)
+        own.renew(broken)
+        while not any("the model does not fit; restarting" in line for line in said):
+            await asyncio.sleep(0.005)
+        assert own.renew(plan) == "restarting 2 replicas, one at a time"
+        await until_up(spare[2].url, spare[3].url)
+        while said[-1] != "all replicas were restarted":
+            await asyncio.sleep(0.005)
+        await own.stop()
+        for each in spare:
+            each.kill()
+
+    run(test)
 
 
 def unlike() -> list[LiveKind]:

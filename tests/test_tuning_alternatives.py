@@ -25,7 +25,8 @@ from toolkit.tuning.evaluate import EvaluationSetup, make_workload, make_world
 from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.tune import Inputs, limits_of, tune, tune_to_size
 
-TUNE = {"trials": 2, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
+TWO = {"windows": 2, "held_out_windows": 2}  # of a trace of seconds
+TUNE = {"trials": 2, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"], **TWO}
 RATES = st.floats(0.01, 1000.0)
 
 

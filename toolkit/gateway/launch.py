@@ -388,11 +388,14 @@ class OwnReplicas:
             await asyncio.sleep(POLL_EVERY_S / 4)
 
     def renew(self, plan: Plan) -> str:
-        """Restart the replicas one at a time, with the flags of `plan`. Returns a message."""
-        if self._rolling is not None and not self._rolling.done():
-            return "the replicas are being restarted already"
+        """Restart the replicas one at a time, with the flags of `plan`. Returns a message.
+
+        If they are being restarted, that begins again: their plan may be one that cannot load.
+        """
         if _kinds_in(plan) != _kinds_in(self._order.plan):
             return f"warning: {KINDS_CHANGED}; the replicas stay as they are"
+        if self._rolling is not None:
+            self._rolling.cancel()
         self._order = replace(self._order, plan=plan)
         self._rolling = asyncio.create_task(self._roll())
         return f"restarting {self._count} replicas, one at a time"
@@ -458,7 +461,9 @@ class OwnReplicas:
                 continue
             self._say(f"replica {number}: {error.message if error else why}; restarting")
             wait_s = RESTART_S if loop.time() - begin_s > LOADED_S else wait_s
-            await asyncio.sleep(wait_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._renewed[number].wait()
             wait_s = min(2 * wait_s, RESTART_MAX_S)
 
     async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> str:
