@@ -13,7 +13,7 @@ import pytest
 import samples
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
-from toolkit.backends import ServerOrder
+from toolkit.backends import ServerOrder, StartsReplicas
 from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
@@ -741,6 +741,15 @@ class OwnStandIn:
         self.stopped, self.running = True, False
 
 
+def own_replicas(plan: Plan, backend: StartsReplicas, front: Front, said: list[str]) -> OwnReplicas:
+    """Replicas that `backend` starts for the front; what it is told goes to `said`."""
+    order = GatewayLaunch(
+        plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
+        kinds_of_replicas(plan), "127.0.0.1", 0, own=backend, ending=Ending(0.0, 1.0, said.append),
+    )  # fmt: skip
+    return OwnReplicas(order, front.pool, "")
+
+
 def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
     plan = fake_plan_of(samples.paged_fit())
     serve = plan.recipe.serve.model_copy(update={"hang_s": 0.3})
@@ -758,12 +767,7 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
             def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
                 return OwnStandIn(made, spare[len(made)])
 
-        ending = Ending(0.0, 1.0, said.append)
-        order = GatewayLaunch(
-            plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
-            kinds_of_replicas(plan), "127.0.0.1", 0, own=Backend(), ending=ending,
-        )  # fmt: skip
-        own = OwnReplicas(order, front.pool, "")
+        own = own_replicas(plan, Backend(), front, said)
         own.start()
         while MODEL not in {each.model for each in front.pool.up if each.url == spare[0].url}:
             await asyncio.sleep(0.005)
@@ -798,12 +802,7 @@ def test_a_plan_that_cannot_load_is_replaced_by_the_next_one():
                     raise EngineError("the model does not fit", "")
                 return OwnStandIn(made, spare[len(made)])
 
-        ending = Ending(0.0, 1.0, said.append)
-        order = GatewayLaunch(
-            plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
-            kinds_of_replicas(plan), "127.0.0.1", 0, own=Backend(), ending=ending,
-        )  # fmt: skip
-        own = OwnReplicas(order, front.pool, "")
+        own = own_replicas(plan, Backend(), front, said)
 
         async def until_up(*urls: str) -> None:
             while not set(urls) <= {each.url for each in front.pool.up}:
