@@ -61,10 +61,15 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def text_of(page: Path) -> str:
+    """The page, its lines that end with a backslash joined with those that follow them."""
+    return re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
+
+
 def code_lines(page: Path) -> Iterator[str]:
     """The lines of a page's code blocks, indented or fenced, without a prompt's `$`."""
     fence = ""
-    for line in page.read_text(encoding="utf-8").splitlines():
+    for line in text_of(page).splitlines():
         if line.startswith("```"):
             fence = "" if fence else line.removeprefix("```") or "text"
         elif fence in ("text", "sh", "console") or (not fence and line.startswith("    ")):
@@ -442,10 +447,9 @@ class AcceptedError(Exception):
 
 def benchmarks(page: Path) -> set[str]:
     """The benchmark commands of a page, those in its text and its tables too."""
-    text = page.read_text(encoding="utf-8")
     return {
         command.strip()
-        for command in re.findall(r"python -m (benchmarks\.[a-z_0-9.]+[^`|\n#]*)", text)
+        for command in re.findall(r"python -m (benchmarks\.[a-z_0-9.]+[^`|\n#]*)", text_of(page))
     }
 
 
