@@ -177,10 +177,9 @@ def serve(
     ledger = Ledger(
         [request.arrival_s for request in requests], [output for _, _, output in lengths], 1
     )
-    numbers = {request.request_id: k for k, request in enumerate(requests)}
     kind = partial(SlabWorker, joining="embed", capacity_tokens=CAPACITY) if slab else RoundWorker
     both = Both(
-        kind(0, LAW, ledger, numbers, swap=SWAP),
+        kind(0, LAW, ledger, swap=SWAP),
         {request.request_id: request.prompt_tokens for request in requests},
         {request.request_id: lengths[k][2] for k, request in enumerate(requests)},
     )

@@ -113,10 +113,7 @@ def test_the_engine_does_what_the_simulated_worker_does(
     ledger = Ledger(
         [request.arrival_s for request in requests], [output for _, output in lengths], 1
     )
-    numbers = {request.request_id: k for k, request in enumerate(requests)}
-    simulated = SlabWorker(
-        0, LAW, ledger, numbers, swap=SWAP, joining=joining, capacity_tokens=CAPACITY
-    )
+    simulated = SlabWorker(0, LAW, ledger, swap=SWAP, joining=joining, capacity_tokens=CAPACITY)
     both = Both(simulated, RoundDriver(rebatch_engine(joining=joining), rows))
     assert run(Scheduler(make_policy(policy, parameters), [worker]), requests, [both]) == []
     assert [len(tokens) for tokens in both.driver.got] == [output for _, output in lengths]

@@ -21,6 +21,14 @@ def columns(rows: list[tuple[int, ...]], width: int) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, width).T
 
 
+def admitted_of(
+    table: np.ndarray, new: np.ndarray, past: np.ndarray, limit: float, samples: int, seed: int
+) -> int:
+    """`admit_past_future` of residents and newcomers [3, n], at step 0."""
+    rows, waiting = np.ascontiguousarray(table.T), np.ascontiguousarray(new.T)
+    return admit_past_future(rows, len(rows), 0, waiting, len(waiting), past, limit, samples, seed)
+
+
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)  # the first call compiles
 @given(rows=jobs)
@@ -47,7 +55,7 @@ def test_with_a_history_of_one_length_sampling_is_deterministic(rows, waiting, l
     """All are expected to end at 30, so sampling decides like known lengths."""
     table = columns([(used, 30 - left, 30) for used, left in rows], 3)
     new = columns([(used, 0, 30) for used, _ in waiting], 3)
-    admitted = admit_past_future(table, 0, new, np.empty(0, dtype=np.int64), float(limit), 2, seed)
+    admitted = admitted_of(table, new, np.empty(0, dtype=np.int64), float(limit), 2, seed)
     used, remaining = columns(rows, 2)
     assert admitted == admit_knowing(
         used, remaining, columns([(u, 30) for u, _ in waiting], 2), float(limit)
@@ -65,8 +73,8 @@ def test_a_resident_is_expected_to_end_within_the_longer_half_of_history(history
     """The sampled end of the only resident, in [generated, 60], decides about the newcomer."""
     table, past = columns([(100, generated, 60)], 3), np.sort(np.array(history, dtype=np.int64))
     new = columns([(1, 0, 60)], 3)
-    assert admit_past_future(table, 0, new, past, 100.0 + 1, 1, seed) == 0  # they hold 101 now
-    assert admit_past_future(table, 0, new, past, 100 + 60 - generated + 61.0 + 60, 1, seed) == 1
+    assert admitted_of(table, new, past, 100.0 + 1, 1, seed) == 0  # they hold 101 now
+    assert admitted_of(table, new, past, 100 + 60 - generated + 61.0 + 60, 1, seed) == 1
 
 
 def test_sampled_lengths_follow_the_points():
@@ -75,9 +83,7 @@ def test_sampled_lengths_follow_the_points():
     # The newcomer ends after one step: the peak is the resident's end, or both after a step.
     new = columns([(1, 59, 60)], 3)
     below = [
-        np.mean(
-            [admit_past_future(table, 0, new, past, float(end), 1, seed) for seed in range(2000)]
-        )
+        np.mean([admitted_of(table, new, past, float(end), 1, seed) for seed in range(2000)])
         for end in (10, 30, 50)
     ]
     # The resident's remaining tokens are below `end` with these probabilities; rounding moves each

@@ -51,11 +51,10 @@ class Bench:
             self.policy, workers, lambda event: self.log.append(to_line(event))
         )
         self.ledger = Ledger([0.0] * len(names), [output] * len(names), 2)
-        number = {name: k for k, name in enumerate(names)}
-        self.engine = RoundWorker(0, unit_step(), self.ledger, number, swap=LINK)
+        self.engine = RoundWorker(0, unit_step(), self.ledger, swap=LINK)
         self.worker, self.now_s = workers[0], 0.0
-        for name in names:
-            self.scheduler.submit(Request(name, 0.0, PROMPT, output), 0.0)
+        for number, name in enumerate(names):
+            self.scheduler.submit(Request(name, 0.0, PROMPT, output), 0.0, number)
         self.scheduler.tick(0.0)
 
     def of(self, names):

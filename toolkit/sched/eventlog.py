@@ -181,8 +181,8 @@ class RecordingScheduler(Scheduler):
         super().__init__(policy, workers, seed=seed)
         self._sink = sink
 
-    def submit(self, request: Request, now_s: float) -> Refusal | None:
-        refusal = super().submit(request, now_s)
+    def submit(self, request: Request, now_s: float, number: int = -1) -> Refusal | None:
+        refusal = super().submit(request, now_s, number)
         self._sink(Submit(now_s, request, refusal.reason if refusal else ""))
         return refusal
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -164,17 +164,46 @@ class WorkerFigure:
 class Loads:
     """Workers in order of `Worker.load_s`, then of batches assigned, then of index.
 
-    It is a heap in which stale entries stay until they come first.
+    It is a heap of the alive workers' indices, each once, and knows the place of each. It is made
+    at the first query after `forget`.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
-        self.kept: list[tuple[float, int, int]] = []  # the heap; empty until the first query
+        self.kept: list[int] = []  # the heap; empty until the first query
+        # By worker: its key in the heap, apart from the worker, so that a comparison touches
+        # little memory, and its place there; -1 if it has none.
+        self._load_s: list[float] = []
+        self._assigned: list[int] = []
+        self._places: list[int] = []
 
     def note(self, worker: Worker) -> None:
         """Record that the worker's load changed."""
-        if self.kept:
-            heappush(self.kept, (worker.load_s, worker.assigned, worker.index))
+        heap, index = self.kept, worker.index
+        if not heap or self._places[index] < 0:
+            return
+        self._load_s[index], self._assigned[index] = worker.load_s, worker.assigned
+        place, places = self._places[index], self._places
+        while place > 0:
+            above = (place - 1) // 2
+            other = heap[above]
+            if not self._is_before(index, other):
+                break
+            heap[place] = other
+            places[other] = place
+            place = above
+        count = len(heap)
+        while (below := 2 * place + 1) < count:
+            if below + 1 < count and self._is_before(heap[below + 1], heap[below]):
+                below += 1
+            other = heap[below]
+            if not self._is_before(other, index):
+                break
+            heap[place] = other
+            places[other] = place
+            place = below
+        heap[place] = index
+        places[index] = place
 
     def forget(self) -> None:
         """Drop everything: any load may have changed, and workers may have been lost or come
@@ -192,18 +221,37 @@ class Loads:
             return [
                 (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive
             ]
-        if not heap or len(heap) > 4 * len(workers):
-            heap[:] = [
-                (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive
-            ]
-            heapify(heap)
+        if not heap:
+            self._make()
         found: list[tuple[float, int, int]] = []
-        while heap and len(found) < count:
-            entry = heappop(heap)
-            worker = workers[entry[2]]
-            true = entry[:2] == (worker.load_s, worker.assigned) and worker.alive
-            if true and not (found and found[-1] == entry):
-                found.append(entry)
-        for entry in found:
-            heappush(heap, entry)
+        # The keys below those found, with their places in the heap: the next is one of them.
+        open_keys = [(*self._key(heap[0]), 0)] if heap else []
+        while open_keys:
+            load_s, assigned, index, place = heappop(open_keys)
+            found.append((load_s, assigned, index))
+            if len(found) == count:
+                break
+            for below in (2 * place + 1, 2 * place + 2):
+                if below < len(heap):
+                    heappush(open_keys, (*self._key(heap[below]), below))
         return found
+
+    def _make(self) -> None:
+        """Make the heap: a sorted list is one."""
+        workers = self._workers
+        self._load_s = [worker.load_s for worker in workers]
+        self._assigned = [worker.assigned for worker in workers]
+        self.kept[:] = sorted([worker.index for worker in workers if worker.alive], key=self._key)
+        self._places = [-1] * len(workers)
+        for place, index in enumerate(self.kept):
+            self._places[index] = place
+
+    def _key(self, index: int) -> tuple[float, int, int]:
+        return self._load_s[index], self._assigned[index], index
+
+    def _is_before(self, one: int, other: int) -> bool:
+        first_s, second_s = self._load_s[one], self._load_s[other]
+        if first_s != second_s:
+            return first_s < second_s
+        first, second = self._assigned[one], self._assigned[other]
+        return one < other if first == second else first < second

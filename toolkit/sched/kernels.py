@@ -197,8 +197,10 @@ def _insert_and_peak(keys: NDArray[np.int64], n: int, key: int, padded: bool) ->
 @njit
 def admit_past_future(
     table: NDArray[np.int64],
+    rows: int,
     steps: int,
     waiting: NDArray[np.int64],
+    count: int,
     history: NDArray[np.int64],
     limit_tokens: float,
     samples: int,
@@ -210,37 +212,38 @@ def admit_past_future(
     Requests are admitted in order while the predicted peak stays below the limit.
 
     Args:
-        table: [3, n], the residents' lengths and generated tokens (both before `steps` more), and
-            limits.
-        steps: to add to the first two rows of `table`.
-        waiting: [3, m], the same of the waiting requests, in order, with nothing to add.
+        table: [>= rows, >= 3], the residents' lengths and generated tokens (both before `steps`
+            more), and limits.
+        rows: how many rows of `table` are residents.
+        steps: to add to the first two columns of `table`.
+        waiting: [>= count, 3], the same of the waiting requests, in order, with nothing to add.
+        count: how many rows of `waiting` are requests.
         history: [w], output lengths of requests that ended, ascending.
         limit_tokens: the peak must stay below it.
         samples: sets of sampled lengths; the highest of their peaks counts.
         seed: of the samples.
         padded: whether memory is rows x the longest row.
     """
-    n: int = table.shape[1]
-    m: int = waiting.shape[1]
+    n, m = rows, count
     state = np.array([seed], dtype=np.uint64)
     keys = np.empty((samples, n + m), dtype=np.int64)
     for s in range(samples):
         for i in range(n):
-            generated = table[1, i] + steps
-            final = _sampled_length(history, generated, table[2, i], _uniform(state))
-            keys[s, i] = -(((final - generated) << 32) | (table[0, i] + steps))
+            generated = table[i, 1] + steps
+            final = _sampled_length(history, generated, table[i, 2], _uniform(state))
+            keys[s, i] = -(((final - generated) << 32) | (table[i, 0] + steps))
         keys[s, :n].sort()
         for i in range(n):
             keys[s, i] = -keys[s, i]
     for k in range(m):
         for s in range(samples):
-            generated, limit = waiting[1, k], waiting[2, k]
+            generated, limit = waiting[k, 1], waiting[k, 2]
             u = _uniform(state)
             if generated or not len(history):
                 final = _sampled_length(history, generated, limit, u)
             else:
                 final = min(int(history[int(u * len(history))]), limit)
-            key = ((final - generated) << 32) | waiting[0, k]
+            key = ((final - generated) << 32) | waiting[k, 0]
             if _insert_and_peak(keys[s], n + k, key, padded) >= limit_tokens:
                 return k
     return m

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from toolkit.sched.types import Batch, Job, Moves, RoundResult, Worker
 
-# The rows of `Residents.table`.
+# The columns of `Residents.table`.
 LENGTH: Final = 0
 GENERATED: Final = 1
 LIMIT: Final = 2
 JOINED: Final = 3
+COLUMNS: Final = 4
 UNKNOWN: Final = -(1 << 60)  # a sum or maximum that is computed when it is asked for
 NO_PREFILLS: dict[Job, None] = {}  # of every worker that splits no prefill; never changed
 
@@ -41,7 +42,6 @@ class Residents:
 
     __slots__ = (
         "_cells",
-        "_columns",
         "_emits",
         "_longest",
         "_longest_promise",
@@ -67,8 +67,7 @@ class Residents:
         # The table's cells row by row; `_matrix` is a view of them. None: nothing asked for it yet.
         # A cell of an `array` is written much faster than one of numpy's.
         self._cells: array[int] | None = None
-        self._columns = 0
-        self._matrix: NDArray[np.int64] = np.zeros((4, 0), dtype=np.int64)
+        self._matrix: NDArray[np.int64] = np.zeros((0, COLUMNS), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -159,59 +158,57 @@ class Residents:
         self.base -= steps
         if self._cells is not None:
             self._add(job, -steps)
-            self._cells[JOINED * self._columns + job.slot] += steps
+            self._cells[COLUMNS * job.slot + JOINED] += steps
 
     def table(self) -> NDArray[np.int64]:
-        """An array [4, n] with rows LENGTH, GENERATED, LIMIT, JOINED; column `Job.slot` is the
-        job's.
+        """An array [at least n, 4] with columns LENGTH, GENERATED, LIMIT, JOINED; row `Job.slot`
+        is the job's, and only the first n rows, one per resident, mean anything.
 
-        Add `steps` to the first two rows. The array is a view that is valid until a job joins or
-        leaves. It is built at the first call, so policies that do not need it pay nothing.
+        Add `steps` to the first two columns. The array is valid until a job joins or leaves. It is
+        built at the first call, so policies that do not need it pay nothing.
         """
         if self._cells is None:
-            self._widen(64)
+            self._lengthen(64)
             for job in self.jobs:
                 self._write(job)
-        return self._matrix[:, : len(self._slots)]
+        return self._matrix
 
-    def _widen(self, columns: int) -> None:
-        """Make a new table of so many columns, with what the old one has."""
-        cells = array("q", bytes(8 * 4 * columns))
-        matrix = np.frombuffer(cells, dtype=np.int64).reshape(4, columns)
-        matrix[:, : self._columns] = self._matrix
-        self._cells, self._columns, self._matrix = cells, columns, matrix
+    def _lengthen(self, rows: int) -> None:
+        """Make a new table of so many rows, with what the old one has."""
+        cells = array("q", bytes(8 * COLUMNS * rows))
+        matrix = np.frombuffer(cells, dtype=np.int64).reshape(rows, COLUMNS)
+        matrix[: len(self._matrix)] = self._matrix
+        self._cells, self._matrix = cells, matrix
 
     def _write(self, job: Job) -> None:
         slot = len(self._slots)
         job.slot = slot
         self._slots.append(job)
-        if slot == self._columns:
-            self._widen(2 * slot)
-        cells, columns, joined = self._cells, self._columns, job.joined
+        if slot == len(self._matrix):
+            self._lengthen(2 * slot)
+        cells, at, joined = self._cells, COLUMNS * slot, job.joined
         assert cells is not None
-        cells[slot] = job.length - joined
-        cells[columns + slot] = job.generated - joined
-        cells[2 * columns + slot] = job.max_new_tokens
-        cells[3 * columns + slot] = joined
+        cells[at] = job.length - joined
+        cells[at + GENERATED] = job.generated - joined
+        cells[at + LIMIT] = job.max_new_tokens
+        cells[at + JOINED] = joined
 
     def _add(self, job: Job, tokens: int) -> None:
         """Add to the job's length and to its generated tokens."""
-        cells, slot = self._cells, job.slot
+        cells, at = self._cells, COLUMNS * job.slot
         assert cells is not None
-        cells[slot] += tokens
-        cells[self._columns + slot] += tokens
+        cells[at] += tokens
+        cells[at + GENERATED] += tokens
 
     def _erase(self, job: Job) -> None:
         """Free the job's slot and move the last slot into it."""
         last = self._slots.pop()
         if last is not job:
-            cells, columns = self._cells, self._columns
+            cells = self._cells
             assert cells is not None
-            at, end = job.slot, last.slot
-            for _ in range(4):
-                cells[at] = cells[end]
-                at += columns
-                end += columns
+            at, end = COLUMNS * job.slot, COLUMNS * last.slot
+            for k in range(COLUMNS):
+                cells[at + k] = cells[end + k]
             self._slots[job.slot] = last
             last.slot = job.slot
 

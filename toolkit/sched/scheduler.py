@@ -182,8 +182,10 @@ class Scheduler:
         preempted = sum(len(worker.held) + len(worker.swapped) for worker in self.workers)
         return self._pool.waiting + queued + preempted
 
-    def submit(self, request: Request, now_s: float) -> Refusal | None:
+    def submit(self, request: Request, now_s: float, number: int = -1) -> Refusal | None:
         """A request arrives. Returns a `Refusal`, and keeps nothing of it, if it can never fit.
+
+        `number` is for drivers that would rather look jobs up in a list than by id: `Job.number`.
 
         Raises:
             ValueError: a request with this id has not ended yet.
@@ -193,6 +195,7 @@ class Scheduler:
         if request.request_id in self._jobs:
             raise ValueError(f"request {request.request_id!r} was already submitted")
         job = Job(request, 0, request.prompt_tokens, 0, now_s)
+        job.number = number
         self._jobs[request.request_id] = job
         if request.priority:
             self._view.prioritised = True

@@ -57,6 +57,8 @@ class Job:
     Attributes:
         request_id, prompt_tokens, max_new_tokens, priority: copied from the request.
         limit_tokens: prompt_tokens + max_new_tokens, the most tokens that the job can hold.
+        number: what the driver calls it, as given to `Scheduler.submit`: a simulation counts its
+            requests, and its workers look the job up by this; -1 elsewhere.
         ticket: position in the order in which jobs entered the pool; a job that re-enters gets a
             new ticket.
         length: prompt + generated tokens, which is the input of the next slice.
@@ -71,7 +73,7 @@ class Job:
         evictions: how often its cache was dropped to make room.
         reroutes: how often it left its worker after a slice to be routed again.
         joined: the worker's count of decode steps when the job became resident.
-        slot: its column in `Residents.table`.
+        slot: its row in `Residents.table`.
         promoted_at: tokens that it had generated when a policy last promoted it; -1 if it never
             was.
     """
@@ -85,6 +87,7 @@ class Job:
         "length",
         "limit_tokens",
         "max_new_tokens",
+        "number",
         "priority",
         "promoted_at",
         "prompt_tokens",
@@ -118,7 +121,7 @@ class Job:
         self.home = -1
         self.evictions = 0
         self.reroutes = 0
-        self.slot = -1
+        self.slot = self.number = -1
         self.promoted_at = -1
         self.priority = request.priority
         # What the end of a job needs lies together, as in `Worker`.

@@ -229,7 +229,6 @@ def virtual_workers(
     For a fleet: the workers of the first kind, numbered from `first`. Each kind has a ledger of its
     own (`Ledger.of_kind`).
     """
-    number = {request.request_id: k for k, request in enumerate(requests)}
     latency, valid = world.latency, world.valid
     counts = valid is not None and not valid.holds(requests, ledger.output_tokens)
     outside = valid.left_by if valid is not None and counts else None
@@ -244,7 +243,6 @@ def virtual_workers(
                 first + k,
                 latency,
                 ledger,
-                number,
                 world.round_runs_out,
                 swap=world.swap,
                 future=world.future_memory,
@@ -257,7 +255,6 @@ def virtual_workers(
         SimWorker(
             latency,
             ledger,
-            number,
             world.runs_out,
             streams=world.streams,
             flush_s=world.flush_s,

@@ -179,7 +179,7 @@ class RoundWorker(Decoding):
 
     Args:
         index: the worker's, for the ledger.
-        latency, ledger, number, swap: see `Decoding`.
+        latency, ledger, swap: see `Decoding`.
         runs_out: whether a round with new rows runs out of memory.
         outside: whether a round is outside the range that the laws were measured in, so that it
             counts as extrapolated; None: none is.
@@ -191,14 +191,13 @@ class RoundWorker(Decoding):
         index: int,
         latency: LatencyLaw,
         ledger: Ledger,
-        number: dict[str, int],
         runs_out: RunsOut | None = None,
         *,
         swap: SwapLaw | None = None,
         future: bool = False,
         outside: Outside | None = None,
     ) -> None:
-        super().__init__(latency, ledger, number, swap)
+        super().__init__(latency, ledger, swap)
         self._index = index
         self._runs_out = runs_out
         self._future = future
@@ -440,7 +439,7 @@ class RoundWorker(Decoding):
 
     def _left(self, job: Job) -> int:
         """Tokens that the job will still generate."""
-        return self._ledger.output_tokens[self._number[job.request_id]] - job.generated
+        return self._ledger.output_tokens[job.number] - job.generated
 
     def _move(self, moves: Moves, now_s: float) -> float:
         """Move caches; when the round's own work begins."""

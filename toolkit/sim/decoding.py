@@ -144,25 +144,21 @@ class DecodingRow:
 
 class Decoding:
     """The rows of one worker, counted independently of the scheduler, so that a decision that
-    exceeds the capacity shows.
+    exceeds the capacity shows. `Job.number` is a job's index in the ledger.
 
     Args:
         latency: the law that time follows here.
         ledger: where the outcome is written; it holds the true output lengths.
-        number: request id to its index in the ledger.
         swap: how long transfers to host memory and back take; None: nothing is swapped.
     """
 
-    def __init__(
-        self, latency: LatencyLaw, ledger: Ledger, number: dict[str, int], swap: SwapLaw | None
-    ) -> None:
+    def __init__(self, latency: LatencyLaw, ledger: Ledger, swap: SwapLaw | None) -> None:
         # What few rounds need comes first, so that the rest lies together (`Gaps` says why).
         self._latency = latency
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
         self._swap_store = SwapStore(swap, ledger)
         self._times = times_of(latency)
         self._ledger = ledger
-        self._number = number
         self._emits = int(latency.prefill_emits_token)
         self._padded: bool = latency.padded
         self._has_moved = False  # whether any cache was ever paused or moved
@@ -184,7 +180,7 @@ class Decoding:
     def _enter(self, jobs: Sequence[Job]) -> int:
         """Jobs with a prefilled input start to decode; the sum of their lengths in tokens."""
         resident, ends, steps, tokenless = self._resident, self._ends, self._steps, self._tokenless
-        outputs, number, admission = self._ledger.output_tokens, self._number, self._admissions
+        outputs, admission = self._ledger.output_tokens, self._admissions
         mark = self._gaps.mark(alone=not resident)
         longest = self._longest_key if resident else jobs[0].length - steps
         decoded = steps - self._emits
@@ -196,7 +192,7 @@ class Decoding:
             if key > longest:
                 longest = key
             admission += 1
-            k = number[job.request_id]
+            k = job.number
             row = DecodingRow(job, k, key, mark, decoded + outputs[k] - job.generated, admission)
             resident[job] = row
             tokenless.append(row)
@@ -210,14 +206,14 @@ class Decoding:
     def _resume(self, jobs: Sequence[Job]) -> None:
         """Jobs decode again with kept caches; their next token comes with the next step."""
         resident, before = self._resident, self._steps + self._emits
-        outputs, number = self._ledger.output_tokens, self._number
+        outputs = self._ledger.output_tokens
         mark = self._gaps.mark(alone=not resident)
         for job in jobs:
             key = self._swap_store.take(job) - before
             self._admissions += 1
             if not resident or key > self._longest_key:
                 self._longest_key = key
-            k = number[job.request_id]
+            k = job.number
             end = self._steps + outputs[k] - job.generated
             row = DecodingRow(job, k, key, mark, end, self._admissions)
             resident[job] = row

@@ -68,7 +68,7 @@ def run(
     drain: bool = True,
 ) -> list[Refusal]:
     """Drive `scheduler` through `requests` (sorted by arrival) until all have ended; returns the
-    refusals.
+    refusals. Each job's number is its request's place.
 
     Without `drain` it stops when the last request has been admitted. Raises
     `SimulationStalledError` with the state if the scheduler leaves requests waiting for ever.
@@ -115,7 +115,7 @@ def _run(
                 end_of[index] = None
                 scheduler.complete(workers[index].finish(), now_s)
         while next_arrival_s <= now_s:
-            refusal = scheduler.submit(requests[arrived], now_s)
+            refusal = scheduler.submit(requests[arrived], now_s, arrived)
             if refusal:
                 refused.append(refusal)
             arrived += 1

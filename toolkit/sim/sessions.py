@@ -69,8 +69,8 @@ class ClosedLoop(Scheduler):
     def waiting_jobs(self) -> int:
         return super().waiting_jobs + self._left
 
-    def submit(self, request: Request, now_s: float) -> Refusal | None:
-        refusal = super().submit(request, now_s)
+    def submit(self, request: Request, now_s: float, number: int = -1) -> Refusal | None:
+        refusal = super().submit(request, now_s, self._number[request.request_id])
         if refusal is not None:
             self._follow(request.request_id, now_s, now_s)
         return refusal

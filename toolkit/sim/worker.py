@@ -92,8 +92,8 @@ class SimWorker:
 
     Args:
         latency: the law that time follows here (the policy may know another one).
-        ledger: where the outcome is written; it holds the true output lengths.
-        number: request id to its index in the ledger.
+        ledger: where the outcome is written; it holds the true output lengths. A job's index is
+            its number.
         runs_out: whether a batch runs out of memory.
         streams: tokens reach the client as they come; False: with their batch, as in the SCLS
             paper.
@@ -107,7 +107,6 @@ class SimWorker:
         self,
         latency: LatencyLaw,
         ledger: Ledger,
-        number: dict[str, int],
         runs_out: RunsOut | None,
         *,
         streams: bool,
@@ -118,7 +117,6 @@ class SimWorker:
         self._latency = latency
         self._outside = outside
         self._ledger = ledger
-        self._number = number
         self._runs_out = runs_out
         self._streams = streams
         self._flush_s = flush_s
@@ -134,8 +132,8 @@ class SimWorker:
             self._ledger.oom_batches += 1
             failed_s = self._intake.end_s(now_s, prefill_s)
             return self._end(batch, now_s, failed_s, [0] * size, [False] * size, "oom")
-        outputs, number = self._ledger.output_tokens, self._number
-        numbers = [number[job.request_id] for job in batch.jobs]
+        outputs = self._ledger.output_tokens
+        numbers = [job.number for job in batch.jobs]
         remaining = [outputs[k] - job.generated for k, job in zip(numbers, batch.jobs, strict=True)]
         longest = max(remaining)
         ran = min(batch.steps, longest)

@@ -71,32 +71,46 @@ class Peak:
 class SampledPeak:
     """Past-Future's criterion: the peak, with sampled lengths, stays below a share of the capacity.
 
-    The arguments are the parameters of `PastFuturePolicy`.
+    The arguments are those of `PastFuturePolicy`.
     """
 
     def __init__(self, reserve: float, samples: int, sample_rows: int) -> None:
         self._reserve = reserve
         self._samples = samples
         self._sample_rows = sample_rows
+        # The candidates' lengths, generated tokens and limits, and a view of them [n, 3]: the
+        # kernel reads it, and a cell of an `array` is written much faster than one of numpy's.
+        self._cells = array("q")
+        self._waiting: Numbers = np.zeros((0, 3), dtype=np.int64)
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
         """See `ContinuousPolicy.admit`."""
-        residents = worker.residents
-        table = residents.table()
-        rows = len(residents.jobs)
+        residents, rows, count = worker.residents, len(worker.residents.jobs), len(candidates)
         sets = self._sample_rows // (rows if rows else 1) + 1
         if sets > self._samples:
             sets = self._samples
-        cells = [job.length for job in candidates]
-        cells += [job.generated for job in candidates]
-        cells += [job.max_new_tokens for job in candidates]
-        waiting = np.frombuffer(array("q", cells), dtype=np.int64).reshape(3, len(candidates))
-        seed = view.rng.bit_generator.random_raw() >> 1  # 63 bits: one type for the kernel
-        limit = (1.0 - self._reserve) * worker.capacity_tokens
-        past = view.finished.ascending()
-        padded = worker.padded
+        if count > len(self._waiting):
+            self._cells = array("q", bytes(8 * 3 * 2 * count))
+            self._waiting = np.frombuffer(self._cells, dtype=np.int64).reshape(2 * count, 3)
+        cells, at = self._cells, 0
+        for job in candidates:
+            cells[at] = job.length
+            cells[at + 1] = job.generated
+            cells[at + 2] = job.max_new_tokens
+            at += 3
         return int(
-            admit_past_future(table, residents.steps, waiting, past, limit, sets, seed, padded)
+            admit_past_future(
+                residents.table(),
+                rows,
+                residents.steps,
+                self._waiting,
+                count,
+                view.finished.ascending(),
+                (1.0 - self._reserve) * worker.capacity_tokens,
+                sets,
+                view.rng.bit_generator.random_raw() >> 1,  # 63 bits: one type for the kernel
+                worker.padded,
+            )
         )
 
 

@@ -129,7 +129,8 @@ def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
     tokens, rows = 0, inbox.waiting
     if residents.jobs:
         rows += len(residents.jobs)
-        to_come = (expected - residents.steps) - residents.table()[GENERATED]
+        generated = residents.table()[: len(residents.jobs), GENERATED]
+        to_come = (expected - residents.steps) - generated
         tokens += residents.used + int(np.maximum(to_come, 1).sum())
     returned = inbox.returned
     tokens += inbox.tokens + (inbox.waiting - len(returned)) * max(expected, 1)
@@ -208,9 +209,9 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
     used = np.array([job.length for job in jobs], dtype=np.int64)
     generated = np.array([job.generated for job in jobs], dtype=np.int64)
     if residents.jobs:
-        table, steps = residents.table(), residents.steps
-        used = np.concatenate([table[LENGTH] + steps, used])
-        generated = np.concatenate([table[GENERATED] + steps, generated])
+        table, steps = residents.table()[: len(residents.jobs)], residents.steps
+        used = np.concatenate([table[:, LENGTH] + steps, used])
+        generated = np.concatenate([table[:, GENERATED] + steps, generated])
     if not len(used) and not worker.padded:
         return held + count * fresh
     remaining = np.maximum(expected - generated, 1)
