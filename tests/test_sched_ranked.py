@@ -70,10 +70,10 @@ def check_counts(inbox, left, now_s, queue, ticket):
     starving, standings, counts = inbox.standings(now_s, PATIENCE_S)
     others = [job for job in left if not starves[job]]
     assert starving == sum(starves.values())
-    assert standings == sorted({standing(job, 0) for job in left})
+    assert standings == sorted({standing(job, 0) for job in others})
     assert counts == [sum(standing(job, 0) == value for job in others) for value in standings]
-    before = [job for job in others if standing(job, 0) == queue and job.ticket < ticket]
-    assert inbox.equals_before(float(queue), ticket) == len(before)
+    before = [job for job in others if (standing(job, 0), job.ticket) < (queue, ticket)]
+    assert inbox.others_before(float(queue), ticket) == len(before)
 
 
 @given(jobs_that_wait, st.integers(0, 3), st.integers(0, 20))

@@ -175,8 +175,10 @@ class FeedbackRounds(PreemptiveRounds):
         )
         assert isinstance(inbox, RankedInbox)
         starving, standings, counts = inbox.standings(now_s, starvation_s)
-        ahead_s = [0.0]  # by index in `standings`: the quanta of all jobs of lesser standing
+        # By index in `standings`: how many jobs have a lesser standing, and their quanta.
+        ahead, ahead_s = [0], [0.0]
         for standing, count in zip(standings, counts, strict=True):
+            ahead.append(ahead[-1] + count)
             ahead_s.append(ahead_s[-1] + count * self._quantum_s(quanta_s, standing))
         found: dict[Job, tuple[float, Rank]] = {}
         wanted = {row.job for row in rows}
@@ -191,7 +193,8 @@ class FeedbackRounds(PreemptiveRounds):
                     place = bisect_left(standings, standing)
                     others_s = ahead_s[place]
                     if place < len(standings) and standings[place] == standing:
-                        others_s += inbox.equals_before(standing, ticket) * own_s
+                        equals = inbox.others_before(standing, ticket) - ahead[place]
+                        others_s += equals * own_s
                     waiting_s = starving * quanta_s[0] + others_s
                 promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
                 found[row.job] = min(before_s + waiting_s, promotion_s), row.rank

@@ -1,0 +1,135 @@
+"""Containers that `RankedInbox` keeps its jobs' places in; none walks a long backlog.
+
+`SortedBlocks` is a sorted sequence, `LengthCounts` the lengths that wait, the least first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import chain
+from typing import Any, Final, Generic, TypeVar
+
+MOST: Final = 512  # entries of a block: few enough to move at once when one comes or goes
+
+Key = tuple[Any, ...]
+Entry = TypeVar("Entry", bound=Key)
+
+
+class SortedBlocks(Generic[Entry]):
+    """Distinct tuples in ascending order, cut into blocks.
+
+    The blocks end to end are the sequence; no block is empty, and none has more than `MOST`
+    entries. `_lasts` has the last entry of each block.
+
+    An entry is found by its first values, here called its key, if no other entry has them. Of n
+    entries a search compares O(log n); to come or go, an entry moves those of its block. The ends
+    of the sequence cost one comparison.
+    """
+
+    __slots__ = ("_blocks", "_lasts", "_size")
+
+    def __init__(self) -> None:
+        self._blocks: list[list[Entry]] = []
+        self._lasts: list[Entry] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Entry]:
+        return chain.from_iterable(self._blocks)
+
+    @property
+    def first(self) -> Entry:
+        """The least entry; there must be one."""
+        return self._blocks[0][0]
+
+    @property
+    def last(self) -> Entry:
+        """The greatest entry; there must be one."""
+        return self._lasts[-1]
+
+    def add(self, entry: Entry) -> None:
+        """Put an entry in its place."""
+        self._size += 1
+        blocks, lasts = self._blocks, self._lasts
+        if not lasts or lasts[-1] < entry:
+            if lasts and len(blocks[-1]) < MOST:
+                blocks[-1].append(entry)
+                lasts[-1] = entry
+            else:
+                blocks.append([entry])
+                lasts.append(entry)
+            return
+        at = bisect_left(lasts, entry)
+        block = blocks[at]
+        insort(block, entry)
+        if len(block) > MOST:
+            half = MOST // 2
+            blocks.insert(at, block[:half])
+            lasts.insert(at, block[half - 1])
+            del block[:half]
+
+    def remove(self, key: Key) -> Entry:
+        """Take the entry with this key; it must be there."""
+        self._size -= 1
+        at = self._block_of(key)
+        block = self._blocks[at]
+        entry = block.pop(bisect_left(block, key) if block[0] < key else 0)
+        if not block:
+            del self._blocks[at], self._lasts[at]
+        else:
+            self._lasts[at] = block[-1]
+        return entry
+
+    def before(self, key: Key) -> int:
+        """How many entries are less than this key."""
+        at = self._block_of(key)
+        if at == len(self._blocks):
+            return self._size
+        count = bisect_left(self._blocks[at], key)
+        for k in range(at):
+            count += len(self._blocks[k])
+        return count
+
+    def _block_of(self, key: Key) -> int:
+        """The index of the first block that does not end before this key."""
+        lasts = self._lasts
+        return bisect_left(lasts, key) if lasts and lasts[0] < key else 0
+
+
+class LengthCounts:
+    """How many jobs have each length.
+
+    `_heap` has every length of `_counts` once. Lengths that no job has any more stay in both until
+    they are the least.
+    """
+
+    __slots__ = ("_counts", "_heap")
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._heap: list[int] = []
+
+    @property
+    def least(self) -> int:
+        """The least length of a job; there must be one."""
+        heap, counts = self._heap, self._counts
+        while not counts[heap[0]]:
+            del counts[heappop(heap)]
+        return heap[0]
+
+    def add(self, length: int) -> None:
+        """A job of this length came."""
+        count = self._counts.get(length)
+        if count is None:
+            self._counts[length] = 1
+            heappush(self._heap, length)
+        else:
+            self._counts[length] = count + 1
+
+    def remove(self, length: int) -> None:
+        """A job of this length left."""
+        self._counts[length] -= 1
