@@ -58,8 +58,8 @@ def rank(job: Job) -> tuple[float, float, int]:
 @given(jobs_that_wait)
 def test_the_order_is_that_of_sorted_ranks(rows):
     inbox, left = filled(rows)
-    found = [job for _, job in inbox.starving(NOW_S, PATIENCE_S)] + [
-        job for _, job in inbox.others(NOW_S, PATIENCE_S)
+    found = [job for *_, job in inbox.starving(NOW_S, PATIENCE_S)] + [
+        job for *_, job in inbox.others(NOW_S, PATIENCE_S)
     ]
     assert found == sorted(left, key=rank)
     assert not left or inbox.shortest == min(job.length for job in left)

@@ -178,7 +178,7 @@ def _turn(job: Job) -> tuple[int, int]:
 # served by age, the others by standing, and each job passes from the others to the starving once.
 
 Aged = tuple[float, int, float, "Job"]  # waiting since, ticket, standing
-Standing = tuple[float, int, "Job"]  # standing, ticket
+Ranked = tuple[float, int, "Job"]  # standing, ticket
 
 
 class RankedInbox(Inbox):
@@ -209,7 +209,7 @@ class RankedInbox(Inbox):
         self.standing = standing
         self._starved: SortedBlocks[Aged] = SortedBlocks()
         self._by_age: SortedBlocks[Aged] = SortedBlocks()
-        self._by_standing: SortedBlocks[Standing] = SortedBlocks()
+        self._by_standing: SortedBlocks[Ranked] = SortedBlocks()
         self._counts: dict[float, int] = {}  # how many of `_by_standing` have each standing
         self._now_s, self._patience_s = -math.inf, math.inf  # of the last query
         self._lengths = LengthCounts()
@@ -273,28 +273,25 @@ class RankedInbox(Inbox):
             return place
         return next((k for k, other in enumerate(jobs) if other is job), -1)
 
-    def starving(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
-        """Jobs that have waited for at least `patience_s`, each with its waiting time, the longest
-        first.
-        """
+    def starving(self, now_s: float, patience_s: float) -> Iterator[Aged]:
+        """Jobs that have waited for at least `patience_s`, the longest first."""
         self._ask(now_s, patience_s)
-        for since_s, _, _, job in self._starved:
-            yield now_s - since_s, job
+        return iter(self._starved)
 
-    def others(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
-        """Jobs that have waited for less, each with its standing, the least first."""
+    def others(self, now_s: float, patience_s: float) -> Iterator[Ranked]:
+        """Jobs that have waited for less, the least standing first."""
         self._ask(now_s, patience_s)
-        for standing, _, job in self._by_standing:
-            yield standing, job
+        return iter(self._by_standing)
 
     def next_wait_s(self, now_s: float, patience_s: float, besides: Collection[Job]) -> float:
         """The waiting time of the job not in `besides` that will starve next; -1 if there is
         none.
         """
         self._ask(now_s, patience_s)
-        for since_s, _, _, job in self._by_age:
-            if job not in besides:
-                return now_s - since_s
+        if self._by_age.size:
+            for since_s, _, _, job in self._by_age:
+                if job not in besides:
+                    return now_s - since_s
         return -1.0
 
     def starving_before(self, now_s: float, waited_s: float, ticket: int) -> int:
@@ -308,7 +305,7 @@ class RankedInbox(Inbox):
         """
         self._ask(now_s, patience_s)
         values = sorted(self._counts)
-        return len(self._starved), values, [self._counts[value] for value in values]
+        return self._starved.size, values, [self._counts[value] for value in values]
 
     def others_before(self, standing: float, ticket: int) -> int:
         """How many jobs that did not starve at the last query are served before one of this
@@ -320,11 +317,11 @@ class RankedInbox(Inbox):
         """Bring `_starved` up to the time of a query."""
         starved, others = self._starved, self._by_age
         self._now_s, self._patience_s = now_s, patience_s
-        while len(others) and now_s - others.first[0] >= patience_s:
+        while others.size and now_s - others.first[0] >= patience_s:
             aged = others.remove(others.first)
             self._pass_over(aged[2], aged[1])
             starved.add(aged)
-        while len(starved) and now_s - starved.last[0] < patience_s:  # an earlier time
+        while starved.size and now_s - starved.last[0] < patience_s:  # an earlier time
             aged = starved.remove(starved.last)
             others.add(aged)
             self._line_up(aged[2], aged[3])

@@ -20,23 +20,19 @@ Entry = TypeVar("Entry", bound=Key)
 class SortedBlocks(Generic[Entry]):
     """Distinct tuples in ascending order, cut into blocks.
 
-    The blocks end to end are the sequence; no block is empty, and none has more than `MOST`
-    entries. `_lasts` has the last entry of each block.
+    The blocks end to end are the sequence. No block has more than `MOST` entries, and none is empty
+    but an only one.
 
     An entry is found by its first values, here called its key, if no other entry has them. Of n
     entries a search compares O(log n); to come or go, an entry moves those of its block. The ends
     of the sequence cost one comparison.
     """
 
-    __slots__ = ("_blocks", "_lasts", "_size")
+    __slots__ = ("_blocks", "size")
 
     def __init__(self) -> None:
-        self._blocks: list[list[Entry]] = []
-        self._lasts: list[Entry] = []
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
+        self._blocks: list[list[Entry]] = [[]]
+        self.size = 0  # read only: how many entries there are
 
     def __iter__(self) -> Iterator[Entry]:
         return chain.from_iterable(self._blocks)
@@ -49,55 +45,59 @@ class SortedBlocks(Generic[Entry]):
     @property
     def last(self) -> Entry:
         """The greatest entry; there must be one."""
-        return self._lasts[-1]
+        return self._blocks[-1][-1]
 
     def add(self, entry: Entry) -> None:
         """Put an entry in its place."""
-        self._size += 1
-        blocks, lasts = self._blocks, self._lasts
-        if not lasts or lasts[-1] < entry:
-            if lasts and len(blocks[-1]) < MOST:
-                blocks[-1].append(entry)
-                lasts[-1] = entry
+        self.size += 1
+        blocks = self._blocks
+        block = blocks[-1]
+        if not block or block[-1] < entry:
+            if len(block) < MOST:
+                block.append(entry)
             else:
                 blocks.append([entry])
-                lasts.append(entry)
             return
-        at = bisect_left(lasts, entry)
+        at = self._block_of(entry)
         block = blocks[at]
         insort(block, entry)
         if len(block) > MOST:
-            half = MOST // 2
-            blocks.insert(at, block[:half])
-            lasts.insert(at, block[half - 1])
-            del block[:half]
+            blocks.insert(at + 1, block[MOST // 2 :])
+            del block[MOST // 2 :]
 
     def remove(self, key: Key) -> Entry:
         """Take the entry with this key; it must be there."""
-        self._size -= 1
+        self.size -= 1
         at = self._block_of(key)
         block = self._blocks[at]
         entry = block.pop(bisect_left(block, key) if block[0] < key else 0)
-        if not block:
-            del self._blocks[at], self._lasts[at]
-        else:
-            self._lasts[at] = block[-1]
+        if not block and len(self._blocks) > 1:
+            del self._blocks[at]
         return entry
 
     def before(self, key: Key) -> int:
         """How many entries are less than this key."""
         at = self._block_of(key)
-        if at == len(self._blocks):
-            return self._size
         count = bisect_left(self._blocks[at], key)
         for k in range(at):
             count += len(self._blocks[k])
         return count
 
     def _block_of(self, key: Key) -> int:
-        """The index of the first block that does not end before this key."""
-        lasts = self._lasts
-        return bisect_left(lasts, key) if lasts and lasts[0] < key else 0
+        """The index of the first block that does not end before this key, or that of the last
+        block.
+        """
+        blocks = self._blocks
+        low, high = 0, len(blocks) - 1
+        if high and blocks[0][-1] >= key:
+            return 0
+        while low < high:
+            middle = (low + high) // 2
+            if blocks[middle][-1] < key:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
 
 class LengthCounts:

@@ -141,15 +141,16 @@ class Newcomers:
         if not self.possible(cache_room) or self._inbox.shortest + self._grows > free:
             return None
         grows = self._grows
-        for waits_s, job in self._starving:
+        for since_s, _, _, job in self._starving:
             needs = job.length + grows
             if needs > cache_room:
                 self._open = False
                 return None
             if needs <= free:
+                waits_s = self._now_s - since_s
                 return self._row(job, waits_s, STARVES, -waits_s)
         room = min(free, cache_room)
-        for standing, job in self._others:
+        for standing, _, job in self._others:
             if job.length + grows <= room:
                 return self._row(job, self._now_s - job.waiting_since_s, standing, 0.0)
         return None
