@@ -104,14 +104,15 @@ class LengthCounts:
     """How many jobs have each length.
 
     `_heap` has every length of `_counts` once. Lengths that no job has any more stay in both until
-    they are the least.
+    they are the least, or no job is left.
     """
 
-    __slots__ = ("_counts", "_heap")
+    __slots__ = ("_counts", "_heap", "_jobs")
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._heap: list[int] = []
+        self._jobs = 0
 
     @property
     def least(self) -> int:
@@ -123,6 +124,7 @@ class LengthCounts:
 
     def add(self, length: int) -> None:
         """A job of this length came."""
+        self._jobs += 1
         count = self._counts.get(length)
         if count is None:
             self._counts[length] = 1
@@ -132,4 +134,9 @@ class LengthCounts:
 
     def remove(self, length: int) -> None:
         """A job of this length left."""
-        self._counts[length] -= 1
+        self._jobs -= 1
+        if self._jobs:
+            self._counts[length] -= 1
+        else:
+            self._counts.clear()
+            self._heap.clear()

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final
 
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.placement import STARVES, Rank, RankedJob
@@ -16,9 +17,10 @@ from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Worker
 
-NEVER = 1 << 40  # returned if a job never leaves its queue, in tokens
-LONGEST_QUANTUM_TOKENS = 1 << 24  # tokens; a quantum that lasts longer counts as never used up
-JOBS_KEPT = 1 << 16  # entries of a cache of jobs
+NEVER: Final = 1 << 40  # returned if a job never leaves its queue, in tokens
+LONGEST_QUANTUM_TOKENS: Final = 1 << 24  # a quantum that lasts longer counts as never used up
+MOST_TOKENS: Final = 1 << 32  # more than a job generates
+JOBS_KEPT: Final = 1 << 16  # entries of a cache of jobs
 LAWS_KEPT = 8  # entries of the caches of laws
 
 
@@ -45,7 +47,7 @@ class FeedbackQueues:
     ) -> None:
         self.quanta_s = [first_s * growth**k for k in range(count)]
         self._law, self._skip_join, self._emits = law, skip_join, int(law.prefill_emits_token)
-        self._known: dict[tuple[int, int], tuple[int, list[int]]] = {}
+        self._known: dict[int, tuple[int, list[int]]] = {}  # by prompt and promotion, as one number
 
     def find(self, prompt_tokens: int, generated: int, promoted_at: int = -1) -> tuple[int, int]:
         """The queue of a job with so many generated tokens, and the generated tokens at which it
@@ -53,15 +55,18 @@ class FeedbackQueues:
 
         `promoted_at` is what it had generated when it was last promoted, -1 if it never was.
         """
-        key = (prompt_tokens, promoted_at)
+        key = prompt_tokens * MOST_TOKENS + promoted_at + 1
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= JOBS_KEPT:
                 self._known.clear()
             known = self._known[key] = self._path(prompt_tokens, promoted_at)
-        first, leaves = known
-        passed = bisect_right(leaves, generated)
-        return first + passed, leaves[passed] if passed < len(leaves) else NEVER
+        queue, leaves = known
+        for tokens in leaves:
+            if generated < tokens:
+                return queue, tokens
+            queue += 1
+        return queue, NEVER
 
     def standing(self, job: Job, generated: int) -> float:
         """The standing of a job: each priority has its own queues."""
@@ -207,14 +212,14 @@ class FeedbackRounds(PreemptiveRounds):
 
     def horizon(self, worker: Worker, running: Sequence[RankedJob], steps: int) -> int:
         """Steps until the first of `running` has used up its quantum."""
-        find = self._queues[worker.index].find
+        queues = self._queues[worker.index]
         for row in running:
             generated = row.generated + row.needs - 1 - row.tokens
             promoted_at = row.generated if row.waits_s >= self.patience_s else row.job.promoted_at
             if row.keeps(generated, promoted_at):
                 leaves = row.leaves
             else:
-                leaves = find(row.job.prompt_tokens, generated, promoted_at)[1]
+                leaves = queues.find(row.job.prompt_tokens, generated, promoted_at)[1]
             if leaves - generated < steps:
                 steps = leaves - generated
         return steps
