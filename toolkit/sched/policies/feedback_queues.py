@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Final
 
 from toolkit.sched.inbox import RankedInbox
-from toolkit.sched.policies.placement import STARVES, Rank, RankedJob
+from toolkit.sched.policies.placement import STARVES, Path, Rank, RankedJob
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Worker
@@ -47,7 +47,7 @@ class FeedbackQueues:
     ) -> None:
         self.quanta_s = [first_s * growth**k for k in range(count)]
         self._law, self._skip_join, self._emits = law, skip_join, int(law.prefill_emits_token)
-        self._known: dict[int, tuple[int, list[int]]] = {}  # by prompt and promotion, as one number
+        self._known: dict[int, Path] = {}  # by prompt and promotion, as one number
 
     def find(self, prompt_tokens: int, generated: int, promoted_at: int = -1) -> tuple[int, int]:
         """The queue of a job with so many generated tokens, and the generated tokens at which it
@@ -55,18 +55,17 @@ class FeedbackQueues:
 
         `promoted_at` is what it had generated when it was last promoted, -1 if it never was.
         """
+        return place_on(self.path(prompt_tokens, promoted_at), generated)
+
+    def path(self, prompt_tokens: int, promoted_at: int) -> Path:
+        """The path of a job through the queues, from where it was last promoted."""
         key = prompt_tokens * MOST_TOKENS + promoted_at + 1
-        known = self._known.get(key)
-        if known is None:
+        path = self._known.get(key)
+        if path is None:
             if len(self._known) >= JOBS_KEPT:
                 self._known.clear()
-            known = self._known[key] = self._path(prompt_tokens, promoted_at)
-        queue, leaves = known
-        for tokens in leaves:
-            if generated < tokens:
-                return queue, tokens
-            queue += 1
-        return queue, NEVER
+            path = self._known[key] = self._path(prompt_tokens, promoted_at)
+        return path
 
     def standing(self, job: Job, generated: int) -> float:
         """The standing of a job: each priority has its own queues."""
@@ -81,10 +80,7 @@ class FeedbackQueues:
         prefill_s = self._law.prefill_s(1, prompt_tokens)
         return prefill_s + (self._law.decode_s(1, prompt_tokens, decoded) if decoded else 0.0)
 
-    def _path(self, prompt_tokens: int, promoted_at: int) -> tuple[int, list[int]]:
-        """The queue that a job joins, and the generated tokens at which it leaves that and later
-        queues.
-        """
+    def _path(self, prompt_tokens: int, promoted_at: int) -> Path:
         queue, used_s = 0, 0.0
         if promoted_at >= 0:
             used_s = self.service_s(prompt_tokens, promoted_at)
@@ -120,6 +116,16 @@ class FeedbackQueues:
             else:
                 low = middle + 1
         return low
+
+
+def place_on(path: Path, generated: int) -> tuple[int, int]:
+    """The queue of a job on this path, and the generated tokens at which it leaves it."""
+    queue, leaves = path
+    for tokens in leaves:
+        if generated < tokens:
+            return queue, tokens
+        queue += 1
+    return queue, NEVER
 
 
 def queues_of(
@@ -161,8 +167,11 @@ class FeedbackRounds(PreemptiveRounds):
 
     def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
         job, queues = row.job, self._queues[worker.index]
-        queue, leaves = queues.find(job.prompt_tokens, generated, job.promoted_at)
-        row.since, row.leaves, row.promoted_at = generated, leaves, job.promoted_at
+        if row.path is None or row.promoted_at != job.promoted_at:
+            row.path = queues.path(job.prompt_tokens, job.promoted_at)
+            row.promoted_at = job.promoted_at
+        queue, row.leaves = place_on(row.path, generated)
+        row.since = generated
         return float(job.priority * len(queues.quanta_s) + queue)
 
     def next_runs(

@@ -326,9 +326,7 @@ class PreemptiveRounds(RoundPlanner):
         self, worker: Worker, placed: Placement, cached: Sequence[RankedJob], now_s: float
     ) -> Batch:
         enter = [row for row in placed.run if row.location == NOWHERE]
-        moves = placed.moves(
-            worker, [row.job for row in placed.run if row.waits_s >= self.patience_s]
-        )
+        moves = placed.moves([row.job for row in placed.run if row.waits_s >= self.patience_s])
         return Batch(
             worker.index,
             tuple([row.job for row in enter]),
@@ -365,11 +363,10 @@ class PreemptiveRounds(RoundPlanner):
         lengths = [row.needs - 1 - emits for row in run]
         length = max(lengths) if law.padded else sum(lengths) / n
         begins_s = 0.0
-        inputs = [
-            row.tokens
-            for row in run
-            if row.location == NOWHERE or row.job in worker.residents.prefilling
-        ]
+        inputs = [row.tokens for row in enter]
+        if worker.residents.prefilling:
+            prefilling = worker.residents.prefilling
+            inputs += [row.tokens for row in run if row.job in prefilling]
         if inputs:
             begins_s = law.prefill_s(
                 len(inputs), max(inputs) if law.padded else sum(inputs) / len(inputs)
