@@ -33,25 +33,24 @@ class Inbox:
     iteration have the jobs that are not deferred.
     """
 
-    __slots__ = ("_longest", "_longest_is_known", "behind", "jobs", "returned", "tokens")
+    __slots__ = ("_new", "behind", "jobs", "returned", "tokens")
 
     def __init__(self) -> None:
         self.jobs: deque[Job] = deque()
         self.tokens = 0
         self.behind = NO_JOBS
         self.returned: dict[Job, None] = {}  # jobs that have generated tokens before
-        self._longest = 0  # of the others
-        self._longest_is_known = True
+        self._new: LengthCounts | None = None  # of the others, negative; None until it is asked for
 
     @property
     def longest_new(self) -> int:
         """The longest input of the jobs that have generated nothing yet; 0 if there are none."""
-        if not self._longest_is_known:
-            self._longest = max(
-                [job.length for job in self.all_jobs() if not job.generated], default=0
-            )
-            self._longest_is_known = True
-        return self._longest
+        if self._new is None:
+            self._new = LengthCounts()
+            for job in self.all_jobs():
+                if not job.generated:
+                    self._new.add(-job.length)
+        return -self._new.least if self._new.jobs else 0
 
     @property
     def waiting(self) -> int:
@@ -132,15 +131,15 @@ class Inbox:
         self.tokens += job.length
         if job.generated:
             self.returned[job] = None
-        elif self._longest_is_known and job.length > self._longest:
-            self._longest = job.length
+        elif self._new is not None:
+            self._new.add(-job.length)
 
     def _removed(self, job: Job) -> None:
         self.tokens -= job.length
         if job.generated:
             del self.returned[job]
-        elif job.length == self._longest:
-            self._longest_is_known = False
+        elif self._new is not None:
+            self._new.remove(-job.length)
 
     def _place(self, job: Job, *, last: bool) -> None:
         """Insert among the jobs that are not deferred, as the last or the first of its urgency."""

@@ -107,12 +107,12 @@ class LengthCounts:
     they are the least, or no job is left.
     """
 
-    __slots__ = ("_counts", "_heap", "_jobs")
+    __slots__ = ("_counts", "_heap", "jobs")
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._heap: list[int] = []
-        self._jobs = 0
+        self.jobs = 0  # read only: how many jobs there are
 
     @property
     def least(self) -> int:
@@ -124,7 +124,7 @@ class LengthCounts:
 
     def add(self, length: int) -> None:
         """A job of this length came."""
-        self._jobs += 1
+        self.jobs += 1
         count = self._counts.get(length)
         if count is None:
             self._counts[length] = 1
@@ -134,8 +134,8 @@ class LengthCounts:
 
     def remove(self, length: int) -> None:
         """A job of this length left."""
-        self._jobs -= 1
-        if self._jobs:
+        self.jobs -= 1
+        if self.jobs:
             self._counts[length] -= 1
         else:
             self._counts.clear()
