@@ -33,7 +33,7 @@ def standing(job: Job, generated: int) -> float:
 def filled(rows) -> tuple[RankedInbox, list[Job]]:
     inbox, left = RankedInbox(standing), []
     jobs = [
-        Job(Request(str(k), 0.0, length, 10, queue), k, length, waiting_since_s=since_s)
+        Job(Request(str(k), 0.0, length, 10, queue), k, length, k % 2, waiting_since_s=since_s)
         for k, (queue, length, since_s, _) in enumerate(rows)
     ]
     for job in jobs:
@@ -58,8 +58,8 @@ def rank(job: Job) -> tuple[float, float, int]:
 @given(jobs_that_wait)
 def test_the_order_is_that_of_sorted_ranks(rows):
     inbox, left = filled(rows)
-    found = [job for _, job in inbox.starving(NOW_S, PATIENCE_S)] + [
-        job for _, job in inbox.others(NOW_S, PATIENCE_S)
+    found = [job for *_, job in inbox.starving(NOW_S, PATIENCE_S)] + [
+        job for *_, job in inbox.others(NOW_S, PATIENCE_S)
     ]
     assert found == sorted(left, key=rank)
     assert not left or inbox.shortest == min(job.length for job in left)
@@ -70,10 +70,10 @@ def check_counts(inbox, left, now_s, queue, ticket):
     starving, standings, counts = inbox.standings(now_s, PATIENCE_S)
     others = [job for job in left if not starves[job]]
     assert starving == sum(starves.values())
-    assert standings == sorted({standing(job, 0) for job in left})
+    assert standings == sorted({standing(job, 0) for job in others})
     assert counts == [sum(standing(job, 0) == value for job in others) for value in standings]
-    before = [job for job in others if standing(job, 0) == queue and job.ticket < ticket]
-    assert inbox.equals_before(float(queue), ticket) == len(before)
+    before = [job for job in others if (standing(job, 0), job.ticket) < (queue, ticket)]
+    assert inbox.others_before(float(queue), ticket) == len(before)
 
 
 @given(jobs_that_wait, st.integers(0, 3), st.integers(0, 20))
@@ -97,7 +97,10 @@ def test_counts_stay_right_while_jobs_come_and_go_and_time_goes_on(rows, more, t
             left.append(coming.pop())
             inbox.append(left[-1])
         if left:
-            inbox.remove(left.pop(0))
+            job = left.pop(0)
+            inbox.remove(job)
+            assert job not in inbox
+            assert all(other in inbox for other in left)
 
 
 @given(jobs_that_wait)
@@ -127,13 +130,46 @@ def test_no_job_enters_before_a_starving_job_without_room():
 
 
 class Unsearched(deque):
-    """A queue that must not be walked for one of its jobs."""
+    """A queue that must not be walked for one of its jobs; it counts the jobs that are looked
+    at.
+    """
+
+    looked_at = 0
+
+    def __getitem__(self, place):
+        self.looked_at += 1
+        return super().__getitem__(place)
 
     def remove(self, job):
         raise AssertionError("the queue was searched")
 
     def __contains__(self, job):
         raise AssertionError("the queue was searched")
+
+
+@pytest.mark.parametrize(("place", "most"), [(0, 4), (3, 12), (2000, 36), (3996, 12), (3999, 4)])
+def test_a_job_leaves_a_long_backlog_after_few_looks(place, most):
+    inbox = RankedInbox(standing)
+    jobs = [Job(Request(str(k), 0.0, 5, 10), k, 5) for k in range(4000)]
+    for job in jobs:
+        inbox.append(job)
+    inbox.jobs = Unsearched(inbox.jobs)
+    assert jobs[place] in inbox
+    inbox.jobs.looked_at = 0
+    inbox.remove(jobs[place])
+    assert 0 < inbox.jobs.looked_at <= most
+    assert jobs[place] not in inbox
+
+
+@given(jobs_that_wait)
+def test_it_knows_the_longest_job_that_has_generated_nothing(rows):
+    inbox, left = filled(rows)
+    for k, job in enumerate(left):
+        assert inbox.longest_new == max(
+            [job.length for job in left[k:] if not job.generated], default=0
+        )
+        inbox.remove(job)
+    assert inbox.longest_new == 0
 
 
 def test_a_job_leaves_a_long_backlog_without_a_search():

@@ -44,6 +44,7 @@ MODULES = (
     "toolkit.sched.queues",
     "toolkit.sched.residents",
     "toolkit.sched.scheduler",
+    "toolkit.sched.sorted_blocks",
     "toolkit.sched.types",
     "toolkit.sched.view",
     "toolkit.sim.blocks",

@@ -1,16 +1,19 @@
 """The jobs that wait at one worker, in the order in which they are served.
 
 `Inbox` orders jobs by urgency (a smaller `Request.priority` first), evicted jobs before others of
-the same urgency, and then by arrival. `RankedInbox` also keeps them sorted by a policy's standing.
+the same urgency, and then by arrival. `RankedInbox` also keeps them in the order of a policy.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
+
+from toolkit.sched.sorted_blocks import LengthCounts, SortedBlocks
 
 if TYPE_CHECKING:
     from toolkit.sched.types import Job
@@ -30,25 +33,24 @@ class Inbox:
     iteration have the jobs that are not deferred.
     """
 
-    __slots__ = ("_longest", "_longest_is_known", "behind", "jobs", "returned", "tokens")
+    __slots__ = ("_new", "behind", "jobs", "returned", "tokens")
 
     def __init__(self) -> None:
         self.jobs: deque[Job] = deque()
         self.tokens = 0
         self.behind = NO_JOBS
         self.returned: dict[Job, None] = {}  # jobs that have generated tokens before
-        self._longest = 0  # of the others
-        self._longest_is_known = True
+        self._new: LengthCounts | None = None  # of the others, negative; None until it is asked for
 
     @property
     def longest_new(self) -> int:
         """The longest input of the jobs that have generated nothing yet; 0 if there are none."""
-        if not self._longest_is_known:
-            self._longest = max(
-                [job.length for job in self.all_jobs() if not job.generated], default=0
-            )
-            self._longest_is_known = True
-        return self._longest
+        if self._new is None:
+            self._new = LengthCounts()
+            for job in self.all_jobs():
+                if not job.generated:
+                    self._new.add(-job.length)
+        return -self._new.least if self._new.jobs else 0
 
     @property
     def waiting(self) -> int:
@@ -129,15 +131,15 @@ class Inbox:
         self.tokens += job.length
         if job.generated:
             self.returned[job] = None
-        elif self._longest_is_known and job.length > self._longest:
-            self._longest = job.length
+        elif self._new is not None:
+            self._new.add(-job.length)
 
     def _removed(self, job: Job) -> None:
         self.tokens -= job.length
         if job.generated:
             del self.returned[job]
-        elif job.length == self._longest:
-            self._longest_is_known = False
+        elif self._new is not None:
+            self._new.remove(-job.length)
 
     def _place(self, job: Job, *, last: bool) -> None:
         """Insert among the jobs that are not deferred, as the last or the first of its urgency."""
@@ -168,17 +170,21 @@ def _turn(job: Job) -> tuple[int, int]:
     return job.priority, job.ticket
 
 
-# The ranked inbox keeps its order as jobs come and go, so that no scheduling point sorts a backlog.
+# The ranked inbox keeps its order as jobs come and go, so that no scheduling point sorts or walks a
+# backlog.
 #
-# While a job waits, only its waiting time changes; its standing does not. So three sorted lists (by
-# standing, by age, by length) answer every question of a scheduling point, at O(log n) comparisons
-# per job that comes or goes.
+# While a job waits, only its waiting time changes; its standing does not. Those that starve are
+# served by age, the others by standing, and each job passes from the others to the starving once.
+
+Aged = tuple[float, int, float, "Job"]  # waiting since, ticket, standing
+Ranked = tuple[float, int, "Job"]  # standing, ticket
 
 
 class RankedInbox(Inbox):
-    """An `Inbox` that also keeps its jobs sorted by standing, by waiting time and by length.
+    """An `Inbox` that also keeps its jobs in the order in which a policy serves them.
 
-    `jobs` are in order of arrival; priorities are a part of the standing.
+    `jobs` are in order of arrival; priorities are a part of the standing. `_starved` has the jobs
+    that starved at the last query, by age; `_by_age` and `_by_standing` have the others.
 
     Args:
         standing: maps a job and its generated tokens to its standing, which must not change while
@@ -187,41 +193,40 @@ class RankedInbox(Inbox):
 
     __slots__ = (
         "_by_age",
-        "_by_length",
         "_by_standing",
         "_counts",
-        "_firsts",
         "_left",
+        "_lengths",
+        "_now_s",
+        "_patience_s",
         "_starved",
-        "_starved_counts",
         "standing",
     )
 
     def __init__(self, standing: Callable[[Job, int], float]) -> None:
         super().__init__()
         self.standing = standing
-        self._by_standing: list[tuple[float, int, Job]] = []
-        self._by_age: list[tuple[float, int, float, Job]] = []  # waiting since, ticket, standing
-        self._by_length: list[int] = []
-        # (standing, ticket) of the first jobs of `_by_age`, which starve.
-        self._starved: list[tuple[float, int]] = []
-        # How many entries of `_by_standing` and of `_starved` have each standing.
-        self._counts: dict[float, int] = {}
-        self._starved_counts: dict[float, int] = {}
-        # The indices of the first of them, as of the last call of `standings`.
-        self._firsts: dict[float, tuple[int, int]] = {}
-        self._left = 0  # jobs that came in at the left; the others are in order of their tickets
+        self._starved: SortedBlocks[Aged] = SortedBlocks()
+        self._by_age: SortedBlocks[Aged] = SortedBlocks()
+        self._by_standing: SortedBlocks[Ranked] = SortedBlocks()
+        self._counts: dict[float, int] = {}  # how many of `_by_standing` have each standing
+        self._now_s, self._patience_s = -math.inf, math.inf  # of the last query
+        self._lengths = LengthCounts()
+        self._left = 0  # jobs that came in at the left; the others are in order of tickets, mostly
 
     @property
     def shortest(self) -> int:
         """The length in tokens of the shortest job; the inbox must not be empty."""
-        return self._by_length[0]
+        return self._lengths.least
 
     def emptied(self) -> RankedInbox:
         return RankedInbox(self.standing)
 
+    def __contains__(self, job: object) -> bool:
+        return self._place_of(cast("Job", job)) >= 0
+
     def append(self, job: Job) -> None:
-        self._place(job, last=True)
+        self.jobs.append(job)
         self._added(job)
 
     def _place(self, job: Job, *, last: bool) -> None:
@@ -238,138 +243,118 @@ class RankedInbox(Inbox):
         return job
 
     def remove(self, job: Job) -> None:
-        """Take a job; `ValueError` if it does not wait here. Its place follows from its ticket,
-        since a search would look at half of the backlog.
-        """
-        jobs, left = self.jobs, self._left
-        place = bisect_left(jobs, job.ticket, left, key=_ticket)
-        if place == len(jobs) or jobs[place] is not job:
-            place = next((k for k, other in enumerate(jobs) if other is job), -1)
+        """Take a job; `ValueError` if it does not wait here."""
+        place = self._place_of(job)
         if place < 0:
             raise ValueError(f"request {job.request_id!r} does not wait here")
-        if place < left:
+        if place < self._left:
             self._left -= 1
-        del jobs[place]
+        del self.jobs[place]
         self._removed(job)
 
-    def starving(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
-        """Jobs that have waited for at least `patience_s`, each with its waiting time, the longest
-        first.
-        """
-        for since_s, _, _, job in self._by_age:
-            if now_s - since_s < patience_s:
-                return
-            yield now_s - since_s, job
+    def _place_of(self, job: Job) -> int:
+        """The place of a job in `jobs`, -1 if it does not wait here.
 
-    def others(self, now_s: float, patience_s: float) -> Iterator[tuple[float, Job]]:
-        """Jobs that have waited for less, each with its standing, the least first."""
-        left = len(self._by_age) - self._starving(now_s, patience_s)
-        for standing, _, job in self._by_standing:
-            if not left:
-                return
-            if now_s - job.waiting_since_s < patience_s:
-                left -= 1
-                yield standing, job
+        It follows from the ticket, unless the job came in at the left, or came back from being
+        stranded. The search goes in from both ends: most jobs leave near one.
+        """
+        jobs, left, ticket = self.jobs, self._left, job.ticket
+        low, high, reach = left, len(jobs), 1
+        while high - low > reach:
+            if jobs[low + reach].ticket > ticket:
+                high = low + reach
+            elif jobs[high - reach].ticket <= ticket:
+                low = high - reach
+            else:
+                low, high, reach = low + reach, high - reach, 2 * reach
+        place = bisect_left(jobs, ticket, low, high, key=_ticket)
+        if place < len(jobs) and jobs[place] is job:
+            return place
+        return next((k for k, other in enumerate(jobs) if other is job), -1)
+
+    def starving(self, now_s: float, patience_s: float) -> Iterator[Aged]:
+        """Jobs that have waited for at least `patience_s`, the longest first."""
+        self._ask(now_s, patience_s)
+        return iter(self._starved)
+
+    def others(self, now_s: float, patience_s: float) -> Iterator[Ranked]:
+        """Jobs that have waited for less, the least standing first."""
+        self._ask(now_s, patience_s)
+        return iter(self._by_standing)
 
     def next_wait_s(self, now_s: float, patience_s: float, besides: Collection[Job]) -> float:
         """The waiting time of the job not in `besides` that will starve next; -1 if there is
         none.
         """
-        by_age = self._by_age
-        for k in range(self._starving(now_s, patience_s), len(by_age)):
-            if by_age[k][3] not in besides:
-                return now_s - by_age[k][0]
+        self._ask(now_s, patience_s)
+        if self._by_age.size:
+            for since_s, _, _, job in self._by_age:
+                if job not in besides:
+                    return now_s - since_s
         return -1.0
 
     def starving_before(self, now_s: float, waited_s: float, ticket: int) -> int:
         """How many jobs have waited longer than `waited_s`, or as long with an earlier ticket."""
-        return bisect_left(self._by_age, (now_s - waited_s, ticket))
+        key = now_s - waited_s, ticket
+        return self._starved.before(key) + self._by_age.before(key)
 
     def standings(self, now_s: float, patience_s: float) -> tuple[int, list[float], list[int]]:
-        """The number of starving jobs, the distinct standings in ascending order, and counts per
-        standing.
-
-        A count has the jobs of that standing that do not starve.
+        """The number of starving jobs, the distinct standings of the others in ascending order, and
+        how many have each.
         """
-        starving = self._count_starved(now_s, patience_s)
+        self._ask(now_s, patience_s)
         values = sorted(self._counts)
-        counts: list[int] = []
-        self._firsts = {}
-        start = starved_start = 0
-        for value in values:
-            self._firsts[value] = start, starved_start
-            count, starved = self._counts[value], self._starved_counts.get(value, 0)
-            counts.append(count - starved)
-            start += count
-            starved_start += starved
-        return starving, values, counts
+        return self._starved.size, values, [self._counts[value] for value in values]
 
-    def equals_before(self, standing: float, ticket: int) -> int:
-        """How many jobs of this standing have an earlier ticket and do not starve, as of the last
-        call of `standings`.
+    def others_before(self, standing: float, ticket: int) -> int:
+        """How many jobs that did not starve at the last query are served before one of this
+        standing and ticket.
         """
-        here, firsts = (standing, ticket), self._firsts.get(standing)
-        if firsts is None:
-            return 0
-        first, starved_first = firsts
-        starved = bisect_left(self._starved, here) if self._starved else 0
-        return bisect_left(self._by_standing, here) - first - (starved - starved_first)
+        return self._by_standing.before((standing, ticket))
 
-    def _count_starved(self, now_s: float, patience_s: float) -> int:
-        """The number of starving jobs. Brings `_starved` up to date: the starving are the first of
-        `_by_age`.
-        """
-        by_age, starved = self._by_age, self._starved
-        count = self._starving(now_s, patience_s)
-        if count != len(starved):
-            for _, ticket, standing, _ in by_age[len(starved) : count]:
-                self._starve(standing, ticket)
-            for _, ticket, standing, _ in by_age[count : len(starved)]:
-                self._unstarve(standing, ticket)
-        return count
+    def _ask(self, now_s: float, patience_s: float) -> None:
+        """Bring `_starved` up to the time of a query."""
+        starved, others = self._starved, self._by_age
+        self._now_s, self._patience_s = now_s, patience_s
+        while others.size and now_s - others.first[0] >= patience_s:
+            aged = others.remove(others.first)
+            self._pass_over(aged[2], aged[1])
+            starved.add(aged)
+        while starved.size and now_s - starved.last[0] < patience_s:  # an earlier time
+            aged = starved.remove(starved.last)
+            others.add(aged)
+            self._line_up(aged[2], aged[3])
 
-    def _starve(self, standing: float, ticket: int) -> None:
-        insort(self._starved, (standing, ticket))
-        self._starved_counts[standing] = self._starved_counts.get(standing, 0) + 1
-
-    def _unstarve(self, standing: float, ticket: int) -> None:
-        del self._starved[bisect_left(self._starved, (standing, ticket))]
-        self._starved_counts[standing] -= 1
-
-    def _starving(self, now_s: float, patience_s: float) -> int:
-        by_age = self._by_age
-        low, high = 0, len(by_age)
-        while low < high:
-            middle = (low + high) // 2
-            if now_s - by_age[middle][0] >= patience_s:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def _added(self, job: Job) -> None:
-        super()._added(job)
-        standing = self.standing(job, job.generated)
-        insort(self._by_standing, (standing, job.ticket, job))
+    def _line_up(self, standing: float, job: Job) -> None:
+        """Add a job to `_by_standing`."""
+        self._by_standing.add((standing, job.ticket, job))
         self._counts[standing] = self._counts.get(standing, 0) + 1
-        entry = (job.waiting_since_s, job.ticket, standing, job)
-        at = bisect_left(self._by_age, entry)
-        if at < len(self._starved):
-            self._starve(standing, job.ticket)
-        self._by_age.insert(at, entry)
-        insort(self._by_length, job.length)
 
-    def _removed(self, job: Job) -> None:
-        super()._removed(job)
-        standing, ticket = self.standing(job, job.generated), job.ticket
-        del self._by_standing[bisect_left(self._by_standing, (standing, ticket))]
+    def _pass_over(self, standing: float, ticket: int) -> None:
+        """Take a job from `_by_standing`."""
+        self._by_standing.remove((standing, ticket))
         count = self._counts[standing]
         if count > 1:
             self._counts[standing] = count - 1
         else:
             del self._counts[standing]
-        at = bisect_left(self._by_age, (job.waiting_since_s, ticket))
-        if at < len(self._starved):
-            self._unstarve(standing, ticket)
-        del self._by_age[at]
-        del self._by_length[bisect_left(self._by_length, job.length)]
+
+    def _added(self, job: Job) -> None:
+        super()._added(job)
+        self._lengths.add(job.length)
+        standing = self.standing(job, job.generated)
+        aged = (job.waiting_since_s, job.ticket, standing, job)
+        if self._now_s - job.waiting_since_s >= self._patience_s:
+            self._starved.add(aged)
+        else:
+            self._by_age.add(aged)
+            self._line_up(standing, job)
+
+    def _removed(self, job: Job) -> None:
+        super()._removed(job)
+        self._lengths.remove(job.length)
+        key = job.waiting_since_s, job.ticket
+        if self._now_s - job.waiting_since_s >= self._patience_s:
+            self._starved.remove(key)
+        else:
+            self._pass_over(self._by_age.remove(key)[2], job.ticket)

@@ -6,19 +6,21 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final
 
 from toolkit.sched.inbox import RankedInbox
-from toolkit.sched.policies.placement import STARVES, Rank, RankedJob
+from toolkit.sched.policies.placement import STARVES, Path, Rank, RankedJob
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Worker
 
-NEVER = 1 << 40  # returned if a job never leaves its queue, in tokens
-LONGEST_QUANTUM_TOKENS = 1 << 24  # tokens; a quantum that lasts longer counts as never used up
-JOBS_KEPT = 1 << 16  # entries of a cache of jobs
+NEVER: Final = 1 << 40  # returned if a job never leaves its queue, in tokens
+LONGEST_QUANTUM_TOKENS: Final = 1 << 24  # a quantum that lasts longer counts as never used up
+MOST_TOKENS: Final = 1 << 32  # more than a job generates
+JOBS_KEPT: Final = 1 << 16  # entries of a cache of jobs
 LAWS_KEPT = 8  # entries of the caches of laws
 
 
@@ -45,7 +47,7 @@ class FeedbackQueues:
     ) -> None:
         self.quanta_s = [first_s * growth**k for k in range(count)]
         self._law, self._skip_join, self._emits = law, skip_join, int(law.prefill_emits_token)
-        self._known: dict[tuple[int, int], tuple[int, list[int]]] = {}
+        self._known: dict[int, Path] = {}  # by prompt and promotion, as one number
 
     def find(self, prompt_tokens: int, generated: int, promoted_at: int = -1) -> tuple[int, int]:
         """The queue of a job with so many generated tokens, and the generated tokens at which it
@@ -53,15 +55,17 @@ class FeedbackQueues:
 
         `promoted_at` is what it had generated when it was last promoted, -1 if it never was.
         """
-        key = (prompt_tokens, promoted_at)
-        known = self._known.get(key)
-        if known is None:
+        return place_on(self.path(prompt_tokens, promoted_at), generated)
+
+    def path(self, prompt_tokens: int, promoted_at: int) -> Path:
+        """The path of a job through the queues, from where it was last promoted."""
+        key = prompt_tokens * MOST_TOKENS + promoted_at + 1
+        path = self._known.get(key)
+        if path is None:
             if len(self._known) >= JOBS_KEPT:
                 self._known.clear()
-            known = self._known[key] = self._path(prompt_tokens, promoted_at)
-        first, leaves = known
-        passed = bisect_right(leaves, generated)
-        return first + passed, leaves[passed] if passed < len(leaves) else NEVER
+            path = self._known[key] = self._path(prompt_tokens, promoted_at)
+        return path
 
     def standing(self, job: Job, generated: int) -> float:
         """The standing of a job: each priority has its own queues."""
@@ -76,10 +80,7 @@ class FeedbackQueues:
         prefill_s = self._law.prefill_s(1, prompt_tokens)
         return prefill_s + (self._law.decode_s(1, prompt_tokens, decoded) if decoded else 0.0)
 
-    def _path(self, prompt_tokens: int, promoted_at: int) -> tuple[int, list[int]]:
-        """The queue that a job joins, and the generated tokens at which it leaves that and later
-        queues.
-        """
+    def _path(self, prompt_tokens: int, promoted_at: int) -> Path:
         queue, used_s = 0, 0.0
         if promoted_at >= 0:
             used_s = self.service_s(prompt_tokens, promoted_at)
@@ -115,6 +116,16 @@ class FeedbackQueues:
             else:
                 low = middle + 1
         return low
+
+
+def place_on(path: Path, generated: int) -> tuple[int, int]:
+    """The queue of a job on this path, and the generated tokens at which it leaves it."""
+    queue, leaves = path
+    for tokens in leaves:
+        if generated < tokens:
+            return queue, tokens
+        queue += 1
+    return queue, NEVER
 
 
 def queues_of(
@@ -156,8 +167,11 @@ class FeedbackRounds(PreemptiveRounds):
 
     def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
         job, queues = row.job, self._queues[worker.index]
-        queue, leaves = queues.find(job.prompt_tokens, generated, job.promoted_at)
-        row.since, row.leaves, row.promoted_at = generated, leaves, job.promoted_at
+        if row.path is None or row.promoted_at != job.promoted_at:
+            row.path = queues.path(job.prompt_tokens, job.promoted_at)
+            row.promoted_at = job.promoted_at
+        queue, row.leaves = place_on(row.path, generated)
+        row.since = generated
         return float(job.priority * len(queues.quanta_s) + queue)
 
     def next_runs(
@@ -175,8 +189,10 @@ class FeedbackRounds(PreemptiveRounds):
         )
         assert isinstance(inbox, RankedInbox)
         starving, standings, counts = inbox.standings(now_s, starvation_s)
-        ahead_s = [0.0]  # by index in `standings`: the quanta of all jobs of lesser standing
+        # By index in `standings`: how many jobs have a lesser standing, and their quanta.
+        ahead, ahead_s = [0], [0.0]
         for standing, count in zip(standings, counts, strict=True):
+            ahead.append(ahead[-1] + count)
             ahead_s.append(ahead_s[-1] + count * self._quantum_s(quanta_s, standing))
         found: dict[Job, tuple[float, Rank]] = {}
         wanted = {row.job for row in rows}
@@ -191,7 +207,8 @@ class FeedbackRounds(PreemptiveRounds):
                     place = bisect_left(standings, standing)
                     others_s = ahead_s[place]
                     if place < len(standings) and standings[place] == standing:
-                        others_s += inbox.equals_before(standing, ticket) * own_s
+                        equals = inbox.others_before(standing, ticket) - ahead[place]
+                        others_s += equals * own_s
                     waiting_s = starving * quanta_s[0] + others_s
                 promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
                 found[row.job] = min(before_s + waiting_s, promotion_s), row.rank
@@ -204,14 +221,14 @@ class FeedbackRounds(PreemptiveRounds):
 
     def horizon(self, worker: Worker, running: Sequence[RankedJob], steps: int) -> int:
         """Steps until the first of `running` has used up its quantum."""
-        find = self._queues[worker.index].find
+        queues = self._queues[worker.index]
         for row in running:
             generated = row.generated + row.needs - 1 - row.tokens
             promoted_at = row.generated if row.waits_s >= self.patience_s else row.job.promoted_at
             if row.keeps(generated, promoted_at):
                 leaves = row.leaves
             else:
-                leaves = find(row.job.prompt_tokens, generated, promoted_at)[1]
+                leaves = queues.find(row.job.prompt_tokens, generated, promoted_at)[1]
             if leaves - generated < steps:
                 steps = leaves - generated
         return steps

@@ -7,13 +7,13 @@ proactive, as `toolkit.sched.policies.preemptive` describes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from toolkit.sched.footprint import Footprint, footprint_of
-from toolkit.sched.inbox import RankedInbox
+from toolkit.sched.inbox import Aged, Ranked, RankedInbox
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Moves, Worker
 
@@ -21,6 +21,10 @@ from toolkit.sched.types import Job, Moves, Worker
 Rank = tuple[float, float, int]
 STARVES: Final = float("-inf")  # the standing of a starving job
 RUNS: Final = -1.0  # `RankedJob.waits_s` of a running job
+
+
+# The queue that a job joins, and the generated tokens at which it leaves that and later queues.
+Path = tuple[int, list[int]]
 
 
 # Where a job's cache is.
@@ -42,6 +46,7 @@ class RankedJob:
             age is the negative waiting time, else it is 0.
         own: its standing if it does not starve, which holds while it was promoted at `promoted_at`
             and has generated at least `since` tokens and less than `leaves`.
+        path: of feedback queues: how the job goes through them since it was promoted.
         runs: whether it is one of those that `mark_running` was told last.
     """
 
@@ -53,6 +58,7 @@ class RankedJob:
         "location",
         "needs",
         "own",
+        "path",
         "promoted_at",
         "runs",
         "since",
@@ -85,6 +91,7 @@ class RankedJob:
         self.own = standing
         self.since = self.leaves = 0  # it holds nowhere
         self.promoted_at = -1
+        self.path: Path | None = None
         self.runs = False
 
     def keeps(self, generated: int, promoted_at: int) -> bool:
@@ -127,8 +134,9 @@ class Newcomers:
         assert isinstance(worker.inbox, RankedInbox)
         self._inbox, self._now_s = worker.inbox, now_s
         self._grows = 1 + worker.emits
-        self._starving = worker.inbox.starving(now_s, patience_s)
-        self._others = worker.inbox.others(now_s, patience_s)
+        self._patience_s = patience_s
+        self._starving: Iterator[Aged] | None = None  # made when they are first asked for
+        self._others: Iterator[Ranked] | None = None
         self._open = True
 
     def next(self, free: float, cache_room: float) -> RankedJob | None:
@@ -140,18 +148,23 @@ class Newcomers:
         """
         if not self.possible(cache_room) or self._inbox.shortest + self._grows > free:
             return None
-        grows = self._grows
-        for waits_s, job in self._starving:
+        inbox, now_s, grows = self._inbox, self._now_s, self._grows
+        if self._starving is None:
+            self._starving = inbox.starving(now_s, self._patience_s)
+        for since_s, _, _, job in self._starving:
             needs = job.length + grows
             if needs > cache_room:
                 self._open = False
                 return None
             if needs <= free:
+                waits_s = now_s - since_s
                 return self._row(job, waits_s, STARVES, -waits_s)
+        if self._others is None:
+            self._others = inbox.others(now_s, self._patience_s)
         room = min(free, cache_room)
-        for standing, job in self._others:
+        for standing, _, job in self._others:
             if job.length + grows <= room:
-                return self._row(job, self._now_s - job.waiting_since_s, standing, 0.0)
+                return self._row(job, now_s - job.waiting_since_s, standing, 0.0)
         return None
 
     def possible(self, cache_room: float) -> bool:
@@ -193,13 +206,6 @@ class Chosen:
         self.closed = closed
 
 
-def _add(found: Footprint, worker: Worker, row: RankedJob) -> None:
-    if row.location == NOWHERE or row.job in worker.residents.prefilling:
-        found.enter(row.job)
-    else:
-        found.join(row.tokens)
-
-
 class Placement:
     """What a round does with every cache.
 
@@ -236,12 +242,11 @@ class Placement:
         self.closed = False
         self.awaited = False
 
-    def moves(self, worker: Worker, promote: Sequence[Job]) -> Moves | None:
+    def moves(self, promote: Sequence[Job]) -> Moves | None:
         """The placement as `Moves`, after `mark_running`; None if nothing changes."""
-        residents = worker.residents.jobs
-        pause = tuple([row.job for row in self.kept if not row.runs and row.job in residents])
+        pause = tuple([row.job for row in self.kept if not row.runs and row.waits_s == RUNS])
         resume = tuple(
-            [row.job for row in self.run if row.location != NOWHERE and row.job not in residents]
+            [row.job for row in self.run if row.location != NOWHERE and row.waits_s != RUNS]
         )
         swap_out = tuple([row.job for row in self.swap_out])
         swap_in = tuple([row.job for row in self.swap_in])
@@ -359,6 +364,7 @@ def beside_transfers(
     placed = _keep(worker, others, chosen, spare, share, fetch=True)
     footprint = footprint_of(worker).emptied()  # its capacity excludes the caches beside the rows
     placed.overlap, placed.run, placed.footprint = True, [], footprint
+    prefilling = worker.residents.prefilling
     footprint.capacity -= (
         worker.residents.used + worker.held.tokens - sum([row.tokens for row in placed.evict])
     )
@@ -374,7 +380,10 @@ def beside_transfers(
         elif row.location == ON_DEVICE:
             placed.run.append(row)
             footprint.capacity += row.needs - 1
-            _add(footprint, worker, row)
+            if prefilling and row.job in prefilling:
+                footprint.enter(row.job)
+            else:
+                footprint.join(row.tokens)
         elif row.location == NOWHERE and footprint.fits(row.tokens, footprint.capacity):
             placed.run.append(row)
             footprint.enter(row.job)

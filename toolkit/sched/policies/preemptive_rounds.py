@@ -195,33 +195,40 @@ class PreemptiveRounds(RoundPlanner):
 
         Rows are kept from one decision to the next: most keep their places.
         """
-        residents, held, swapped = worker.residents, worker.held, worker.swapped
-        here, paused, away = residents.jobs, held.jobs, swapped.jobs
-        known = self._rows_of[worker.index]
+        here, paused, away = worker.residents.jobs, worker.held.jobs, worker.swapped.jobs
+        known, ranked = self._rows_of[worker.index], self._ranked[worker.index]
         rows: list[RankedJob] = []
-        for row in self._ranked[worker.index]:
-            job = row.job
-            if job in here or job in paused or job in away:
-                rows.append(row)
-            else:
-                del known[job]
         self._ranked[worker.index] = rows
-        if len(rows) < len(here) + len(paused) + len(away):
-            for jobs in (here, paused, away):
-                for job in jobs:
-                    if job not in known:
-                        self._row_of(worker, job)
-        for row in rows:
+        for row in ranked:
             job = row.job
             if job in here:
                 self._refresh_resident(worker, row)
+            elif job in paused or job in away:
+                self._refresh_parked(worker, row, ON_DEVICE if job in paused else IN_HOST, now_s)
             else:
-                row.location = ON_DEVICE if job in paused else IN_HOST
-                self._refresh_parked(worker, row, now_s)
-        for k in range(1, len(rows)):
-            if rows[k].goes_before(rows[k - 1]):
+                del known[job]
+                continue
+            rows.append(row)
+        if len(rows) < len(here) + len(paused) + len(away):
+            self._add_rows(worker, now_s)
+        before: RankedJob | None = None
+        for k, row in enumerate(rows):
+            if before is not None and row.goes_before(before):
                 _move_up(rows, k)
+            else:
+                before = row
         return rows
+
+    def _add_rows(self, worker: Worker, now_s: float) -> None:
+        """Make the rows of jobs that have a cache and no row yet."""
+        known = self._rows_of[worker.index]
+        for job in worker.residents.jobs:
+            if job not in known:
+                self._refresh_resident(worker, self._row_of(worker, job))
+        for location, parked in ((ON_DEVICE, worker.held), (IN_HOST, worker.swapped)):
+            for job in parked.jobs:
+                if job not in known:
+                    self._refresh_parked(worker, self._row_of(worker, job), location, now_s)
 
     def _row_of(self, worker: Worker, job: Job) -> RankedJob:
         """The job's row, made if it has none."""
@@ -243,8 +250,9 @@ class PreemptiveRounds(RoundPlanner):
         row.waits_s, row.age_s = RUNS, 0.0
         row.standing = self._own(worker, row, row.generated)
 
-    def _refresh_parked(self, worker: Worker, row: RankedJob, now_s: float) -> None:
+    def _refresh_parked(self, worker: Worker, row: RankedJob, location: int, now_s: float) -> None:
         job = row.job
+        row.location = location
         waits_s = now_s - job.waiting_since_s
         row.ticket = job.ticket
         row.tokens, row.generated, row.needs = job.length, job.generated, job.length + 1
@@ -318,9 +326,7 @@ class PreemptiveRounds(RoundPlanner):
         self, worker: Worker, placed: Placement, cached: Sequence[RankedJob], now_s: float
     ) -> Batch:
         enter = [row for row in placed.run if row.location == NOWHERE]
-        moves = placed.moves(
-            worker, [row.job for row in placed.run if row.waits_s >= self.patience_s]
-        )
+        moves = placed.moves([row.job for row in placed.run if row.waits_s >= self.patience_s])
         return Batch(
             worker.index,
             tuple([row.job for row in enter]),
@@ -357,11 +363,10 @@ class PreemptiveRounds(RoundPlanner):
         lengths = [row.needs - 1 - emits for row in run]
         length = max(lengths) if law.padded else sum(lengths) / n
         begins_s = 0.0
-        inputs = [
-            row.tokens
-            for row in run
-            if row.location == NOWHERE or row.job in worker.residents.prefilling
-        ]
+        inputs = [row.tokens for row in enter]
+        if worker.residents.prefilling:
+            prefilling = worker.residents.prefilling
+            inputs += [row.tokens for row in run if row.job in prefilling]
         if inputs:
             begins_s = law.prefill_s(
                 len(inputs), max(inputs) if law.padded else sum(inputs) / len(inputs)
