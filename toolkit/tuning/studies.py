@@ -71,7 +71,7 @@ class Studies:
         Raises `InputError` where the database is gone.
         """
         numbers, distributions = _numbers(evaluation.outcome)
-        attributes = {
+        attributes: dict[str, object] = {
             KEY: key,
             OUTCOME: evaluation.outcome.model_dump(mode="json"),
             RATIOS: evaluation.ratios,
