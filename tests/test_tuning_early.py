@@ -14,6 +14,9 @@ from optuna.samplers._tpe.sampler import default_gamma
 
 from toolkit.files.tuning import Tuning
 from toolkit.metrics import Served
+from toolkit.routing.admission import LatencyLimits
+from toolkit.routing.routers import make_router
+from toolkit.sim.replicas import Routing
 from toolkit.traces.types import Trace
 from toolkit.tuning.evaluate import (
     ATTAINMENT,
@@ -102,11 +105,21 @@ def test_each_limit_is_judged_as_if_the_other_windows_were_perfect(
     assert task.hopeless([window(100, late, **first)]) is hopeless
 
 
+@pytest.mark.parametrize(("refused", "hopeless"), [(20.0, False), (20.1, True)])
+def test_refusals_count_where_the_front_refuses(refused: float, hopeless: bool) -> None:
+    limits, where = replace(LIMITS, max_refused_percent=10.0), setup(sla={})
+    front = Routing.of_front(make_router("round-robin", {}), LatencyLimits.of(SLA))
+    refuses = replace(where, world=replace(where.world, routing=front))
+    results = [window(100, 0, refused=refused)]
+    assert Task(refuses, "slice", stop_limits=limits).hopeless(results) is hopeless
+    assert not Task(where, "slice", stop_limits=limits).hopeless(results)
+
+
 def test_whatever_the_other_windows_give_a_hopeless_task_breaks_a_limit() -> None:
     rng = np.random.default_rng(0)
     limits = replace(LIMITS, max_evicted_percent=20.0, min_attainment_percent=90.0)
     found = 0
-    for _ in range(300):
+    for _ in range(100):
         sizes = rng.integers(5, 60, 4).tolist()
         task = Task(setup(sizes), "slice", stop_limits=limits)
         late = [int(n * share) for n, share in zip(sizes, rng.random(4) ** 3, strict=True)]
@@ -119,7 +132,7 @@ def test_whatever_the_other_windows_give_a_hopeless_task_breaks_a_limit() -> Non
                 found += 1
                 assert not task.sum_up(results).feasible(limits)
                 assert not task.sum_up(results[:count]).feasible(limits)
-    assert 50 < found < 700
+    assert 20 < found < 250
 
 
 def test_without_limits_and_on_the_last_window_nothing_ends_early() -> None:
@@ -189,6 +202,7 @@ def early() -> Tuning:
     return run(InProcessRunner())
 
 
+@pytest.mark.slow
 def test_everything_but_the_ended_trials_is_as_without_early_ends(early: Tuning) -> None:
     whole = run(Whole())
     ended = {trial.number for trial in early.trials if trial.stopped_after}
@@ -225,6 +239,7 @@ class Interrupted(InProcessRunner):
             yield index, evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [25, 35])  # in the search, and after it
 @pytest.mark.parametrize("kind", ["journal", "database"])
 def test_a_resumed_search_ends_the_same_trials(
@@ -270,6 +285,7 @@ class Kept:
         raise AssertionError
 
 
+@pytest.mark.slow
 def test_a_database_has_it_as_a_pruned_trial(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
     task = Task(setup((60, 60), {"ttft_p90_s": 1e-6}), "slice", stop_limits=LIMITS)

@@ -28,7 +28,7 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe, RouterSpec
-from toolkit.files.tuning import REFUSED, Outcome, ParameterValue, searched_key
+from toolkit.files.tuning import EVICTED, OOM, REFUSED, Outcome, ParameterValue, searched_key
 from toolkit.metrics import Served, meets_sla, sla_ratios
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import make_router, router_of
@@ -275,15 +275,22 @@ class Task:
         batch out of memory. No share of a limit can be lower: a request more that is in time lowers
         a mean and a percentile, or leaves it. The attainment's confidence bound is below the share.
         """
-        rest = self.setup.windows[len(results) :]
-        if self.stop_limits is None or not results or not rest:
+        windows, sla, limits = self.setup.windows, self.setup.sla, self.stop_limits
+        rest = sum(map(len, windows[len(results) :]))
+        if limits is None or not results or not rest:
             return False
-        best = self.sum_up([*results, *(_perfect(len(window), results[0]) for window in rest)])
-        good = [meets_sla(result.served, self.setup.sla) for result in results]
-        late = sum(len(window) - int(window.sum()) for window in good)
-        requests = sum(map(len, good)) + sum(map(len, rest))
-        best.outcome.metrics[ATTAINMENT_LOWER] = 100.0 * (1.0 - late / requests)
-        return not best.feasible(self.stop_limits)
+        served = _joined([*(result.served for result in results), _perfect(rest)])
+        late = sum(int(np.count_nonzero(~meets_sla(result.served, sla))) for result in results)
+        metrics = {
+            key: sum(result.metrics.get(key, 0.0) for result in results) / len(windows)
+            for key in (OOM, EVICTED)
+        }
+        metrics[ATTAINMENT_LOWER] = 100.0 * (1.0 - late / len(served))
+        if self.setup.world.refuses:
+            refused = sum(result.metrics["refused"] for result in results)
+            metrics[REFUSED] = 100.0 * refused / len(served)
+        outcome = Outcome(policy=self.policy, parameters={}, metrics=metrics)
+        return not Evaluation(outcome, sla_ratios(served, sla)).feasible(limits)
 
     def sum_up(self, results: Sequence[SimulatedWindow]) -> Evaluation:
         """The evaluation of all windows, or of the first ones for a task that was stopped there.
@@ -300,12 +307,7 @@ class Task:
         metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
         if self.setup.world.refuses:
             metrics[REFUSED] = 100.0 * metrics["refused"] / metrics["requests"]
-        served = Served(
-            **{
-                column: np.concatenate([getattr(result.served, column) for result in results])
-                for column in Served.__dataclass_fields__
-            }
-        )
+        served = _joined([result.served for result in results])
         whole = parameters(self._candidate())
         outcome = Outcome(
             policy=self.policy, parameters=whole, metrics=metrics, replica_router=self.router
@@ -330,13 +332,20 @@ class Task:
         return make_any(self.policy, within(self.parameters))
 
 
-def _perfect(requests: int, like: SimulatedWindow) -> SimulatedWindow:
-    """A window whose requests are all served at once, with the metrics of `like` at their least."""
+def _joined(parts: Sequence[Served]) -> Served:
+    """The requests of all parts."""
+    return Served(
+        **{
+            column: np.concatenate([getattr(part, column) for part in parts])
+            for column in Served.__dataclass_fields__
+        }
+    )
+
+
+def _perfect(requests: int) -> Served:
+    """Requests that are served at once, of the fewest tokens that have a time per output token."""
     none = np.zeros(requests)
-    tokens = np.full(requests, 2)  # the fewest with a time per output token
-    served = Served(none, none, none, tokens, none, np.ones(requests, dtype=np.bool_))
-    least = dict.fromkeys(like.metrics, 0.0)
-    return SimulatedWindow(served, {**least, "requests": float(requests)})
+    return Served(none, none, none, np.full(requests, 2), none, np.ones(requests, dtype=np.bool_))
 
 
 @dataclass(slots=True, frozen=True)
