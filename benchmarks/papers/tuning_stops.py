@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Counted:
     def __init__(self, *, early: bool) -> None:
         self._early = early
         self.windows: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         """See `toolkit.tuning.executor.Runner.run`."""
