@@ -8,7 +8,7 @@ TOTAL = 400
 
 
 class Search:
-    """A search whose evaluations take as long as they are told to."""
+    """A search with evaluations of a given cost, in seconds."""
 
     def __init__(self, remembered: int = 0, jobs: int = 1) -> None:
         self.now_s = 0.0
