@@ -8,6 +8,7 @@ the processes that simulate, and the store of evaluations.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 MAX_DIGITS = 18  # of --workers; Python refuses to parse thousands of digits
-ESTIMATE_AFTER = 10  # evaluations that are timed before the estimate
-MIN_ESTIMATE_S = 10.0  # a shorter estimate is not printed
+ESTIMATE_AFTER = 16  # evaluations that are timed before the first estimate: two batches
+RECENT = 24  # evaluations by which the rest is estimated: three batches
+DRIFT = 1.5  # ratio of the remaining time to what was printed last
+MIN_ESTIMATE_S = 10.0  # a shorter estimate, or a smaller change of it, is not printed
 MAX_JOBS = 1024
 
 
@@ -407,29 +410,56 @@ def _store(given: TuneOptions, name: str, fingerprint: str) -> EvaluationStore:
 
 
 class TuneProgress:
-    """Moves the progress bar, and prints the remaining time after a few evaluations."""
+    """Moves the progress bar, and prints the remaining time at the rate of the last evaluations.
+
+    Evaluations differ in cost: overloaded settings take longer, and each part of a tuning simulates
+    others. So the time is printed again when it differs by `DRIFT` from what was printed.
+
+    Args:
+        total: about how many evaluations there are.
+        remembered: how many of them are kept from an earlier run, and come at once.
+        jobs: processes; the first evaluation of each includes its start, and is not timed.
+        clock: returns the time in seconds.
+    """
 
     def __init__(
-        self, advance: Callable[..., None], total: int, remembered: int, jobs: int
+        self,
+        advance: Callable[..., None],
+        total: int,
+        remembered: int,
+        jobs: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._advance, self._total, self._remembered, self._jobs = advance, total, remembered, jobs
+        self._advance, self._total, self._jobs, self._clock = advance, total, jobs, clock
+        self._untimed = remembered + jobs - 1
         self._done = 0
-        self._start_s = 0.0
+        self._recent_s: deque[float] = deque(maxlen=RECENT + 1)  # when the last ones were done
+        self._end_s: float | None = None  # as it was printed last
 
     def __call__(self, best: float) -> None:
         from toolkit.cli.output import note, number, seconds
 
         self._done += 1
         self._advance(text=f"best {number(best)} good requests/s" if best else "")
-        # the first evaluation of each process includes its start
-        timed = self._done - self._remembered - self._jobs
-        if timed == 0:
-            self._start_s = time.monotonic()
-        elif timed == ESTIMATE_AFTER:
-            left = self._total - self._done
-            left_s = (time.monotonic() - self._start_s) / timed * left
-            if left_s > MIN_ESTIMATE_S:
-                note(f"about {seconds(left_s)} for {left} more simulations, {self._jobs} at a time")
+        if self._done <= self._untimed:
+            return
+        now_s, recent_s = self._clock(), self._recent_s
+        recent_s.append(now_s)
+        timed, left = len(recent_s) - 1, self._total - self._done
+        if timed < ESTIMATE_AFTER:
+            return
+        left_s = (now_s - recent_s[0]) / timed * left
+        what = f"for {left} more simulations, {self._jobs} at a time"
+        if self._end_s is None and left_s > MIN_ESTIMATE_S:
+            note(f"about {seconds(left_s)} {what}")
+            self._end_s = now_s + left_s
+        elif self._end_s is not None and timed == RECENT:
+            said_s = max(self._end_s - now_s, 0.0)
+            less_s, more_s = sorted((said_s, left_s))
+            if more_s >= DRIFT * less_s and more_s - less_s > MIN_ESTIMATE_S:
+                taken = "longer" if left_s > said_s else "less"
+                note(f"now about {seconds(left_s)} {what}: the last {timed} took {taken}")
+                self._end_s = now_s + left_s
 
 
 def _limits_broken(result: Tuning) -> LimitsBrokenError:

@@ -158,11 +158,7 @@ def _show_sensitivity(result: Tuning) -> None:
 def _show_chart(result: Tuning) -> None:
     latency = result.latency_metric
     marks = _marks([_short(one.held_out) for one in result.policies])
-    known = [
-        trial
-        for trial in result.trials
-        if latency in trial.outcome.metrics and not trial.screened_out
-    ]
+    known = [t for t in result.trials if latency in t.outcome.metrics and t.whole]
     if len(known) < 2:
         return
     number_of_best = next(

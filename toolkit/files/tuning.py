@@ -238,13 +238,20 @@ class Trial(Strict):
     """One trial of the search, on the search windows.
 
     `screened_out`: so many requests of the first part of each window were late that the trial was
-    not simulated further; its metrics are of that part.
+    not simulated further; its metrics are of that part. `stopped_after`: the first so many windows
+    broke a limit whatever the others give; its metrics are of those. None: all were simulated.
     """
 
     number: int
     outcome: Outcome
     feasible: bool
     screened_out: bool = False
+    stopped_after: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether its metrics are of all search windows, to their ends."""
+        return not self.screened_out and self.stopped_after is None
 
 
 class Sensitivity(Strict):

@@ -398,7 +398,7 @@ def _front(tuning: Tuning) -> Figure:
     known = [
         trial
         for trial in tuning.trials
-        if {latency, "goodput_rps"} <= trial.outcome.metrics.keys() and not trial.screened_out
+        if {latency, "goodput_rps"} <= trial.outcome.metrics.keys() and trial.whole
     ]
     front = [trial for trial in known if trial.number in tuning.front]
     front.sort(key=lambda trial: trial.outcome.metrics[latency])

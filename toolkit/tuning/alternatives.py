@@ -146,7 +146,9 @@ class AlternativeRuns:
 
     def keeps(self, setup: EvaluationSetup, outcome: Outcome) -> bool:
         """Whether the policy and parameters of `outcome` keep every limit on `setup`."""
-        return self.run(setup, outcome).feasible(self.limits)
+        task = replace(Task.of(setup, outcome), stop_limits=self.limits)
+        [done] = collect(self.runner, [task], self.tick)
+        return done.feasible(self.limits)
 
     def up_to_rps(
         self, recipe: Recipe, setup: EvaluationSetup, outcome: Outcome, feasible: bool

@@ -28,7 +28,7 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe, RouterSpec
-from toolkit.files.tuning import REFUSED, Outcome, ParameterValue, searched_key
+from toolkit.files.tuning import EVICTED, OOM, REFUSED, Outcome, ParameterValue, searched_key
 from toolkit.metrics import Served, meets_sla, sla_ratios
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import make_router, router_of
@@ -162,13 +162,20 @@ class CandidateLimits:
 class Evaluation:
     """An outcome, and each latency target's value over its limit.
 
-    `whole` is False for a trial that was simulated only on the first part of each window, where it
-    already broke a limit (`Screen`).
+    `screened_out`: only the first part of each window was simulated, where a limit was already
+    broken (`Screen`). `stopped_after`: only so many whole windows were simulated (`Task.hopeless`);
+    None: all. The values are those of what was simulated.
     """
 
     outcome: Outcome
     ratios: dict[str, float]
-    whole: bool = True
+    screened_out: bool = False
+    stopped_after: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every window was simulated to its end."""
+        return not self.screened_out and self.stopped_after is None
 
     @property
     def goodput_rps(self) -> float:
@@ -231,13 +238,15 @@ class SimulatedWindow:
 class Task:
     """A candidate on a setup. Windows are simulated one by one, in any order, then summed up.
 
-    `router` is before several replicas of a server; None: as the setup's world says.
+    `router` is before several replicas of a server; None: as the setup's world says. A candidate
+    with `stop_limits` ends after the first windows that break one of them whatever the others give.
     """
 
     setup: EvaluationSetup
     policy: str
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     router: RouterSpec | None = None
+    stop_limits: CandidateLimits | None = None
 
     @classmethod
     def of(cls, setup: EvaluationSetup, outcome: Outcome) -> Task:
@@ -259,8 +268,32 @@ class Task:
         result = simulate(self.setup.windows[window], self._candidate(), world)
         return SimulatedWindow(result.served, result.metrics(self.setup.sla))
 
+    def hopeless(self, results: Sequence[SimulatedWindow]) -> bool:
+        """Whether the first windows' `results` break one of `stop_limits` whatever the others give.
+
+        The others are taken as served perfectly: every request at once, none refused or evicted, no
+        batch out of memory. No share of a limit can be lower: a request more that is in time lowers
+        a mean and a percentile, or leaves it. The attainment's confidence bound is below the share.
+        """
+        windows, sla, limits = self.setup.windows, self.setup.sla, self.stop_limits
+        rest = sum(map(len, windows[len(results) :]))
+        if limits is None or not results or not rest:
+            return False
+        served = _joined([*(result.served for result in results), _perfect(rest)])
+        late = sum(int(np.count_nonzero(~meets_sla(result.served, sla))) for result in results)
+        metrics = {
+            key: sum(result.metrics.get(key, 0.0) for result in results) / len(windows)
+            for key in (OOM, EVICTED)
+        }
+        metrics[ATTAINMENT_LOWER] = 100.0 * (1.0 - late / len(served))
+        if self.setup.world.refuses:
+            refused = sum(result.metrics["refused"] for result in results)
+            metrics[REFUSED] = 100.0 * refused / len(served)
+        outcome = Outcome(policy=self.policy, parameters={}, metrics=metrics)
+        return not Evaluation(outcome, sla_ratios(served, sla)).feasible(limits)
+
     def sum_up(self, results: Sequence[SimulatedWindow]) -> Evaluation:
-        """The evaluation of all windows.
+        """The evaluation of all windows, or of the first ones for a task that was stopped there.
 
         Metrics are means over windows; targets are judged on the requests of all windows together.
         """
@@ -274,21 +307,22 @@ class Task:
         metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
         if self.setup.world.refuses:
             metrics[REFUSED] = 100.0 * metrics["refused"] / metrics["requests"]
-        served = Served(
-            **{
-                column: np.concatenate([getattr(result.served, column) for result in results])
-                for column in Served.__dataclass_fields__
-            }
-        )
+        served = _joined([result.served for result in results])
         whole = parameters(self._candidate())
         outcome = Outcome(
             policy=self.policy, parameters=whole, metrics=metrics, replica_router=self.router
         )
-        return Evaluation(outcome, sla_ratios(served, sla))
+        stopped = len(results) if len(results) < len(self.setup.windows) else None
+        return Evaluation(outcome, sla_ratios(served, sla), stopped_after=stopped)
 
     def run(self) -> Evaluation:
-        """Simulate all windows in this process."""
-        return self.sum_up([self.simulate(window) for window in range(len(self.setup.windows))])
+        """Simulate the windows in this process, all of them or until it is hopeless."""
+        results: list[SimulatedWindow] = []
+        for window in range(len(self.setup.windows)):
+            results.append(self.simulate(window))
+            if self.hopeless(results):
+                break
+        return self.sum_up(results)
 
     def _candidate(self) -> AnyPolicy:
         """The policy. Parameters are drawn independently; where one bounds another, it is moved to
@@ -296,6 +330,22 @@ class Task:
         """
         within = VllmPolicy.within if self.policy == VllmPolicy.name else dict
         return make_any(self.policy, within(self.parameters))
+
+
+def _joined(parts: Sequence[Served]) -> Served:
+    """The requests of all parts."""
+    return Served(
+        **{
+            column: np.concatenate([getattr(part, column) for part in parts])
+            for column in Served.__dataclass_fields__
+        }
+    )
+
+
+def _perfect(requests: int) -> Served:
+    """Requests that are served at once, of the fewest tokens that have a time per output token."""
+    none = np.zeros(requests)
+    return Served(none, none, none, np.full(requests, 2), none, np.ones(requests, dtype=np.bool_))
 
 
 @dataclass(slots=True, frozen=True)
@@ -315,7 +365,7 @@ class Screen:
         if all(evaluation.ratios[key] <= 1.0 for key in self.targets):
             return None
         ratios = {k: ratio for k, ratio in evaluation.ratios.items() if k not in self.targets}
-        return Evaluation(evaluation.outcome, ratios, whole=False)
+        return Evaluation(evaluation.outcome, ratios, screened_out=True)
 
 
 def make_screen(setup: EvaluationSetup) -> Screen | None:

@@ -21,18 +21,19 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.tuning import Outcome
 from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
 
 _FINGERPRINT = TypeAdapter(str)
-_LINE = TypeAdapter(tuple[str, object, object])
+_LINE = TypeAdapter(tuple[str, object, object] | tuple[str, object, object, int])
 _OUTCOME = TypeAdapter(Outcome)
 _RATIOS = TypeAdapter(dict[str, float])
+_STOPPED = TypeAdapter(Annotated[int, Field(gt=0)] | None)
 
 
 class Runner(Protocol):
@@ -71,27 +72,54 @@ class Piece:
 
 
 class Pieces:
-    """Tasks cut into pieces, and assembled from the results of the pieces in any order."""
+    """Tasks cut into pieces, and assembled from the results of the pieces in any order.
+
+    Whether a task ends early is asked of its first window, then of its first two, and so on. Other
+    results that came sooner wait, so the order in which they come changes nothing.
+    """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = tasks
         self._results: list[dict[int, SimulatedWindow]] = [{} for _ in tasks]
+        self._first: list[list[SimulatedWindow]] = [[] for _ in tasks]
+        self._ended: set[int] = set()
 
     def __iter__(self) -> Iterator[Piece]:
-        for index, task in enumerate(self._tasks):
-            for window in range(len(task.setup.windows)):
+        """The pieces, less those of tasks that have ended. Of tasks that may end early, the first
+        windows come first.
+        """
+        early = [index for index, task in enumerate(self._tasks) if task.stop_limits]
+        most = max((len(self._tasks[index].setup.windows) for index in early), default=0)
+        order = [(index, window) for window in range(most) for index in early]
+        order += [
+            (index, window)
+            for index, task in enumerate(self._tasks)
+            if not task.stop_limits
+            for window in range(len(task.setup.windows))
+        ]
+        for index, window in order:
+            task = self._tasks[index]
+            if window < len(task.setup.windows) and index not in self._ended:
                 yield Piece(index, window, task.on(window))
 
     def __len__(self) -> int:
         return sum(len(task.setup.windows) for task in self._tasks)
 
     def add(self, piece: Piece, result: SimulatedWindow) -> Iterator[tuple[int, Evaluation]]:
-        """Yield the task's index and evaluation if this was its last piece."""
-        task, windows = self._tasks[piece.index], self._results[piece.index]
-        windows[piece.window] = result
-        if len(windows) == len(task.setup.windows):
-            yield piece.index, task.sum_up([windows[window] for window in range(len(windows))])
-            windows.clear()
+        """Yield the task's index and evaluation if it ends with this piece."""
+        index, task = piece.index, self._tasks[piece.index]
+        if index in self._ended:
+            return
+        first, others = self._first[index], self._results[index]
+        others[piece.window] = result
+        while len(first) in others:
+            first.append(others.pop(len(first)))
+            if len(first) == len(task.setup.windows) or task.hopeless(first):
+                self._ended.add(index)
+                yield index, task.sum_up(first)
+                first.clear()
+                others.clear()
+                return
 
 
 class ProcessPool:
@@ -233,28 +261,43 @@ class EvaluationStore(Protocol):
 
 
 class Remembering:
-    """A runner that keeps every evaluation and runs only tasks without a kept one."""
+    """A runner that keeps every evaluation and runs only tasks without a kept one.
+
+    A task that may end early has a key of its own, so that its evaluation is never taken for one of
+    all windows. Where this run already has that of all windows, it gets that. What an earlier run
+    kept does not decide it, since then a resumed search would differ.
+    """
 
     def __init__(self, runner: Runner, store: EvaluationStore) -> None:
         self._runner = runner
         self._store = store
         self._known = dict(store.known)
+        self._whole: dict[str, Evaluation] = {}  # of this run, by the key without an early end
         self.remembered = len(self._known)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         """As `Runner.run`; equal tasks run once."""
         wanted: dict[str, list[int]] = {}
         for index, task in enumerate(tasks):
-            wanted.setdefault(_key(task), []).append(index)
-        new = [key for key in wanted if key not in self._known]
-        for key, indexes in wanted.items():
-            if key in self._known:
-                yield from ((index, self._known[key]) for index in indexes)
+            early = task.stop_limits is not None and _key(task) not in self._whole
+            wanted.setdefault(_key(task, early=early), []).append(index)
+        known = {key: self._whole.get(key) or self._known.get(key) for key in wanted}
+        for key, evaluation in known.items():
+            if evaluation is not None:
+                yield from self._done(evaluation, tasks, wanted[key])
+        new = [key for key, evaluation in known.items() if evaluation is None]
         fresh = [tasks[wanted[key][0]] for key in new]
         for number, evaluation in self._runner.run(fresh):
             self._store.keep(new[number], fresh[number], evaluation)
             self._known[new[number]] = evaluation
-            yield from ((index, evaluation) for index in wanted[new[number]])
+            yield from self._done(evaluation, tasks, wanted[new[number]])
+
+    def _done(
+        self, evaluation: Evaluation, tasks: Sequence[Task], indexes: Sequence[int]
+    ) -> Iterator[tuple[int, Evaluation]]:
+        if evaluation.whole:
+            self._whole[_key(tasks[indexes[0]])] = evaluation
+        yield from ((index, evaluation) for index in indexes)
 
 
 class JournalFile:
@@ -279,7 +322,9 @@ class JournalFile:
         """See `EvaluationStore.keep`."""
         with self._path.open("a") as lines:
             outcome = evaluation.outcome.model_dump(mode="json")
-            lines.write(json.dumps([key, outcome, evaluation.ratios]) + "\n")
+            stopped = evaluation.stopped_after
+            line = [key, outcome, evaluation.ratios, *([] if stopped is None else [stopped])]
+            lines.write(json.dumps(line) + "\n")
             lines.flush()
             os.fsync(lines.fileno())
 
@@ -288,10 +333,11 @@ class JournalFile:
         self._path.unlink(missing_ok=True)
 
 
-def _key(task: Task) -> str:
+def _key(task: Task, *, early: bool = False) -> str:
     router = task.router and task.router.model_dump()
     settings = [task.policy, dict(task.parameters), *([router] if router else [])]
-    return json.dumps([task.setup.label, *settings], sort_keys=True)
+    label = f"{task.setup.label}, may end early" if early else task.setup.label
+    return json.dumps([label, *settings], sort_keys=True)
 
 
 def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
@@ -305,8 +351,8 @@ def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
             return {}
         for line in lines[1:]:
             number += 1
-            key, outcome, ratios = _LINE.validate_python(json.loads(line))
-            known[key] = evaluation_of(outcome, ratios)
+            key, *kept = _LINE.validate_python(json.loads(line))
+            known[key] = evaluation_of(*kept)
     except (ValueError, RecursionError):
         raise InputError(
             f"{path.name}: line {number} is damaged, or the file is no journal of tune",
@@ -315,9 +361,13 @@ def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
     return known
 
 
-def evaluation_of(outcome: object, ratios: object) -> Evaluation:
+def evaluation_of(outcome: object, ratios: object, stopped_after: object = None) -> Evaluation:
     """A kept evaluation. Raises `ValueError` for damaged data."""
-    found = Evaluation(_OUTCOME.validate_python(outcome), _RATIOS.validate_python(ratios))
+    found = Evaluation(
+        _OUTCOME.validate_python(outcome),
+        _RATIOS.validate_python(ratios),
+        stopped_after=_STOPPED.validate_python(stopped_after),
+    )
     if "goodput_rps" not in found.outcome.metrics:
         raise ValueError("an evaluation without goodput_rps")
     return found

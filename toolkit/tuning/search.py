@@ -12,6 +12,7 @@ the best (sensitivity, importance, the front of goodput and latency).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -360,7 +361,8 @@ class Found:
                 number=number,
                 outcome=evaluation.outcome,
                 feasible=self.fits(number),
-                screened_out=not evaluation.whole,
+                screened_out=evaluation.screened_out,
+                stopped_after=evaluation.stopped_after,
             )
             for number, evaluation in enumerate(self.evaluations)
         ]
@@ -373,7 +375,7 @@ def search(
 
     Trial 0 is the recipe's policy, then come the defaults of the other policies, then the
     suggestions of TPE. Once a trial keeps every limit, policies without such a trial are screened
-    (`_evaluate`).
+    (`_evaluate`). Others may end early (`_may_end_early`), which changes no other trial.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=settings.seed, constant_liar=True)
@@ -394,14 +396,18 @@ def search(
             if several and number >= len(settings.spaces):
                 study.enqueue_trial({POLICY: next(next_policies)})  # TPE suggests the parameters
             batch.append(study.ask())
-        tasks = [_suggest(trial, settings.spaces, setup) for trial in batch]
+        early = _may_end_early(found, settings)
+        tasks = [
+            replace(task, stop_limits=settings.limits if task.key in early else None)
+            for task in (_suggest(trial, settings.spaces, setup) for trial in batch)
+        ]
         screened = _screened(found, settings) if screen else ()
         looks = [screen if task.key in screened else None for task in tasks]
         done = _evaluate(runner, tasks, looks, partial(progress, best_rps))
         for trial, evaluation in zip(batch, done, strict=True):
             # What was simulated of a window says how late requests are after that part of it: they
             # are later and later as the queue grows.
-            part = 1.0 if evaluation.whole else SCREEN_SHARE
+            part = SCREEN_SHARE if evaluation.screened_out else 1.0
             for key, share in evaluation.usage(settings.limits).items():
                 trial.set_constraint(key, share / part - 1.0)
             study.tell(trial, evaluation.score * part)
@@ -424,6 +430,26 @@ def _screened(found: Found, settings: SearchSettings) -> set[str]:
         if found.fits(number)
     }
     return {space.key for space in settings.spaces} - fitting
+
+
+def _may_end_early(found: Found, settings: SearchSettings) -> set[str]:
+    """The policies of which a trial ends once it breaks a limit whatever the other windows give.
+
+    Those with a trial that keeps every limit, once `most_good` trials do. Then a trial that breaks
+    one is not the best of its policy. TPE asks of it only whether it is among its good ones, and it
+    is not. So what is suggested, and the best of each policy, stay the same.
+    """
+    keeping = [
+        evaluation.outcome.key
+        for number, evaluation in enumerate(found.evaluations)
+        if found.fits(number)
+    ]
+    return set(keeping) if len(keeping) >= most_good(settings.trials) else set()
+
+
+def most_good(trials: int) -> int:
+    """The most trials that TPE counts as good in a search of so many (Optuna's default gamma)."""
+    return min(math.ceil(0.1 * trials), 25)
 
 
 def _evaluate(
@@ -513,22 +539,24 @@ def sensitivity(
 def importance(found: Found, space: PolicySpace) -> dict[str, float]:
     """How much each searched parameter separates a space's best tenth of trials from the others.
 
-    Shares by PED-ANOVA (Watanabe et al. 2023) on the space's own trials, greatest first. Empty for
-    fewer than 10 trials, where nothing was searched, and where so many trials are equally good that
-    the best tenth is all of them.
+    Trials that break a limit are equals where another keeps all. Shares by PED-ANOVA (Watanabe et
+    al. 2023) on the space's own trials, greatest first. Empty for fewer than 10 trials, where
+    nothing was searched, and where so many trials are equally good that the best tenth is all of
+    them.
     """
     # With few trials, some starts are in the study but were never asked for.
     tried = found.study.trials[: len(found.evaluations)]
     prefix, key = f"{space.policy}.", space.key
+    own = [number for number, one in enumerate(found.evaluations) if one.outcome.key == key]
+    keeping = {number for number in own if found.fits(number)} or set(own)
     trials = [
         optuna.trial.create_trial(
             state=optuna.trial.TrialState.COMPLETE,
-            value=trial.value,
+            value=trial.value if trial.number in keeping else 0.0,
             params={k: value for k, value in trial.params.items() if k.startswith(prefix)},
             distributions={k: d for k, d in trial.distributions.items() if k.startswith(prefix)},
         )
-        for trial, evaluation in zip(tried, found.evaluations, strict=True)
-        if evaluation.outcome.key == key
+        for trial in (tried[number] for number in own)
     ]
     values = sorted((trial.value for trial in trials), reverse=True)
     if (
@@ -545,7 +573,7 @@ def importance(found: Found, space: PolicySpace) -> dict[str, float]:
 
 def front(trials: Sequence[Trial], latency: str) -> list[int]:
     """The trials that no other beats in both goodput and `latency`: numbers by rising latency."""
-    known = [t for t in trials if latency in t.outcome.metrics and not t.screened_out]
+    known = [t for t in trials if latency in t.outcome.metrics and t.whole]
     order = sorted(
         known,
         key=lambda t: (t.outcome.metrics[latency], -t.outcome.metrics["goodput_rps"], t.number),

@@ -30,6 +30,7 @@ USAGE = (
     "~/.pgpass"
 )
 KEY, OUTCOME, RATIOS = "llmctl_key", "llmctl_outcome", "llmctl_ratios"
+STOPPED = "llmctl_stopped_after"
 
 
 class Studies:
@@ -65,15 +66,24 @@ class Studies:
             }
 
     def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
-        """See `EvaluationStore.keep`. Raises `InputError` where the database is gone."""
+        """See `EvaluationStore.keep`. A task that ended early is a pruned trial.
+
+        Raises `InputError` where the database is gone.
+        """
         numbers, distributions = _numbers(evaluation.outcome)
-        attributes = {
+        attributes: dict[str, object] = {
             KEY: key,
             OUTCOME: evaluation.outcome.model_dump(mode="json"),
             RATIOS: evaluation.ratios,
         }
+        state, steps, windows = optuna.trial.TrialState.COMPLETE, {}, evaluation.stopped_after
+        if windows is not None:
+            attributes[STOPPED] = windows
+            state, steps = optuna.trial.TrialState.PRUNED, {windows: evaluation.score}
         trial = optuna.trial.create_trial(
-            value=evaluation.score,
+            state=state,
+            value=None if steps else evaluation.score,
+            intermediate_values=steps,
             params=numbers,
             distributions=distributions,
             user_attrs=attributes,
@@ -156,7 +166,7 @@ def _evaluations(study: optuna.Study) -> Iterator[tuple[str, Evaluation]]:
         attributes = trial.user_attrs
         if KEY in attributes:
             try:
-                found = evaluation_of(attributes.get(OUTCOME), attributes.get(RATIOS))
+                found = evaluation_of(*map(attributes.get, (OUTCOME, RATIOS, STOPPED)))
             except ValueError:
                 raise InputError(
                     f"--storage: trial {trial.number} of study '{study.study_name}' is damaged",
