@@ -26,7 +26,7 @@ def _faked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, float, int]]
         rows = []
         for plan in plans:
             ran.append((policy, *plan))
-            rows.append(scale.Row(policy, *plan, 1e6 / len(ran)))
+            rows.append(scale.Row(policy, *plan, 1e6 / len(ran), 0.5 * len(ran)))
         return rows
 
     monkeypatch.setattr(scale, "simulated", simulated)
@@ -51,7 +51,7 @@ def test_a_second_piece_measures_only_what_is_left(
     capsys.readouterr()
     scale.print_growth(again.rows)
     # the first four rows are 8 and 512 workers, then the backlog: costs 1, 2, 3 and 4, then 5
-    assert "| fcfs | 2.00 | 1.33 | 5.00 |" in capsys.readouterr().out
+    assert "| fcfs | 2.00 | 2.00 | 1.33 | 5.00 |" in capsys.readouterr().out
 
 
 def test_rows_of_compiled_and_of_plain_code_are_not_mixed(

@@ -16,7 +16,8 @@ start and the end of each request. Each row is divided by them as well. Three ra
 cost of a request with 512 workers over that with 8, with ten times the backlog, and with ten times
 the requests. `--policies all` takes every policy but the oracles and `vllm`, which may be named.
 The first line says whether compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the
-latter. The rows of these ratios come first, and their runs take turns.
+latter. The rows of these ratios come first, and their runs take turns. Beside the first ratio is
+that of the batches and rounds per request: with many workers, requests meet less often in a batch.
 """
 
 from __future__ import annotations
@@ -78,13 +79,16 @@ double serve(const double *arrival, const double *seconds, double *end, long n) 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run: its workers, load and requests, and requests per second."""
+    """One run: its workers, load and requests, requests per second, and batches and rounds per
+    request.
+    """
 
     policy: str
     workers: int
     load: float
     requests: int
     rate_rps: float
+    batches: float
 
 
 def made_up(requests: int, rate_rps: float) -> Trace:
@@ -96,8 +100,10 @@ def made_up(requests: int, rate_rps: float) -> Trace:
     return Trace(arrival_s, prompts, outputs, np.zeros(requests, dtype=np.int64))
 
 
-def rates_of(policy: str, plan: Plan, repeats: int) -> Iterator[float]:
-    """The requests per second of `repeats` runs, after a short one that compiles."""
+def rates_of(policy: str, plan: Plan, repeats: int) -> Iterator[tuple[float, float]]:
+    """Requests per second, and batches and rounds per request, of `repeats` runs, after a short one
+    that compiles.
+    """
     workers, load, count = plan
     name, _, router = policy.partition(":")
     trace = made_up(count, load * SERVED_RPS * workers)
@@ -115,7 +121,8 @@ def rates_of(policy: str, plan: Plan, repeats: int) -> Iterator[float]:
             start_s = process_time()
             run(scheduler, requests[:take], virtual)
         if place:
-            yield take / (process_time() - start_s)
+            rate_rps = take / (process_time() - start_s)
+            yield rate_rps, (ledger.rounds or ledger.batches) / take
 
 
 def simulated(policy: str, plans: Sequence[Plan], repeats: int) -> list[Row]:
@@ -123,8 +130,11 @@ def simulated(policy: str, plans: Sequence[Plan], repeats: int) -> list[Row]:
     the machine's speed does meanwhile.
     """
     turns = list(zip(*[rates_of(policy, plan, repeats) for plan in plans], strict=True))
-    medians = [statistics.median(rates) for rates in zip(*turns, strict=True)]
-    return [Row(policy, *plan, rate) for plan, rate in zip(plans, medians, strict=True)]
+    rows = []
+    for plan, runs in zip(plans, zip(*turns, strict=True), strict=True):
+        rate_rps = statistics.median(rate for rate, _ in runs)
+        rows.append(Row(policy, *plan, rate_rps, runs[0][1]))
+    return rows
 
 
 def bare_python(count: int = 1_000_000) -> float:
@@ -276,20 +286,26 @@ def print_growth(rows: Sequence[Row]) -> None:
     requests without one.
     """
     workers, load, count = DEFAULT
-    seconds = {
-        (row.policy, row.workers, row.load, row.requests): 1.0 / row.rate_rps for row in rows
-    }
+    by_plan = {(row.policy, row.workers, row.load, row.requests): row for row in rows}
     many = next((row.requests for row in rows if row.workers == MANY), count)
     pairs = (
         ((workers, load, count), (MANY, load, many)),
         ((workers, BACKLOG[1], count), BACKLOG),
         ((workers, load, count), (workers, load, BACKLOG[2])),
     )
-    print(f"\n| policy | us/request, {MANY} workers over {workers} | 10 times the backlog ", end="")
-    print("| 10 times the requests |\n|---|---:|---:|---:|")
+    print(f"\n| policy | us/request, {MANY} workers over {workers} | its batches | ", end="")
+    print("10 times the backlog | 10 times the requests |\n|---|---:|---:|---:|---:|")
     for policy in dict.fromkeys(row.policy for row in rows):
-        costs = [[seconds.get((policy, *plan)) for plan in pair] for pair in pairs]
-        cells = [f"{after / before:.2f}" if before and after else "" for before, after in costs]
+        cells = []
+        for pair in pairs:
+            one, other = (by_plan.get((policy, *plan)) for plan in pair)
+            found = ["", ""]
+            if one is not None and other is not None:
+                found = [
+                    f"{one.rate_rps / other.rate_rps:.2f}",
+                    f"{other.batches / one.batches:.2f}",
+                ]
+            cells += found if pair is pairs[0] else found[:1]
         print(f"| {policy} | {' | '.join(cells)} |")
 
 
