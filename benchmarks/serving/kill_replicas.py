@@ -1,7 +1,7 @@
 """Replicas killed, hung, drained and restarted under load: every answer must equal the undisturbed
 one.
 
-    python -m benchmarks.serving.kill_replicas [--requests 5000] [--replicas 4] [--rolling]
+    python -m benchmarks.serving.kill_replicas [--requests N] [--replicas N] [--fleet] [--rolling]
 
 Takes about two minutes on two shared cores. Needs nothing but the package.
 
@@ -13,6 +13,13 @@ must be generated again from the start. Half of the replicas give token ids as v
 the others are continued by text. Every fraction of a second one replica is killed, hangs, aborts
 its requests as a server does that shuts down, or answers 500; a little later it is well again. The
 first replica is never disturbed.
+
+With `--fleet` the replicas are of two kinds by turns. The second kind takes three times as long for
+a token, and has an eighth of the cache and a context that a tenth of the requests does not fit
+into. Half of the replicas are listed by their kind, the others show it by their cache; such a one
+may come back from a disturbance as the other kind. None is spared, but one is always well. Where it
+is not up yet, a client may get 503, or a replica's 500, and asks again after a moment. A request
+that fails four times in a row without a token is given up, as is documented, and counted.
 
 With `--rolling` the replicas come from a file (`--replicas FILE`) and nothing fails by itself: one
 after the other is updated, as an operator does it. A new one is started and listed; once the front
@@ -31,30 +38,67 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.common.command import make_parser
+from benchmarks.common.samples import paged_fit
 from benchmarks.common.serving import fake_plan
-from benchmarks.common.standin import MODEL, StandIn, answer_of, prompt_of
+from benchmarks.common.standin import MAX_MODEL_LEN, MODEL, StandIn, answer_of, prompt_of
 from toolkit.files.io import write_file
-from toolkit.files.plan import Plan
+from toolkit.files.plan import Kind, Plan
+from toolkit.files.recipe import RouterSpec
+from toolkit.gateway.passing import MAX_STRIKES
 
 CLIENTS = 48
 HANG_S = 1.0
 DISTURB_S = 0.15  # mean time between two disturbances
+FLEET_DISTURB_S = 0.5  # the same of a fleet, where no replica is spared
+CHANGE_S = 5.0  # at least, until one comes back as another kind: a server takes longer to load
 AWAY_S = 1.0  # mean time that a replica is away
 KINDS = ("kill", "hang", "drain", "errors")
+CHANGE_SHARE = 0.3  # of the restarts of replicas that the list does not name by kind
+LONG_SHARE = 0.1  # of the requests of a fleet
 DRAIN_MAX_S = 0.8  # a long answer takes 0.5 s
 POLL_S = 0.05
+LETTERS = "acegikmoqsuwy"  # that answers consist of
+REFUSED = "refused"
+GIVEN_UP = f"the request failed on {MAX_STRIKES} replicas"  # as is documented, and told
+AGAIN_S = 0.2  # before a refused request is sent again
 
 
-def request_of(rng: random.Random) -> tuple[dict[str, Any], bool]:
-    """A random request, and whether it is a chat."""
+@dataclass(frozen=True, slots=True)
+class KindOfStandIn:
+    """How the stand-ins of a kind differ from those of another."""
+
+    name: str
+    token_s: float
+    capacity_tokens: int
+    max_model_len: int
+
+    def shape(self, replica: StandIn) -> None:
+        """Make a replica one of this kind."""
+        replica.token_s, replica.max_model_len = self.token_s, self.max_model_len
+        blocks = self.capacity_tokens // 16 + 1
+        replica.metrics = (
+            f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{blocks}"}} 1.0\n'
+        )
+
+
+FAST = KindOfStandIn("fast", 0.004, 16384, MAX_MODEL_LEN)
+SLOW = KindOfStandIn("slow", 0.012, 2048, 576)
+
+
+def request_of(rng: random.Random, *, is_fleet: bool) -> tuple[dict[str, Any], bool]:
+    """A random request, and whether it is a chat. Of a fleet, some fit only into the context of one
+    kind.
+    """
     chat = rng.random() < 0.5
-    text = "".join(rng.choices("abcdefgh ", k=rng.randint(5, 400)))
+    long = is_fleet and rng.random() < LONG_SHARE
+    text = "".join(rng.choices("abcdefgh ", k=rng.randint(*((500, 900) if long else (5, 400)))))
     body: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": rng.randint(5, 120)}
     if chat:
         body["messages"] = [{"role": "user", "content": text}]
@@ -64,10 +108,19 @@ def request_of(rng: random.Random) -> tuple[dict[str, Any], bool]:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     kind = rng.random()
     if kind < 0.1:
-        body["stop"] = ["".join(rng.choices("abc", k=2)), "qqqq"]
+        body["stop"] = ["".join(rng.choices(LETTERS, k=2)), "qqqq"]
+        if kind < 0.03:
+            body["include_stop_str_in_output"] = True
     elif kind < 0.2:
         body["logprobs"] = 1
     return body, chat
+
+
+def is_refusal(answer: httpx.Response) -> bool:
+    """Whether a client is to ask again: 503 that says when, or a replica's own error."""
+    return answer.status_code == 500 or (
+        answer.status_code == 503 and "retry-after" in answer.headers
+    )
 
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> str:
@@ -76,18 +129,23 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> s
     expected = answer_of(body, chat=chat)
     if body.get("stream"):
         text, usage, ids, done = await _streamed(http, path, body)
+        if text == REFUSED and not done:
+            return REFUSED
     else:
         answer = await http.post(path, json=body)
+        if is_refusal(answer):
+            return REFUSED
         if answer.status_code != 200:
             return f"HTTP {answer.status_code}: {answer.text[:200]}"
         read = answer.json()
         choice, usage, ids, done = read["choices"][0], read["usage"], 1, True
         text = choice["message"]["content"] if chat else choice["text"]
     if not done or ids > 1:
-        return f"{ids} ids, ended: {done}: {usage}"
+        return f"{ids} ids, ended: {done}: {usage}: {text!r}"
     if text != expected:
         at = next((k for k, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), -1)
-        return f"another text at {at}: {len(text)} for {len(expected)} characters"
+        found = f"{len(text)} for {len(expected)} characters"
+        return f"another text at {at}: {found}: {text!r} for {expected!r}"
     prompt = len(prompt_of(body, chat=chat))
     if usage["prompt_tokens"] != prompt:
         return f"usage {usage} for a prompt of {prompt}"
@@ -103,6 +161,8 @@ async def _streamed(
     usage: dict[str, int] = {}
     ids: set[str] = set()
     async with http.stream("POST", path, json=body) as response:
+        if is_refusal(response):
+            return REFUSED, {}, 0, False
         if response.status_code != 200:
             return f"HTTP {response.status_code}", {}, 0, False
         async for line in response.aiter_lines():
@@ -120,10 +180,10 @@ async def _streamed(
 
 
 class Trouble:
-    """Disturbs all replicas except the first."""
+    """Disturbs all replicas; unless they are a fleet, the first is spared."""
 
-    def __init__(self, replicas: list[StandIn], rng: random.Random) -> None:
-        self.replicas, self.rng = replicas, rng
+    def __init__(self, replicas: list[StandIn], rng: random.Random, *, is_fleet: bool) -> None:
+        self.replicas, self.rng, self.is_fleet = replicas, rng, is_fleet
         self.done: Counter[str] = Counter()
         self.away: set[int] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -131,9 +191,11 @@ class Trouble:
     async def run(self) -> None:
         """Disturb until cancelled."""
         while True:
-            await asyncio.sleep(self.rng.expovariate(1 / DISTURB_S))
-            here = [k for k in range(1, len(self.replicas)) if k not in self.away]
-            if here:
+            mean_s = FLEET_DISTURB_S if self.is_fleet else DISTURB_S
+            await asyncio.sleep(self.rng.expovariate(1 / mean_s))
+            spared = 0 if self.is_fleet else 1
+            here = [k for k in range(spared, len(self.replicas)) if k not in self.away]
+            if len(here) > 1 - spared:
                 task = asyncio.create_task(self._disturb(self.rng.choice(here)))
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
@@ -145,8 +207,7 @@ class Trouble:
         away_s = self.rng.expovariate(1 / AWAY_S)
         if kind == "kill":
             replica.kill()
-            await asyncio.sleep(away_s)
-            await replica.start()
+            await self._restart(replica, away_s)
         elif kind == "hang":
             replica.hung = True
             await asyncio.sleep(away_s + 2 * HANG_S)
@@ -154,13 +215,22 @@ class Trouble:
         elif kind == "drain":
             replica.abort_requests()
             replica.kill_listener()
-            await asyncio.sleep(away_s)
-            await replica.start()
+            await self._restart(replica, away_s)
         else:
             replica.status = 500
             await asyncio.sleep(min(away_s, 0.5))
             replica.status = 0
         self.away.discard(index)
+
+    async def _restart(self, replica: StandIn, away_s: float) -> None:
+        if self.is_fleet and not replica.kind and self.rng.random() < CHANGE_SHARE:
+            await asyncio.sleep(HANG_S / 2)
+            replica.kill()  # with the requests that are still there
+            await asyncio.sleep(max(away_s, CHANGE_S))
+            (FAST if replica.token_s == SLOW.token_s else SLOW).shape(replica)
+        else:
+            await asyncio.sleep(away_s)
+        await replica.start()
 
 
 class Rolling:
@@ -176,7 +246,9 @@ class Rolling:
         async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
             while True:
                 old = self.replicas[0]
-                new = StandIn(token_s=old.token_s, speaks_ids=old.speaks_ids)
+                new = replace(
+                    old, port=0, served=Counter(), bodies=[], connections=set(), _server=None
+                )
                 await new.start()
                 self.replicas.append(new)
                 list_replicas(self.replicas, self.listed)
@@ -195,7 +267,7 @@ class Rolling:
 def list_replicas(replicas: list[StandIn], path: Path) -> None:
     """Write the file that the front reads, whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{each.url}\n" for each in replicas))
+    partial.write_text("".join(f"{each.listed}\n" for each in replicas))
     partial.rename(path)
 
 
@@ -208,89 +280,141 @@ async def _until_listed(http: httpx.AsyncClient, replica: StandIn, *, here: bool
         await asyncio.sleep(POLL_S)
 
 
-async def send_all(http: httpx.AsyncClient, work: list[tuple[dict[str, Any], bool]]) -> list[str]:
-    """Send all requests; returns what is wrong."""
-    left, wrong = iter(work), []
+class Load:
+    """What clients send, and how it ended."""
 
-    async def client() -> None:
-        for body, chat in left:
+    def __init__(self, work: list[tuple[dict[str, Any], bool]], *, may_refuse: bool) -> None:
+        self.left, self.may_refuse = work, may_refuse
+        self.wrong: list[str] = []
+        self.refused = self.given_up = 0
+
+    async def send_all(self, url: str) -> None:
+        """Send all requests."""
+        limits = httpx.Limits(max_connections=CLIENTS)
+        async with httpx.AsyncClient(
+            base_url=url, timeout=120, limits=limits, trust_env=False
+        ) as http:
+            await asyncio.gather(*(self._client(http) for _ in range(CLIENTS)))
+
+    async def _client(self, http: httpx.AsyncClient) -> None:
+        while self.left:
+            body, chat = self.left.pop()
             try:
                 problem = await ask(http, body, chat=chat)
             except httpx.HTTPError as error:
                 problem = repr(error)
-            if problem:
-                wrong.append(f"{problem}: {json.dumps(body)}")
+            if problem == REFUSED and self.may_refuse:
+                self.refused += 1
+                await asyncio.sleep(AGAIN_S)
+                self.left.append((body, chat))
+            elif GIVEN_UP in problem:
+                self.given_up += 1
+            elif problem:
+                self.wrong.append(f"{problem}: {json.dumps(body)}")
 
-    await asyncio.gather(*(client() for _ in range(CLIENTS)))
-    return wrong
 
-
-async def measure(requests: int, count: int, seed: int, *, rolling: bool) -> dict[str, Any]:
+async def measure(
+    requests: int, count: int, seed: int, *, rolling: bool, is_fleet: bool
+) -> dict[str, Any]:
     """Send `requests` through a front before `count` replicas. Returns the figures of the run."""
     rng = random.Random(seed)
-    replicas = [StandIn(token_s=0.004, speaks_ids=k % 2 == 0) for k in range(count)]
-    for replica in replicas:
+    replicas = [StandIn(token_s=FAST.token_s, speaks_ids=k % 2 == 0) for k in range(count)]
+    for k, replica in enumerate(replicas):
+        if is_fleet:
+            shape = (FAST, SLOW)[k % 2]
+            shape.shape(replica)
+            replica.speaks_ids = k % 3 != 2
+            replica.kind = shape.name if k // 2 % 2 == 0 else ""
         await replica.start()
-    work = [request_of(rng) for _ in range(requests)]
+    load = Load([request_of(rng, is_fleet=is_fleet) for _ in range(requests)], may_refuse=is_fleet)
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
-        write_file(_plan(), path)
+        write_file(_plan(is_fleet=is_fleet), path)
         words = ["--served-model-name", MODEL, "--port", "0", "--json"]
         listed = Path(folder) / "replicas.txt"
         list_replicas(replicas, listed)
         words += (
             ["--replicas", str(listed)]
             if rolling
-            else [part for replica in replicas for part in ("--replica", replica.url)]
+            else [part for replica in replicas for part in ("--replica", replica.listed)]
         )
         command = [sys.executable, "-m", "toolkit", "serve", str(path), *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as front:
+        with (
+            (Path(folder) / "said.txt").open("wb") as said,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said) as front,
+        ):
             assert front.stdout is not None
             ready = json.loads(await asyncio.to_thread(front.stdout.readline))
             trouble = (
-                Rolling(replicas, rng, listed, ready["url"]) if rolling else Trouble(replicas, rng)
+                Rolling(replicas, rng, listed, ready["url"])
+                if rolling
+                else Trouble(replicas, rng, is_fleet=is_fleet)
             )
             disturbing = asyncio.create_task(trouble.run())
-            limits = httpx.Limits(max_connections=CLIENTS)
-            async with httpx.AsyncClient(
-                base_url=ready["url"], timeout=120, limits=limits, trust_env=False
-            ) as http:
-                wrong = await send_all(http, work)
-                disturbing.cancel()
-                shown = (await http.get("/replicas")).json()["replicas"]
-                told = (await http.get("/metrics")).text
+            await load.send_all(ready["url"])
+            disturbing.cancel()
+            shown, told = await _shown(ready["url"])
             front.terminate()
-            await asyncio.to_thread(front.communicate)
+            await asyncio.to_thread(front.wait)
     for replica in replicas:
         replica.kill()
     await asyncio.gather(*trouble.tasks, disturbing, return_exceptions=True)
     for replica in replicas:  # again: a disturbance may have started one since
         replica.kill()
+    return {
+        "requests": requests,
+        "wrong": load.wrong,
+        "refused": load.refused,
+        "given_up": load.given_up,
+        "disturbances": dict(trouble.done),
+        **_counted(shown, told),
+        "seconds": round(time.monotonic() - started_s, 1),
+        "exit_code": front.returncode,
+    }
+
+
+async def _shown(url: str) -> tuple[list[dict[str, Any]], str]:
+    """What the front tells of its replicas, and its metrics."""
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        shown: list[dict[str, Any]] = (await http.get("/replicas")).json()["replicas"]
+        return shown, (await http.get("/metrics")).text
+
+
+def _counted(shown: list[dict[str, Any]], told: str) -> dict[str, Any]:
     continued = {
         line.split('by="')[1].split('"')[0]: float(line.split()[-1])
         for line in told.splitlines()
         if line.startswith("llmctl_continued_total")
     }
     return {
-        "requests": requests,
-        "wrong": wrong,
-        "disturbances": dict(trouble.done),
         "attempts": sum(each["requests"] for each in shown),
         "failed_attempts": sum(each["failures"] for each in shown),
         "moved": sum(each["moved"] for each in shown),
         "continued": continued,
-        "seconds": round(time.monotonic() - started_s, 1),
-        "exit_code": front.returncode,
     }
 
 
-def _plan() -> Plan:
+def _plan(*, is_fleet: bool) -> Plan:
     """A plan with replicas that count as hung after a second."""
     with tempfile.TemporaryDirectory() as folder:
         plan = fake_plan(Path(folder))
     serve = plan.recipe.serve.model_copy(update={"hang_s": HANG_S})
-    return plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": serve})})
+    recipe = plan.recipe.model_copy(update={"serve": serve})
+    plan = plan.model_copy(update={"recipe": recipe})
+    if not is_fleet:
+        return plan
+    kinds = [
+        Kind(
+            recipe=recipe.model_copy(update={"name": shape.name}),
+            fit=paged_fit(shape.capacity_tokens, times=shape.token_s / FAST.token_s),
+            workers=1,
+        )
+        for shape in (FAST, SLOW)
+    ]
+    changes: dict[str, object] = {"recipe": kinds[0].recipe, "fit": kinds[0].fit, "workers": 2}
+    changes |= {"others": kinds[1:], "replica_router": RouterSpec(name="by-law")}
+    return plan.model_copy(update=changes)
 
 
 def main() -> None:
@@ -301,8 +425,15 @@ def main() -> None:
     parser.add_argument(
         "--rolling", action="store_true", help="update all replicas, again and again"
     )
+    parser.add_argument("--fleet", action="store_true", help="replicas of two kinds")
     given = parser.parse_args()
-    run = measure(given.requests, given.replicas, given.seed, rolling=given.rolling)
+    run = measure(
+        given.requests,
+        given.replicas,
+        given.seed,
+        rolling=given.rolling,
+        is_fleet=given.fleet,
+    )
     found = asyncio.run(run)
     wrong = found.pop("wrong")
     for line in wrong[:20]:

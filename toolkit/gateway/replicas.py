@@ -110,6 +110,10 @@ class LiveReplica:
     cached_tokens: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def has_room(self, outgrown: int) -> bool:
+        """Whether its context is longer than one that a request did not fit into."""
+        return self.max_model_len is None or self.max_model_len > outgrown
+
     def cut_all(self, reason: str) -> None:
         for attempt in list(self.attempts):
             attempt.cut(reason)
@@ -272,14 +276,18 @@ class ReplicaPool:
                 found.append(replica.index)
         return found
 
-    async def wait_up(self, timeout_s: float) -> bool:
-        """Wait until a replica is up; False: none was in time."""
+    async def wait_up(self, timeout_s: float, outgrown: int = 0) -> bool:
+        """Wait until a replica is up whose context is longer; False: none was in time."""
+
+        def is_one() -> bool:
+            return any(each.has_room(outgrown) for each in self.up)
+
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self.up:
+                while not is_one():
                     self.changed.clear()
                     await self.changed.wait()
-        return bool(self.up)
+        return is_one()
 
     async def sweep(self) -> None:
         """Find answers that stand still, and replicas that are silent, until cancelled."""
