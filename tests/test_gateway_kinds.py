@@ -2,11 +2,18 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
-from test_gateway import USAGE, Front, asked, chatted, events_of, run
+import samples
+from test_gateway import USAGE, Front, asked, chatted, events_of, fake_plan_of, run
 
 from benchmarks.common.standin import StandIn, answer_of
+from toolkit.cli import serve
+from toolkit.errors import InputError
+from toolkit.files.io import write_file
+from toolkit.files.plan import PlannedPolicy
+from toolkit.files.recipe import RouterSpec
 from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.stream import PassingAnswer
 
@@ -133,3 +140,34 @@ def test_an_error_after_a_hung_replica_is_no_second_answer(status: int):
             assert event["error"]["message"] == "a replica answered 400"
 
     run(test, StandIn(), StandIn(), hang_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"workers": 3}, "3 workers, not 2"),
+        ({"replica_router": RouterSpec(name="least-tokens")}, "another router"),
+        ({"serve": {"max_new_tokens": 64}}, "other keys of serve"),
+        ({"sla": {"ttft_p99_s": 1.0}}, "other targets"),
+    ],
+)
+def test_a_plan_for_another_front_is_refused_when_it_is_read_again(
+    tmp_path: Path, changes: dict[str, object], named: str
+):
+    plan, file = fake_plan_of(samples.paged_fit()), tmp_path / "plan.json"
+    recipe = {key: value for key, value in changes.items() if key in ("serve", "sla")}
+    if recipe:
+        changes = {"recipe": samples.recipe(**recipe)}
+    write_file(plan.model_copy(update=changes), file)
+    with pytest.raises(InputError, match=named) as caught:
+        serve._reread(serve.ServeOptions(), file, plan)
+    assert "restart llmctl serve for that" in caught.value.message
+
+
+def test_the_command_line_outranks_the_plan_that_is_read_again(tmp_path: Path):
+    plan, file = fake_plan_of(samples.paged_fit()), tmp_path / "plan.json"
+    policy = PlannedPolicy(name="vllm", parameters={"max_num_seqs": 4})
+    changes = {"replica_router": RouterSpec(name="least-tokens"), "policy": policy}
+    write_file(plan.model_copy(update=changes), file)
+    given = serve.ServeOptions(router="round-robin")
+    assert serve._reread(given, file, plan).policy == policy

@@ -1,7 +1,7 @@
 """Replicas killed, hung, drained and restarted under load: every answer must equal the undisturbed
 one.
 
-    python -m benchmarks.serving.kill_replicas [--requests N] [--replicas N] [--fleet] [--rolling]
+    python -m benchmarks.serving.kill_replicas [--requests N] [--fleet] [--rolling | --reload]
 
 Takes about two minutes on two shared cores. Needs nothing but the package.
 
@@ -25,6 +25,11 @@ With `--rolling` the replicas come from a file (`--replicas FILE`) and nothing f
 after the other is updated, as an operator does it. A new one is started and listed; once the front
 uses it, the old one is taken off the list, and ended when it has no request left, or after up to
 `DRAIN_MAX_S` seconds with those that it still has.
+
+With `--reload` the front starts its servers itself, as vLLM's (`benchmarks.common.standin_vllm`),
+and its plan changes again and again, each time with SIGHUP: other flags; another router or number
+of workers, or a damaged file, which are refused; a model that cannot load, after which the plan
+before goes on. In the end all servers must have the flags of the last good plan.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,11 +54,13 @@ from benchmarks.common.command import make_parser
 from benchmarks.common.samples import paged_fit
 from benchmarks.common.serving import fake_plan
 from benchmarks.common.standin import MAX_MODEL_LEN, MODEL, StandIn, answer_of, prompt_of
-from toolkit.files.io import write_file
-from toolkit.files.plan import Kind, Plan
-from toolkit.files.recipe import RouterSpec
+from benchmarks.common.standin_vllm import VERSION, install
+from toolkit.files.io import processor, write_file
+from toolkit.files.plan import Kind, Plan, PlannedPolicy
+from toolkit.files.recipe import EngineSpec, PolicySpec, RouterSpec
 from toolkit.gateway.passing import MAX_STRIKES
 
+Figures = dict[str, Any]
 CLIENTS = 48
 HANG_S = 1.0
 DISTURB_S = 0.15  # mean time between two disturbances
@@ -64,6 +72,13 @@ CHANGE_SHARE = 0.3  # of the restarts of replicas that the list does not name by
 LONG_SHARE = 0.1  # of the requests of a fleet
 DRAIN_MAX_S = 0.8  # a long answer takes 0.5 s
 POLL_S = 0.05
+SAID = {  # what the front says at SIGHUP, by what has changed
+    "flags": "all replicas were restarted",
+    "router": "another router, or other parameters of it: restart llmctl serve",
+    "workers": "workers, not",
+    "cannot load": "the plan before goes on",
+    "damaged": "the version read before stays in force",
+}
 LETTERS = "acegikmoqsuwy"  # that answers consist of
 REFUSED = "refused"
 GIVEN_UP = f"the request failed on {MAX_STRIKES} replicas"  # as is documented, and told
@@ -264,6 +279,58 @@ class Rolling:
                 old.kill()
 
 
+class Reloading:
+    """Changes the plan of a front that starts its servers, and sends SIGHUP, again and again."""
+
+    def __init__(self, plan: Plan, path: Path, front: subprocess.Popen[bytes], said: Path) -> None:
+        self.plan, self.path, self.front, self.said = plan, path, front, said
+        self.rng = random.Random(0)
+        self.done: Counter[str] = Counter()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.is_over = False
+
+    async def run(self) -> None:
+        """Change until told to end: the last change is complete then."""
+        while not self.is_over:
+            await self._change(self.rng.choice(list(SAID)))
+        await self._change("flags")
+
+    async def _change(self, what: str) -> None:
+        good, rows = self.plan, self.rng.randint(8, 64)
+        changes: dict[str, object] = {
+            "policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": rows})
+        }
+        if what == "router":
+            changes["replica_router"] = RouterSpec(name="least-tokens")
+        elif what == "workers":
+            changes["workers"] = good.workers + 1
+        elif what == "cannot load":
+            model = good.recipe.model.model_copy(update={"source": "dies"})
+            changes["recipe"] = good.recipe.model_copy(update={"model": model})
+        plan = good.model_copy(update=changes)
+        if what == "flags":
+            self.plan = plan
+        write_file(plan, self.path)
+        if what == "damaged":
+            self.path.write_text(self.path.read_text()[:-100])
+        before = self.said.stat().st_size
+        self.front.send_signal(signal.SIGHUP)
+        while SAID[what] not in " ".join(self.said.read_text()[before:].split()):
+            await asyncio.sleep(POLL_S)
+        self.done[what] += 1
+
+    async def wrong(self, url: str) -> list[str]:
+        """Servers that do not have the flags of the last good plan."""
+        wanted = f"max_num_seqs {self.plan.policy.parameters['max_num_seqs']}"
+        shown, _ = await _shown(url)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            pages = [(await http.get(f"{one['url']}/metrics")).text for one in shown]
+        first = pages[: self.plan.workers - sum(kind.workers for kind in self.plan.others)]
+        wrong = [page for page in first if wanted not in page]
+        count = [] if len(pages) == self.plan.workers else [f"{len(pages)} servers"]
+        return [f"not {wanted}: {page}" for page in wrong] + count
+
+
 def list_replicas(replicas: list[StandIn], path: Path) -> None:
     """Write the file that the front reads, whole or not at all."""
     partial = path.with_suffix(".partial")
@@ -313,48 +380,46 @@ class Load:
                 self.wrong.append(f"{problem}: {json.dumps(body)}")
 
 
-async def measure(
-    requests: int, count: int, seed: int, *, rolling: bool, is_fleet: bool
-) -> dict[str, Any]:
-    """Send `requests` through a front before `count` replicas. Returns the figures of the run."""
-    rng = random.Random(seed)
-    replicas = [StandIn(token_s=FAST.token_s, speaks_ids=k % 2 == 0) for k in range(count)]
-    for k, replica in enumerate(replicas):
-        if is_fleet:
-            shape = (FAST, SLOW)[k % 2]
-            shape.shape(replica)
-            replica.speaks_ids = k % 3 != 2
-            replica.kind = shape.name if k // 2 % 2 == 0 else ""
-        await replica.start()
-    load = Load([request_of(rng, is_fleet=is_fleet) for _ in range(requests)], may_refuse=is_fleet)
-    started_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        write_file(_plan(is_fleet=is_fleet), path)
-        words = ["--served-model-name", MODEL, "--port", "0", "--json"]
-        listed = Path(folder) / "replicas.txt"
+async def measure(requests: int, count: int, seed: int, mode: str, *, is_fleet: bool) -> Figures:
+    """Send `requests` through a front before `count` replicas. `mode` is '', 'rolling' or 'reload'.
+    Returns the figures of the run.
+    """
+    rng, started_s = random.Random(seed), time.monotonic()
+    replicas = [] if mode == "reload" else await _replicas(count, is_fleet=is_fleet)
+    load = Load(
+        [request_of(rng, is_fleet=is_fleet and mode != "reload") for _ in range(requests)],
+        may_refuse=is_fleet,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path, listed, said = folder / "plan.json", folder / "replicas.txt", folder / "said.txt"
+        plan = _own_plan(folder, count, is_fleet=is_fleet) if mode == "reload" else _plan(is_fleet)
+        write_file(plan, path)
         list_replicas(replicas, listed)
-        words += (
-            ["--replicas", str(listed)]
-            if rolling
-            else [part for replica in replicas for part in ("--replica", replica.listed)]
-        )
+        words = ["--served-model-name", MODEL, "--port", "0", "--json"]
+        words += _words(mode, replicas, listed)
         command = [sys.executable, "-m", "toolkit", "serve", str(path), *words]
         with (
-            (Path(folder) / "said.txt").open("wb") as said,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said) as front,
+            said.open("wb") as stderr,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as front,
         ):
             assert front.stdout is not None
-            ready = json.loads(await asyncio.to_thread(front.stdout.readline))
-            trouble = (
-                Rolling(replicas, rng, listed, ready["url"])
-                if rolling
-                else Trouble(replicas, rng, is_fleet=is_fleet)
-            )
+            url = json.loads(await asyncio.to_thread(front.stdout.readline))["url"]
+            trouble: Trouble | Rolling | Reloading = Trouble(replicas, rng, is_fleet=is_fleet)
+            if mode:
+                trouble = (
+                    Rolling(replicas, rng, listed, url)
+                    if mode == "rolling"
+                    else Reloading(plan, path, front, said)
+                )
             disturbing = asyncio.create_task(trouble.run())
-            await load.send_all(ready["url"])
+            await load.send_all(url)
+            if isinstance(trouble, Reloading):
+                trouble.is_over = True
+                await disturbing
+                load.wrong += await trouble.wrong(url)
             disturbing.cancel()
-            shown, told = await _shown(ready["url"])
+            shown, told = await _shown(url)
             front.terminate()
             await asyncio.to_thread(front.wait)
     for replica in replicas:
@@ -372,6 +437,28 @@ async def measure(
         "seconds": round(time.monotonic() - started_s, 1),
         "exit_code": front.returncode,
     }
+
+
+def _words(mode: str, replicas: list[StandIn], listed: Path) -> list[str]:
+    """What the front is told of its replicas."""
+    if mode == "reload":
+        return ["--shutdown-timeout", str(DRAIN_MAX_S / 2)]
+    if mode == "rolling":
+        return ["--replicas", str(listed)]
+    return [part for replica in replicas for part in ("--replica", replica.listed)]
+
+
+async def _replicas(count: int, *, is_fleet: bool) -> list[StandIn]:
+    """The stand-ins in this process, started."""
+    replicas = [StandIn(token_s=FAST.token_s, speaks_ids=k % 2 == 0) for k in range(count)]
+    for k, replica in enumerate(replicas):
+        if is_fleet:
+            shape = (FAST, SLOW)[k % 2]
+            shape.shape(replica)
+            replica.speaks_ids = k % 3 != 2
+            replica.kind = shape.name if k // 2 % 2 == 0 else ""
+        await replica.start()
+    return replicas
 
 
 async def _shown(url: str) -> tuple[list[dict[str, Any]], str]:
@@ -395,7 +482,7 @@ def _counted(shown: list[dict[str, Any]], told: str) -> dict[str, Any]:
     }
 
 
-def _plan(*, is_fleet: bool) -> Plan:
+def _plan(is_fleet: bool) -> Plan:
     """A plan with replicas that count as hung after a second."""
     with tempfile.TemporaryDirectory() as folder:
         plan = fake_plan(Path(folder))
@@ -417,23 +504,42 @@ def _plan(*, is_fleet: bool) -> Plan:
     return plan.model_copy(update=changes)
 
 
+def _own_plan(folder: Path, count: int, *, is_fleet: bool) -> Plan:
+    """The plan of servers that the front starts, of one kind or two."""
+    plan, kinds = _plan(is_fleet=True), []
+    here = {"engine_version": VERSION, "device": "cpu", "processor": processor()}
+    for number, kind in enumerate(plan.kinds):
+        token_s = (FAST, SLOW)[number].token_s
+        (folder / kind.recipe.name).mkdir()
+        python = install(folder / kind.recipe.name, token_s=token_s)
+        model = kind.recipe.model.model_copy(update={"source": "toy"})
+        engine = EngineSpec.model_validate({"name": "vllm", "vllm": {"python": python}})
+        policy = PolicySpec(name="vllm", parameters={"max_num_seqs": 16})
+        recipe = kind.recipe.model_copy(update={"model": model, "engine": engine, "policy": policy})
+        facts = kind.fit.engine.model_copy(update=here)
+        fit = kind.fit.model_copy(update={"engine": facts})
+        kinds.append(Kind(recipe=recipe, fit=fit, workers=count // 2))
+    changes: dict[str, object] = {"recipe": kinds[0].recipe, "fit": kinds[0].fit, "workers": count}
+    changes |= {"policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": 16})}
+    return plan.model_copy(update=changes | {"others": kinds[1:] if is_fleet else []})
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--rolling", action="store_true", help="update all replicas, again and again"
-    )
+    modes = parser.add_mutually_exclusive_group()
+    for mode, text in (
+        ("rolling", "update all replicas, again and again"),
+        ("reload", "change the plan of servers that the front starts"),
+    ):
+        modes.add_argument(
+            f"--{mode}", action="store_const", const=mode, dest="mode", default="", help=text
+        )
     parser.add_argument("--fleet", action="store_true", help="replicas of two kinds")
     given = parser.parse_args()
-    run = measure(
-        given.requests,
-        given.replicas,
-        given.seed,
-        rolling=given.rolling,
-        is_fleet=given.fleet,
-    )
+    run = measure(given.requests, given.replicas, given.seed, given.mode, is_fleet=given.fleet)
     found = asyncio.run(run)
     wrong = found.pop("wrong")
     for line in wrong[:20]:

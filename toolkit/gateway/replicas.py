@@ -229,6 +229,13 @@ class ReplicaPool:
         free = self._free[kind]
         return free.pop() if free else self._balancer.add(self.kinds[kind].traits)
 
+    def renew_kinds(self, kinds: Sequence[LiveKind]) -> None:
+        """Replicas that are added from now on are of these kinds, of the same names; the others
+        keep their places.
+        """
+        self.kinds = kinds
+        self._free = [[] for _ in kinds]
+
     def remove(self, replica: LiveReplica) -> None:
         """Send a replica nothing more."""
         self._take_out(replica, "gone", "no longer listed")
@@ -277,7 +284,7 @@ class ReplicaPool:
         return found
 
     async def wait_up(self, timeout_s: float, outgrown: int = 0) -> bool:
-        """Wait until a replica is up whose context is longer; False: none was in time."""
+        """Wait until a replica with a longer context is up; False: none was in time."""
 
         def is_one() -> bool:
             return any(each.has_room(outgrown) for each in self.up)
@@ -340,7 +347,8 @@ class ReplicaPool:
         """Forget a replica that is gone once its last request has ended."""
         if not replica.attempts and self.by_index.get(replica.index) is replica:
             del self.by_index[replica.index]
-            self._free[replica.kind].append(replica.index)
+            if self._balancer.replicas[replica.index].traits is self.kinds[replica.kind].traits:
+                self._free[replica.kind].append(replica.index)
 
     async def _watch(self, replica: LiveReplica) -> None:
         """Probe a replica until cancelled."""
