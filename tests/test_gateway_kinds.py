@@ -142,6 +142,29 @@ def test_an_error_after_a_hung_replica_is_no_second_answer(status: int):
     run(test, StandIn(), StandIn(), hang_s=0.3)
 
 
+@pytest.mark.slow
+def test_where_all_replicas_hang_in_turn_requests_get_503_at_once_until_one_is_back():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        one, other = servers
+        one.hung = True
+        running = [asyncio.create_task(front.stream(asked())) for _ in range(4)]
+        await front.until("hung", 1)
+        other.hung = True
+        running += [asyncio.create_task(front.stream(asked())) for _ in range(4)]
+        await front.until("hung", 2)
+        refused = await front.http.post("/v1/completions", json=asked())
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert (await front.http.get("/ready")).status_code == 503
+        one.hung = False
+        await front.until("up", 1)
+        assert {told.text for told in await asyncio.gather(*running)} == {answer_of(asked())}
+        other.hung = False
+        await front.until("up", 2)
+        assert (await front.stream(asked())).text == answer_of(asked())
+
+    run(test, StandIn(token_s=0.01), StandIn(token_s=0.01), hang_s=0.3)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
