@@ -783,21 +783,27 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
     assert any(re.match(r"replica 0: .*, for 0.3 s; restarting", line) for line in said), said
 
 
-def test_a_plan_that_cannot_load_is_replaced_by_the_next_one():
+def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next():
     plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 2})
-    broken = plan.model_copy(
-        update={"recipe": plan.recipe.model_copy(update={"description": "broken"})}
+    broken, better = (
+        plan.model_copy(
+            update={"recipe": plan.recipe.model_copy(update={"description": text})}
+            | {"policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": rows})}
+        )
+        for text, rows in (("broken", 3), ("better", 5))
     )
     made: list[OwnStandIn] = []
     said: list[str] = []
+    started: list[str | None] = []
 
     async def test(front: Front, servers: list[StandIn]) -> None:
-        spare = [StandIn() for _ in range(4)]
+        spare = [StandIn() for _ in range(5)]
         for each in spare:
             await each.start()
 
         class Backend:
             def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
+                started.append(order.plan.recipe.description)
                 if order.plan.recipe.description == "broken":
                     raise EngineError("the model does not fit", "")
                 return OwnStandIn(made, spare[len(made)])
@@ -808,20 +814,31 @@ def test_a_plan_that_cannot_load_is_replaced_by_the_next_one():
             while not set(urls) <= {each.url for each in front.pool.up}:
                 await asyncio.sleep(0.005)
 
+        def rows() -> set[int]:
+            known = front.gateway.balancer.replicas
+            mine = (one for one in front.pool.replicas if one.url in {each.url for each in spare})
+            return {known[one.index].traits.max_rows for one in mine}
+
         own.start()
         await until_up(spare[0].url, spare[1].url)
         own.renew(broken)
-        while not any("the model does not fit; restarting" in line for line in said):
-            await asyncio.sleep(0.005)
-        assert own.renew(plan) == "restarting 2 replicas, one at a time"
-        await until_up(spare[2].url, spare[3].url)
+        await until_up(spare[2].url, spare[1].url)
+        before = rows()
+        assert own.renew(better) == "restarting 2 replicas, one at a time"
+        await until_up(spare[3].url, spare[4].url)
         while said[-1] != "all replicas were restarted":
             await asyncio.sleep(0.005)
+        assert (before & {3, 5}, rows()) == (set(), {5})
         await own.stop()
         for each in spare:
             each.kill()
 
     run(test)
+    old = plan.recipe.description
+    assert started == [old, old, "broken", old, "better", "better"]
+    assert [line for line in said if "goes on" in line] == [
+        "replica 0: the model does not fit; the plan before goes on"
+    ]
 
 
 def unlike() -> list[LiveKind]:

@@ -19,6 +19,7 @@ import httptools
 
 MODEL = "standin"
 MASK = (1 << 61) - 1
+MAX_MODEL_LEN = 4096
 END_ONE_IN = 64  # tokens end an answer, unless it ignores that
 
 
@@ -61,22 +62,34 @@ class Generation:
         self.state = (self.state * 1_000_003 + token + 1) * 6_364_136_223_846_793_005 & MASK
 
 
-def answer_of(body: dict[str, Any], *, chat: bool = False) -> str:
+def answer_of(
+    body: dict[str, Any], *, chat: bool = False, max_model_len: int = MAX_MODEL_LEN
+) -> str:
     """The text that an undisturbed server generates."""
     prompt = prompt_of(body, chat=chat)
-    made = Generation(prompt, limit_of(body, prompt), ignores_end=bool(body.get("ignore_eos")))
+    limit = limit_of(body, prompt, max_model_len)
+    made = Generation(prompt, limit, ignores_end=bool(body.get("ignore_eos")))
     text = ""
     while not made.finish:
         text += chr(made.next())
-        for stop in body.get("stop") or []:
-            if stop in text:
-                return text[: text.index(stop)]
+        if (end := stopped_at(body, text)) >= 0:
+            return text[:end]
     return text
 
 
-def limit_of(body: dict[str, Any], prompt: list[int]) -> int:
+def stopped_at(body: dict[str, Any], text: str) -> int:
+    """Where a stop string ends a text; -1: nowhere."""
+    for stop in body.get("stop") or []:
+        if stop in text:
+            kept = len(stop) if body.get("include_stop_str_in_output") else 0
+            return text.index(stop) + kept
+    return -1
+
+
+def limit_of(body: dict[str, Any], prompt: list[int], max_model_len: int = MAX_MODEL_LEN) -> int:
+    """The most tokens of the answer: without a limit of a chat, those that the context has left."""
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    return int(limit or (16 if "prompt" in body else 4096 - len(prompt)))
+    return int(limit or (16 if "prompt" in body else max_model_len - len(prompt)))
 
 
 @dataclass
@@ -89,7 +102,9 @@ class StandIn:
         status: answers requests for tokens with this status; 0: serves them.
         hung: accepts requests, answers /health, and generates nothing.
         dead: accepts connections and answers nothing at all.
+        max_model_len: the context: a request that does not fit gets 400, as from vLLM.
         token_bytes: of a prompt's token in the usage: a token is one byte, and four in real text.
+        kind: by which a list of replicas names it; '': by none.
         served: requests for tokens by path.
     """
 
@@ -97,7 +112,7 @@ class StandIn:
     speaks_ids: bool = True
     status: int = 0
     model: str = MODEL
-    max_model_len: int = 4096
+    max_model_len: int = MAX_MODEL_LEN
     version: str = "0.32.0"
     hung: bool = False
     dead: bool = False
@@ -105,6 +120,7 @@ class StandIn:
     metrics: str = ""
     first_s: float = 0.0
     token_bytes: int = 1
+    kind: str = ""
     served: Counter[str] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keeps_bodies: bool = False
@@ -114,6 +130,11 @@ class StandIn:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def listed(self) -> str:
+        """The replica as a list of replicas has it."""
+        return f"{self.kind}={self.url}" if self.kind else self.url
 
     @property
     def is_idle(self) -> bool:
@@ -195,7 +216,11 @@ class StandInConnection(asyncio.Protocol):
             body = json.loads(self.body)
             if server.keeps_bodies:
                 server.bodies.append(body)
-            self.task = asyncio.ensure_future(self._generate(body, chat="chat" in path))
+            prompt = prompt_of(body, chat="chat" in path)
+            if why := self._too_long(body, prompt):
+                self._whole({"error": {"message": why, "code": 400}}, 400)
+                return
+            self.task = asyncio.ensure_future(self._generate(body, prompt, chat="chat" in path))
             return
         models = [{"id": server.model, "owned_by": "vllm" if server.speaks_ids else "x",
                    "max_model_len": server.max_model_len}]  # fmt: skip
@@ -216,12 +241,17 @@ class StandInConnection(asyncio.Protocol):
     def abort_request(self) -> None:
         self.aborted = True
 
-    async def _generate(self, body: dict[str, Any], *, chat: bool) -> None:
+    def _too_long(self, body: dict[str, Any], prompt: list[int]) -> str:
+        """Why a request does not fit; '' if it does."""
+        most, known = self.server.max_model_len, len(prompt) // self.server.token_bytes
+        wanted = known + max(limit_of(body, prompt, most) if len(prompt) < most else 1, 1)
+        return f"the context is {most} tokens, not {wanted}" if wanted > most else ""
+
+    async def _generate(self, body: dict[str, Any], prompt: list[int], *, chat: bool) -> None:
         server = self.server
         if server.first_s:
             await asyncio.sleep(server.first_s)
-        prompt = prompt_of(body, chat=chat)
-        limit = limit_of(body, prompt)
+        limit = limit_of(body, prompt, server.max_model_len)
         made = Generation(prompt, limit, ignores_end=bool(body.get("ignore_eos")))
         if body.get("stream"):
             await self._stream(body, prompt, made, chat=chat)
@@ -233,9 +263,8 @@ class StandInConnection(asyncio.Protocol):
                 made.finish = "abort"
                 break
             text += chr(made.next())
-            for stop in body.get("stop") or []:
-                if stop in text:
-                    text, made.finish = text[: text.index(stop)], "stop"
+            if (end := stopped_at(body, text)) >= 0:
+                text, made.finish = text[:end], "stop"
         choice = {"index": 0, "finish_reason": made.finish}
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         usage = _usage(len(prompt) // server.token_bytes, len(text))
@@ -245,7 +274,7 @@ class StandInConnection(asyncio.Protocol):
         self, body: dict[str, Any], prompt: list[int], made: Generation, *, chat: bool
     ) -> None:
         ids = bool(body.get("return_token_ids")) and self.server.speaks_ids
-        stops = body.get("stop") or []
+        stops = [] if body.get("include_stop_str_in_output") else body.get("stop") or []
         hold = max((len(stop) - 1 for stop in stops), default=0)
         about = {"id": f"cmpl-{id(made):x}", "created": 1, "model": self.server.model,
                  "object": "chat.completion.chunk" if chat else "text_completion"}  # fmt: skip
@@ -262,9 +291,8 @@ class StandInConnection(asyncio.Protocol):
                 break
             token = made.next()
             text, count = text + chr(token), count + 1
-            for stop in stops:
-                if stop in text:
-                    text, made.finish = text[: text.index(stop)], "stop"
+            if (end := stopped_at(body, text)) >= 0:
+                text, made.finish = text[:end], "stop"
             to = len(text) if made.finish else max(len(text) - hold, sent)
             choice: dict[str, Any] = {"index": 0, "finish_reason": made.finish or None}
             choice |= {"delta": {"content": text[sent:to]}} if chat else {"text": text[sent:to]}

@@ -1,7 +1,7 @@
 """Replicas killed, hung, drained and restarted under load: every answer must equal the undisturbed
 one.
 
-    python -m benchmarks.serving.kill_replicas [--requests 5000] [--replicas 4] [--rolling]
+    python -m benchmarks.serving.kill_replicas [--requests N] [--fleet] [--rolling | --reload]
 
 Takes about two minutes on two shared cores. Needs nothing but the package.
 
@@ -14,10 +14,22 @@ the others are continued by text. Every fraction of a second one replica is kill
 its requests as a server does that shuts down, or answers 500; a little later it is well again. The
 first replica is never disturbed.
 
+With `--fleet` the replicas are of two kinds by turns. The second kind takes three times as long for
+a token, and has an eighth of the cache and a context that a tenth of the requests does not fit
+into. Half of the replicas are listed by their kind, the others show it by their cache; such a one
+may come back from a disturbance as the other kind. None is spared, but one is always well. Where it
+is not up yet, a client may get 503, or a replica's 500, and asks again after a moment. A request
+that fails four times in a row without a token is given up, as is documented, and counted.
+
 With `--rolling` the replicas come from a file (`--replicas FILE`) and nothing fails by itself: one
 after the other is updated, as an operator does it. A new one is started and listed; once the front
 uses it, the old one is taken off the list, and ended when it has no request left, or after up to
 `DRAIN_MAX_S` seconds with those that it still has.
+
+With `--reload` the front starts its servers itself, as vLLM's (`benchmarks.common.standin_vllm`),
+and its plan changes again and again, each time with SIGHUP: other flags; another router or number
+of workers, or a damaged file, which are refused; a model that cannot load, after which the plan
+before goes on. In the end all servers must have the flags of the last good plan.
 """
 
 from __future__ import annotations
@@ -25,36 +37,83 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.common.command import make_parser
+from benchmarks.common.samples import paged_fit
 from benchmarks.common.serving import fake_plan
-from benchmarks.common.standin import MODEL, StandIn, answer_of, prompt_of
-from toolkit.files.io import write_file
-from toolkit.files.plan import Plan
+from benchmarks.common.standin import MAX_MODEL_LEN, MODEL, StandIn, answer_of, prompt_of
+from benchmarks.common.standin_vllm import VERSION, install
+from toolkit.files.io import processor, write_file
+from toolkit.files.plan import Kind, Plan, PlannedPolicy
+from toolkit.files.recipe import EngineSpec, PolicySpec, RouterSpec
+from toolkit.gateway.passing import MAX_STRIKES
 
+Figures = dict[str, Any]
 CLIENTS = 48
 HANG_S = 1.0
 DISTURB_S = 0.15  # mean time between two disturbances
+FLEET_DISTURB_S = 0.5  # the same of a fleet, where no replica is spared
+CHANGE_S = 5.0  # at least, until one comes back as another kind: a server takes longer to load
 AWAY_S = 1.0  # mean time that a replica is away
 KINDS = ("kill", "hang", "drain", "errors")
+CHANGE_SHARE = 0.3  # of the restarts of replicas that the list does not name by kind
+LONG_SHARE = 0.1  # of the requests of a fleet
 DRAIN_MAX_S = 0.8  # a long answer takes 0.5 s
 POLL_S = 0.05
+SAID = {  # what the front says at SIGHUP, by what has changed
+    "flags": "all replicas were restarted",
+    "router": "another router, or other parameters of it: restart llmctl serve",
+    "workers": "workers, not",
+    "cannot load": "the plan before goes on",
+    "damaged": "the version read before stays in force",
+}
+LETTERS = "acegikmoqsuwy"  # that answers consist of
+REFUSED = "refused"
+GIVEN_UP = f"the request failed on {MAX_STRIKES} replicas"  # as is documented, and told
+AGAIN_S = 0.2  # before a refused request is sent again
 
 
-def request_of(rng: random.Random) -> tuple[dict[str, Any], bool]:
-    """A random request, and whether it is a chat."""
+@dataclass(frozen=True, slots=True)
+class KindOfStandIn:
+    """How the stand-ins of a kind differ from those of another."""
+
+    name: str
+    token_s: float
+    capacity_tokens: int
+    max_model_len: int
+
+    def shape(self, replica: StandIn) -> None:
+        """Make a replica one of this kind."""
+        replica.token_s, replica.max_model_len = self.token_s, self.max_model_len
+        blocks = self.capacity_tokens // 16 + 1
+        replica.metrics = (
+            f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{blocks}"}} 1.0\n'
+        )
+
+
+FAST = KindOfStandIn("fast", 0.004, 16384, MAX_MODEL_LEN)
+SLOW = KindOfStandIn("slow", 0.012, 2048, 576)
+
+
+def request_of(rng: random.Random, *, is_fleet: bool) -> tuple[dict[str, Any], bool]:
+    """A random request, and whether it is a chat. Of a fleet, some fit only into the context of one
+    kind.
+    """
     chat = rng.random() < 0.5
-    text = "".join(rng.choices("abcdefgh ", k=rng.randint(5, 400)))
+    long = is_fleet and rng.random() < LONG_SHARE
+    text = "".join(rng.choices("abcdefgh ", k=rng.randint(*((500, 900) if long else (5, 400)))))
     body: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": rng.randint(5, 120)}
     if chat:
         body["messages"] = [{"role": "user", "content": text}]
@@ -64,10 +123,19 @@ def request_of(rng: random.Random) -> tuple[dict[str, Any], bool]:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     kind = rng.random()
     if kind < 0.1:
-        body["stop"] = ["".join(rng.choices("abc", k=2)), "qqqq"]
+        body["stop"] = ["".join(rng.choices(LETTERS, k=2)), "qqqq"]
+        if kind < 0.03:
+            body["include_stop_str_in_output"] = True
     elif kind < 0.2:
         body["logprobs"] = 1
     return body, chat
+
+
+def is_refusal(answer: httpx.Response) -> bool:
+    """Whether a client is to ask again: 503 that says when, or a replica's own error."""
+    return answer.status_code == 500 or (
+        answer.status_code == 503 and "retry-after" in answer.headers
+    )
 
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> str:
@@ -76,18 +144,23 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> s
     expected = answer_of(body, chat=chat)
     if body.get("stream"):
         text, usage, ids, done = await _streamed(http, path, body)
+        if text == REFUSED and not done:
+            return REFUSED
     else:
         answer = await http.post(path, json=body)
+        if is_refusal(answer):
+            return REFUSED
         if answer.status_code != 200:
             return f"HTTP {answer.status_code}: {answer.text[:200]}"
         read = answer.json()
         choice, usage, ids, done = read["choices"][0], read["usage"], 1, True
         text = choice["message"]["content"] if chat else choice["text"]
     if not done or ids > 1:
-        return f"{ids} ids, ended: {done}: {usage}"
+        return f"{ids} ids, ended: {done}: {usage}: {text!r}"
     if text != expected:
         at = next((k for k, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), -1)
-        return f"another text at {at}: {len(text)} for {len(expected)} characters"
+        found = f"{len(text)} for {len(expected)} characters"
+        return f"another text at {at}: {found}: {text!r} for {expected!r}"
     prompt = len(prompt_of(body, chat=chat))
     if usage["prompt_tokens"] != prompt:
         return f"usage {usage} for a prompt of {prompt}"
@@ -103,6 +176,8 @@ async def _streamed(
     usage: dict[str, int] = {}
     ids: set[str] = set()
     async with http.stream("POST", path, json=body) as response:
+        if is_refusal(response):
+            return REFUSED, {}, 0, False
         if response.status_code != 200:
             return f"HTTP {response.status_code}", {}, 0, False
         async for line in response.aiter_lines():
@@ -120,10 +195,10 @@ async def _streamed(
 
 
 class Trouble:
-    """Disturbs all replicas except the first."""
+    """Disturbs all replicas; unless they are a fleet, the first is spared."""
 
-    def __init__(self, replicas: list[StandIn], rng: random.Random) -> None:
-        self.replicas, self.rng = replicas, rng
+    def __init__(self, replicas: list[StandIn], rng: random.Random, *, is_fleet: bool) -> None:
+        self.replicas, self.rng, self.is_fleet = replicas, rng, is_fleet
         self.done: Counter[str] = Counter()
         self.away: set[int] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -131,9 +206,11 @@ class Trouble:
     async def run(self) -> None:
         """Disturb until cancelled."""
         while True:
-            await asyncio.sleep(self.rng.expovariate(1 / DISTURB_S))
-            here = [k for k in range(1, len(self.replicas)) if k not in self.away]
-            if here:
+            mean_s = FLEET_DISTURB_S if self.is_fleet else DISTURB_S
+            await asyncio.sleep(self.rng.expovariate(1 / mean_s))
+            spared = 0 if self.is_fleet else 1
+            here = [k for k in range(spared, len(self.replicas)) if k not in self.away]
+            if len(here) > 1 - spared:
                 task = asyncio.create_task(self._disturb(self.rng.choice(here)))
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
@@ -145,8 +222,7 @@ class Trouble:
         away_s = self.rng.expovariate(1 / AWAY_S)
         if kind == "kill":
             replica.kill()
-            await asyncio.sleep(away_s)
-            await replica.start()
+            await self._restart(replica, away_s)
         elif kind == "hang":
             replica.hung = True
             await asyncio.sleep(away_s + 2 * HANG_S)
@@ -154,13 +230,22 @@ class Trouble:
         elif kind == "drain":
             replica.abort_requests()
             replica.kill_listener()
-            await asyncio.sleep(away_s)
-            await replica.start()
+            await self._restart(replica, away_s)
         else:
             replica.status = 500
             await asyncio.sleep(min(away_s, 0.5))
             replica.status = 0
         self.away.discard(index)
+
+    async def _restart(self, replica: StandIn, away_s: float) -> None:
+        if self.is_fleet and not replica.kind and self.rng.random() < CHANGE_SHARE:
+            await asyncio.sleep(HANG_S / 2)
+            replica.kill()  # with the requests that are still there
+            await asyncio.sleep(max(away_s, CHANGE_S))
+            (FAST if replica.token_s == SLOW.token_s else SLOW).shape(replica)
+        else:
+            await asyncio.sleep(away_s)
+        await replica.start()
 
 
 class Rolling:
@@ -176,7 +261,9 @@ class Rolling:
         async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
             while True:
                 old = self.replicas[0]
-                new = StandIn(token_s=old.token_s, speaks_ids=old.speaks_ids)
+                new = replace(
+                    old, port=0, served=Counter(), bodies=[], connections=set(), _server=None
+                )
                 await new.start()
                 self.replicas.append(new)
                 list_replicas(self.replicas, self.listed)
@@ -192,10 +279,62 @@ class Rolling:
                 old.kill()
 
 
+class Reloading:
+    """Changes the plan of a front that starts its servers, and sends SIGHUP, again and again."""
+
+    def __init__(self, plan: Plan, path: Path, front: subprocess.Popen[bytes], said: Path) -> None:
+        self.plan, self.path, self.front, self.said = plan, path, front, said
+        self.rng = random.Random(0)
+        self.done: Counter[str] = Counter()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.is_over = False
+
+    async def run(self) -> None:
+        """Change until told to end: the last change is complete then."""
+        while not self.is_over:
+            await self._change(self.rng.choice(list(SAID)))
+        await self._change("flags")
+
+    async def _change(self, what: str) -> None:
+        good, rows = self.plan, self.rng.randint(8, 64)
+        changes: dict[str, object] = {
+            "policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": rows})
+        }
+        if what == "router":
+            changes["replica_router"] = RouterSpec(name="least-tokens")
+        elif what == "workers":
+            changes["workers"] = good.workers + 1
+        elif what == "cannot load":
+            model = good.recipe.model.model_copy(update={"source": "dies"})
+            changes["recipe"] = good.recipe.model_copy(update={"model": model})
+        plan = good.model_copy(update=changes)
+        if what == "flags":
+            self.plan = plan
+        write_file(plan, self.path)
+        if what == "damaged":
+            self.path.write_text(self.path.read_text()[:-100])
+        before = self.said.stat().st_size
+        self.front.send_signal(signal.SIGHUP)
+        while SAID[what] not in " ".join(self.said.read_text()[before:].split()):
+            await asyncio.sleep(POLL_S)
+        self.done[what] += 1
+
+    async def wrong(self, url: str) -> list[str]:
+        """Servers that do not have the flags of the last good plan."""
+        wanted = f"max_num_seqs {self.plan.policy.parameters['max_num_seqs']}"
+        shown, _ = await _shown(url)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            pages = [(await http.get(f"{one['url']}/metrics")).text for one in shown]
+        first = pages[: self.plan.workers - sum(kind.workers for kind in self.plan.others)]
+        wrong = [page for page in first if wanted not in page]
+        count = [] if len(pages) == self.plan.workers else [f"{len(pages)} servers"]
+        return [f"not {wanted}: {page}" for page in wrong] + count
+
+
 def list_replicas(replicas: list[StandIn], path: Path) -> None:
     """Write the file that the front reads, whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{each.url}\n" for each in replicas))
+    partial.write_text("".join(f"{each.listed}\n" for each in replicas))
     partial.rename(path)
 
 
@@ -208,89 +347,181 @@ async def _until_listed(http: httpx.AsyncClient, replica: StandIn, *, here: bool
         await asyncio.sleep(POLL_S)
 
 
-async def send_all(http: httpx.AsyncClient, work: list[tuple[dict[str, Any], bool]]) -> list[str]:
-    """Send all requests; returns what is wrong."""
-    left, wrong = iter(work), []
+class Load:
+    """What clients send, and how it ended."""
 
-    async def client() -> None:
-        for body, chat in left:
+    def __init__(self, work: list[tuple[dict[str, Any], bool]], *, may_refuse: bool) -> None:
+        self.left, self.may_refuse = work, may_refuse
+        self.wrong: list[str] = []
+        self.refused = self.given_up = 0
+
+    async def send_all(self, url: str) -> None:
+        """Send all requests."""
+        limits = httpx.Limits(max_connections=CLIENTS)
+        async with httpx.AsyncClient(
+            base_url=url, timeout=120, limits=limits, trust_env=False
+        ) as http:
+            await asyncio.gather(*(self._client(http) for _ in range(CLIENTS)))
+
+    async def _client(self, http: httpx.AsyncClient) -> None:
+        while self.left:
+            body, chat = self.left.pop()
             try:
                 problem = await ask(http, body, chat=chat)
             except httpx.HTTPError as error:
                 problem = repr(error)
-            if problem:
-                wrong.append(f"{problem}: {json.dumps(body)}")
+            if problem == REFUSED and self.may_refuse:
+                self.refused += 1
+                await asyncio.sleep(AGAIN_S)
+                self.left.append((body, chat))
+            elif GIVEN_UP in problem:
+                self.given_up += 1
+            elif problem:
+                self.wrong.append(f"{problem}: {json.dumps(body)}")
 
-    await asyncio.gather(*(client() for _ in range(CLIENTS)))
-    return wrong
 
-
-async def measure(requests: int, count: int, seed: int, *, rolling: bool) -> dict[str, Any]:
-    """Send `requests` through a front before `count` replicas. Returns the figures of the run."""
-    rng = random.Random(seed)
-    replicas = [StandIn(token_s=0.004, speaks_ids=k % 2 == 0) for k in range(count)]
-    for replica in replicas:
-        await replica.start()
-    work = [request_of(rng) for _ in range(requests)]
-    started_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        write_file(_plan(), path)
-        words = ["--served-model-name", MODEL, "--port", "0", "--json"]
-        listed = Path(folder) / "replicas.txt"
+async def measure(requests: int, count: int, seed: int, mode: str, *, is_fleet: bool) -> Figures:
+    """Send `requests` through a front before `count` replicas. `mode` is '', 'rolling' or 'reload'.
+    Returns the figures of the run.
+    """
+    rng, started_s = random.Random(seed), time.monotonic()
+    replicas = [] if mode == "reload" else await _replicas(count, is_fleet=is_fleet)
+    load = Load(
+        [request_of(rng, is_fleet=is_fleet and mode != "reload") for _ in range(requests)],
+        may_refuse=is_fleet,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path, listed, said = folder / "plan.json", folder / "replicas.txt", folder / "said.txt"
+        plan = _own_plan(folder, count, is_fleet=is_fleet) if mode == "reload" else _plan(is_fleet)
+        write_file(plan, path)
         list_replicas(replicas, listed)
-        words += (
-            ["--replicas", str(listed)]
-            if rolling
-            else [part for replica in replicas for part in ("--replica", replica.url)]
-        )
+        words = ["--served-model-name", MODEL, "--port", "0", "--json"]
+        words += _words(mode, replicas, listed)
         command = [sys.executable, "-m", "toolkit", "serve", str(path), *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as front:
+        with (
+            said.open("wb") as stderr,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as front,
+        ):
             assert front.stdout is not None
-            ready = json.loads(await asyncio.to_thread(front.stdout.readline))
-            trouble = (
-                Rolling(replicas, rng, listed, ready["url"]) if rolling else Trouble(replicas, rng)
-            )
+            url = json.loads(await asyncio.to_thread(front.stdout.readline))["url"]
+            trouble: Trouble | Rolling | Reloading = Trouble(replicas, rng, is_fleet=is_fleet)
+            if mode:
+                trouble = (
+                    Rolling(replicas, rng, listed, url)
+                    if mode == "rolling"
+                    else Reloading(plan, path, front, said)
+                )
             disturbing = asyncio.create_task(trouble.run())
-            limits = httpx.Limits(max_connections=CLIENTS)
-            async with httpx.AsyncClient(
-                base_url=ready["url"], timeout=120, limits=limits, trust_env=False
-            ) as http:
-                wrong = await send_all(http, work)
-                disturbing.cancel()
-                shown = (await http.get("/replicas")).json()["replicas"]
-                told = (await http.get("/metrics")).text
+            await load.send_all(url)
+            if isinstance(trouble, Reloading):
+                trouble.is_over = True
+                await disturbing
+                load.wrong += await trouble.wrong(url)
+            disturbing.cancel()
+            shown, told = await _shown(url)
             front.terminate()
-            await asyncio.to_thread(front.communicate)
+            await asyncio.to_thread(front.wait)
     for replica in replicas:
         replica.kill()
     await asyncio.gather(*trouble.tasks, disturbing, return_exceptions=True)
     for replica in replicas:  # again: a disturbance may have started one since
         replica.kill()
+    return {
+        "requests": requests,
+        "wrong": load.wrong,
+        "refused": load.refused,
+        "given_up": load.given_up,
+        "disturbances": dict(trouble.done),
+        **_counted(shown, told),
+        "seconds": round(time.monotonic() - started_s, 1),
+        "exit_code": front.returncode,
+    }
+
+
+def _words(mode: str, replicas: list[StandIn], listed: Path) -> list[str]:
+    """What the front is told of its replicas."""
+    if mode == "reload":
+        return ["--shutdown-timeout", str(DRAIN_MAX_S / 2)]
+    if mode == "rolling":
+        return ["--replicas", str(listed)]
+    return [part for replica in replicas for part in ("--replica", replica.listed)]
+
+
+async def _replicas(count: int, *, is_fleet: bool) -> list[StandIn]:
+    """The stand-ins in this process, started."""
+    replicas = [StandIn(token_s=FAST.token_s, speaks_ids=k % 2 == 0) for k in range(count)]
+    for k, replica in enumerate(replicas):
+        if is_fleet:
+            shape = (FAST, SLOW)[k % 2]
+            shape.shape(replica)
+            replica.speaks_ids = k % 3 != 2
+            replica.kind = shape.name if k // 2 % 2 == 0 else ""
+        await replica.start()
+    return replicas
+
+
+async def _shown(url: str) -> tuple[list[dict[str, Any]], str]:
+    """What the front tells of its replicas, and its metrics."""
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        shown: list[dict[str, Any]] = (await http.get("/replicas")).json()["replicas"]
+        return shown, (await http.get("/metrics")).text
+
+
+def _counted(shown: list[dict[str, Any]], told: str) -> dict[str, Any]:
     continued = {
         line.split('by="')[1].split('"')[0]: float(line.split()[-1])
         for line in told.splitlines()
         if line.startswith("llmctl_continued_total")
     }
     return {
-        "requests": requests,
-        "wrong": wrong,
-        "disturbances": dict(trouble.done),
         "attempts": sum(each["requests"] for each in shown),
         "failed_attempts": sum(each["failures"] for each in shown),
         "moved": sum(each["moved"] for each in shown),
         "continued": continued,
-        "seconds": round(time.monotonic() - started_s, 1),
-        "exit_code": front.returncode,
     }
 
 
-def _plan() -> Plan:
+def _plan(is_fleet: bool) -> Plan:
     """A plan with replicas that count as hung after a second."""
     with tempfile.TemporaryDirectory() as folder:
         plan = fake_plan(Path(folder))
     serve = plan.recipe.serve.model_copy(update={"hang_s": HANG_S})
-    return plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": serve})})
+    recipe = plan.recipe.model_copy(update={"serve": serve})
+    plan = plan.model_copy(update={"recipe": recipe})
+    if not is_fleet:
+        return plan
+    kinds = [
+        Kind(
+            recipe=recipe.model_copy(update={"name": shape.name}),
+            fit=paged_fit(shape.capacity_tokens, times=shape.token_s / FAST.token_s),
+            workers=1,
+        )
+        for shape in (FAST, SLOW)
+    ]
+    changes: dict[str, object] = {"recipe": kinds[0].recipe, "fit": kinds[0].fit, "workers": 2}
+    changes |= {"others": kinds[1:], "replica_router": RouterSpec(name="by-law")}
+    return plan.model_copy(update=changes)
+
+
+def _own_plan(folder: Path, count: int, *, is_fleet: bool) -> Plan:
+    """The plan of servers that the front starts, of one kind or two."""
+    plan, kinds = _plan(is_fleet=True), []
+    here = {"engine_version": VERSION, "device": "cpu", "processor": processor()}
+    for number, kind in enumerate(plan.kinds):
+        token_s = (FAST, SLOW)[number].token_s
+        (folder / kind.recipe.name).mkdir()
+        python = install(folder / kind.recipe.name, token_s=token_s)
+        model = kind.recipe.model.model_copy(update={"source": "toy"})
+        engine = EngineSpec.model_validate({"name": "vllm", "vllm": {"python": python}})
+        policy = PolicySpec(name="vllm", parameters={"max_num_seqs": 16})
+        recipe = kind.recipe.model_copy(update={"model": model, "engine": engine, "policy": policy})
+        facts = kind.fit.engine.model_copy(update=here)
+        fit = kind.fit.model_copy(update={"engine": facts})
+        kinds.append(Kind(recipe=recipe, fit=fit, workers=count // 2))
+    changes: dict[str, object] = {"recipe": kinds[0].recipe, "fit": kinds[0].fit, "workers": count}
+    changes |= {"policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": 16})}
+    return plan.model_copy(update=changes | {"others": kinds[1:] if is_fleet else []})
 
 
 def main() -> None:
@@ -298,11 +529,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--rolling", action="store_true", help="update all replicas, again and again"
-    )
+    modes = parser.add_mutually_exclusive_group()
+    for mode, text in (
+        ("rolling", "update all replicas, again and again"),
+        ("reload", "change the plan of servers that the front starts"),
+    ):
+        modes.add_argument(
+            f"--{mode}", action="store_const", const=mode, dest="mode", default="", help=text
+        )
+    parser.add_argument("--fleet", action="store_true", help="replicas of two kinds")
     given = parser.parse_args()
-    run = measure(given.requests, given.replicas, given.seed, rolling=given.rolling)
+    run = measure(given.requests, given.replicas, given.seed, given.mode, is_fleet=given.fleet)
     found = asyncio.run(run)
     wrong = found.pop("wrong")
     for line in wrong[:20]:

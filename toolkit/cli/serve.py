@@ -536,15 +536,30 @@ def _router(given: ServeOptions, plan: Plan) -> Router:
 
 
 def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
-    """The plan as its file has it now, with the options of the command line, and as many workers as
-    `before` except in a fleet.
+    """The plan as its file has it now, with the options of the command line.
+
+    Raises `InputError` where it needs another front than `before` does: another number of workers,
+    another router, or other keys of `serve` or targets.
     """
     from toolkit.cli.serve_start import override
+    from toolkit.errors import InputError
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
-    workers = None if before.others else before.workers
-    return override(read_file(Plan, file), given.policy, given.settings, workers)
+    plan = override(read_file(Plan, file), given.policy, given.settings, given.workers)
+    old, new = before.recipe, plan.recipe
+    changes = {
+        f"{plan.workers} workers, not {before.workers}": plan.workers != before.workers,
+        "another router, or other parameters of it": _router(given, plan) != _router(given, before),
+        "other keys of serve": new.serve != old.serve,
+        "other targets": new.sla != old.sla,
+    }
+    found = [what for what, differs in changes.items() if differs]
+    if found:
+        text = f"{file}: the plan has {' and '.join(found)}: restart llmctl serve for that"
+        raise InputError(text, "keep what the front uses, and change the replicas' flags only")
+    accept(plan, str(file), broken=given.force or given.allow_broken_limits)
+    return plan
 
 
 def _replica_source(given: ServeOptions) -> ReplicaSource | None:

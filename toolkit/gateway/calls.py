@@ -63,6 +63,8 @@ SAMPLING = (
     "top_k",
     "min_p",
     "seed",
+    "stop",
+    "include_stop_str_in_output",
     "stop_token_ids",
     "ignore_eos",
     "repetition_penalty",
@@ -101,6 +103,8 @@ class GenerationCall:
         choices: of all prompts together.
         max_tokens: of a choice; None: the server's default.
         held_back: characters that a server keeps until it knows that no stop string begins there.
+        reread: characters to generate again where an answer goes on, since a stop string may begin
+            in them.
     """
 
     def __init__(self, body: bytes, *, chat: bool, session: str = "") -> None:
@@ -123,9 +127,9 @@ class GenerationCall:
         rows = self._value("n", int) or 1
         self.choices = min(max(rows, 1), MAX_CHOICES) * prompts
         self.greedy = self._value("temperature", float) == 0
-        self.held_back = self._longest_stop() - 1 if self._has("stop") else 0
+        self.held_back, self.reread = self._longest_stop() - 1 if self._has("stop") else 0, 0
         if self._value("include_stop_str_in_output", bool):
-            self.held_back = 0
+            self.held_back, self.reread = 0, self.held_back
         self.session = session or self._value("prompt_cache_key", str) or ""
 
     def mode(self, *, speaks_ids: bool, done: ClientProgress) -> Mode:
@@ -136,6 +140,8 @@ class GenerationCall:
             return "again"
         if speaks_ids and done.ids and done.prompt_ids and (self.greedy or not done.overlap):
             return "ids"
+        if self.reread and self.greedy:
+            return "again"
         if self.chat or isinstance(self._value("prompt", str), str):
             return "text"
         return "again"

@@ -67,6 +67,7 @@ FIRST_PROBES_S = 15.0  # the first line is printed after this long even if no re
 POLL_EVERY_S = 0.2
 RESTART_S, RESTART_MAX_S = 1.0, 60.0  # before a replica that ended is started again
 KINDS_CHANGED = "the plan has other kinds of servers: restart llmctl serve for them"
+NO_LAW = "router 'by-law' needs the law of a pass of every replica"
 LOADED_S = 60.0  # one that ran for so long is started again at once
 
 
@@ -186,10 +187,9 @@ def launch_gateway(order: GatewayLaunch, on_ready: Callable[[str], None]) -> Map
     used, and for a replica of another kind where the order is strict; `EngineError` if an own
     replica never loads.
     """
-    lacks_law = any(kind.traits.law is None for kind in order.kinds)
-    if order.router.name == LawRouter.name and lacks_law:
+    if _needs_laws(order.router, order.kinds):
         raise InputError(
-            "router 'by-law' needs the law of a pass of every replica",
+            NO_LAW,
             "serve a plan with a fitted law of passes (engine vllm), or choose another --router",
         )
     asks_key = bool(order.access[0] or order.access[1])
@@ -348,8 +348,16 @@ def _kinds_in(plan: Plan) -> list[tuple[str, int]]:
     return [(kind.recipe.name, kind.workers) for kind in plan.kinds] if plan.others else []
 
 
+def _needs_laws(router: Router, kinds: Sequence[LiveKind]) -> bool:
+    """Whether a router needs laws that the replicas lack."""
+    return router.name == LawRouter.name and any(kind.traits.law is None for kind in kinds)
+
+
 class OwnReplicas:
     """The servers that the gateway starts, each with its own port and devices.
+
+    A new plan reaches them one at a time. If the first of them cannot load it, the plan before goes
+    on.
 
     Attributes:
         failed: a replica could not be loaded the first time; `error` says why.
@@ -361,16 +369,20 @@ class OwnReplicas:
         self.error: LlmctlError | None = None
         self._own, self._pool, self._say = order.own, pool, order.ending.say
         self._ending = order.ending
-        self._order = ServerOrder(
+        address = "127.0.0.1", 0
+        made = ServerOrder(
             order.plan,
             order.needs.model,
-            "127.0.0.1",
-            0,
+            *address,
             order.ending,
             key,
             on_foreign=order.on_foreign,
         )
+        self._router, self._any_version = order.router, not any(k.version for k in order.kinds)
         self._count = order.plan.workers
+        self._order = self._loaded = made  # what all are to be, and what was loaded last
+        self._orders = [made] * self._count  # what each is to be now
+        self._lost: dict[int, tuple[ServerOrder, str]] = {}  # what one could not load, and why
         self._kinds = order.plan.kind_numbers
         self._servers: dict[int, ReplicaServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
@@ -390,15 +402,23 @@ class OwnReplicas:
     def renew(self, plan: Plan) -> str:
         """Restart the replicas one at a time, with the flags of `plan`. Returns a message.
 
-        If they are being restarted, that begins again: their plan may be one that cannot load.
+        If they are being restarted, that begins again.
         """
-        if _kinds_in(plan) != _kinds_in(self._order.plan):
-            return f"warning: {KINDS_CHANGED}; the replicas stay as they are"
+        kinds = kinds_of_replicas(plan, any_version=self._any_version)
+        refused = KINDS_CHANGED if _kinds_in(plan) != _kinds_in(self._order.plan) else ""
+        if refused or _needs_laws(self._router, kinds):
+            return f"warning: {refused or NO_LAW}; the replicas stay as they are"
         if self._rolling is not None:
             self._rolling.cancel()
-        self._order = replace(self._order, plan=plan)
-        self._rolling = asyncio.create_task(self._roll())
+        self._take(replace(self._order, plan=plan))
+        self._rolling = asyncio.create_task(self._roll(self._order))
         return f"restarting {self._count} replicas, one at a time"
+
+    def _take(self, order: ServerOrder) -> None:
+        """This is what all replicas are to be; routers know them by its plan."""
+        if order.plan != self._order.plan:
+            self._pool.renew_kinds(kinds_of_replicas(order.plan, any_version=self._any_version))
+        self._order = order
 
     async def stop(self) -> None:
         """End all servers."""
@@ -409,36 +429,60 @@ class OwnReplicas:
         stops = [asyncio.to_thread(server.stop) for server in self._servers.values()]
         await asyncio.gather(*stops, return_exceptions=True)
 
-    async def _roll(self) -> None:
+    async def _roll(self, order: ServerOrder) -> None:
         for number in range(self._count):
             replica = self._replicas.get(number)
-            if replica is not None:
+            if replica is not None and replica.state != "gone":
                 self._pool.drain(replica)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._ending.timeout_s):
                         while replica.attempts:
                             await asyncio.sleep(POLL_EVERY_S / 4)
                 replica.cut_all("it is restarted")
-            self._renewed[number].set()
-            while True:
-                await asyncio.sleep(POLL_EVERY_S)
-                now = self._replicas.get(number)
-                if now is not None and now is not replica and now.state == "up":
-                    break
+            self._restart(number, order)
+            why = await self._loads(number, order, replica)
+            if why:
+                self._take(self._loaded)
+                self._say(f"replica {number}: {why}; the plan before goes on")
+                for each, given in enumerate(self._orders):
+                    if given is not self._loaded:
+                        self._restart(each, self._loaded)
+                return
+            self._loaded = order
         self._say("all replicas were restarted")
+
+    def _restart(self, number: int, order: ServerOrder) -> None:
+        self._orders[number] = order
+        self._lost.pop(number, None)
+        self._renewed[number].set()
+
+    async def _loads(self, number: int, order: ServerOrder, before: LiveReplica | None) -> str:
+        """Wait until a replica is up; why it is not, where no other one has loaded its plan, or
+        ''.
+        """
+        while True:
+            await asyncio.sleep(POLL_EVERY_S)
+            now = self._replicas.get(number)
+            lost, why = self._lost.get(number), ""
+            if now is not None and now is not before:
+                if now.state == "up":
+                    return ""
+                why = now.problem if now.state == "left out" else ""
+            if lost is not None and lost[0] is order:
+                why = lost[1]
+            if why and self._loaded is not order:
+                return why
 
     async def _keep(self, number: int) -> None:
         """Keep one server running, until cancelled."""
         loop, wait_s, was_up = asyncio.get_running_loop(), RESTART_S, False
         while True:
             self._renewed[number].clear()
-            begin_s, error, why = loop.time(), None, ""
+            begin_s, error, why, order = loop.time(), None, "", self._orders[number]
             with tempfile.TemporaryDirectory(prefix="llmctl-replica-") as name:
                 server: ReplicaServer | None = None
                 try:
-                    server = await asyncio.to_thread(
-                        self._own.replica, self._order, number, Path(name)
-                    )
+                    server = await asyncio.to_thread(self._own.replica, order, number, Path(name))
                     self._servers[number] = server
                     await asyncio.to_thread(server.wait_until_ready)
                     was_up = True
@@ -448,7 +492,7 @@ class OwnReplicas:
                     self._pool.remove(replica)
                     replica.cut_all(why or "it is restarted")
                 except LlmctlError as found:
-                    error = found
+                    error, self._lost[number] = found, (order, found.message)
                 finally:
                     if server is not None:
                         await asyncio.shield(asyncio.to_thread(server.stop))
@@ -459,7 +503,8 @@ class OwnReplicas:
                 return
             if self._renewed[number].is_set():
                 continue
-            self._say(f"replica {number}: {error.message if error else why}; restarting")
+            if order is self._loaded:
+                self._say(f"replica {number}: {error.message if error else why}; restarting")
             wait_s = RESTART_S if loop.time() - begin_s > LOADED_S else wait_s
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):

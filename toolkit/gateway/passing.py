@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,6 +30,8 @@ MAX_STRIKES = 4  # attempts in a row that failed without a new token, of one req
 RETRY_SHARE = 0.2  # of all requests may be tried again after an answer of 500 and above
 RETRY_BURST = 20.0
 BUSY = (429, 503)  # a replica refuses a request; another one may take it
+TOO_LONG = (400, 413, 422)  # with a word of the context: another one's may be longer
+_OF_CONTEXT = re.compile(rb"context|max_model_len", re.IGNORECASE)
 MAX_WHOLE_BYTES = 64 << 20
 PAUSE_S = 0.05  # before a replica is asked again that refused before
 PASSED_BACK = (b"content-type", b"retry-after", b"x-should-retry")
@@ -88,6 +91,7 @@ class PassedRequest:
         self._max_gap_s = 0.0
         self._head_sent = False
         self._excluded: set[int] = set()
+        self._outgrown = 0  # the longest context that it did not fit into
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         self._usage: StreamedUsage | None = None
         self._status = "cancelled"
@@ -169,21 +173,19 @@ class PassedRequest:
         if first is not None:
             return first
         while not gone.done():
-            up = {replica.index for replica in gateway.pool.up}
+            roomy = [each for each in gateway.pool.up if each.has_room(self._outgrown)]
+            up = {replica.index for replica in roomy}
             if up and up <= self._excluded:
-                if self._refusal is not None and not self._head_sent:
-                    self._status = f"HTTP {self._refusal[0]}"
-                    await send_whole(self._send, *self._refusal)
+                if await self._refused():
                     return None
                 self._excluded.clear()
                 await asyncio.sleep(PAUSE_S)
-            barred = self._excluded | set(gateway.pool.barred())
-            if up <= barred:
-                barred = self._excluded
-            index = gateway.balancer.route(self._routed(), gateway.now_s(), sorted(barred))
-            if index is not None:
-                return gateway.pool.by_index[index]
-            waiting = asyncio.create_task(gateway.pool.wait_up(gateway.settings.wait_up_s))
+            if up:
+                index = self._route(up)
+                if index is not None:
+                    return gateway.pool.by_index[index]
+            limit_s = gateway.settings.wait_up_s
+            waiting = asyncio.create_task(gateway.pool.wait_up(limit_s, self._outgrown))
             await first_of(waiting, gone)
             if not waiting.done():
                 waiting.cancel()
@@ -192,6 +194,25 @@ class PassedRequest:
                 await self._give_up(NO_REPLICA, 503)
                 return None
         return None
+
+    async def _refused(self) -> bool:
+        """Pass on what a replica answered, if that was an error and the client has nothing yet.
+        Returns whether it did.
+        """
+        if self._refusal is None or self._head_sent:
+            return False
+        self._status = f"HTTP {self._refusal[0]}"
+        await send_whole(self._send, *self._refusal)
+        return True
+
+    def _route(self, up: set[int]) -> int | None:
+        """One of these replicas; those that failed it, or are slow to start, only if need be."""
+        gateway = self._gateway
+        cramped = {replica.index for replica in gateway.pool.up} - up
+        barred = self._excluded | cramped | set(gateway.pool.barred())
+        if up <= barred:
+            barred = self._excluded | cramped
+        return gateway.balancer.route(self._routed(), gateway.now_s(), sorted(barred))
 
     def _routed(self) -> RoutedRequest:
         """The request as the router sees it: its prompt ends with what the client has."""
@@ -279,13 +300,17 @@ class PassedRequest:
         """A replica answered with an error. Returns whether that ends the request."""
         content = await whole_body(answer)
         gateway, status = self._gateway, answer.status
-        if self._passing.begun:
+        if self._outgrows(replica, status, content):
+            raise PassFailedError("the request does not fit into its context", struck=False)
+        if self._head_sent:
             if status >= 500 or status in BUSY:
                 raise PassFailedError(f"it answered {status}", struck=status not in BUSY)
             if self._passing.falls_back():
                 return False
             self._status = "failed"
-            await self._give_up("the answer broke off and cannot be continued", 503)
+            begun = self._passing.begun
+            why = "the answer broke off and cannot be continued"
+            await self._give_up(why if begun else f"a replica answered {status}", 503)
             return True
         refusal = status, kept_headers(answer), content
         if status in BUSY or (status >= 500 and gateway.budget.take()):
@@ -294,6 +319,19 @@ class PassedRequest:
             raise PassFailedError(f"it answered {status}", struck=status not in BUSY)
         self._status = f"HTTP {status}"
         await send_whole(self._send, *refusal)
+        return True
+
+    def _outgrows(self, replica: LiveReplica, status: int, content: bytes) -> bool:
+        """Whether a replica's context is too short for the request, and another one's is longer. It
+        may be away for now.
+        """
+        size = replica.max_model_len
+        if size is None or status not in TOO_LONG or not _OF_CONTEXT.search(content):
+            return False
+        listed = self._gateway.pool.replicas
+        if not any(each.max_model_len and each.max_model_len > size for each in listed):
+            return False
+        self._outgrown = max(self._outgrown, size)
         return True
 
     async def _stream(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:

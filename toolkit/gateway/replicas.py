@@ -110,6 +110,10 @@ class LiveReplica:
     cached_tokens: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def has_room(self, outgrown: int) -> bool:
+        """Whether its context is longer than one that a request did not fit into."""
+        return self.max_model_len is None or self.max_model_len > outgrown
+
     def cut_all(self, reason: str) -> None:
         for attempt in list(self.attempts):
             attempt.cut(reason)
@@ -225,6 +229,13 @@ class ReplicaPool:
         free = self._free[kind]
         return free.pop() if free else self._balancer.add(self.kinds[kind].traits)
 
+    def renew_kinds(self, kinds: Sequence[LiveKind]) -> None:
+        """Replicas that are added from now on are of these kinds, of the same names; the others
+        keep their places.
+        """
+        self.kinds = kinds
+        self._free = [[] for _ in kinds]
+
     def remove(self, replica: LiveReplica) -> None:
         """Send a replica nothing more."""
         self._take_out(replica, "gone", "no longer listed")
@@ -272,14 +283,18 @@ class ReplicaPool:
                 found.append(replica.index)
         return found
 
-    async def wait_up(self, timeout_s: float) -> bool:
-        """Wait until a replica is up; False: none was in time."""
+    async def wait_up(self, timeout_s: float, outgrown: int = 0) -> bool:
+        """Wait until a replica with a longer context is up; False: none was in time."""
+
+        def is_one() -> bool:
+            return any(each.has_room(outgrown) for each in self.up)
+
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self.up:
+                while not is_one():
                     self.changed.clear()
                     await self.changed.wait()
-        return bool(self.up)
+        return is_one()
 
     async def sweep(self) -> None:
         """Find answers that stand still, and replicas that are silent, until cancelled."""
@@ -332,7 +347,8 @@ class ReplicaPool:
         """Forget a replica that is gone once its last request has ended."""
         if not replica.attempts and self.by_index.get(replica.index) is replica:
             del self.by_index[replica.index]
-            self._free[replica.kind].append(replica.index)
+            if self._balancer.replicas[replica.index].traits is self.kinds[replica.kind].traits:
+                self._free[replica.kind].append(replica.index)
 
     async def _watch(self, replica: LiveReplica) -> None:
         """Probe a replica until cancelled."""

@@ -112,7 +112,8 @@ class PassingAnswer:
     def progress(self) -> ClientProgress:
         """What the client has. Tokens without text yet are generated again, unless it saw their
         ids. With stop strings a server holds back characters: of the last tokens the client has
-        only a part of the text, which the next answer begins with (`overlap`).
+        only a part of the text, which the next answer begins with (`overlap`). The same where a
+        stop string is part of the answer, and may have begun in the last characters.
         """
         text = "".join(piece for pieces in self._texts.values() for piece in pieces)
         ids = self._ids
@@ -120,9 +121,9 @@ class PassingAnswer:
             return ClientProgress(text, self.tokens, None, self._prompt_ids)
         if self._call.wants_ids:
             return ClientProgress(text, len(ids), ids, self._prompt_ids)
-        held = self._call.held_back
+        held, reread = self._call.held_back, self._call.reread
         for kept, length in reversed(self._marks):
-            if length + held <= self._length:
+            if length + held + reread <= self._length:
                 overlap = self._length - length - held
                 return ClientProgress(text, kept, ids[:kept], self._prompt_ids, overlap)
         return ClientProgress(text, 0, [], self._prompt_ids, self._length)
@@ -324,7 +325,7 @@ class PassingAnswer:
             self._texts.setdefault((choice.index, name), []).append(text)
             self._length += len(text)
         if self._ids is not None and texts:
-            if not self._call.held_back:
+            if not self._call.held_back and not self._call.reread:
                 self._marks.clear()
             self._marks.append((len(self._ids), self._length))
 

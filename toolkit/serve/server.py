@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 
 from starlette.types import ASGIApp
 
-from toolkit.errors import InputError
+from toolkit.errors import InputError, LlmctlError
 from toolkit.serve.driver import Driver
 from toolkit.serve.http import BACKLOG, HttpServer, WireLimits
 
@@ -261,7 +261,7 @@ class Followed(Generic[ValueT]):
             # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would pause
             # all streams.
             value = await asyncio.to_thread(self._source.changed, always=always)
-        except InputError as error:
+        except LlmctlError as error:
             return f"warning: {error.message}; the version read before stays in force"
         return "" if value is None else self._apply(value)
 

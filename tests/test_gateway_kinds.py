@@ -1,0 +1,196 @@
+"""The gateway before replicas that differ: in their contexts, and in how they stop and fail."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import samples
+from test_gateway import USAGE, Front, asked, chatted, events_of, fake_plan_of, run
+
+from benchmarks.common.standin import StandIn, answer_of
+from toolkit.cli import serve
+from toolkit.errors import InputError
+from toolkit.files.io import write_file
+from toolkit.files.plan import PlannedPolicy
+from toolkit.files.recipe import RouterSpec
+from toolkit.gateway.calls import GenerationCall
+from toolkit.gateway.stream import PassingAnswer
+
+LONG = "x" * 200  # does not fit into SHORT
+SHORT = 100
+
+
+def test_a_request_that_does_not_fit_goes_where_the_context_is_longer():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        body = asked(prompt=LONG)
+        for _ in range(4):
+            assert (await front.stream(body)).text == answer_of(body)
+            whole = await front.http.post("/v1/completions", json=body)
+            assert whole.json()["choices"][0]["text"] == answer_of(body)
+
+    run(test, StandIn(max_model_len=SHORT), StandIn(max_model_len=SHORT + 1), StandIn())
+
+
+def test_a_request_that_fits_nowhere_is_refused():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        for _ in range(4):
+            told = await front.http.post("/v1/completions", json=asked(prompt=LONG))
+            assert told.status_code == 400
+            assert "the context is" in told.json()["error"]["message"]
+
+    run(test, StandIn(max_model_len=SHORT), StandIn(max_model_len=SHORT + 1))
+
+
+@pytest.mark.parametrize("speaks_ids", [True, False])
+def test_an_answer_waits_for_the_longer_context_that_it_began_in(speaks_ids: bool):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        _, long = servers
+        killed = False
+
+        async def on(number: int) -> None:
+            nonlocal killed
+            if number == 5 and not killed:
+                killed = True
+                long.kill()
+                await front.until("down", 1)
+                await long.start()
+
+        body = asked(prompt=LONG, **USAGE)
+        told = await front.stream(body, on=on)
+        assert killed
+        assert told.text == answer_of(body)
+        assert told.usage["completion_tokens"] == 40
+
+    short = StandIn(max_model_len=SHORT, token_s=0.002, speaks_ids=speaks_ids)
+    run(test, short, StandIn(token_s=0.002, speaks_ids=speaks_ids))
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("included", [True, False])
+def test_a_stop_string_after_a_failure_ends_the_answer(chat: bool, included: bool):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        body = chatted(temperature=0) if chat else asked(temperature=0)
+        plain = answer_of(body, chat=chat)
+        body |= {"stop": [plain[24:28]], "include_stop_str_in_output": included}
+        killed = False
+
+        async def on(number: int) -> None:
+            nonlocal killed
+            if number == 12 and not killed:
+                killed = True
+                max(servers, key=lambda each: len(each.served)).kill()
+
+        told = await front.stream(body, chat=chat, on=on)
+        assert told.text == plain[: 28 if included else 24]
+        assert (told.finish, told.done) == ("stop", True)
+        assert front.gateway.moved == {"ids": 1}
+
+    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002))
+
+
+def test_a_stop_string_that_began_before_a_failure_is_found():
+    """It is part of the answer, so its beginning was sent; the rest came from another server."""
+    body = {"messages": [], "stream": True, "stop": ["exy"], "max_tokens": 20, "temperature": 0}
+    body |= {"include_stop_str_in_output": True}
+    passing = PassingAnswer(GenerationCall(json.dumps(body).encode(), chat=True))
+    passing.request(speaks_ids=True, max_model_len=None)
+    first = passing.feed(events_of("abcde", ids=True, hold=0))
+    made = passing.request(speaks_ids=True, max_model_len=None)
+    assert made is not None
+    asked_for = json.loads(made[1])
+    assert asked_for["prompt"] == [1, 2, *b"abc"]
+    assert (asked_for["stop"], asked_for["include_stop_str_in_output"]) == (["exy"], True)
+    second = passing.feed(events_of("dexy", ids=True, hold=0))
+    assert [_text(first), _text(second)] == ["abcde", "xy"]
+    made = passing.request(speaks_ids=False, max_model_len=None)  # text has no token to go back to
+    assert passing.mode == "again"
+
+
+def _text(passed: bytes) -> str:
+    events = [json.loads(line[6:]) for line in passed.decode().split("\n\n") if line]
+    return "".join(each["choices"][0]["delta"].get("content", "") for each in events)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [500, 400])
+def test_an_error_after_a_hung_replica_is_no_second_answer(status: int):
+    """The client has the head of an answer, and no token of it."""
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        hangs, fails = servers
+        hangs.hung, fails.status = True, status
+        front.pool.drain(next(one for one in front.pool.replicas if one.url == fails.url))
+        while front.gateway.budget.take():  # no answer may be asked for again because it was 500
+            pass
+        asking = asyncio.create_task(front.stream(asked()))
+        while not hangs.served.total():
+            await asyncio.sleep(0.005)
+        front.pool.renew([hangs.url])
+        front.pool.renew([hangs.url, fails.url])  # it was drained, and is back
+        while not fails.served.total():
+            await asyncio.sleep(0.005)
+        fails.status = 0
+        told = await asking
+        assert (told.status, told.done) == (200, True)
+        if status == 500:
+            assert told.text == answer_of(asked())
+        else:
+            (event,) = told.events
+            assert event["error"]["message"] == "a replica answered 400"
+
+    run(test, StandIn(), StandIn(), hang_s=0.3)
+
+
+@pytest.mark.slow
+def test_where_all_replicas_hang_in_turn_requests_get_503_at_once_until_one_is_back():
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        one, other = servers
+        one.hung = True
+        running = [asyncio.create_task(front.stream(asked())) for _ in range(4)]
+        await front.until("hung", 1)
+        other.hung = True
+        running += [asyncio.create_task(front.stream(asked())) for _ in range(4)]
+        await front.until("hung", 2)
+        refused = await front.http.post("/v1/completions", json=asked())
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert (await front.http.get("/ready")).status_code == 503
+        one.hung = False
+        await front.until("up", 1)
+        assert {told.text for told in await asyncio.gather(*running)} == {answer_of(asked())}
+        other.hung = False
+        await front.until("up", 2)
+        assert (await front.stream(asked())).text == answer_of(asked())
+
+    run(test, StandIn(token_s=0.01), StandIn(token_s=0.01), hang_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"workers": 3}, "3 workers, not 2"),
+        ({"replica_router": RouterSpec(name="least-tokens")}, "another router"),
+        ({"serve": {"max_new_tokens": 64}}, "other keys of serve"),
+        ({"sla": {"ttft_p99_s": 1.0}}, "other targets"),
+    ],
+)
+def test_a_plan_for_another_front_is_refused_when_it_is_read_again(
+    tmp_path: Path, changes: dict[str, object], named: str
+):
+    plan, file = fake_plan_of(samples.paged_fit()), tmp_path / "plan.json"
+    recipe = {key: value for key, value in changes.items() if key in ("serve", "sla")}
+    if recipe:
+        changes = {"recipe": samples.recipe(**recipe)}
+    write_file(plan.model_copy(update=changes), file)
+    with pytest.raises(InputError, match=named) as caught:
+        serve._reread(serve.ServeOptions(), file, plan)
+    assert "restart llmctl serve for that" in caught.value.message
+
+
+def test_the_command_line_outranks_the_plan_that_is_read_again(tmp_path: Path):
+    plan, file = fake_plan_of(samples.paged_fit()), tmp_path / "plan.json"
+    policy = PlannedPolicy(name="vllm", parameters={"max_num_seqs": 4})
+    changes = {"replica_router": RouterSpec(name="least-tokens"), "policy": policy}
+    write_file(plan.model_copy(update=changes), file)
+    given = serve.ServeOptions(router="round-robin")
+    assert serve._reread(given, file, plan).policy == policy
