@@ -1,4 +1,4 @@
-"""Containers that `RankedInbox` keeps its jobs' places in; none walks a long backlog.
+"""What inboxes keep beside their jobs, so that no question walks a long backlog.
 
 `SortedBlocks` is a sorted sequence, `LengthCounts` the lengths that wait, the least first.
 """
