@@ -42,10 +42,13 @@ if TYPE_CHECKING:
     from toolkit.tuning.executor import EvaluationStore, Runner
     from toolkit.tuning.search import SearchSettings
 
+Search = Callable[..., "Tuning"]
+
 AUTO = "auto"
 MAX_DIGITS = 18  # of --workers; Python refuses to parse thousands of digits
 ESTIMATE_AFTER = 10  # evaluations that are timed before the estimate
 MIN_ESTIMATE_S = 10.0  # a shorter estimate is not printed
+NOTED_MORE = 20  # simulations of a fleet's counts that are announced
 MAX_JOBS = 1024
 
 
@@ -165,7 +168,8 @@ class TuneOptions:
         _traffic(
             "--workers",
             metavar="N|auto",
-            help="The number of workers; 'auto' finds the fewest that keep all limits.",
+            help="The number of workers; 'auto' finds the fewest that keep all limits, in a fleet "
+            "of servers the cheapest of each kind.",
         ),
     ] = None
     jobs: Annotated[
@@ -228,7 +232,7 @@ def command(given: TuneOptions) -> None:
     from toolkit.traces.types import trace_path
     from toolkit.tuning.evaluate import make_workload
     from toolkit.tuning.executor import Remembering
-    from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
+    from toolkit.tuning.tune import Inputs, evaluations, settings_of
 
     fleet, spec, fit, others = _open(given)
     spec = _with_options(spec, given)
@@ -251,13 +255,13 @@ def command(given: TuneOptions) -> None:
     store = _store(
         given, spec.name, _fingerprint(made_from, spec, siblings, with_profile=profile is not None)
     )
-    search = tune_to_size if given.workers == AUTO else tune
     with _runner(given) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
         if remembering.remembered:
             note(f"{remembering.remembered:,} of them are kept from an earlier run")
         watch = TuneProgress(advance, total, remembering.remembered, jobs)
         inputs = Inputs(spec, fit, workload, profile, tuple(others), tuple(siblings))
+        search = _search_for(given.workers, fleet, watch)
         result = search(inputs, remembering, made_from, watch)
     write_file(result, given.out)
     store.forget()
@@ -274,16 +278,32 @@ def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
     A fleet's settings of the search are those of its first kind.
     """
     from toolkit.cli.basis import open_fleet, read_fit, refuse_workers
+    from toolkit.engine_traits import traits_of
     from toolkit.files.fleet import is_fleet
 
     if not is_fleet(given.recipe):
         recipe = open_recipe(given.recipe)
         return None, recipe, read_fit(given.fit, given.recipe, force=given.force), []
-    refuse_workers(given.workers)
+    if given.workers != AUTO:
+        refuse_workers(given.workers)
     fleet = open_fleet(given.recipe, force=given.force)
     first = fleet.kinds[0]
+    if not traits_of(first.recipe.engine.name).server:
+        refuse_workers(given.workers)
     recipe = first.recipe.model_copy(update={"workers": first.workers})
     return fleet, recipe, first.fit, fleet.others
+
+
+def _search_for(workers: str | None, fleet: Fleet | None, watch: TuneProgress) -> Search:
+    """What tunes: for the workers that there are, or for those that suffice."""
+    from toolkit.tuning.fleet_size import tune_fleet_to_size
+    from toolkit.tuning.tune import tune, tune_to_size
+
+    if workers != AUTO:
+        return tune
+    if fleet is None:
+        return tune_to_size
+    return partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
 
 
 def _with_options(recipe: Recipe, given: TuneOptions) -> Recipe:
@@ -407,7 +427,9 @@ def _store(given: TuneOptions, name: str, fingerprint: str) -> EvaluationStore:
 
 
 class TuneProgress:
-    """Moves the progress bar, and prints the remaining time after a few evaluations."""
+    """Moves the progress bar, and prints the remaining time after a few evaluations, and again when
+    many more are expected.
+    """
 
     def __init__(
         self, advance: Callable[..., None], total: int, remembered: int, jobs: int
@@ -417,7 +439,7 @@ class TuneProgress:
         self._start_s = 0.0
 
     def __call__(self, best: float) -> None:
-        from toolkit.cli.output import note, number, seconds
+        from toolkit.cli.output import number
 
         self._done += 1
         self._advance(text=f"best {number(best)} good requests/s" if best else "")
@@ -426,10 +448,27 @@ class TuneProgress:
         if timed == 0:
             self._start_s = time.monotonic()
         elif timed == ESTIMATE_AFTER:
-            left = self._total - self._done
-            left_s = (time.monotonic() - self._start_s) / timed * left
-            if left_s > MIN_ESTIMATE_S:
-                note(f"about {seconds(left_s)} for {left} more simulations, {self._jobs} at a time")
+            self._estimate(self._total - self._done)
+
+    def expect(self, more: int) -> None:
+        """There are at most so many more simulations than was said; fewer where it is negative."""
+        from toolkit.cli.output import note
+
+        self._total += more
+        self._advance(0, total=self._total)
+        if more >= NOTED_MORE:
+            note(f"at most {more:,} more simulations of cheaper counts")
+            if self._done - self._remembered - self._jobs > ESTIMATE_AFTER:
+                self._estimate(more)
+
+    def _estimate(self, left: int) -> None:
+        """Print how long `left` more simulations take, at the pace so far."""
+        from toolkit.cli.output import note, seconds
+
+        timed = self._done - self._remembered - self._jobs
+        left_s = (time.monotonic() - self._start_s) / timed * left
+        if left_s > MIN_ESTIMATE_S:
+            note(f"about {seconds(left_s)} for {left} more simulations, {self._jobs} at a time")
 
 
 def _limits_broken(result: Tuning) -> LimitsBrokenError:
