@@ -41,7 +41,7 @@ from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.fleet_size import (
     Counts,
     FleetCounts,
-    Judged,
+    JudgedSettings,
     Mixes,
     at_counts,
     tune_fleet_to_size,
@@ -50,6 +50,7 @@ from toolkit.tuning.least_work import LeastWork
 from toolkit.tuning.tune import Inputs
 
 SLA = {"ttft_p90_s": 0.4, "mtpot_p90_s": 0.4}
+BUSY: dict[str, Any] = {"request_rate_rps": 240.0}  # more than one fast server serves
 TUNE = {
     "trials": 4,
     "draws": 0,
@@ -89,7 +90,7 @@ def inputs(usd: tuple[float | None, float | None], **changes: Any) -> Inputs:
     first = kind("fast", 1.0, usd=usd[0], **({"sla": SLA, "tune": TUNE} | changes))
     slow = kind("slow", 0.5, usd=usd[1])
     trace = generate(
-        Arrivals(60.0), 6.0, parse_lengths("uniform:10:60"), parse_lengths("uniform:5:40"), 0
+        Arrivals(60.0), 24.0, parse_lengths("uniform:10:60"), parse_lengths("uniform:5:40"), 0
     )
     workload = make_workload(first.recipe, first.fit, trace, [slow])
     return Inputs(first.recipe, first.fit, workload, None, (slow,))
@@ -171,7 +172,9 @@ class Asked(dict[Any, Any]):
         return super().__getitem__(key)
 
 
-def known(mixes: Mixes, good: set[Counts], excluded: set[Counts]) -> tuple[FleetCounts, Judged]:
+def known(
+    mixes: Mixes, good: set[Counts], excluded: set[Counts]
+) -> tuple[FleetCounts, JudgedSettings]:
     """Counts that need no simulation."""
     rows = Asked(
         {
@@ -183,7 +186,7 @@ def known(mixes: Mixes, good: set[Counts], excluded: set[Counts]) -> tuple[Fleet
     made = FleetCounts(
         start, mixes, InProcessRunner(), LIMITS, lambda: None, lambda more: None, rows
     )
-    return made, Judged("recipe", None, Allowing(excluded))  # type: ignore[arg-type]
+    return made, JudgedSettings("recipe", None, Allowing(excluded))  # type: ignore[arg-type]
 
 
 GRID = Mixes(
@@ -253,7 +256,7 @@ def busy_windows(draw: st.DrawFn) -> list[Trace]:
     capacity=st.sampled_from([416, 4096]),
     promised=st.sampled_from([None, 80.0]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_counts_that_keep_the_limits_are_excluded(
     windows, counts, loose, names, rows, capacity, promised
 ):
@@ -321,7 +324,7 @@ class Watching(InProcessRunner):
 
 @pytest.fixture(scope="module")
 def priced() -> Tuning:
-    return size((4.0, 1.0), Watching())
+    return size((4.0, 1.0), Watching(), tune=TUNE | BUSY)
 
 
 @pytest.mark.slow
@@ -356,7 +359,7 @@ def test_the_cheapest_counts_are_found_and_shown(
 
 @pytest.mark.slow
 def test_prices_decide_and_without_them_the_number_of_servers(priced: Tuning) -> None:
-    free, dear = size((None, None)), size((4.0, 40.0))
+    free, dear = (size(usd, tune=TUNE | BUSY) for usd in ((None, None), (4.0, 40.0)))
     found = [
         [kind.workers for kind in one.sizing.kinds] if one.sizing else []
         for one in (priced, free, dear)
@@ -465,7 +468,7 @@ def test_a_plan_has_the_counts_that_tune_found(
     servers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(servers.parent)
-    words = ["--workers", "auto", "--trace", "chat-small", "--rate", "40", "--jobs", "1"]
+    words = ["--workers", "auto", "--trace", "chat-small", "--rate", "60", "--jobs", "1"]
     assert llmctl("tune", "fleet.yaml", *words) in (0, 5)
     tuned = read_file(Tuning, "tuning.json")
     assert tuned.sizing is not None

@@ -4,7 +4,7 @@ Without prices every server costs the same. Counts of equal cost come in this or
 then more of the kinds that the fleet names first. Counts are tried in the order of their cost, and
 the first that keep the limits are the answer. More servers of another kind need not be better: the
 slow kind may miss a target that the fast one keeps. So nothing is inferred from one simulated count
-for another, and only counts whose servers cannot do the work at all are left out (`LeastWork`).
+for another, and only counts that cannot do the work at all are left out (`LeastWork`).
 
 The order is endless where nothing keeps. So some counts that keep come first: of each kind with the
 fewest of the others, and of all kinds in the fleet's own proportion, doubled and then bisected as
@@ -137,7 +137,7 @@ def _more(counts: Counts, number: int, by: int = 1) -> Counts:
 
 
 @dataclass(slots=True)
-class Judged:
+class JudgedSettings:
     """Settings with a name, and what the laws exclude with them."""
 
     name: str
@@ -160,13 +160,13 @@ class FleetCounts:
     expect: Expect
     rows: dict[tuple[str, Counts], SizingRow] = field(default_factory=dict)
 
-    def judged(self, name: str, outcome: Outcome) -> Judged:
+    def judged(self, name: str, outcome: Outcome) -> JudgedSettings:
         """Settings that can be judged."""
         flags = VllmPolicy.within(outcome.parameters)
         setup = self._setup(self.inputs)
-        return Judged(name, outcome, LeastWork(setup, VllmPolicy(**flags), self.limits))  # type: ignore[arg-type]
+        return JudgedSettings(name, outcome, LeastWork(setup, VllmPolicy(**flags), self.limits))  # type: ignore[arg-type]
 
-    def keeps(self, settings: Judged, counts: Counts) -> bool:
+    def keeps(self, settings: JudgedSettings, counts: Counts) -> bool:
         """Whether the settings keep every limit with these counts, by simulation."""
         key = settings.name, counts
         if key not in self.rows:
@@ -186,13 +186,13 @@ class FleetCounts:
             )
         return self.rows[key].feasible
 
-    def first(self, settings: Judged, own: Counts) -> Counts | None:
+    def first(self, settings: JudgedSettings, own: Counts) -> Counts | None:
         """The cheapest counts that keep the limits; None where none was found."""
         known = self._some(settings, own)
         few = len(list(islice(self.mixes.in_order(), ALL_AT_MOST + 1))) <= ALL_AT_MOST
         return self.cheaper(settings, known) or known if known or few else None
 
-    def cheaper(self, settings: Judged, than: Counts | None) -> Counts | None:
+    def cheaper(self, settings: JudgedSettings, than: Counts | None) -> Counts | None:
         """The cheapest counts that keep the limits and are cheaper than these; None: none are."""
         todo = list(islice(self._possible(settings, than), COUNTED_AT_MOST))
         new = sum((settings.name, counts) not in self.rows for counts in todo)
@@ -204,10 +204,10 @@ class FleetCounts:
                 return counts
         return None
 
-    def _possible(self, settings: Judged, than: Counts | None) -> Iterator[Counts]:
+    def _possible(self, settings: JudgedSettings, than: Counts | None) -> Iterator[Counts]:
         return filter(settings.work.allows, self.mixes.in_order(than))
 
-    def _some(self, settings: Judged, own: Counts) -> Counts | None:
+    def _some(self, settings: JudgedSettings, own: Counts) -> Counts | None:
         """Counts that keep the limits, not yet the cheapest."""
         best: Counts | None = None
         for line in self.mixes.rays(own):
@@ -224,7 +224,7 @@ class FleetCounts:
                 best = ray[min(place, len(ray)) - 1]
         return best
 
-    def _keeps_on(self, settings: Judged, ray: Sequence[Counts], place: int) -> bool:
+    def _keeps_on(self, settings: JudgedSettings, ray: Sequence[Counts], place: int) -> bool:
         """Whether place `place` of a line keeps the limits, from 1; beyond its end its last one."""
         return self.keeps(settings, ray[min(place, len(ray)) - 1])
 
@@ -314,7 +314,7 @@ def _name(outcome: Outcome, counts: Counts) -> str:
 
 def _behind_others(
     sizes: FleetCounts, found: Found, counts: Counts, searched: Counts
-) -> tuple[Judged | None, Counts]:
+) -> tuple[JudgedSettings | None, Counts]:
     """The best settings behind each router with counts near `counts`, as long as cheaper ones keep
     the limits: the last that did, and its counts. `found` is of a search with `searched`.
     """
@@ -371,7 +371,7 @@ def _sizes(
     return FleetCounts(inputs, mixes, runner, limits, tick, expect)
 
 
-def _sizing(sizes: FleetCounts, chosen: Judged, counts: Counts) -> Sizing:
+def _sizing(sizes: FleetCounts, chosen: JudgedSettings, counts: Counts) -> Sizing:
     """The answer, with the table of all tried counts."""
     mixes, kinds = sizes.mixes, []
     for number, kind in enumerate(kinds_of(sizes.inputs)):

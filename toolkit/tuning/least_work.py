@@ -43,7 +43,7 @@ ROUNDING = 1e-9  # relative: sums of floats do not exclude what is exactly possi
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Promised:
     """At least `share` of the served requests, less `slack` of them, end by their deadlines.
 
     `span_s`: the seconds from each window's first arrival to its last deadline, summed.
@@ -178,7 +178,7 @@ def _promises(
     sla: Mapping[str, float],
     limits: CandidateLimits,
     max_new_tokens: int,
-) -> list[Promise]:
+) -> list[Promised]:
     """What targets and attainment say about when requests end. A target on the first token says it
     together with one on the gaps between tokens. Means say nothing here.
     """
@@ -207,10 +207,10 @@ def _promises(
     for until_s, gap_s, stats in ends:
         late = sum(1.0 - shares[stat] for stat in stats)
         if late < 1.0:
-            found.append(Promise(1.0 - late, float(len(stats)), span_s(until_s, gap_s)))
+            found.append(Promised(1.0 - late, float(len(stats)), span_s(until_s, gap_s)))
     if limits.min_attainment_percent is not None and ends:
         span = min(span_s(until_s, gap_s) for until_s, gap_s, _ in ends)
-        found.append(Promise(limits.min_attainment_percent / 100.0, 0.0, span, of_all=True))
+        found.append(Promised(limits.min_attainment_percent / 100.0, 0.0, span, of_all=True))
     return found
 
 
