@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from toolkit.files.fit import Fit
     from toolkit.files.fleet import CountRange
     from toolkit.files.plan import Kind, Plan, PlannedPolicy
+    from toolkit.files.tuning import Tuning
     from toolkit.traces.types import Trace
 
 VALIDATION = "validation.json"  # lies beside the fit that it is about
@@ -197,9 +198,12 @@ class Fleet:
         """All kinds except the first."""
         return self.kinds[1:]
 
-    def note_bases(self) -> None:
-        """Print what the predictions of each kind rest on."""
-        note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in self.kinds)}")
+    def note_bases(self, tuned: Tuning | None = None) -> None:
+        """Print what the predictions of each kind rest on, with the counts of a tuning."""
+        from toolkit.files.fleet import sized
+
+        kinds = sized(self.kinds, tuned)
+        note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in kinds)}")
         for path, fit in self.bases.items():
             note_basis(fit, path)
 

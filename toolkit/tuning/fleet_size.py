@@ -281,8 +281,8 @@ def tune_fleet_to_size(
     settings = settings_of(inputs.recipe, inputs.fit, inputs.others)
     own = settings.spaces[0]
     start = Outcome(policy=own.policy, parameters=dict(own.start), metrics={})
-    chosen = sizes.judged(RECIPE, start)
-    counts = sizes.first(chosen, tuple(kind.workers for kind in kinds_of(inputs)))
+    chosen = recipes = sizes.judged(RECIPE, start)
+    counts = sizes.first(recipes, tuple(kind.workers for kind in kinds_of(inputs)))
     if counts is None:
         raise _nothing_suffices(sizes)
     searches = 0
@@ -293,7 +293,9 @@ def tune_fleet_to_size(
         found = search_of(here, runner, progress)
         settings = settings_of(here.recipe, here.fit, here.others)
         tuned = found.evaluations[best_trial(found, settings.served)].outcome
-        best = sizes.judged(_name(tuned, counts), tuned)
+        best = recipes
+        if not tuned.same_settings(found.evaluations[0].outcome):
+            best = sizes.judged(_name(tuned, counts), tuned)
         if not sizes.keeps(best, counts):
             break
         chosen = best
