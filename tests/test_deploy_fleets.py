@@ -272,6 +272,18 @@ def test_options_about_one_kind_are_refused(
         render_target("kubernetes", orders.order(fleet, **options))
 
 
+def test_one_image_is_refused_for_kinds_on_different_devices(fleet: Plan) -> None:
+    """Of one device, kinds may share an image."""
+    given = orders.order(fleet, replica_image="x/vllm:1")
+    assert {kind.image.value for kind in Replication(given).kinds} == {"x/vllm:1"}
+    (second,) = fleet.others
+    hardware = second.recipe.hardware.model_copy(update={"device": "cpu"})
+    mixed = wide(fleet, recipe=second.recipe.model_copy(update={"hardware": hardware}))
+    with pytest.raises(InputError) as caught:
+        render_target("compose", orders.order(mixed, replica_image="x/vllm:1"))
+    assert caught.value.message.endswith("one image for all kinds, and they run on cpu and cuda")
+
+
 def test_what_a_fleet_of_servers_cannot_be_rendered_for_is_said(fleet: Plan) -> None:
     with pytest.raises(InputError) as caught:
         render_target("sglang", orders.order(fleet))

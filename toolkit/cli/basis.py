@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from toolkit.cli.results import Requests
     from toolkit.files.bench import Validation
     from toolkit.files.fit import Fit
+    from toolkit.files.fleet import CountRange
     from toolkit.files.plan import Kind, Plan, PlannedPolicy
+    from toolkit.files.tuning import Tuning
     from toolkit.traces.types import Trace
 
 VALIDATION = "validation.json"  # lies beside the fit that it is about
@@ -183,21 +185,25 @@ FleetOption = Annotated[
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """The kinds of workers of a fleet, and the files that they come from, by role. `bases` are the
-    fits, by file.
+    fits, by file; `ranges` are how many of each kind `tune --workers auto` may try.
     """
 
     kinds: list[Kind]
     inputs: dict[str, Path]
     bases: dict[Path, Fit]
+    ranges: list[CountRange]
 
     @property
     def others(self) -> list[Kind]:
         """All kinds except the first."""
         return self.kinds[1:]
 
-    def note_bases(self) -> None:
-        """Print what the predictions of each kind rest on."""
-        note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in self.kinds)}")
+    def note_bases(self, tuned: Tuning | None = None) -> None:
+        """Print what the predictions of each kind rest on, with the counts of a tuning."""
+        from toolkit.files.fleet import sized
+
+        kinds = sized(self.kinds, tuned)
+        note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in kinds)}")
         for path, fit in self.bases.items():
             note_basis(fit, path)
 
@@ -218,7 +224,7 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     a fit of another recipe; with `force` a warning.
     """
     from toolkit.cli.arguments import open_recipe
-    from toolkit.files.fleet import fleet_sources, inputs_of, merged
+    from toolkit.files.fleet import fleet_sources, inputs_of, merged, ranges_of
     from toolkit.files.plan import Kind
 
     sources = fleet_sources(path)
@@ -238,7 +244,10 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
                 f" with {count} the times may differ"
             )
     bases = {source.fit: kind.fit for source, kind in zip(sources, kinds, strict=True)}
-    return Fleet(merged(kinds), inputs_of(path, sources), bases)
+    together = merged(kinds)
+    names = [kind.recipe.name for kind in kinds]
+    ranges = ranges_of(together, list(zip(names, sources, strict=True)))
+    return Fleet(together, inputs_of(path, sources), bases, ranges)
 
 
 def plan_of_fleet(
@@ -248,12 +257,13 @@ def plan_of_fleet(
     `make_plan`.
     """
     from toolkit.deploy.plan import make_plan
+    from toolkit.files.fleet import sized
     from toolkit.files.io import read_file
     from toolkit.files.tuning import Tuning
 
     fleet = open_fleet(path, force=force)
-    first = fleet.kinds[0]
     tuned = read_file(Tuning, tuning, inputs=fleet.inputs) if tuning else None
     inputs = fleet.inputs | ({"tuning": tuning} if tuning else {})
-    plan = make_plan(first.recipe, first.fit, tuned, inputs, given, fleet.others, first.workers)
+    first, *others = sized(fleet.kinds, tuned)
+    plan = make_plan(first.recipe, first.fit, tuned, inputs, given, others, first.workers)
     return plan.model_copy(update={"nodes": first.nodes}), fleet.inputs["fit"]

@@ -234,8 +234,8 @@ def _cell(value: object) -> str:
 def progress(
     description: str, total: int, about_s: float | None = None
 ) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; yields `advance(steps=1, text='')`. Silent where stderr is not a
-    terminal.
+    """A progress bar on stderr; yields `advance(steps=1, text='', total=None)`, where `total` is
+    another number of steps in all. Silent where stderr is not a terminal.
 
     `about_s`: how long all of it is expected to take, in seconds. The bar then shows that beside
     the time so far. Without it the bar shows the time that is left if all steps take equally long.
@@ -271,8 +271,8 @@ def progress(
     ) as bar:
         task = bar.add_task(description, total=total, text="")
 
-        def advance(steps: int = 1, text: str = "") -> None:
-            bar.update(task, advance=steps, text=text)
+        def advance(steps: int = 1, text: str = "", total: int | None = None) -> None:
+            bar.update(task, advance=steps, text=text, total=total)
 
         yield advance
 

@@ -114,7 +114,11 @@ class RenderOptions:
         int, _cluster(min=0, help="The number of pods; 0: as the tuning found, or 1.")
     ] = 0
     max_replicas: Annotated[
-        int, _cluster(min=0, help="The largest number of pods; 0: twice the replicas.")
+        int,
+        _cluster(
+            min=0,
+            help="The largest number of pods, in a fleet of each kind; 0: twice the replicas.",
+        ),
     ] = 0
     prometheus: Annotated[
         str,

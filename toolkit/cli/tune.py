@@ -43,12 +43,15 @@ if TYPE_CHECKING:
     from toolkit.tuning.executor import EvaluationStore, Runner
     from toolkit.tuning.search import SearchSettings
 
+Search = Callable[..., "Tuning"]
+
 AUTO = "auto"
 MAX_DIGITS = 18  # of --workers; Python refuses to parse thousands of digits
 ESTIMATE_AFTER = 16  # evaluations that are timed before the first estimate: two batches
 RECENT = 24  # evaluations by which the rest is estimated: three batches
 DRIFT = 1.5  # ratio of the remaining time to what was printed last
 MIN_ESTIMATE_S = 10.0  # a shorter estimate, or a smaller change of it, is not printed
+NOTED_MORE = 20  # simulations of a fleet's counts that are announced
 MAX_JOBS = 1024
 
 
@@ -168,7 +171,8 @@ class TuneOptions:
         _traffic(
             "--workers",
             metavar="N|auto",
-            help="The number of workers; 'auto' finds the fewest that keep all limits.",
+            help="The number of workers; 'auto' finds the fewest that keep all limits, in a fleet "
+            "of servers the cheapest of each kind.",
         ),
     ] = None
     jobs: Annotated[
@@ -231,7 +235,7 @@ def command(given: TuneOptions) -> None:
     from toolkit.traces.types import trace_path
     from toolkit.tuning.evaluate import make_workload
     from toolkit.tuning.executor import Remembering
-    from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
+    from toolkit.tuning.tune import Inputs, evaluations, settings_of
 
     fleet, spec, fit, others = _open(given)
     spec = _with_options(spec, given)
@@ -254,18 +258,18 @@ def command(given: TuneOptions) -> None:
     store = _store(
         given, spec.name, _fingerprint(made_from, spec, siblings, with_profile=profile is not None)
     )
-    search = tune_to_size if given.workers == AUTO else tune
     with _runner(given) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
         if remembering.remembered:
             note(f"{remembering.remembered:,} of them are kept from an earlier run")
         watch = TuneProgress(advance, total, remembering.remembered, jobs)
         inputs = Inputs(spec, fit, workload, profile, tuple(others), tuple(siblings))
+        search = _search_for(given.workers, fleet, watch)
         result = search(inputs, remembering, made_from, watch)
     write_file(result, given.out)
     store.forget()
     emit(given.as_json, result, lambda: show(result))
-    fleet.note_bases() if fleet else note_basis(fit, given.fit)
+    fleet.note_bases(result) if fleet else note_basis(fit, given.fit)
     note(f"wrote {given.out}")
     if not result.keeps_limits:
         raise _limits_broken(result)
@@ -277,16 +281,32 @@ def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
     A fleet's settings of the search are those of its first kind.
     """
     from toolkit.cli.basis import open_fleet, read_fit, refuse_workers
+    from toolkit.engine_traits import traits_of
     from toolkit.files.fleet import is_fleet
 
     if not is_fleet(given.recipe):
         recipe = open_recipe(given.recipe)
         return None, recipe, read_fit(given.fit, given.recipe, force=given.force), []
-    refuse_workers(given.workers)
+    if given.workers != AUTO:
+        refuse_workers(given.workers)
     fleet = open_fleet(given.recipe, force=given.force)
     first = fleet.kinds[0]
+    if not traits_of(first.recipe.engine.name).server:
+        refuse_workers(given.workers)
     recipe = first.recipe.model_copy(update={"workers": first.workers})
     return fleet, recipe, first.fit, fleet.others
+
+
+def _search_for(workers: str | None, fleet: Fleet | None, watch: TuneProgress) -> Search:
+    """What tunes: for the workers that there are, or for those that suffice."""
+    from toolkit.tuning.fleet_size import tune_fleet_to_size
+    from toolkit.tuning.tune import tune, tune_to_size
+
+    if workers != AUTO:
+        return tune
+    if fleet is None:
+        return tune_to_size
+    return partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
 
 
 def _with_options(recipe: Recipe, given: TuneOptions) -> Recipe:
@@ -460,6 +480,18 @@ class TuneProgress:
                 taken = "longer" if left_s > said_s else "less"
                 note(f"now about {seconds(left_s)} {what}: the last {timed} took {taken}")
                 self._end_s = now_s + left_s
+
+    def expect(self, more: int) -> None:
+        """There are at most so many more simulations than was said; fewer where it is negative.
+        Many are announced, with a new estimate.
+        """
+        from toolkit.cli.output import note
+
+        self._total += more
+        self._advance(0, total=self._total)
+        if more >= NOTED_MORE:
+            note(f"at most {more:,} more simulations of cheaper counts")
+            self._end_s = None
 
 
 def _limits_broken(result: Tuning) -> LimitsBrokenError:

@@ -20,6 +20,9 @@ from toolkit.report.verdict import verdict
 from toolkit.sched.policies import footnote, marked
 from toolkit.units import word
 
+Row = tuple[object, ...]
+
+BROKEN_SHOWN = 4  # counts of a fleet that break a limit, of each settings
 METRICS = (
     "goodput_rps",
     "throughput_rps",
@@ -118,10 +121,10 @@ def _show_limits(result: Tuning) -> None:
 
 
 def _show_sizing(sizing: Sizing) -> None:
-    rows = [
+    rows: list[Row] = [
         (
             one.settings,
-            one.workers,
+            " + ".join(map(str, one.counts)) or one.workers,
             one.feasible,
             one.goodput_rps,
             f"{one.attainment_percent:.1f} %",
@@ -130,7 +133,25 @@ def _show_sizing(sizing: Sizing) -> None:
         for one in sizing.rows
     ]
     columns = ["settings", ">workers", "fits", ">goodput_rps", ">attained", "what binds"]
-    table(columns, rows, title="numbers of workers that were tried, on all windows")
+    title = "numbers of workers that were tried, on all windows"
+    if sizing.kinds:
+        columns[1] = ">servers"
+        columns.remove(">goodput_rps")
+        title = f"{' + '.join(kind.recipe for kind in sizing.kinds)}, on all windows"
+        rows = [(*row[:3], *row[4:]) for row in _outlined(sizing, rows)]
+    table(columns, rows, title=title)
+    if sizing.kinds and len(rows) < len(sizing.rows):
+        print(f"{len(rows)} of {len(sizing.rows)} tried counts; the file has all\n")
+
+
+def _outlined(sizing: Sizing, rows: list[Row]) -> list[Row]:
+    """The rows that keep the limits, and of each settings the last ones that break them."""
+    shown: set[int] = set()
+    for name in dict.fromkeys(one.settings for one in sizing.rows):
+        places = [place for place, one in enumerate(sizing.rows) if one.settings == name]
+        shown.update([place for place in places if not sizing.rows[place].feasible][-BROKEN_SHOWN:])
+        shown.update(place for place in places if sizing.rows[place].feasible)
+    return [row for place, row in enumerate(rows) if place in shown]
 
 
 def _by_limits_and_goodput(one: PolicyResult) -> tuple[bool, float]:

@@ -323,10 +323,16 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
         outcome.metrics,
         windows,
         router=outcome.replica_router,
-        workers_source="tuning: the fewest that keep all limits"
-        if tuning.sizing
-        else "tuning: simulated with this number",
+        workers_source=_workers_source(tuning),
     )
+
+
+def _workers_source(tuning: Tuning) -> str:
+    if tuning.sizing is None:
+        return "tuning: simulated with this number"
+    left_out = [kind.recipe for kind in tuning.sizing.kinds if not kind.workers]
+    without = f", without {' and '.join(left_out)}" if left_out else ""
+    return f"tuning: the {tuning.sizing.found} that keep all limits{without}"
 
 
 def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dict[str, str]:

@@ -150,7 +150,11 @@ class KindReplicas:
         """The number of replicas."""
         options, plan = self.order.options, self.order.plan
         if plan.others:
-            return Sourced(self.kind.workers, "fleet: workers of this kind")
+            tuned = plan.workload is not None and plan.workload.workers_needed is not None
+            source = (
+                "tuned: these counts keep all limits" if tuned else "fleet: workers of this kind"
+            )
+            return Sourced(self.kind.workers, source)
         if options.replicas:
             return Sourced(options.replicas, "--replicas")
         needed = plan.workload.workers_needed if plan.workload else None
@@ -294,6 +298,13 @@ class Replication:
             raise InputError(
                 "--gpu-product names the GPU of one kind of servers; the fleet has several",
                 "name the nodes of each kind in the fleet: nodes",
+            )
+        devices = sorted({kind.kind.recipe.hardware.device for kind in self.kinds})
+        if options.replica_image and len(devices) > 1:
+            raise InputError(
+                f"--replica-image {options.replica_image}: one image for all kinds, and they run "
+                f"on {' and '.join(devices)}",
+                "leave it out: each kind has the image of its device",
             )
         for kind in self.kinds:
             if kind.server.plan_variable:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -23,6 +23,7 @@ from toolkit.files.plan import Kind
 from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Labels, Workers
 from toolkit.files.shipped import AnyPath, recipe_path
 from toolkit.files.strict import Strict, load_yaml, validate
+from toolkit.files.tuning import Tuning
 
 SAME_FACTS = ("model_type", "parameters", "config_sha256", "vocab_size", "max_model_len")
 
@@ -37,11 +38,26 @@ class Member(Strict):
     workers: Workers | None = Field(
         default=None, description="of this kind; None: as many as the recipe says"
     )
+    min_workers: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="the fewest that `tune --workers auto` tries; None: 1 of the first kind, 0 of "
+        "the others",
+    )
+    max_workers: Workers | None = Field(
+        default=None, description="the most that it tries; None: 256, of all kinds together"
+    )
     nodes: Labels = Field(
         default={},
         description="labels of the cluster machines it runs on; none: Ray's own, or the recipe's "
         "name",
     )
+
+    @model_validator(mode="after")
+    def _the_fewest_are_not_more_than_the_most(self) -> Member:
+        least, most = self.min_workers, self.max_workers
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"min_workers: {least}: max_workers is {most}")
+        return self
 
 
 class FleetFile(Strict):
@@ -50,15 +66,36 @@ class FleetFile(Strict):
     schema_version: Literal[1] = 1
     fleet: Annotated[list[Member], Field(min_length=1)]
 
+    @model_validator(mode="after")
+    def _the_first_kind_stays(self) -> FleetFile:
+        if self.fleet[0].min_workers == 0:
+            raise ValueError(
+                "fleet[0].min_workers: 0: the first kind's recipe says what is served, so there is "
+                "at least 1; put the kind that may be left out behind another"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class CountRange:
+    """How many workers of a kind a search may propose."""
+
+    least: int
+    most: int
+
 
 @dataclass(frozen=True, slots=True)
 class KindSource:
-    """One kind of a fleet file: the files of its recipe and fit, its workers and machines."""
+    """One kind of a fleet file: the files of its recipe and fit, its workers and machines, and the
+    range of `tune --workers auto`, where the file gives its ends.
+    """
 
     recipe: Path
     fit: Path
     workers: int | None
     nodes: Labels
+    min_workers: int | None = None
+    max_workers: int | None = None
 
 
 def is_fleet(source: AnyPath) -> bool:
@@ -95,6 +132,8 @@ def fleet_sources(path: AnyPath) -> list[KindSource]:
             fit_path(resolved(member.fit)),
             member.workers,
             member.nodes,
+            member.min_workers,
+            member.max_workers,
         )
         for member in content.fleet
     ]
@@ -110,6 +149,42 @@ def inputs_of(path: AnyPath, sources: Sequence[KindSource]) -> dict[str, Path]:
         suffix = f".{number}" if number > 1 else ""
         found |= {f"recipe{suffix}": source.recipe, f"fit{suffix}": source.fit}
     return found
+
+
+def ranges_of(kinds: Sequence[Kind], sources: Sequence[tuple[str, KindSource]]) -> list[CountRange]:
+    """The range of each of the merged `kinds`; those of members that were merged are summed.
+
+    `sources` are the members, each with its recipe's name.
+    """
+    found = []
+    for number, kind in enumerate(kinds):
+        of_kind = [source for name, source in sources if name == kind.recipe.name]
+        least = sum(source.min_workers or 0 for source in of_kind)
+        tops = [source.max_workers for source in of_kind]
+        top = MAX_WORKERS if None in tops else sum(top or 0 for top in tops)
+        found.append(CountRange(max(least, int(number == 0)), top))
+    return found
+
+
+def sized(kinds: Sequence[Kind], tuning: Tuning | None) -> list[Kind]:
+    """The kinds with the counts that the tuning found, without those of which it needs none; as
+    they are where it looked for none. `InputError` for a tuning of other kinds.
+    """
+    found = tuning.sizing.kinds if tuning and tuning.sizing else []
+    if not found:
+        return list(kinds)
+    names, tuned = [kind.recipe.name for kind in kinds], [kind.recipe for kind in found]
+    if names != tuned:
+        raise InputError(
+            f"the tuning is not of this fleet: it has {', '.join(tuned)}, the fleet has "
+            f"{', '.join(names)}",
+            "tune it again",
+        )
+    return [
+        kind.model_copy(update={"workers": count.workers})
+        for kind, count in zip(kinds, found, strict=True)
+        if count.workers
+    ]
 
 
 def merged(kinds: Sequence[Kind]) -> list[Kind]:

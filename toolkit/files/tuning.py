@@ -316,6 +316,7 @@ class SizingRow(Strict):
         description="'recipe', or 'tuned for N' by a search with N workers, and the router"
     )
     workers: int
+    counts: list[int] = Field(default=[], description="of a fleet: how many of each kind")
     feasible: bool
     goodput_rps: float
     attainment_percent: float
@@ -323,16 +324,39 @@ class SizingRow(Strict):
     binding_ratio: float
 
 
+class SizedKind(Strict):
+    """How many servers of one kind of a fleet this trace needs."""
+
+    recipe: str
+    workers: int = Field(description="0: this kind is left out")
+    usd_per_hour: float | None = Field(description="of one; None: the kinds have no prices")
+    one_more_keeps: bool | None = Field(
+        description="whether the limits are kept with one more of this kind; None: not tried"
+    )
+
+
 class Sizing(Strict):
-    """How many workers this trace needs: they keep all limits, and one worker less does not."""
+    """How many workers this trace needs: they keep all limits, and one worker less does not.
+
+    Of a fleet: no cheaper counts of its kinds keep them (without prices: no fewer servers).
+    """
 
     workers: int
+    kinds: list[SizedKind] = Field(default=[], description="of a fleet of servers")
+    excluded: int = Field(
+        default=0, description="of a fleet: cheaper counts that cannot do the work, by the laws"
+    )
     settings: str
     one_more_keeps: bool | None = Field(
         description="False: one more worker breaks a limit again, so the answer is not robust; "
         "None: not tried, since one of our policies in a server is one worker"
     )
     rows: list[SizingRow]
+
+    @property
+    def found(self) -> str:
+        """What it found: the fewest, or of kinds with prices the cheapest."""
+        return "cheapest" if any(kind.usd_per_hour for kind in self.kinds) else "fewest"
 
 
 class Sibling(Strict):

@@ -202,6 +202,10 @@ def _what_to_run(found: Material) -> list[tuple[str, str]]:
         outcome = tuning.recommended
         facts += _policy(outcome.policy, outcome.parameters)
         kinds = [("", found.fit, tuning.workers)] if found.fit else []
+        if tuning.sizing and tuning.sizing.kinds:
+            servers = [f"{kind.workers} of {kind.recipe}" for kind in tuning.sizing.kinds]
+            facts.append(("Servers", ", ".join(servers)))
+            kinds = []
     else:
         kinds = [("", found.fit, recipe.workers)] if found.fit else []
     several = len(kinds) > 1

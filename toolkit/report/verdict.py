@@ -14,6 +14,7 @@ from toolkit.files.tuning import (
     Alternatives,
     Interval,
     Sibling,
+    Sizing,
     Tuning,
     WindowLength,
     share_used,
@@ -216,6 +217,8 @@ def _size_lines(result: Tuning) -> list[str]:
     if sizing is None:
         return []
     settings = "the recipe's settings" if sizing.settings == "recipe" else "the best settings"
+    if sizing.kinds:
+        return _fleet_size_lines(sizing, settings)
     lines = [f"workers needed: {sizing.workers}, with {settings}"]
     if sizing.one_more_keeps is None:
         return [f"workers needed: {sizing.workers}, with {settings}; a server is one worker"]
@@ -230,6 +233,26 @@ def _size_lines(result: Tuning) -> list[str]:
         *lines,
         "  workers on one machine slow each other, and the fit holds for its own number",
     ]
+
+
+def _fleet_size_lines(sizing: Sizing, settings: str) -> list[str]:
+    """How many servers of each kind, why these, and what one more of a kind does."""
+    counts = ", ".join(f"{kind.workers} of {kind.recipe}" for kind in sizing.kinds)
+    tried = sum(row.settings == sizing.settings for row in sizing.rows)
+    usd = sum((kind.usd_per_hour or 0.0) * kind.workers for kind in sizing.kinds)
+    price = f", {number(usd)} USD an hour" if usd else ""
+    cheaper = "no cheaper counts keep all limits" if usd else "no fewer servers keep all limits"
+    lines = [
+        f"servers needed: {counts}{price}, with {settings}",
+        f"  {cheaper}: {tried} were simulated with these settings, {sizing.excluded} cannot do the "
+        "work by the laws",
+        f"  of equal {'cost' if usd else 'number'}: {'fewer servers, then ' if usd else ''}more of "
+        "the kinds named first",
+    ]
+    worse = [kind.recipe for kind in sizing.kinds if kind.one_more_keeps is False]
+    if worse:
+        lines.append(f"  with one more of {' or '.join(worse)} a limit is broken again")
+    return lines
 
 
 def alternative_lines(result: Tuning) -> list[str]:

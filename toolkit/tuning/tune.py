@@ -108,7 +108,11 @@ class Inputs:
     def setup(self, label: str, windows: Sequence[TraceWindow]) -> EvaluationSetup:
         """The recipe's machine and targets on `windows`."""
         world, traces = self.world(), [window.trace for window in windows]
-        return EvaluationSetup(world, traces, self.recipe.sla, f"{label}, {world.size} workers")
+        workers = f"{world.size} workers"
+        if self.others:
+            workers += f", {self.recipe.workers} of {self.recipe.name}"
+            workers += "".join(f", {kind.workers} of {kind.recipe.name}" for kind in self.others)
+        return EvaluationSetup(world, traces, self.recipe.sla, f"{label}, {workers}")
 
 
 def limits_of(recipe: Recipe) -> CandidateLimits:
@@ -181,7 +185,7 @@ def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progres
         head: the envelope's fields of the result.
         progress: called after each evaluation with the best goodput so far.
     """
-    return _report(inputs, _search(inputs, runner, progress), runner, head, progress)
+    return reported(inputs, search_of(inputs, runner, progress), runner, head, progress)
 
 
 def tune_to_size(
@@ -209,8 +213,8 @@ def tune_to_size(
     own = settings.spaces[0]
     chosen, name = Outcome(policy=own.policy, parameters=dict(own.start), metrics={}), RECIPE
     if traits_of(inputs.recipe.engine.name).server and own.policy not in BUILT_IN:
-        found = _search(inputs, runner, progress)
-        result, name = _report(inputs, found, runner, head, progress), "tuned for 1"
+        found = search_of(inputs, runner, progress)
+        result, name = reported(inputs, found, runner, head, progress), "tuned for 1"
         if not sizes.keeps(name, result.best_held_out, 1):
             return result
         return result.model_copy(update={"sizing": answer(sizes, name, 1, None)})
@@ -222,10 +226,10 @@ def tune_to_size(
         raise nothing_suffices(sizes, siblings)
     while True:
         inputs = replace(inputs, recipe=inputs.recipe.model_copy(update={"workers": workers}))
-        found = _search(inputs, runner, progress)
+        found = search_of(inputs, runner, progress)
         settings = settings_of(inputs.recipe, inputs.fit, inputs.others)
-        tuned = found.evaluations[_best_trial(found, settings.served)].outcome
-        tuned_name = _tuned_name(tuned, workers)
+        tuned = found.evaluations[best_trial(found, settings.served)].outcome
+        tuned_name = settings_name(tuned, workers)
         if not sizes.keeps(tuned_name, tuned, workers):
             break
         chosen, name = tuned, tuned_name
@@ -235,24 +239,25 @@ def tune_to_size(
             if space.router is None or number is None or fewer == 1:
                 continue
             other = found.evaluations[number].outcome
-            other_name = _tuned_name(other, workers)
+            other_name = settings_name(other, workers)
             while fewer > 1 and sizes.keeps(other_name, other, fewer - 1):
                 chosen, name, fewer = other, other_name, fewer - 1
         if fewer == workers:
             break
         workers = fewer
     sizing = answer(sizes, name, workers, partial(sizes.keeps, name, chosen, workers + 1))
-    result = _report(inputs, found, runner, head, progress, siblings)
+    result = reported(inputs, found, runner, head, progress, siblings)
     return result.model_copy(update={"sizing": sizing})
 
 
-def _tuned_name(outcome: Outcome, workers: int) -> str:
+def settings_name(outcome: Outcome, workers: int | str) -> str:
     """What a table of sizes calls the settings that a search with so many workers found."""
     behind = f", {outcome.replica_router.name}" if outcome.replica_router else ""
     return f"tuned for {workers}{behind}"
 
 
-def _search(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
+def search_of(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
+    """The search on the inputs' windows for it."""
     settings = settings_of(inputs.recipe, inputs.fit, inputs.others)
     return search(inputs.setup("search", inputs.workload.search), runner, settings, progress)
 
@@ -263,7 +268,7 @@ def _alternative_runs(inputs: Inputs, runner: Runner, progress: Progress) -> Alt
     return AlternativeRuns(inputs.recipe, setup, rate_rps, runner, limits, partial(progress, 0.0))
 
 
-def _report(
+def reported(
     inputs: Inputs,
     found: Found,
     runner: Runner,
@@ -435,13 +440,13 @@ def _chosen(held_out: Sequence[Evaluation], found: Found, settings: SearchSettin
     served = [best for best in held_out if best.outcome.key in settings.served] or held_out
 
     def rank(best: Evaluation) -> tuple[bool, bool, float]:
-        number = _best_trial(found, [best.outcome.key])
+        number = best_trial(found, [best.outcome.key])
         return best.feasible(settings.limits), found.fits(number), found.evaluations[number].score
 
     return max(served, key=rank)
 
 
-def _best_trial(found: Found, keys: Collection[str]) -> int:
+def best_trial(found: Found, keys: Collection[str]) -> int:
     """The number of the best trial of these spaces, or of all where they have no trial."""
     number = found.best(keys)
     number = found.best() if number is None else number
@@ -490,7 +495,7 @@ def _result(
     return PolicyResult(
         policy=policy,
         trials=sum(trial.outcome.key == key for trial in found.evaluations),
-        best_trial=_best_trial(found, [key]),
+        best_trial=best_trial(found, [key]),
         held_out=held_out.outcome,
         feasible=held_out.feasible(settings.limits),
         importance=importance(found, next(space for space in settings.spaces if space.key == key)),
