@@ -61,7 +61,7 @@ def test_an_inbox_is_always_in_the_order_of_urgency(steps: list[tuple[int, str]]
             (inbox.appendleft if step == "appendleft" else inbox.append)(job)
             tokens += ticket
         for waiting in (inbox, inbox.behind):
-            urgency = [job.request.priority for job in waiting]
+            urgency = [job.priority for job in waiting]
             assert urgency == sorted(urgency)
         assert inbox.tokens == tokens == sum(job.length for job in inbox.all_jobs())
 

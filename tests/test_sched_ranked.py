@@ -27,7 +27,7 @@ jobs_that_wait = st.lists(
 
 
 def standing(job: Job, generated: int) -> float:
-    return float(job.request.priority)
+    return float(job.priority)
 
 
 def filled(rows) -> tuple[RankedInbox, list[Job]]:

@@ -242,7 +242,7 @@ class Driven:
             request = self.requests[job.request_id]
             (blocks,) = scheduler.kv_cache_manager.get_block_ids(job.request_id)
             held.update(blocks[: request.num_prompt_tokens // size])
-            counted += (job.request.prompt_tokens - size // 2) // size
+            counted += (job.prompt_tokens - size // 2) // size
         return [len(held), counted, scheduler._counted.uncounted]
 
     def _update(self) -> None:

@@ -55,7 +55,7 @@ class Job:
     their values of the step at which it joined, not the current ones.
 
     Attributes:
-        request_id, prompt_tokens, max_new_tokens, priority: copied from the request.
+        request_id, arrival_s, prompt_tokens, max_new_tokens, priority: copied from the request.
         limit_tokens: prompt_tokens + max_new_tokens, the most tokens that the job can hold.
         number: what the driver calls it, as given to `Scheduler.submit`: a simulation counts its
             requests, and its workers look the job up by this; -1 elsewhere.
@@ -79,6 +79,7 @@ class Job:
     """
 
     __slots__ = (
+        "arrival_s",
         "cancelled",
         "evictions",
         "generated",
@@ -91,7 +92,6 @@ class Job:
         "priority",
         "promoted_at",
         "prompt_tokens",
-        "request",
         "request_id",
         "reroutes",
         "slices",
@@ -111,7 +111,7 @@ class Job:
         generated: int = 0,
         waiting_since_s: float = 0.0,
     ) -> None:
-        self.request = request
+        self.arrival_s = request.arrival_s
         self.prompt_tokens = prompt = request.prompt_tokens
         self.max_new_tokens = limit = request.max_new_tokens
         self.ticket = ticket
@@ -121,11 +121,12 @@ class Job:
         self.home = -1
         self.evictions = 0
         self.reroutes = 0
-        self.slot = self.number = -1
+        self.slot = -1
         self.promoted_at = -1
         self.priority = request.priority
         # What the end of a job needs lies together, as in `Worker`.
         self.request_id = request.request_id
+        self.number = -1
         self.limit_tokens = prompt + limit
         self.length = length
         self.generated = generated
@@ -135,7 +136,7 @@ class Job:
 
     def __repr__(self) -> str:
         return (
-            f"Job({self.request!r}, ticket={self.ticket}, length={self.length}, "
+            f"Job({self.request_id!r}, ticket={self.ticket}, length={self.length}, "
             f"generated={self.generated})"
         )
 

@@ -266,7 +266,7 @@ class WithinLimits(SampledPeak):
                     if law.decode_s(n, length, 1) > self._mtpot_s:
                         return count - 1
             if not job.generated and not self._is_late(worker, job, now_s):
-                deadline_s = min(deadline_s, job.request.arrival_s + self._ttft_s)
+                deadline_s = min(deadline_s, job.arrival_s + self._ttft_s)
             first_s = prefilled_s + (0.0 if emits else step_s)
             if count > 1 and first_s > deadline_s:
                 return count - 1
@@ -288,7 +288,7 @@ class WithinLimits(SampledPeak):
         if alone is None:
             alone = known[job.length] = self._alone_of(worker, job.length)
         first_s = now_s + alone.prefill_s + alone.step_s
-        return first_s > job.request.arrival_s + self._ttft_s or alone.breaks
+        return first_s > job.arrival_s + self._ttft_s or alone.breaks
 
     def _alone_of(self, worker: Worker, length: int) -> Alone:
         law, chunk = worker.latency, self._chunk

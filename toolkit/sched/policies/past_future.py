@@ -132,7 +132,7 @@ class _OracleWithLengths(PastFutureOracle):
         )
 
     def _remaining(self, job: Job) -> int:
-        return self._output_tokens[job.request.request_id] - job.generated
+        return self._output_tokens[job.request_id] - job.generated
 
 
 @dataclass(frozen=True, slots=True)

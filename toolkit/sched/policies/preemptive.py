@@ -206,11 +206,10 @@ class _SrptWithLengths(SrptOracle):
         output_tokens = self._output_tokens
 
         def remaining_s(job: Job, generated: int) -> float:
-            request = job.request
-            remaining = output_tokens[request.request_id] - generated
-            seconds = law.decode_s(1, request.prompt_tokens + generated, remaining)
+            remaining = output_tokens[job.request_id] - generated
+            seconds = law.decode_s(1, job.prompt_tokens + generated, remaining)
             if not generated:
-                seconds += law.prefill_s(1, request.prompt_tokens)
+                seconds += law.prefill_s(1, job.prompt_tokens)
             return seconds
 
         return remaining_s
