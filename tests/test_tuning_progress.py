@@ -13,13 +13,18 @@ class Search:
     def __init__(self, remembered: int = 0, jobs: int = 1) -> None:
         self.now_s = 0.0
         self.done = 0
-        self._watch = TuneProgress(lambda text: None, TOTAL, remembered, jobs, lambda: self.now_s)
+        self._watch = TuneProgress(
+            lambda *_, **changes: None, TOTAL, remembered, jobs, lambda: self.now_s
+        )
 
     def evaluates(self, count: int, each_s: float) -> None:
         for _ in range(count):
             self.now_s += each_s
             self.done += 1
             self._watch(0.0)
+
+    def expects(self, more: int) -> None:
+        self._watch.expect(more)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -84,4 +89,19 @@ def test_what_an_earlier_run_kept_comes_at_once_and_is_not_timed(
 
 def test_a_short_rest_is_not_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     Search().evaluates(TOTAL, 0.01)
+    assert not printed(capsys)
+
+
+def test_more_simulations_than_expected_are_announced_with_a_new_estimate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    search = Search()
+    search.evaluates(ESTIMATE_AFTER + 1, 1.0)
+    assert len(printed(capsys)) == 1
+    search.expects(50)
+    search.evaluates(1, 1.0)
+    said, line = printed(capsys)
+    assert said == "at most 50 more simulations of cheaper counts"
+    assert f"for {TOTAL + 50 - search.done} more simulations" in line
+    search.expects(2)
     assert not printed(capsys)
