@@ -319,6 +319,19 @@ def test_few_requests_are_counted_and_longer_windows_proposed(
     assert "this rests on only" not in capsys.readouterr().out
 
 
+def test_windows_that_are_shorter_than_a_target_are_told_and_longer_ones_proposed(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = RECIPE.replace("batch_size: 1}", "batch_size: 8}")
+    Path("recipe.yaml").write_text(recipe.replace("ttft_p99_s: 2, e2e_p95_s: 8", "ttft_p99_s: 20"))
+    assert tune("--rate", "0.5", "--window", "10") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: windows of 10 s are shorter than ttft_p99_s, 20 s: even at twice" in said
+    assert "no request waits so long in one; --window 20" in said
+    assert tune("--rate", "0.5", "--window", "20") == 0
+    assert "are shorter than" not in capsys.readouterr().out
+
+
 def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

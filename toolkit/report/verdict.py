@@ -25,6 +25,7 @@ from toolkit.units import number, percent
 NOTABLE_RATE = 1.25  # a sibling that keeps the limits up to this multiple of the rate is named
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
 WINDOW_MARGIN = 1.25  # proposed windows are longer by this factor than the mean rate needs
+WAITS = ("ttft_", "e2e_")  # metrics that waiting in a queue adds to
 NO_GAIN_PERCENT = 0.05  # a smaller difference in goodput is printed as 0.0 %
 
 METHODS = {
@@ -163,8 +164,9 @@ def _how_sure(result: Tuning) -> list[str]:
 
 
 def _warnings(result: Tuning) -> list[str]:
-    """Warnings where the requests were scaled much, or where there are few of them."""
+    """Warnings where the requests were scaled much, or where the windows show too little."""
     lines = [f"warning: {line}" for line in result.scaling.warnings()] if result.scaling else []
+    lines += _too_short(result)
     windows, length = result.held_out_windows, result.window_length
     count = sum(window.requests for window in windows)
     if count >= FEW_REQUESTS:
@@ -174,6 +176,23 @@ def _warnings(result: Tuning) -> list[str]:
         f"percentile needs {FEW_REQUESTS} or more: {_more_requests(length, count)}"
     )
     return lines
+
+
+def _too_short(result: Tuning) -> list[str]:
+    """A warning where the limits are kept in windows that are shorter than the tightest target on
+    waiting: at twice the load that is served, requests wait for as long as it has lasted.
+    """
+    length = result.window_length
+    waits = [(limit, key) for key, limit in result.sla.items() if key.startswith(WAITS)]
+    if not waits or length is None or not result.keeps_limits or length.seconds >= min(waits)[0]:
+        return []
+    limit_s, key = min(waits)
+    longer = f"--window {math.ceil(limit_s)}" if math.ceil(limit_s) <= length.longest_s else ""
+    return [
+        f"warning: windows of {number(length.seconds)} s are shorter than {key}, {number(limit_s)} "
+        "s: even at twice the load that is served, no request waits so long in one; "
+        f"{longer or 'give a longer trace, or a lower --rate'}"
+    ]
 
 
 def _more_requests(length: WindowLength | None, count: int) -> str:
