@@ -45,8 +45,9 @@ quick quick-compiled test coverage check: export PYTHONDONTWRITEBYTECODE =
 quick: $(STAMP)  ## the tests that start no process and take less than half a second, for every change
 	$(BIN)/python $(PYTEST) -m "not slow"
 
+quick-compiled: export LLMCTL_COMPILED = 1
 quick-compiled: compile  ## the same with compiled code (TESTS="tests/..."); the other targets test plain Python
-	LLMCTL_COMPILED=1 $(BIN)/python $(PYTEST) -m "not slow" $(TESTS)
+	$(BIN)/python $(PYTEST) -m "not slow" $(TESTS)
 
 test: $(STAMP)  ## the tests: offline, no GPU
 	$(BIN)/python $(PYTEST)

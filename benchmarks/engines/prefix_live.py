@@ -2,16 +2,18 @@
 
     python -m benchmarks.engines.prefix_live --work DIR --vllm-python PYTHON --trace TRACE
 
-Takes about 40 minutes on a quiet machine. Needs an environment with vLLM 0.32 and Mooncake's
-conversation_trace.jsonl.
+Takes about an hour and a quarter on a quiet machine. Needs an environment with vLLM 0.32 and
+Mooncake's conversation_trace.jsonl.
 
 A Llama of 1.7 million random weights with 4,096 positions, one core, three traces: Mooncake's
 divided by 16 (a block of 512 tokens becomes one of 32, vLLM's here) without prompts above 3,900
 tokens; generated sessions; generated prompts with a system prompt and templates. First `llmctl
 profile` and `fit`. Then three windows of Mooncake's in open loop and three of the sessions in
-closed loop (`llmctl validate`, which predicts each before it measures it). Then, for each trace,
-`llmctl tune` with what the trace says of sharing and without, and a window under both plans. Every
-prediction stands beside a blind one: the same simulator, fit and conditions without a prefix cache.
+closed loop (`llmctl validate`, which predicts each before it measures it), each `--repeats` times:
+all in turn, then all again, since the machine's speed changes within minutes. The table has the
+medians. Then, for each trace, `llmctl tune` with what the trace says of sharing and without, and a
+window under both plans. Every prediction stands beside a blind one: the same simulator, fit and
+conditions without a prefix cache.
 
 Each result is a file in DIR, and the same command continues after those that are there. `--minutes`
 starts no window after so long, `--stage` runs one stage, for machines that are quiet for minutes
@@ -25,6 +27,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -80,7 +83,8 @@ class Window:
 def windows_of(arguments: argparse.Namespace) -> list[Window]:
     """All windows, by plan: those of the prediction, then those of the recommendations."""
     found = [
-        Window("defaults", trace, seed, arguments.window, f"window-{trace}-{seed}.json")
+        Window("defaults", trace, seed, arguments.window, f"window-{trace}-{seed}-{repeat}.json")
+        for repeat in range(1, arguments.repeats + 1)
         for trace in HELD_OUT
         for seed in range(1, WINDOWS + 1)
     ]
@@ -254,8 +258,11 @@ def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Both tables as markdown."""
     lines = ["| window | | hits %, points | requests/s | TTFT mean s | TPOT mean s |"]
     lines.append("|---|---|---:|---:|---:|---:|")
+    by_window: dict[str, list[Mapping[str, Any]]] = {}
     for one in found["predictions"]:
-        lines += _rows(one)
+        by_window.setdefault(one["window"], []).append(one)
+    for name, repeats in by_window.items():
+        lines += _rows(name, repeats)
     lines += [
         "",
         "| trace | tuned | tokens a pass, rows, watermark | `tune` predicts, goodput/s"
@@ -274,17 +281,24 @@ def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _rows(one: Mapping[str, Any]) -> Iterator[str]:
-    measured = one["measured"]
-    hits, values = measured["hit_percent"], " | ".join(f"{measured[name]:.3g}" for name in AIMS)
-    yield f"| {one['window']} | measured | {hits:.1f} | {values} |"
+def _rows(window: str, repeats: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of a window: the medians of what was measured, and of the errors of its predictions."""
+    hits = median(one["measured"]["hit_percent"] for one in repeats)
+    medians = (median(one["measured"][name] for one in repeats) for name in AIMS)
+    values = " | ".join(f"{value:.3g}" for value in medians)
+    yield f"| {window} | measured | {hits:.1f} | {values} |"
     for what in ("predicted", "blind"):
-        said = one[what]
         errors = " | ".join(
-            f"{100.0 * (said[name] / measured[name] - 1.0):+.1f} %" for name in AIMS
+            f"{median(_error_percent(one, what, name) for one in repeats):+.1f} %" for name in AIMS
         )
-        points = said["hit_percent"] - hits
+        points = median(
+            one[what]["hit_percent"] - one["measured"]["hit_percent"] for one in repeats
+        )
         yield f"| | {what} | {points:+.1f} | {errors} |"
+
+
+def _error_percent(one: Mapping[str, Any], what: str, name: str) -> float:
+    return 100.0 * (one[what][name] / one["measured"][name] - 1.0)
 
 
 def add_live_options(
@@ -328,6 +342,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add_live_options(parser, STAGES, warmup_s=20.0)
     parser.add_argument("--trace", required=True, help="Mooncake's conversation_trace.jsonl")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each held-out window")
     found = in_folder(parser.parse_args(words))
     found.trace = str(Path(found.trace).absolute())
     return found

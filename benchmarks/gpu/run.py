@@ -304,19 +304,30 @@ def _end(child: subprocess.Popen[bytes], mark: str) -> None:
     """End a stage and every process that it started, also in sessions of their own, and wait until
     they are gone: the next stage needs the device's memory, and measures time.
     """
+    killed: set[int] = set()  # a process loses its mark early in its death, and its files later
     for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
         with contextlib.suppress(ProcessLookupError):
             if child.poll() is None:
                 os.killpg(child.pid, number)
         if number == signal.SIGKILL:
             for process in marked(mark):
+                killed.add(process)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process, number)
         end_s = time.monotonic() + wait_s
         while time.monotonic() < end_s:
-            if child.poll() is not None and not any(marked(mark)):
+            if child.poll() is not None and not any(marked(mark)) and all(map(_has_ended, killed)):
                 return
             time.sleep(0.05)
+
+
+def _has_ended(process: int) -> bool:
+    """Whether a process is gone, or waits to be reaped."""
+    try:
+        state = (PROCESSES / str(process) / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
 
 
 def marked(mark: str, processes: Path = PROCESSES) -> Iterator[int]:
