@@ -11,9 +11,11 @@ tokens; generated sessions; generated prompts with a system prompt and templates
 profile` and `fit`. Then three windows of Mooncake's in open loop and three of the sessions in
 closed loop (`llmctl validate`, which predicts each before it measures it), each `--repeats` times:
 all in turn, then all again, since the machine's speed changes within minutes. The table has the
-medians. Then, for each trace, `llmctl tune` with what the trace says of sharing and without, and a
-window under both plans. Every prediction stands beside a blind one: the same simulator, fit and
-conditions without a prefix cache.
+medians. A prediction knows the speed from the requests that warm up before its window. A second one
+takes the geometric mean of that and of the speed after the window: that of the next warm-up. Then,
+for each trace, `llmctl tune` with what the trace says of sharing and without, and a window under
+both plans. Every prediction stands beside a blind one: the same simulator, fit and conditions
+without a prefix cache.
 
 Each result is a file in DIR, and the same command continues after those that are there. `--minutes`
 starts no window after so long, `--stage` runs one stage, for machines that are quiet for minutes
@@ -23,9 +25,11 @@ only. `report` prints the tables; its numbers are in docs/results/data/prefix-sh
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,6 +68,7 @@ GENERATED = {
 LOOPS = {"mooncake": "open", "sessions": "closed", "templates": "open"}
 HELD_OUT = ("mooncake", "sessions")  # the traces of the prediction's windows
 WINDOWS = 3
+CLOSING, CLOSING_S = "closing.json", 10.0  # a last window, for the speed that its warm-up shows
 KNOWING = ("knowing", "blind")
 AIMS = ("throughput_rps", "ttft_mean_s", "tpot_mean_s")
 OF_PLANS = ("goodput_rps", "throughput_rps", "ttft_mean_s", "ttft_p99_s", "mtpot_p99_s")
@@ -81,13 +86,16 @@ class Window:
 
 
 def windows_of(arguments: argparse.Namespace) -> list[Window]:
-    """All windows, by plan: those of the prediction, then those of the recommendations."""
+    """All windows, by plan: those of the prediction with a short one at their end, then those of
+    the recommendations.
+    """
     found = [
         Window("defaults", trace, seed, arguments.window, f"window-{trace}-{seed}-{repeat}.json")
         for repeat in range(1, arguments.repeats + 1)
         for trace in HELD_OUT
         for seed in range(1, WINDOWS + 1)
     ]
+    found.append(Window("defaults", HELD_OUT[-1], 1, CLOSING_S, CLOSING))
     return found + [
         Window(f"{trace}-{how}", trace, 7, arguments.window, f"tuned-{trace}-{how}.json")
         for trace in RATES
@@ -168,8 +176,10 @@ def late(arguments: argparse.Namespace) -> bool:
     )
 
 
-def blind(work: Path, window: Window, found: WindowResult) -> Mapping[str, float]:
-    """The prediction of a window without a prefix cache, under the same conditions."""
+def predicted(
+    work: Path, window: Window, found: WindowResult, slowdown: float, *, shares: bool
+) -> Mapping[str, float]:
+    """The prediction of a window at another speed, or without a prefix cache."""
     plan = read_file(Plan, work / f"{window.plan}.json")
     trace, _ = read_trace(work / f"{window.trace}.jsonl")
     recipe = plan.recipe
@@ -178,10 +188,9 @@ def blind(work: Path, window: Window, found: WindowResult) -> Mapping[str, float
     )
     trace = fitted(trace, limits, RATES[window.trace])
     part = cut(_given(trace, LOOPS[window.trace]), found.start_s, found.end_s)
-    uncached = {**plan.policy.parameters, "prefix_caching": False}
-    policy = plan.policy.model_copy(update={"parameters": uncached})
-    front = FrontDelay(found.front_first_s, found.front_last_s)
-    conditions = ServerConditions(found.slowdown, front)
+    flags = {**plan.policy.parameters, "prefix_caching": shares}
+    policy = plan.policy.model_copy(update={"parameters": flags})
+    conditions = ServerConditions(slowdown, FrontDelay(found.front_first_s, found.front_last_s))
     return predict(plan.model_copy(update={"policy": policy}), part, recipe.sla, conditions)
 
 
@@ -195,21 +204,32 @@ def results_of(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]
     """All windows that have a result, as numbers: those of the prediction, and those of tuned
     plans.
     """
-    found: dict[str, list[dict[str, Any]]] = {"predictions": [], "recommendations": []}
-    for window in windows_of(arguments):
-        path = arguments.work / window.out
-        if path.exists():
-            result = read_file(Validation, path).windows[0]
-            if window.plan == "defaults":
-                found["predictions"].append(_prediction(arguments.work, window, result))
-            else:
-                found["recommendations"].append(_recommendation(arguments.work, window, result))
-    return found
+    results = [
+        (window, read_file(Validation, arguments.work / window.out).windows[0])
+        for window in windows_of(arguments)
+        if (arguments.work / window.out).exists()
+    ]
+    of_defaults = [one for one in results if one[0].plan == "defaults"]
+    return {
+        "predictions": [
+            _prediction(arguments.work, window, result, after)
+            for (window, result), (_, after) in pairwise(of_defaults)
+        ],
+        "recommendations": [
+            _recommendation(arguments.work, window, result)
+            for window, result in results
+            if window.plan != "defaults"
+        ],
+    }
 
 
-def _prediction(work: Path, window: Window, found: WindowResult) -> dict[str, Any]:
+def _prediction(
+    work: Path, window: Window, found: WindowResult, after: WindowResult
+) -> dict[str, Any]:
     cache = found.cache
     assert cache is not None
+    slowdown = math.sqrt(found.slowdown * after.slowdown)
+    both = predicted(work, window, found, slowdown, shares=True)
     return {
         "window": f"{window.trace} {window.seed}",
         "start_s": _round(found.start_s),
@@ -218,14 +238,16 @@ def _prediction(work: Path, window: Window, found: WindowResult) -> dict[str, An
         "hit_tokens": cache.hit_tokens,
         "counter_hits": cache.counter_hits,
         "slowdown": _round(found.slowdown),
+        "slowdown_after": _round(after.slowdown),
         "slowdown_meanwhile": _round(found.slowdown_meanwhile),
         "front_first_s": _round(found.front_first_s),
         "measured": _kept(found.measured, cache.hit_percent),
         "predicted": _kept(found.predicted, cache.predicted_percent),
+        "before and after": _kept(both, both.get("hit_percent")),
         "in hindsight": _kept(
             found.predicted_in_hindsight, found.predicted_in_hindsight.get("hit_percent")
         ),
-        "blind": _kept(blind(work, window, found), 0.0),
+        "blind": _kept(predicted(work, window, found, found.slowdown, shares=False), 0.0),
     }
 
 
@@ -287,7 +309,7 @@ def _rows(window: str, repeats: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     medians = (median(one["measured"][name] for one in repeats) for name in AIMS)
     values = " | ".join(f"{value:.3g}" for value in medians)
     yield f"| {window} | measured | {hits:.1f} | {values} |"
-    for what in ("predicted", "blind"):
+    for what in ("predicted", "before and after", "blind"):
         errors = " | ".join(
             f"{median(_error_percent(one, what, name) for one in repeats):+.1f} %" for name in AIMS
         )
@@ -298,7 +320,8 @@ def _rows(window: str, repeats: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _error_percent(one: Mapping[str, Any], what: str, name: str) -> float:
-    return 100.0 * (one[what][name] / one["measured"][name] - 1.0)
+    predicted, measured = float(one[what][name]), float(one["measured"][name])
+    return 100.0 * (predicted / measured - 1.0)
 
 
 def add_live_options(

@@ -2,8 +2,8 @@
 
     python -m benchmarks.engines.routers_live --work DIR --vllm-python PYTHON [--bin FOLDER]
 
-Takes about 25 minutes on a quiet machine of two cores. Needs an environment with vLLM 0.32, and
-for `peers` one with `pip install sglang-router vllm-router`.
+Takes about 25 minutes for each of `--repeats` on a quiet machine of two cores. Needs an environment
+with vLLM 0.32, and for `peers` one with `pip install sglang-router vllm-router`.
 
 The model and the sessions are those of `prefix_live`. Each replica has a core and a cache of 20,448
 tokens; front and load generator take their time from the same cores. vLLM's worker polls for a
@@ -11,7 +11,9 @@ second after each pass, which would take the cores from everything else, so work
 value. After `llmctl profile` (of one vLLM) and `fit`, a plan with two replicas is made for each
 router. `llmctl serve --replica` is the front, and `llmctl validate` predicts a window with what
 other requests before it show of the machine's speed, replays it in closed loop, and compares. All
-windows of all routers are reported, none is chosen.
+windows of all routers are reported, none is chosen. With `--repeats`, all run in turn, then all
+again, and the tables have medians. As in `prefix_live`, a second prediction takes the speed before
+and after the window.
 
 Its stage `peers` stands our front, `sglang-router` and `vllm-router` (in the folder `--bin`) before
 two such vLLM servers, and kills one of these in the middle of 40 streams. 80 streams of 150 tokens
@@ -28,13 +30,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import combinations
+from dataclasses import dataclass
+from itertools import combinations, pairwise
 from pathlib import Path
+from statistics import median
 
 import httpx
 import numpy as np
@@ -43,12 +48,15 @@ import psutil
 from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import keep
 from benchmarks.engines.prefix_live import (
+    CLOSING,
+    CLOSING_S,
     GENERATED,
     RECIPE,
     Window,
     add_live_options,
     in_folder,
     late,
+    predicted,
     profile_and_fit,
     replay,
     unmeasured,
@@ -75,12 +83,16 @@ KEPT = ("hit_percent", *SHOWN, "ttft_p99_s", "tpot_mean_s", "mtpot_p99_s")
 
 
 def windows_of(arguments: argparse.Namespace) -> list[Window]:
-    """All windows: those of the first seed under every router, then those of the next."""
-    return [
-        Window(router, TRACE, seed, arguments.window, f"window-{seed}-{router}.json")
+    """All windows: those of the first seed under every router, those of the next, all again, and a
+    short one at the end.
+    """
+    windows = [
+        Window(router, TRACE, seed, arguments.window, f"window-{seed}-{router}-{repeat}.json")
+        for repeat in range(1, arguments.repeats + 1)
         for seed in SEEDS
         for router in ROUTERS
     ]
+    return [*windows, Window(ROUTERS[-1], TRACE, SEEDS[0], CLOSING_S, CLOSING)]
 
 
 def plans(arguments: argparse.Namespace) -> None:
@@ -95,13 +107,34 @@ def plans(arguments: argparse.Namespace) -> None:
         write_file(routed, arguments.work / f"{name}.json")
 
 
-def found(arguments: argparse.Namespace) -> dict[tuple[int, str], WindowResult]:
-    """The results so far, by seed and router."""
-    return {
-        (window.seed, window.plan): read_file(Validation, arguments.work / window.out).windows[0]
+@dataclass(slots=True, frozen=True)
+class Replayed:
+    """A window's result, and its prediction at the speed of other requests before and after it."""
+
+    result: WindowResult
+    both: Mapping[str, float]
+
+    @property
+    def hits(self) -> tuple[float, float]:
+        """Percent of the prompt tokens that were found in the caches: measured, predicted."""
+        cache = self.result.cache
+        assert cache is not None
+        return cache.hit_percent or 0.0, cache.predicted_percent or 0.0
+
+
+def found(arguments: argparse.Namespace) -> dict[tuple[int, str], list[Replayed]]:
+    """The results so far, by seed and router; of repeats the first comes first."""
+    results = [
+        (window, read_file(Validation, arguments.work / window.out).windows[0])
         for window in windows_of(arguments)
         if (arguments.work / window.out).exists()
-    }
+    ]
+    replayed: dict[tuple[int, str], list[Replayed]] = {}
+    for (window, result), (_, after) in pairwise(results):
+        slowdown = math.sqrt(result.slowdown * after.slowdown)
+        both = predicted(arguments.work, window, result, slowdown, shares=True)
+        replayed.setdefault((window.seed, window.plan), []).append(Replayed(result, both))
+    return replayed
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -229,17 +262,23 @@ def peers(arguments: argparse.Namespace) -> None:
             print(f"{name}: {results[name] or 'none'} of {STREAMS} failed", file=sys.stderr)
 
 
-def report(results: Mapping[tuple[int, str], WindowResult]) -> str:
+def report(results: Mapping[tuple[int, str], Sequence[Replayed]]) -> str:
     """The tables as markdown."""
-    return "\n".join([*_windows(results), "", *_means(results), "", *_orders(results), ""])
+    by_router = {
+        router: [one for (_, name), of in results.items() if name == router for one in of]
+        for router in ROUTERS
+    }
+    by_router = {router: of for router, of in by_router.items() if of}
+    return "\n".join([*_windows(results), "", *_means(by_router), "", *_orders(by_router), ""])
 
 
-def _numbers(seed: int, router: str, one: WindowResult) -> dict[str, object]:
+def _numbers(seed: int, router: str, replayed: Replayed) -> dict[str, object]:
     """A window's raw data, to four digits."""
-    hits, expected = _hits(one)
+    (hits, expected), one = replayed.hits, replayed.result
     known = {
         "measured": one.measured | {"hit_percent": hits},
         "predicted": one.predicted | {"hit_percent": expected},
+        "before_and_after": replayed.both,
         "in_hindsight": one.predicted_in_hindsight or {},
     }
     speed = {
@@ -264,33 +303,39 @@ def _four_digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _windows(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
+def _windows(results: Mapping[tuple[int, str], Sequence[Replayed]]) -> Iterator[str]:
+    """Each window: medians of what was measured, and of the errors, over its repeats."""
     yield "| window | router | | hits % | requests/s | TTFT mean s | E2E mean s | goodput/s |"
     yield "|---|---|---|---:|---:|---:|---:|---:|"
-    for (seed, router), one in results.items():
-        hits, expected = _hits(one)
-        speed = f"slowdown {one.slowdown:.2f} before, {one.slowdown_meanwhile or 1.0:.2f} meanwhile"
-        print(
-            f"{seed} {router}: {one.requests} requests, {one.failed} failed; {speed}; front"
-            f" {1e3 * one.front_first_s:.0f} ms",
-            file=sys.stderr,
-        )
-        yield f"| {seed} | {router} | measured | {hits:.1f} | {_values(one.measured)} |"
-        off = f"{expected - hits:+.1f} points"
-        yield f"| | | predicted | {expected:.1f} ({off}) | {_errors(one.predicted, one.measured)} |"
-        if one.predicted_in_hindsight:
-            yield f"| | | in hindsight | | {_errors(one.predicted_in_hindsight, one.measured)} |"
+    for (seed, router), repeats in results.items():
+        for each in repeats:
+            one = each.result
+            speed = f"{one.slowdown:.2f} before, {one.slowdown_meanwhile or 1.0:.2f} meanwhile"
+            print(
+                f"{seed} {router}: {one.requests} requests, {one.failed} failed; slowdown {speed};"
+                f" front {1e3 * one.front_first_s:.0f} ms",
+                file=sys.stderr,
+            )
+        hits, expected = np.median([each.hits for each in repeats], axis=0)
+        points = median(expected - hits for hits, expected in (each.hits for each in repeats))
+        values = (median(each.result.measured[name] for each in repeats) for name in SHOWN)
+        shown = " | ".join(f"{value:.3g}" for value in values)
+        yield f"| {seed} | {router} | measured | {hits:.1f} | {shown} |"
+        errors = _errors([(each.result.predicted, each.result.measured) for each in repeats])
+        yield f"| | | predicted | {expected:.1f} ({points:+.1f} points) | {errors} |"
+        both = _errors([(each.both, each.result.measured) for each in repeats])
+        yield f"| | | before and after | | {both} |"
+        known = [(each.result.predicted_in_hindsight, each.result.measured) for each in repeats]
+        if all(predicted for predicted, _ in known):
+            yield f"| | | in hindsight | | {_errors(known)} |"
 
 
-def _means(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
+def _means(by_router: Mapping[str, Sequence[Replayed]]) -> Iterator[str]:
     """Over the windows of each router: what was measured, and the errors of the predictions."""
     yield "| router | hits % | off | requests/s | off | TTFT mean s | off | goodput/s | off |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
-    for router in ROUTERS:
-        of = [one for (_, name), one in results.items() if name == router]
-        if not of:
-            continue
-        hits = np.mean([_hits(one) for one in of], axis=0)
+    for router, of in by_router.items():
+        hits = np.mean([each.hits for each in of], axis=0)
         cells = [f"{hits[0]:.1f} | {hits[1] - hits[0]:+.1f}"]
         for name in (*AIMS, "goodput_rps"):
             measured, predicted = _mean(of, name)
@@ -298,63 +343,50 @@ def _means(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
         yield f"| {router} | {' | '.join(cells)} |"
 
 
-def _orders(results: Mapping[tuple[int, str], WindowResult]) -> Iterator[str]:
+def _orders(by_router: Mapping[str, Sequence[Replayed]]) -> Iterator[str]:
     """The pairs of routers that differ by more than the aim, and those that are in another order
     than predicted.
     """
     for name, better in (("ttft_mean_s", -1.0), ("goodput_rps", 1.0)):
+        means = {router: _mean(of, name) for router, of in by_router.items()}
         differ, wrong = 0, []
-        for first, second in combinations(ROUTERS, 2):
-            both = [[o for (_, n), o in results.items() if n == which] for which in (first, second)]
-            if not all(both):
-                continue
-            (one, one_said), (other, other_said) = (_mean(of, name) for of in both)
+        for first, second in combinations(means, 2):
+            (one, one_said), (other, other_said) = means[first], means[second]
             if abs(one / other - 1.0) <= AIMS.get(name, AIMS["throughput_rps"]) / 100.0:
                 continue
             differ += 1
             if (one > other) != (one_said > other_said):
                 wrong.append(f"{first} and {second}")
-        means = {
-            router: _mean([o for (_, n), o in results.items() if n == router], name)[0]
-            for router in ROUTERS
-            if any(n == router for _, n in results)
-        }
-        order = sorted(means, key=lambda router: -better * means[router])
+        order = sorted(means, key=lambda router: -better * means[router][0])
         yield (
             f"{name}: best first, as measured: {', '.join(order)}. {differ} pairs differ by more"
             f" than the aim; in another order than predicted: {', '.join(wrong) or 'none'}."
         )
 
 
-def _hits(one: WindowResult) -> tuple[float, float]:
-    """Percent of the prompt tokens that were found in the caches: measured, predicted."""
-    assert one.cache is not None
-    return one.cache.hit_percent or 0.0, one.cache.predicted_percent or 0.0
-
-
-def _mean(of: Sequence[WindowResult], name: str) -> tuple[float, float]:
+def _mean(of: Sequence[Replayed], name: str) -> tuple[float, float]:
     """A metric over windows: measured, predicted."""
     return (
-        float(np.mean([one.measured[name] for one in of])),
-        float(np.mean([one.predicted[name] for one in of])),
+        float(np.mean([each.result.measured[name] for each in of])),
+        float(np.mean([each.result.predicted[name] for each in of])),
     )
 
 
-def _values(metrics: Mapping[str, float]) -> str:
-    return " | ".join(f"{metrics[name]:.3g}" for name in SHOWN)
-
-
-def _errors(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    return " | ".join(
-        f"{predicted[name]:.3g} ({100.0 * (predicted[name] / measured[name] - 1.0):+.1f} %)"
-        for name in SHOWN
-    )
+def _errors(pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
+    """Of predictions, each with what was measured: their medians, and those of their errors."""
+    cells = []
+    for name in SHOWN:
+        value = median(predicted[name] for predicted, _ in pairs)
+        error = median(100.0 * (said[name] / measured[name] - 1.0) for said, measured in pairs)
+        cells.append(f"{value:.3g} ({error:+.1f} %)")
+    return " | ".join(cells)
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line, or of `words`."""
     parser = make_parser(__doc__)
     add_live_options(parser, STAGES, warmup_s=10.0)
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each window")
     parser.add_argument(
         "--bin", type=Path, default=Path(sys.executable).parent, help="where the other routers are"
     )
@@ -377,7 +409,7 @@ def main() -> None:
     if "report" in stages:
         results = found(arguments)
         print(report(results))
-        keep("windows", [_numbers(seed, name, one) for (seed, name), one in results.items()])
+        keep("windows", [_numbers(*key, one) for key, of in results.items() for one in of])
 
 
 if __name__ == "__main__":

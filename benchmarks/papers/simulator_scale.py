@@ -10,11 +10,12 @@ matplotlib for the plot.
 
 Requests per second of processor time, loop only, on one core. The world is that of
 `benchmarks/papers/simulator_speed.py`; the trace is made up, and its rate is `load` times what the
-workers can serve, approximately. To compare machines, the same run also measures a loop in Python
-and, with a compiler, one in C. They do the least that a simulator of one queue can do: compute the
-start and the end of each request. Each row is divided by them as well. Three ratios follow: the
-cost of a request with 512 workers over that with 8, with ten times the backlog, and with ten times
-the requests. `--policies all` takes every policy but the oracles and `vllm`, which may be named.
+policy's workers serve of a backlog. To compare machines, the same run also measures a loop in
+Python and, with a compiler, one in C. They do the least that a simulator of one queue can do:
+compute the start and the end of each request. Each row is divided by them as well. Three ratios
+follow: the cost of a request with 512 workers over that with 8, with ten times the backlog, and
+with ten times the requests. `--policies all` takes every policy but the oracles and `vllm`, which
+may be named.
 The first line says whether compiled code or plain Python ran; `LLMCTL_COMPILED=0` forces the
 latter. The rows of these ratios come first, and their runs take turns. Beside the first ratio is
 that of the batches and rounds per request: with many workers, requests meet less often in a batch.
@@ -29,8 +30,9 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from time import monotonic, process_time
 
@@ -43,6 +45,7 @@ from toolkit.errors import InputError
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Request
 from toolkit.sim.api import requests_of, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
@@ -58,9 +61,6 @@ DEFAULT = 8, 0.5, 10_000  # workers, load and requests of the rows in which anot
 BACKLOG = 8, 3.0, 100_000  # ten times the requests, and so the backlog, of another row
 MANY = 512  # workers: the cost of a request is compared with that of 8
 PER_WORKER = 60  # requests of a row with many workers, at least
-SERVED_RPS = (
-    0.25  # requests per second that a worker of this world serves, approximately: conservative 0.27
-)
 TYPICAL = ("conservative", "conservative:least-loaded", "past-future", "slice", "mlfq")
 ALL = "all"
 QUICK = 10_240, 1, 10  # of a quick run: the most requests, repeats, and requests per worker
@@ -100,29 +100,43 @@ def made_up(requests: int, rate_rps: float) -> Trace:
     return Trace(arrival_s, prompts, outputs, np.zeros(requests, dtype=np.int64))
 
 
+def world_of(
+    policy: str, trace: Trace, requests: Sequence[Request], outputs: list[int], workers: int
+) -> tuple[Callable[[], object], Ledger]:
+    """What serves the requests with these workers, and where it writes what it does."""
+    name, _, router = policy.partition(":")
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, workers)
+    if name == VllmPolicy.name:
+        return (lambda: serve(requests, VllmPolicy(), ENGINE, ledger, Reuse())), ledger
+    world = World(LAW, MEMORY, workers, MAX_NEW_TOKENS)
+    chosen = make_policy(name, {"router": router} if router else {})
+    scheduler = Scheduler(chosen, world.scheduled())
+    virtual = virtual_workers(chosen, world, ledger, requests)
+    return (lambda: run(scheduler, requests, virtual)), ledger
+
+
+@cache
+def served_rps(policy: str, count: int = 4_000) -> float:
+    """Requests per second that each of a few workers serves of a backlog."""
+    trace = replace(made_up(count, 1.0), arrival_s=np.zeros(count))
+    serve_all, ledger = world_of(policy, trace, *requests_of(trace, MAX_NEW_TOKENS), DEFAULT[0])
+    serve_all()
+    return count / max(ledger.last_token_s) / DEFAULT[0]
+
+
 def rates_of(policy: str, plan: Plan, repeats: int) -> Iterator[tuple[float, float]]:
-    """Requests per second, and batches and rounds per request, of `repeats` runs, after a short one
-    that compiles.
+    """Requests per second, and batches and rounds per request, of `repeats` runs, after one that
+    warms up.
     """
     workers, load, count = plan
-    name, _, router = policy.partition(":")
-    trace = made_up(count, load * SERVED_RPS * workers)
+    trace = made_up(count, load * served_rps(policy) * workers)
     requests, outputs = requests_of(trace, MAX_NEW_TOKENS)
-    world = World(LAW, MEMORY, workers, MAX_NEW_TOKENS)
-    for place, take in enumerate((200, *[count] * repeats)):
-        ledger = Ledger(trace.arrival_s[:take].tolist(), outputs[:take], workers)
-        if name == VllmPolicy.name:
-            start_s = process_time()
-            serve(requests[:take], VllmPolicy(), ENGINE, ledger, Reuse())
-        else:
-            chosen = make_policy(name, {"router": router} if router else {})
-            scheduler = Scheduler(chosen, world.scheduled())
-            virtual = virtual_workers(chosen, world, ledger, requests[:take])
-            start_s = process_time()
-            run(scheduler, requests[:take], virtual)
-        if place:
-            rate_rps = take / (process_time() - start_s)
-            yield rate_rps, (ledger.rounds or ledger.batches) / take
+    for _ in range(repeats):
+        serve_all, ledger = world_of(policy, trace, requests, outputs, workers)
+        start_s = process_time()
+        serve_all()
+        rate_rps = count / (process_time() - start_s)
+        yield rate_rps, (ledger.rounds or ledger.batches) / count
 
 
 def simulated(policy: str, plans: Sequence[Plan], repeats: int) -> list[Row]:

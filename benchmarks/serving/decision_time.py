@@ -21,7 +21,7 @@ from time import process_time
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from benchmarks.papers.simulator_scale import SERVED_RPS, made_up
+from benchmarks.papers.simulator_scale import made_up
 from benchmarks.papers.simulator_speed import LAW, MAX_NEW_TOKENS, MEMORY
 from toolkit.routing.admission import UNLIMITED
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
@@ -33,6 +33,8 @@ from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import VirtualWorker
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
+
+SERVED_RPS = 0.25  # requests per second that a worker of this world serves, approximately
 
 
 def simulated(
