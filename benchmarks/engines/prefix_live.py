@@ -243,7 +243,7 @@ def _prediction(
         "front_first_s": _round(found.front_first_s),
         "measured": _kept(found.measured, cache.hit_percent),
         "predicted": _kept(found.predicted, cache.predicted_percent),
-        "before and after": _kept(both, both.get("hit_percent")),
+        "both": _kept(both, both.get("hit_percent")),
         "in hindsight": _kept(
             found.predicted_in_hindsight, found.predicted_in_hindsight.get("hit_percent")
         ),
@@ -309,7 +309,7 @@ def _rows(window: str, repeats: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     medians = (median(one["measured"][name] for one in repeats) for name in AIMS)
     values = " | ".join(f"{value:.3g}" for value in medians)
     yield f"| {window} | measured | {hits:.1f} | {values} |"
-    for what in ("predicted", "before and after", "blind"):
+    for what in ("predicted", "both", "blind"):
         errors = " | ".join(
             f"{median(_error_percent(one, what, name) for one in repeats):+.1f} %" for name in AIMS
         )

@@ -278,7 +278,7 @@ def _numbers(seed: int, router: str, replayed: Replayed) -> dict[str, object]:
     known = {
         "measured": one.measured | {"hit_percent": hits},
         "predicted": one.predicted | {"hit_percent": expected},
-        "before_and_after": replayed.both,
+        "both": replayed.both,
         "in_hindsight": one.predicted_in_hindsight or {},
     }
     speed = {
@@ -324,7 +324,7 @@ def _windows(results: Mapping[tuple[int, str], Sequence[Replayed]]) -> Iterator[
         errors = _errors([(each.result.predicted, each.result.measured) for each in repeats])
         yield f"| | | predicted | {expected:.1f} ({points:+.1f} points) | {errors} |"
         both = _errors([(each.both, each.result.measured) for each in repeats])
-        yield f"| | | before and after | | {both} |"
+        yield f"| | | both | | {both} |"
         known = [(each.result.predicted_in_hindsight, each.result.measured) for each in repeats]
         if all(predicted for predicted, _ in known):
             yield f"| | | in hindsight | | {_errors(known)} |"
