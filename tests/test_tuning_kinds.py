@@ -38,7 +38,7 @@ TUNE = {
     "draws": 0,
     "windows": 1,
     "held_out_windows": 1,
-    "request_rate_rps": 16.0,
+    "request_rate_rps": 25.0,
     "routers": ["own"],
 }
 VLLM = {"name": "vllm", "parameters": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}
@@ -95,7 +95,7 @@ def test_each_kind_gets_flags_of_its_own_where_one_set_cannot_suit_both(tuned: T
     given = unlike()
     limits = settings_of(given.recipe, given.fit, given.others).limits
     first, second = budgets(tuned.best_held_out)
-    assert second < 200 < 250 < first
+    assert second < 190 < 256 < first
     assert tuned.keeps_limits
     assert not tuned.keep_defaults
     best, before = (
@@ -103,7 +103,7 @@ def test_each_kind_gets_flags_of_its_own_where_one_set_cannot_suit_both(tuned: T
     )
     same = same_for_all(given.setup("held out", given.workload.held_out))
     assert not any(each.feasible(limits) for each in same)
-    assert best > 1.08 * max(before, *(each.goodput_rps for each in same))
+    assert best > 1.5 * max(before, *(each.goodput_rps for each in same))
 
 
 def test_the_first_trials_have_the_recipes_flags_and_then_the_same_for_all(tuned: Tuning) -> None:
@@ -259,7 +259,7 @@ def test_every_kinds_flags_are_shown(
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     found = budgets(tuned.best_held_out)[1]
-    assert re.search(rf"^short\.max_num_batched_tokens +512 +{found}$", out, re.MULTILINE)
+    assert re.search(rf"^short\.max_num_batched_tokens +512 +{found} *$", out, re.MULTILINE)
     assert any(one.parameter == "short.max_num_batched_tokens" for one in tuned.sensitivity)
     plan = plan_of(servers, tuned)
     write_file(plan, servers.with_name("plan.json"))
