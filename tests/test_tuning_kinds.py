@@ -259,7 +259,7 @@ def test_every_kinds_flags_are_shown(
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     found = budgets(tuned.best_held_out)[1]
-    assert re.search(rf"^short\.max_num_batched_tokens +512 +{found} *$", out, re.MULTILINE)
+    assert re.search(rf"^ *short\.max_num_batched_tokens +512 +{found} *$", out, re.MULTILINE)
     assert any(one.parameter == "short.max_num_batched_tokens" for one in tuned.sensitivity)
     plan = plan_of(servers, tuned)
     write_file(plan, servers.with_name("plan.json"))

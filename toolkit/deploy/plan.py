@@ -109,13 +109,7 @@ def make_plan(
     total = sum(kind.workers for kind in kinds)
     if tuning is not None:
         _check_tuning(tuning, recipe, total)
-    if given is not None:
-        choice = _from_user(given, kinds, tuning)
-    else:
-        origin = f"recipe '{recipe.name}'" if others else RECIPE
-        choice = (
-            _from_recipe(recipe, origin) if tuning is None else _from_tuning(tuning, recipe, origin)
-        )
+    choice = _choice(given, kinds, tuning)
     chosen = make_any(choice.policy, choice.parameters)
     for kind in kinds:
         _check_servable(chosen, kind.recipe, tuning if given is None else None)
@@ -138,6 +132,17 @@ def make_plan(
         others=list(others),
         replica_router=router,
     )
+
+
+def _choice(given: PlannedPolicy | None, kinds: Sequence[Kind], tuning: Tuning | None) -> Choice:
+    """See `make_plan`."""
+    recipe = kinds[0].recipe
+    if given is not None:
+        return _from_user(given, kinds, tuning)
+    origin = f"recipe '{recipe.name}'" if kinds[1:] else RECIPE
+    if tuning is None:
+        return _from_recipe(recipe, origin)
+    return _from_tuning(tuning, recipe, origin)
 
 
 def _workload(tuning: Tuning | None) -> PlannedWorkload | None:

@@ -102,10 +102,10 @@ class Found:
 
 
 class _AlikeFirst(optuna.samplers.TPESampler):  # type: ignore[misc]  # optuna says no types of it
-    """TPE whose random draws give every kind of a fleet's servers the flags of the first kind.
+    """TPE with a random start that gives all kinds of a fleet's servers the first kind's flags.
 
-    So the random start varies as few parameters as for one kind, and what it shows counts for each.
-    Then TPE suggests each kind's own.
+    So that start varies as few parameters as for one kind, and what it shows counts for each. Then
+    TPE suggests each kind's own.
 
     Args:
         seed: of the draws.
