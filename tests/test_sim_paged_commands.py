@@ -17,7 +17,7 @@ from toolkit.sim.world import make_world
 from toolkit.traces.types import Trace
 from toolkit.tuning.evaluate import make_workload
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.search import search_space
+from toolkit.tuning.spaces import search_space
 from toolkit.tuning.tune import Inputs, tune
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}

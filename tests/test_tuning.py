@@ -33,7 +33,7 @@ from toolkit.tuning.executor import (
     Runner,
     collect,
 )
-from toolkit.tuning.search import search_space
+from toolkit.tuning.spaces import search_space
 from toolkit.tuning.tune import Inputs, tune
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}

@@ -19,7 +19,8 @@ from toolkit.tuning.evaluate import (
     make_world,
 )
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.search import Found, SearchSettings, make_spaces, search
+from toolkit.tuning.search import Found, SearchSettings, search
+from toolkit.tuning.spaces import make_spaces
 
 SLA = {"ttft_p99_s": 1.0, "e2e_mean_s": 9.0}
 LIMITS = CandidateLimits(max_oom_percent=100.0)

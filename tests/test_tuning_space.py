@@ -9,7 +9,7 @@ from toolkit.sched.policies import ORACLES, POLICIES
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.generate import Lengths, backlog
 from toolkit.tuning.evaluate import EvaluationSetup, Task
-from toolkit.tuning.search import PolicySpace, make_spaces, search_space, sweep
+from toolkit.tuning.spaces import PolicySpace, make_spaces, search_space, sweep
 
 SLICE = PolicySpec(name="slice", parameters={"slice_tokens": 128})
 

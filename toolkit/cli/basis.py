@@ -219,6 +219,15 @@ def refuse_workers(workers: object) -> None:
         )
 
 
+def kind_names(path: Path | None) -> list[str]:
+    """The names of the kinds of the fleet at `path`; none without a fleet."""
+    from toolkit.cli.arguments import open_recipe
+    from toolkit.files.fleet import fleet_sources
+
+    sources = fleet_sources(path) if path is not None else []
+    return [open_recipe(source.recipe).name for source in sources]
+
+
 def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     """The fleet at `path`. `InputError` where its kinds cannot share a scheduler, `StaleError` for
     a fit of another recipe; with `force` a warning.
@@ -230,7 +239,7 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     sources = fleet_sources(path)
     kinds = []
     for source in sources:
-        recipe = open_recipe(source.recipe)
+        recipe = source.priced(open_recipe(source.recipe))
         fit = read_fit(source.fit, source.recipe, force=force)
         kinds.append(
             Kind(

@@ -69,7 +69,7 @@ def command(given: CompareOptions) -> None:
     --set policy.key=value sets a parameter of that policy, key=value one of every policy that has
     it. Ctrl-C prints the finished runs.
     """
-    from toolkit.cli.basis import note_rest, plain
+    from toolkit.cli.basis import kind_names, note_rest, plain
     from toolkit.cli.output import draw, emit, note, require_matplotlib
     from toolkit.cli.results import Comparison
     from toolkit.files.io import check_writable
@@ -86,11 +86,12 @@ def command(given: CompareOptions) -> None:
         else []
     )
     # checks --set before files are read
-    assign_settings(names or list(KNOWN), parse_settings(given.settings))
+    settings, of_fleet = parse_settings(given.settings), kind_names(given.fleet)
+    assign_settings(names or list(KNOWN), settings, of_fleet)
     targets, rates = parse_sla(given.sla), _rates(given.rate)
     stage = open_stage(given)
     names = names or usual_policies(stage.fit)
-    of_world, of_policy = assign_settings(names, parse_settings(given.settings))
+    of_world, of_policy = assign_settings(names, settings, of_fleet)
     contenders = [stage.policy(name, of_policy[name]) for name in names]
     flags = next((of_policy[name] for name in names if name in BUILT_IN), None)
     world = stage.world(of_world, given.workers, given.seed, flags)

@@ -27,8 +27,8 @@ from toolkit.cli.arguments import (
 from toolkit.cli.output import emit, note, table
 
 if TYPE_CHECKING:
+    from toolkit.deploy.differences import Difference
     from toolkit.deploy.order import Order
-    from toolkit.deploy.plan import Difference
     from toolkit.deploy.render import Change
     from toolkit.files.plan import Plan, PlannedPolicy
 
@@ -261,7 +261,7 @@ def _show(plan: Plan) -> None:
 
 
 def _compare(plan: Plan, existing: Path, as_json: bool) -> None:
-    from toolkit.deploy.plan import differences
+    from toolkit.deploy.differences import differences
     from toolkit.errors import TargetMissedError
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
@@ -344,7 +344,7 @@ def _plan_text(made: Made, folder: Path) -> str:
 
     A plan there that cannot be read, such as one of another version of llmctl, counts as different.
     """
-    from toolkit.deploy.plan import differences
+    from toolkit.deploy.differences import differences
     from toolkit.errors import InputError
     from toolkit.files.io import file_text, read_file
     from toolkit.files.plan import Plan

@@ -45,6 +45,9 @@ class Simulation(BaseModel):
     kinds: dict[str, dict[str, float]] | None = Field(
         default=None, description="of a fleet of servers: the same metrics of each kind, by recipe"
     )
+    kind_parameters: dict[str, dict[str, ParameterValue]] | None = Field(
+        default=None, description="of such a fleet: those of each kind after the first, by recipe"
+    )
 
 
 class ComparedRun(BaseModel):

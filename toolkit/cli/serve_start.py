@@ -169,6 +169,7 @@ def override(
     """
     from toolkit.cli.basis import refuse_workers
     from toolkit.deploy.plan import replaced
+    from toolkit.sim.world import settings_of_kinds
 
     if plan.others:
         refuse_workers(workers)
@@ -177,7 +178,8 @@ def override(
             f"note: the fit was measured with {plan.fit.workers} workers at once;"
             f" with {workers} the times may differ"
         )
-    chosen = _policy(plan, policy, changes := parse_settings(settings))
+    changes = parse_settings(settings)
+    chosen = _policy(plan, policy, settings_of_kinds(changes, plan.kinds)[0])
     if policy is None and not changes and workers is None:
         return plan
     made = replaced(plan, chosen, policy is not None, changes, workers or plan.workers)

@@ -120,10 +120,10 @@ class Stage:
         fleet's servers, those of the first kind's recipe.
         """
         from toolkit.sched.policies import BUILT_IN
-        from toolkit.sim.world import flags_of, policy_for
+        from toolkit.sim.world import flags_of, policy_for, settings_of_kinds
 
         if len(self.kinds) > 1 and name in BUILT_IN:
-            return flags_of(self.kinds[0], given)
+            return flags_of(self.kinds[0], settings_of_kinds(given, self.kinds)[0])
         return policy_for(self.fit, name, given)
 
     def world(
@@ -380,7 +380,7 @@ def command(given: SimulateOptions) -> None:
     batch_size_mean, ...; its `trace` describes the requests. With --fit unit-step a second is a
     decode step, as in Past-Future's Table 1; see docs/reference/simulation.md.
     """
-    from toolkit.cli.basis import note_rest, plain
+    from toolkit.cli.basis import kind_names, note_rest, plain
     from toolkit.cli.output import emit, note, table
     from toolkit.cli.results import Simulation
     from toolkit.sched.policies import footnote, marked
@@ -389,7 +389,8 @@ def command(given: SimulateOptions) -> None:
     from toolkit.sim.world import assign_settings, check_capacity
     from toolkit.traces.windows import scale_rate
 
-    of_world, of_policy = assign_settings([given.policy], parse_settings(given.settings))
+    settings, names = parse_settings(given.settings), kind_names(given.fleet)
+    of_world, of_policy = assign_settings([given.policy], settings, names)
     targets = parse_sla(given.sla)
     stage = open_stage(given)
     requests = stage.trace if given.rate is None else scale_rate(stage.trace, given.rate)
@@ -417,6 +418,8 @@ def command(given: SimulateOptions) -> None:
         sla=targets,
         trace=plain(requests),
         kinds=_of_kinds(stage, result, targets),
+        kind_parameters={each.name: parameters(each.flags) for each in world.others if each.flags}
+        or None,
         **metrics,
     )
 

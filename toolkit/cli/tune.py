@@ -253,8 +253,8 @@ def command(given: TuneOptions) -> None:
     total = evaluations(settings, spec.tune.draws, siblings)
     _note_search(settings, total, workload.trace)
     if others and settings.spaces[0].router is not None:
-        fixed = ", ".join(kind.recipe.name for kind in others)
-        note(f"flags are searched for {spec.name}; those of {fixed} stay their recipes'")
+        kinds = ", ".join(kind.recipe.name for kind in others)
+        note(f"flags are searched for {spec.name} and, each its own, for {kinds}")
     store = _store(
         given, spec.name, _fingerprint(made_from, spec, siblings, with_profile=profile is not None)
     )

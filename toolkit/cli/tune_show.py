@@ -79,12 +79,12 @@ def show(result: Tuning) -> None:
 
 
 def _settings(outcome: Outcome) -> dict[str, ParameterValue]:
-    """The policy's parameters, then the router and its parameters."""
-    router = outcome.replica_router
+    """The policy's parameters, those of further kinds, then the router and its parameters."""
+    router, found = outcome.replica_router, outcome.every_parameter
     if router is None:
-        return outcome.parameters
+        return found
     knobs = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
-    return {**outcome.parameters, "replica_router": router.name, **knobs}
+    return {**found, "replica_router": router.name, **knobs}
 
 
 def _show_policies(result: Tuning) -> None:

@@ -2,13 +2,12 @@
 
 The same files give the same plan, to the byte. Nothing is measured or searched here. The parts, in
 order: making a plan (`make_plan`), replacing its policy (`replaced`), the choice of a policy with
-the sources of its values, the explanation of each value (its measurement, trial or file), and the
-comparison of two plans.
+the sources of its values, and the explanation of each value (its measurement, trial or file).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,11 +38,10 @@ from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import Value, defaults, parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy
-from toolkit.sim.world import flags_of
+from toolkit.sim.world import flags_of, settings_of_kinds
 
 Explained = dict[str, Explanation]
 LIMITS = "limits"  # the key that says whether a plan keeps its limits
-NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differences` ignores
 
 NO_POLICY = "default of recipes that name no policy"
 NO_ROUTER = "default of recipes that name no router"
@@ -58,7 +56,8 @@ class Choice:
 
     `sources` has the source (recipe, tuning or user) of each parameter that was set; the others
     have the policy's defaults. `limits_source` says what the predictions of the limits rest on, or
-    why there are none.
+    why there are none. `kinds` and `kind_sources` are the same for the flags of a fleet's further
+    kinds of servers, by their names; other flags are their recipes'.
     """
 
     policy: str
@@ -71,6 +70,8 @@ class Choice:
     predicted_on: str = ""
     router: RouterSpec | None = None
     workers_source: str = RECIPE
+    kinds: Mapping[str, Mapping[str, ParameterValue]] = field(default_factory=dict)
+    kind_sources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def make_plan(
@@ -85,7 +86,8 @@ def make_plan(
     """The plan for serving `recipe`.
 
     The policy is `given`; else the tuning's recommendation; else the recipe's own. Predictions come
-    from the tuning and hold only for the settings that it recommends.
+    from the tuning and hold only for the settings that it recommends. In a fleet of servers, a
+    parameter of `given` is a flag of all kinds, and `kind.flag` one of that kind.
 
     Args:
         inputs: role to the file that an argument was read from.
@@ -98,7 +100,8 @@ def make_plan(
     """
     _check_same(recipe, fit)
     recipe = recipe if others else _with_tuned_replicas(recipe, tuning)
-    others = [_with_whole_flags(kind) for kind in others]
+    for kind in others:
+        _check_same(kind.recipe, kind.fit)
     kinds = [
         Kind(recipe=recipe, fit=fit, workers=recipe.workers if workers is None else workers),
         *others,
@@ -106,16 +109,12 @@ def make_plan(
     total = sum(kind.workers for kind in kinds)
     if tuning is not None:
         _check_tuning(tuning, recipe, total)
-    if given is not None:
-        choice = _from_user(given, recipe, tuning)
-    else:
-        origin = f"recipe '{recipe.name}'" if others else RECIPE
-        choice = (
-            _from_recipe(recipe, origin) if tuning is None else _from_tuning(tuning, recipe, origin)
-        )
+    choice = _choice(given, kinds, tuning)
     chosen = make_any(choice.policy, choice.parameters)
     for kind in kinds:
         _check_servable(chosen, kind.recipe, tuning if given is None else None)
+    others = [_with_flags(kind, choice.kinds.get(kind.recipe.name, {})) for kind in others]
+    kinds = [kinds[0], *others]
     policy = _whole(choice.policy, choice.parameters)
     router = choice.router or router_of(recipe, workers=total)
     explained = explain(kinds, policy, choice) | explain_replicas(router, kinds, choice)
@@ -133,6 +132,17 @@ def make_plan(
         others=list(others),
         replica_router=router,
     )
+
+
+def _choice(given: PlannedPolicy | None, kinds: Sequence[Kind], tuning: Tuning | None) -> Choice:
+    """See `make_plan`."""
+    recipe = kinds[0].recipe
+    if given is not None:
+        return _from_user(given, kinds, tuning)
+    origin = f"recipe '{recipe.name}'" if kinds[1:] else RECIPE
+    if tuning is None:
+        return _from_recipe(recipe, origin)
+    return _from_tuning(tuning, recipe, origin)
 
 
 def _workload(tuning: Tuning | None) -> PlannedWorkload | None:
@@ -224,7 +234,7 @@ def refuse_broken(plan: Plan, which: str) -> None:
 
 
 def replaced(
-    plan: Plan, policy: PlannedPolicy, named: bool, changes: Collection[str], workers: int
+    plan: Plan, policy: PlannedPolicy, named: bool, changes: Mapping[str, Value], workers: int
 ) -> Plan:
     """The plan with another policy or number of workers.
 
@@ -232,21 +242,27 @@ def replaced(
 
     Args:
         named: whether --policy named the policy.
-        changes: the parameters that --set changed.
+        changes: the parameters that --set changed, in a fleet of servers perhaps of one kind, as
+            `settings_of_kinds` takes them.
     """
     sized = plan.workload.workers_needed if plan.workload else None
-    same = policy == plan.policy and workers in (plan.workers, sized)
+    own, *given = settings_of_kinds(changes, plan.kinds)
+    others = [_with_flags(kind, flags) for kind, flags in zip(plan.others, given, strict=True)]
+    same = (policy, others) == (plan.policy, plan.others) and workers in (plan.workers, sized)
     before = plan.explained if policy.name == plan.policy.name else {}
     sources = {name: before[name].source for name in policy.parameters if name in before}
-    sources |= dict.fromkeys(changes, BY_SET)
+    sources |= dict.fromkeys(own, BY_SET)
     source = before["policy"].source if "policy" in before and not named else BY_POLICY
     explained = plan.explained | explain_policy(policy, source, sources)
     if workers != plan.workers:
         explained["workers"] = Explanation(value=str(workers), source="set by --workers")
-    update: dict[str, object] = {"policy": policy, "workers": workers}
-    if plan.others and traits_of(plan.recipe.engine.name).server:
-        set_here = {name: policy.parameters[name] for name in changes}
-        update["others"] = [_with_flags(kind, set_here) for kind in plan.others]
+    if traits_of(plan.recipe.engine.name).server:
+        explained |= {
+            f"{kind.recipe.name}: {name}": Explanation(value=_text(value), source=BY_SET)
+            for kind, flags in zip(others, given, strict=True)
+            for name, value in flags.items()
+        }
+    update: dict[str, object] = {"policy": policy, "workers": workers, "others": others}
     if not same:
         limits = [limit.unpredicted() for limit in plan.limits]
         why = OVERRIDDEN if plan.predicted else UNTUNED
@@ -257,20 +273,44 @@ def replaced(
 
 
 def _with_flags(kind: Kind, given: Mapping[str, Value]) -> Kind:
-    """A fleet's further kind of servers with `given` flags in its recipe."""
+    """A fleet's further kind; of servers, with all flags in its recipe, `given` ones first."""
+    if not traits_of(kind.recipe.engine.name).server:
+        return kind
     flags = PolicySpec(name=VllmPolicy.name, parameters=parameters(flags_of(kind, given)))
     return kind.model_copy(update={"recipe": kind.recipe.model_copy(update={"policy": flags})})
 
 
-def _from_user(given: PlannedPolicy, recipe: Recipe, tuning: Tuning | None) -> Choice:
+def _from_user(given: PlannedPolicy, kinds: Sequence[Kind], tuning: Tuning | None) -> Choice:
     """A policy that the user named; with the tuning's predictions if its settings are the same."""
-    sources = dict.fromkeys(given.parameters, BY_SET)
-    if tuning is not None:
-        tuned = _from_tuning(tuning, recipe, RECIPE)
-        if _whole(given.name, given.parameters) == _whole(tuned.policy, tuned.parameters):
-            return replace(tuned, parameters=given.parameters, source=BY_POLICY, sources=sources)
-    why = UNTUNED if tuning is None else OVERRIDDEN
-    return Choice(given.name, given.parameters, BY_POLICY, sources, recipe_limits(recipe), why)
+    recipe, others = kinds[0].recipe, kinds[1:]
+    own, *flags = settings_of_kinds(given.parameters, kinds)
+    set_by = {kind.recipe.name: of_kind for kind, of_kind in zip(others, flags, strict=True)}
+    chosen = Choice(
+        given.name,
+        own,
+        BY_POLICY,
+        dict.fromkeys(own, BY_SET),
+        recipe_limits(recipe),
+        UNTUNED if tuning is None else OVERRIDDEN,
+        kinds=set_by,
+        kind_sources={name: dict.fromkeys(each, BY_SET) for name, each in set_by.items()},
+    )
+    if tuning is None:
+        return chosen
+    tuned = _from_tuning(tuning, recipe, RECIPE)
+    same = _whole(chosen.policy, own) == _whole(tuned.policy, tuned.parameters)
+    if not same or any(
+        _with_flags(kind, of_kind) != _with_flags(kind, tuned.kinds.get(kind.recipe.name, {}))
+        for kind, of_kind in zip(others, flags, strict=True)
+    ):
+        return chosen
+    return replace(
+        tuned,
+        parameters=own,
+        source=BY_POLICY,
+        sources=chosen.sources,
+        kind_sources=chosen.kind_sources,
+    )
 
 
 def _whole(policy: str, given: Mapping[str, Value]) -> PlannedPolicy:
@@ -324,6 +364,8 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
         windows,
         router=outcome.replica_router,
         workers_source=_workers_source(tuning),
+        kinds=outcome.kind_parameters,
+        kind_sources=_sources_of_kinds(tuning, source),
     )
 
 
@@ -345,11 +387,8 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
     outcome, known = tuning.recommended, defaults(KNOWN[tuning.recommended.policy])
     own = recipe.policy.parameters if recipe.policy.name == outcome.policy else {}
     start = known | own
-    tried: dict[str, set[object]] = {}
-    for trial in tuning.trials:
-        if trial.outcome.policy == outcome.policy:
-            for name, value in trial.outcome.parameters.items():
-                tried.setdefault(name, set()).add(value)
+    same = [trial.outcome for trial in tuning.trials if trial.outcome.policy == outcome.policy]
+    tried = _values_of([each.parameters for each in same])
     sources = {}
     for name, value in outcome.parameters.items():
         varied = len(tried.get(name, ())) > 1
@@ -360,11 +399,32 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
     return sources
 
 
+def _sources_of_kinds(tuning: Tuning, source: str) -> dict[str, dict[str, str]]:
+    """The sources of the recommended flags of a fleet's further kinds of servers: the search, for
+    those that it varied and that are not kept as the recipe has them.
+    """
+    found = {}
+    for kind in tuning.recommended.kind_parameters:
+        among = [trial.outcome.kind_parameters.get(kind, {}) for trial in tuning.trials]
+        varied = [name for name, values in _values_of(among).items() if len(values) > 1]
+        found[kind] = {} if tuning.keep_defaults else dict.fromkeys(varied, source)
+    return found
+
+
+def _values_of(settings: Sequence[Mapping[str, ParameterValue]]) -> dict[str, set[object]]:
+    """The values that each parameter has."""
+    found: dict[str, set[object]] = {}
+    for parameters_of_one in settings:
+        for name, value in parameters_of_one.items():
+            found.setdefault(name, set()).add(value)
+    return found
+
+
 def _trial(tuning: Tuning, outcome: Outcome) -> str:
     """The first trial with the policy and parameters of `outcome`."""
     for trial in tuning.trials:
         tried = trial.outcome
-        if (tried.policy, tried.parameters) == (outcome.policy, outcome.parameters):
+        if (tried.policy, tried.every_parameter) == (outcome.policy, outcome.every_parameter):
             return f"trial {trial.number}"
     return "the best"
 
@@ -407,14 +467,6 @@ def _with_tuned_replicas(recipe: Recipe, tuning: Tuning | None) -> Recipe:
     return recipe.model_copy(update={"workers": tuning.workers})
 
 
-def _with_whole_flags(kind: Kind) -> Kind:
-    """A fleet's further kind, checked; of servers, with all flags of its own in its recipe."""
-    _check_same(kind.recipe, kind.fit)
-    if not traits_of(kind.recipe.engine.name).server:
-        return kind
-    return _with_flags(kind, {})
-
-
 def explain_replicas(router: RouterSpec | None, kinds: Sequence[Kind], choice: Choice) -> Explained:
     """Explain the router before replicas of a server, its parameters, the replicas' number, and the
     flags of a fleet's further kinds; empty where there is no router.
@@ -438,9 +490,13 @@ def explain_replicas(router: RouterSpec | None, kinds: Sequence[Kind], choice: C
         "replica_router": Explanation(value=router.name, source=source),
     }
     for kind in kinds[1:]:
-        name, of_recipe = kind.recipe.name, "its recipe, else vLLM's default; not tuned"
+        name, of_recipe = kind.recipe.name, "its recipe, else vLLM's default"
+        of_recipe += "; not tuned" * (name not in choice.kind_sources)
+        sources = choice.kind_sources.get(name, {})
         for flag, value in kind.recipe.policy.parameters.items():
-            explained[f"{name}: {flag}"] = Explanation(value=_text(value), source=of_recipe)
+            explained[f"{name}: {flag}"] = Explanation(
+                value=_text(value), source=sources.get(flag, of_recipe)
+            )
     for name, value in router.parameters.items():
         origin = source
         if value == known[name]:
@@ -531,40 +587,3 @@ def _text(value: ParameterValue) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A key and its two values as text; '' where one side lacks it."""
-
-    key: str
-    old: str
-    new: str
-
-
-def differences(old: Plan, new: Plan) -> list[Difference]:
-    """The keys with values that differ between two plans, in the file's order.
-
-    The versions and machines that wrote them, and their explanations, are not compared.
-    """
-    before, after = (
-        dict(_flat("", plan.model_dump(mode="json", exclude=NOT_COMPARED))) for plan in (old, new)
-    )
-    keys = dict.fromkeys([*before, *after])
-    return [
-        Difference(key, before.get(key, ""), after.get(key, ""))
-        for key in keys
-        if before.get(key) != after.get(key)
-    ]
-
-
-def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
-    """The leaves of nested data, with their paths as keys."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(f"{prefix}.{key}".lstrip("."), inner)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _flat(f"{prefix}[{index}]", inner)
-    else:
-        yield prefix, "null" if value is None else str(value)

@@ -20,7 +20,14 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.io import fit_path
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Labels, Workers
+from toolkit.files.recipe import (
+    MAX_WORKERS,
+    MORE_WORKERS,
+    WORKERS_LIMIT,
+    Labels,
+    Recipe,
+    Workers,
+)
 from toolkit.files.shipped import AnyPath, recipe_path
 from toolkit.files.strict import Strict, load_yaml, validate
 from toolkit.files.tuning import Tuning
@@ -50,6 +57,11 @@ class Member(Strict):
         default={},
         description="labels of the cluster machines it runs on; none: Ray's own, or the recipe's "
         "name",
+    )
+    usd_per_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="price of one worker's devices for an hour; None: hardware.usd_per_hour of the "
+        "recipe",
     )
 
     @model_validator(mode="after")
@@ -86,8 +98,8 @@ class CountRange:
 
 @dataclass(frozen=True, slots=True)
 class KindSource:
-    """One kind of a fleet file: the files of its recipe and fit, its workers and machines, and the
-    range of `tune --workers auto`, where the file gives its ends.
+    """One kind of a fleet file: the files of its recipe and fit, its workers and machines; where
+    the file gives them, the ends of the range of `tune --workers auto` and its price.
     """
 
     recipe: Path
@@ -96,6 +108,14 @@ class KindSource:
     nodes: Labels
     min_workers: int | None = None
     max_workers: int | None = None
+    usd_per_hour: float | None = None
+
+    def priced(self, recipe: Recipe) -> Recipe:
+        """The recipe with this kind's price, if it has one."""
+        if self.usd_per_hour is None:
+            return recipe
+        hardware = recipe.hardware.model_copy(update={"usd_per_hour": self.usd_per_hour})
+        return recipe.model_copy(update={"hardware": hardware})
 
 
 def is_fleet(source: AnyPath) -> bool:
@@ -134,6 +154,7 @@ def fleet_sources(path: AnyPath) -> list[KindSource]:
             member.nodes,
             member.min_workers,
             member.max_workers,
+            member.usd_per_hour,
         )
         for member in content.fleet
     ]

@@ -108,6 +108,15 @@ class Plan(Envelope):
             return kind.recipe.policy.parameters
         return self.policy.parameters
 
+    @property
+    def kind_parameters(self) -> dict[str, dict[str, ParameterValue]]:
+        """The parameters of each further kind of servers, by its name; see `Outcome`."""
+        return {
+            kind.recipe.name: kind.recipe.policy.parameters
+            for kind in self.others
+            if traits_of(kind.recipe.engine.name).server
+        }
+
     def alone(self, number: int) -> Plan:
         """The plan of one kind of a fleet of servers, without the front and without predictions."""
         kind = self.kinds[number]

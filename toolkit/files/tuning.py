@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from toolkit.files.profile import MEASURED_SECTIONS
 from toolkit.files.recipe import Recipe, RouterSpec
@@ -213,6 +213,18 @@ class Outcome(Strict):
     replica_router: RouterSpec | None = Field(
         default=None, description="before several replicas of a server; none elsewhere"
     )
+    kind_parameters: dict[str, dict[str, ParameterValue]] = Field(
+        default={},
+        description="of a fleet of servers: those of each kind after the first, by its recipe's "
+        "name; omitted elsewhere, and in older files, where they are the recipe's",
+    )
+
+    @model_serializer(mode="wrap")
+    def _omit_no_kinds(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        written: dict[str, object] = handler(self)
+        if not self.kind_parameters:
+            written.pop("kind_parameters", None)
+        return written
 
     @property
     def key(self) -> str:
@@ -220,12 +232,21 @@ class Outcome(Strict):
         router = self.replica_router
         return searched_key(self.policy, router.name if router else None)
 
+    @property
+    def every_parameter(self) -> dict[str, ParameterValue]:
+        """The parameters; those of a fleet's further kinds of servers as `kind.flag`."""
+        found = dict(self.parameters)
+        for kind, flags in self.kind_parameters.items():
+            found |= {f"{kind}.{name}": value for name, value in flags.items()}
+        return found
+
     def same_settings(self, other: Outcome) -> bool:
         """Whether both have the same settings."""
-        return (self.policy, self.parameters, self.replica_router) == (
+        return (self.policy, self.parameters, self.replica_router, self.kind_parameters) == (
             other.policy,
             other.parameters,
             other.replica_router,
+            other.kind_parameters,
         )
 
 

@@ -196,11 +196,11 @@ def _what_to_run(found: Material) -> list[tuple[str, str]]:
     plan, tuning, recipe = found.plan, found.tuning, found.recipe
     facts: list[tuple[str, str]] = []
     if plan is not None:
-        facts += _policy(plan.policy.name, plan.policy.parameters)
+        facts += _policy(plan.policy.name, plan.policy.parameters, plan.kind_parameters)
         kinds = [(f"{kind.recipe.name}: ", kind.fit, kind.workers) for kind in plan.kinds]
     elif tuning is not None:
         outcome = tuning.recommended
-        facts += _policy(outcome.policy, outcome.parameters)
+        facts += _policy(outcome.policy, outcome.parameters, outcome.kind_parameters)
         kinds = [("", found.fit, tuning.workers)] if found.fit else []
         if tuning.sizing and tuning.sizing.kinds:
             servers = [f"{kind.workers} of {kind.recipe}" for kind in tuning.sizing.kinds]
@@ -221,9 +221,17 @@ def _what_to_run(found: Material) -> list[tuple[str, str]]:
     return facts
 
 
-def _policy(name: str, parameters: Mapping[str, ParameterValue]) -> list[tuple[str, str]]:
-    settings = ", ".join(f"{key} {word(value)}" for key, value in parameters.items())
-    return [("Policy", name), *([("Parameters", settings)] if settings else [])]
+def _policy(
+    name: str,
+    parameters: Mapping[str, ParameterValue],
+    kinds: Mapping[str, Mapping[str, ParameterValue]],
+) -> list[tuple[str, str]]:
+    facts = [("Policy", name)]
+    named = {"Parameters": parameters} | {f"Parameters of {kind}": kinds[kind] for kind in kinds}
+    for key, of_kind in named.items():
+        settings = ", ".join(f"{each} {word(value)}" for each, value in of_kind.items())
+        facts += [(key, settings)] if settings else []
+    return facts
 
 
 def _checks(found: Material) -> list[str]:
@@ -331,9 +339,12 @@ def _notes(found: Material) -> list[str]:
         else:
             lines.append(line)
     plan, best = found.plan, tuning.recommended
-    if plan is not None and (plan.policy.name, plan.policy.parameters) != (
+    # an older tuning says nothing of a fleet's further kinds
+    kinds = plan.kind_parameters if plan is not None and best.kind_parameters else {}
+    if plan is not None and (plan.policy.name, plan.policy.parameters, kinds) != (
         best.policy,
         best.parameters,
+        best.kind_parameters,
     ):
         name = found.file_name("tuning")
         lines.insert(

@@ -428,7 +428,7 @@ def _series(
 def _label(trial: Trial, latency: str) -> str:
     """A trial in one line, shown under the pointer."""
     outcome = trial.outcome
-    settings = ", ".join(f"{name} {word(value)}" for name, value in outcome.parameters.items())
+    settings = ", ".join(f"{name} {word(value)}" for name, value in outcome.every_parameter.items())
     values = ", ".join(
         f"{key} {quantity(key, outcome.metrics[key])}" for key in ("goodput_rps", latency)
     )
@@ -437,7 +437,7 @@ def _label(trial: Trial, latency: str) -> str:
 
 
 def _same(first: Outcome, second: Outcome) -> bool:
-    return (first.policy, first.parameters) == (second.policy, second.parameters)
+    return (first.policy, first.every_parameter) == (second.policy, second.every_parameter)
 
 
 def _importance(tuning: Tuning) -> Figure:
@@ -478,14 +478,10 @@ def _held_out(tuning: Tuning) -> Table:
 
 def _parameters(tuning: Tuning) -> Table:
     before, after = tuning.defaults_held_out, tuning.best_held_out
-    same = before.policy == after.policy
+    known = before.every_parameter if before.policy == after.policy else {}
     rows = [
-        (
-            name,
-            word(before.parameters[name]) if same and name in before.parameters else "–",
-            word(value),
-        )
-        for name, value in after.parameters.items()
+        (name, word(known[name]) if name in known else "–", word(value))
+        for name, value in after.every_parameter.items()
     ]
     return Table(f"Settings of policy '{after.policy}'", ["parameter", "default", "best"], rows)
 

@@ -25,7 +25,7 @@ from toolkit.files.plan import Kind
 from toolkit.files.recipe import ServeSpec
 from toolkit.routing.admission import UNLIMITED
 from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
-from toolkit.sched.policies import make_any
+from toolkit.sched.policies import BUILT_IN, make_any
 from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
@@ -143,6 +143,7 @@ class World:
         routing: of requests to replicas of that engine; None: to each in turn.
         flags: of a fleet's further kind of such engines: its own scheduler's; None: those of the
             simulated policy.
+        name: of such a kind: its recipe's.
         closed_loop: a session's turn arrives when the turn before has ended and its client has
             thought about it; False: when the trace says so.
     """
@@ -173,6 +174,7 @@ class World:
     paged: PagedEngine | None = None
     routing: Routing | None = None
     flags: VllmPolicy | None = None
+    name: str = ""
     closed_loop: bool = True
     others: tuple[World, ...] = ()
 
@@ -296,13 +298,49 @@ def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> Wo
 
 def flagged(world: World, kinds: Sequence[Kind], given: Mapping[str, Value] | None = None) -> World:
     """The world of a fleet's `kinds`; servers after the first have the flags of their recipes, and
-    `given` ones.
+    `given` ones (`settings_of_kinds`).
     """
     if not world.others or not traits_of(kinds[0].recipe.engine.name).server:
         return world
-    flags = [flags_of(kind, given or {}) for kind in kinds]
-    others = zip(world.others, flags[1:], strict=True)
-    return replace(world, others=tuple(replace(other, flags=own) for other, own in others))
+    own = settings_of_kinds(given or {}, kinds)
+    flags = [flags_of(kind, of_kind) for kind, of_kind in zip(kinds, own, strict=True)]
+    others = zip(world.others, flags[1:], kinds[1:], strict=True)
+    named = (replace(other, flags=own, name=kind.recipe.name) for other, own, kind in others)
+    return replace(world, others=tuple(named))
+
+
+def reflagged(world: World, flags: Mapping[str, Mapping[str, Value]]) -> World:
+    """The world of a fleet of servers with other flags of kinds after the first, by their names; a
+    kind that is not named keeps its own, and a name of no kind is ignored. Where one flag bounds
+    another, it is moved to the nearest allowed value.
+    """
+    found = []
+    for other in world.others:
+        given = flags.get(other.name)
+        if given is not None:
+            other = replace(other, flags=VllmPolicy(**VllmPolicy.within(given)))  # type: ignore[arg-type]
+        found.append(other)
+    return replace(world, others=tuple(found))
+
+
+def settings_of_kinds(given: Mapping[str, Value], kinds: Sequence[Kind]) -> list[dict[str, Value]]:
+    """The given parameters of each kind. Of a fleet's servers, `flag` is of all kinds, and
+    `kind.flag` of the kind with this recipe; keys of no kind are left as they are, in all. Kinds of
+    workers have one scheduler, and so the same parameters.
+    """
+    names = [kind.recipe.name for kind in kinds]
+    if not traits_of(kinds[0].recipe.engine.name).server:
+        return [dict(given) for _ in names]
+    common = {key: value for key, value in given.items() if key.rpartition(".")[0] not in names}
+    return [
+        common
+        | {
+            key.rpartition(".")[2]: value
+            for key, value in given.items()
+            if key.rpartition(".")[0] == name
+        }
+        for name in names
+    ]
 
 
 def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
@@ -403,12 +441,13 @@ class WorldSettings:
 
 
 def assign_settings(
-    policies: Sequence[str], given: Mapping[str, Value]
+    policies: Sequence[str], given: Mapping[str, Value], kinds: Sequence[str] = ()
 ) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
     """Split `given` into the settings of the world and the parameters of each policy.
 
     `policy.key` belongs to that policy, `router.key` to the world's router; `key` to the world, or
-    to every policy that has it. `InputError` for a key that neither has.
+    to every policy that has it. `kind.flag` stays so, for `settings_of_kinds`, where `kinds` of
+    servers are simulated. `InputError` for a key that none has.
     """
     # `make_any` refuses an unknown policy.
     known = {name: knobs(type(make_any(name, {}))).keys() for name in policies}
@@ -417,6 +456,11 @@ def assign_settings(
     of_policy: dict[str, dict[str, Value]] = {name: {} for name in policies}
     for key, value in given.items():
         name, dot, parameter = key.partition(".")
+        built_in = [policy for policy in policies if policy in BUILT_IN]
+        if key.rpartition(".")[0] in kinds and built_in:
+            for policy in built_in:
+                of_policy[policy][key] = value
+            continue
         if name in ROUTERS and given.get("replica_router") == name:
             of_world[key] = value
             continue

@@ -38,7 +38,7 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.replicas import Routing
-from toolkit.sim.world import World, world_of
+from toolkit.sim.world import World, reflagged, world_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import (
     TraceWindow,
@@ -240,6 +240,7 @@ class Task:
 
     `router` is before several replicas of a server; None: as the setup's world says. A candidate
     with `stop_limits` ends after the first windows that break one of them whatever the others give.
+    `kind_parameters`: see `Outcome`; kinds without any have those of the setup's world.
     """
 
     setup: EvaluationSetup
@@ -247,11 +248,18 @@ class Task:
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     router: RouterSpec | None = None
     stop_limits: CandidateLimits | None = None
+    kind_parameters: Mapping[str, Mapping[str, ParameterValue]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, setup: EvaluationSetup, outcome: Outcome) -> Task:
         """The settings of an outcome on another setup."""
-        return cls(setup, outcome.policy, outcome.parameters, outcome.replica_router)
+        return cls(
+            setup,
+            outcome.policy,
+            outcome.parameters,
+            outcome.replica_router,
+            kind_parameters=outcome.kind_parameters,
+        )
 
     @property
     def key(self) -> str:
@@ -264,7 +272,7 @@ class Task:
 
     def simulate(self, window: int) -> SimulatedWindow:
         """Simulate one window of the setup."""
-        world = self.setup.world if self.router is None else routed(self.setup.world, self.router)
+        world = self._world if self.router is None else routed(self._world, self.router)
         result = simulate(self.setup.windows[window], self._candidate(), world)
         return SimulatedWindow(result.served, result.metrics(self.setup.sla))
 
@@ -310,7 +318,13 @@ class Task:
         served = _joined([result.served for result in results])
         whole = parameters(self._candidate())
         outcome = Outcome(
-            policy=self.policy, parameters=whole, metrics=metrics, replica_router=self.router
+            policy=self.policy,
+            parameters=whole,
+            metrics=metrics,
+            replica_router=self.router,
+            kind_parameters={
+                kind.name: parameters(kind.flags) for kind in self._world.others if kind.flags
+            },
         )
         stopped = len(results) if len(results) < len(self.setup.windows) else None
         return Evaluation(outcome, sla_ratios(served, sla), stopped_after=stopped)
@@ -323,6 +337,10 @@ class Task:
             if self.hopeless(results):
                 break
         return self.sum_up(results)
+
+    @property
+    def _world(self) -> World:
+        return reflagged(self.setup.world, self.kind_parameters)
 
     def _candidate(self) -> AnyPolicy:
         """The policy. Parameters are drawn independently; where one bounds another, it is moved to

@@ -28,7 +28,7 @@ from toolkit.files.io import EnvelopeFields
 from toolkit.files.plan import Kind
 from toolkit.files.tuning import Outcome, SizedKind, Sizing, SizingRow, Tuning, share_used
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.world import flags_of
+from toolkit.sim.world import flags_of, reflagged
 from toolkit.tuning.alternatives import RECIPE, WORKERS_MAX, fewest
 from toolkit.tuning.evaluate import CandidateLimits, EvaluationSetup, Task
 from toolkit.tuning.executor import Runner, collect
@@ -164,6 +164,8 @@ class FleetCounts:
         """Settings that can be judged."""
         flags = VllmPolicy.within(outcome.parameters)
         setup = self._setup(self.inputs)
+        world = reflagged(setup.world, outcome.kind_parameters)
+        setup = replace(setup, world=world)
         return JudgedSettings(name, outcome, LeastWork(setup, VllmPolicy(**flags), self.limits))  # type: ignore[arg-type]
 
     def keeps(self, settings: JudgedSettings, counts: Counts) -> bool:

@@ -6,8 +6,8 @@ the best policy that the engine can run, and half to each policy in turn. Trials
 batches of a fixed size, which several processes may run in parallel, and told in order: the result
 depends only on the inputs and the seed, to the byte.
 
-The parts, in order: the search space of each policy, the search, and what its trials show besides
-the best (sensitivity, importance, the front of goodput and latency).
+The parts, in order: the search, and what its trials show besides the best (sensitivity, importance,
+the front of goodput and latency).
 """
 
 from __future__ import annotations
@@ -17,22 +17,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import TypeAlias
 
-import numpy as np
 import optuna
 
-from toolkit.errors import InputError, nearest
-from toolkit.files.recipe import PolicySpec, RouterSpec
-from toolkit.files.tuning import Outcome, ParameterValue, Sensitivity, Trial, searched_key
-from toolkit.routing.routers import (
-    ROUTERS,
-    refuse_unknown_router,
-    router_defaults,
-    router_knobs,
-)
-from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
-from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs, parameters
+from toolkit.files.tuning import ParameterValue, Sensitivity, Trial
 from toolkit.tuning.evaluate import (
     SCREEN_SHARE,
     CandidateLimits,
@@ -43,279 +31,23 @@ from toolkit.tuning.evaluate import (
     make_screen,
 )
 from toolkit.tuning.executor import Runner, collect
+from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweep, sweeps
 
 BATCH = 8  # trials that are asked for before the first of them is told: so many can run in parallel
-SWEEP_POINTS = 7
+ALIKE = 10  # trials: TPE draws so many at random, and all kinds of servers have the same flags
 IMPORTANCE_TRIALS = 10  # the least number of trials from which importance is computed
 POLICY = "policy"
 LATENCY = "e2e_p95_s"  # what goodput is weighed against, where no target binds
-ALL = "all"  # every policy that can be simulated, except the oracles
-OWN = "own"  # the recipe's policy
-ORDINARY = tuple(name for name in POLICIES if name not in ORACLES)
-
-Distribution: TypeAlias = (
-    optuna.distributions.IntDistribution
-    | optuna.distributions.FloatDistribution
-    | optuna.distributions.CategoricalDistribution
-)
-Distributions = dict[str, Distribution]
-Narrowed = Mapping[str, Sequence[Value]]  # `tune.space` of a recipe
+Numbers = optuna.distributions.IntDistribution | optuna.distributions.FloatDistribution
 Progress = Callable[[float], None]  # called with the best goodput so far
-
-
-@dataclass(slots=True, frozen=True)
-class PolicySpace:
-    """A policy, its parameters at the start, and the distributions of the searched ones.
-
-    A logarithmic range cannot hold 0, which means no bound. Where a parameter starts at 0, the
-    upper end of its range stands for 0.
-
-    With a `router`, the policy runs on replicas behind it. The names of the router's searched
-    parameters are `router.parameter`.
-    """
-
-    policy: str
-    start: Mapping[str, Value]
-    distributions: Distributions
-    router: RouterSpec | None = None
-
-    @property
-    def key(self) -> str:
-        """What is searched apart from other spaces; see `Outcome.key`."""
-        return searched_key(self.policy, self.router.name if self.router else None)
-
-    def first(self) -> dict[str, Value]:
-        """The searched parameters at the start, as they would be drawn."""
-        whole = parameters(make_any(self.policy, self.start)) | self._of_router()
-        return {name: self._unbounded(name) or whole[name] for name in self.distributions}
-
-    def task(self, setup: EvaluationSetup, values: Mapping[str, ParameterValue]) -> Task:
-        """The candidate with these values of searched parameters, the others as at the start."""
-        router, own = self.router, {k: v for k, v in values.items() if "." not in k}
-        if router is not None:
-            knobs_of_router = {k.rpartition(".")[2]: v for k, v in values.items() if "." in k}
-            changed = {"parameters": router.parameters | knobs_of_router}
-            router = router.model_copy(update=changed)
-        return Task(setup, self.policy, {**self.start, **own}, router)
-
-    def values(self, outcome: Outcome) -> dict[str, ParameterValue]:
-        """All parameters of an outcome of this space, by the names that `task` takes."""
-        router = outcome.replica_router
-        return {**outcome.parameters, **(_named(router) if router else {})}
-
-    def _of_router(self) -> dict[str, Value]:
-        return _named(self.router) if self.router else {}
-
-    def value_of(self, name: str, drawn: Value) -> Value:
-        """The value of a searched parameter that was drawn as `drawn`."""
-        return 0 if drawn == self._unbounded(name) else drawn
-
-    def _unbounded(self, name: str) -> int:
-        """The drawn value that stands for 0 (no bound); 0 where no value does."""
-        distribution = self.distributions[name]
-        if (
-            not isinstance(distribution, optuna.distributions.IntDistribution)
-            or not distribution.log
-        ):
-            return 0
-        known = defaults(KNOWN[self.policy]) | dict(self.start) | self._of_router()
-        return 0 if known[name] else int(distribution.high)
-
-
-def _named(router: RouterSpec) -> dict[str, Value]:
-    """A router's parameters by the names that they have in a search."""
-    return {f"{router.name}.{name}": value for name, value in router.parameters.items()}
-
-
-def router_spaces(
-    space: PolicySpace,
-    own: RouterSpec,
-    routers: Sequence[str],
-    narrowed: Narrowed,
-    start_of: Callable[[str], RouterSpec],
-) -> list[PolicySpace]:
-    """The space behind the recipe's own router, then behind each of the other `routers`.
-
-    In `routers`, "all" stands for all, "own" for the recipe's. `start_of` gives a router's
-    parameters at the start. Keys of `narrowed` that are not `router.parameter` are left alone.
-    Raises `InputError` for an unknown router or parameter, and a range that cannot be searched.
-    """
-    groups = {ALL: list(ROUTERS), OWN: [own.name]}
-    for name in routers:
-        if name not in groups:
-            refuse_unknown_router(name, "tune.routers: ")
-    wanted = [name for given in routers for name in groups.get(given, [given])]
-    found = []
-    for name in dict.fromkeys([own.name, *wanted]):
-        router = start_of(name)
-        given = {
-            key.rpartition(".")[2]: values
-            for key, values in narrowed.items()
-            if key.rpartition(".")[0] == name
-        }
-        searched = _distributions(
-            f"router '{name}'", router_knobs(ROUTERS[name]), router.parameters, given
-        )
-        named = {f"{name}.{parameter}": among for parameter, among in searched.items()}
-        distributions = {**space.distributions, **named}
-        found.append(replace(space, router=router, distributions=distributions))
-    return found
-
-
-def make_spaces(
-    own: PolicySpec,
-    policies: Sequence[str],
-    narrowed: Narrowed,
-    workers: int,
-    known: Sequence[str] = ORDINARY,
-) -> list[PolicySpace]:
-    """The spaces of the recipe's own policy, then of the other `policies` in their order.
-
-    In `policies`, "all" stands for the `known` ones, "own" for the recipe's. Keys of `narrowed` are
-    `parameter` (of the recipe's own policy), `policy.parameter`, or `router.parameter`
-    (`router_spaces`); keys of policies that are not searched are only checked. Raises `InputError`
-    for an unknown policy or parameter, an oracle, or a range that cannot be searched.
-    """
-    groups = {ALL: known, OWN: [own.name]}
-    for name in policies:
-        if name not in groups and name not in KNOWN:
-            raise InputError(
-                f"tune.policies: there is no policy '{name}'", nearest(name, [*KNOWN, *groups])
-            )
-    wanted = [name for given in policies for name in groups.get(given, [given])]
-    names = list(dict.fromkeys([own.name, *wanted]))
-    for name in names:
-        refuse_oracle(name)
-    by_policy: dict[str, dict[str, Sequence[Value]]] = {name: {} for name in KNOWN}
-    for key, values in narrowed.items():
-        policy, dot, parameter = key.rpartition(".")
-        if policy in ROUTERS:
-            _distributions(
-                f"router '{policy}'",
-                router_knobs(ROUTERS[policy]),
-                router_defaults(ROUTERS[policy]),
-                {parameter: values},
-            )
-            continue
-        if dot and policy not in KNOWN:
-            raise InputError(
-                f"tune.space: {key}: there is no policy or router '{policy}'",
-                nearest(policy, [*KNOWN, *ROUTERS]),
-            )
-        by_policy[policy or own.name][parameter] = values
-    spaces = {
-        name: search_space(name, {}, given, workers)
-        for name, given in by_policy.items()
-        if name != own.name
-    }
-    spaces[own.name] = search_space(own.name, own.parameters, by_policy[own.name], workers)
-    return [
-        PolicySpace(name, own.parameters if name == own.name else {}, spaces[name])
-        for name in names
-    ]
-
-
-def search_space(
-    policy: str, start: Mapping[str, Value], narrowed: Narrowed, workers: int = 2
-) -> Distributions:
-    """The distributions of the searched parameters of `policy`.
-
-    Searched are those with a search range and those in `narrowed`. The range of a number is
-    [low, high]; a word or a boolean has choices. Ranges are widened to hold `start`, the parameters
-    that the search starts from, except for a 0 in a logarithmic range (see `PolicySpace`). With one
-    worker all routers are the same, so they are not searched. Raises `InputError` for an unknown
-    parameter, and for a range outside the parameter's limits.
-    """
-    known, first = knobs(KNOWN[policy]), defaults(KNOWN[policy]) | dict(start)
-    return _distributions(f"policy '{policy}'", known, first, narrowed, workers)
-
-
-def _distributions(
-    owner: str,
-    known: Mapping[str, Knob],
-    first: Mapping[str, Value],
-    narrowed: Narrowed,
-    workers: int = 2,
-) -> Distributions:
-    """The distributions of the searched ones of `known` parameters, which start at `first`."""
-    for name in narrowed:
-        if name not in known:
-            hint = nearest(name, known) if known else "it has no parameters"
-            raise InputError(f"tune.space: {owner} has no parameter '{name}'", hint)
-    found: Distributions = {}
-    for name, knob in known.items():
-        if knob.choices or isinstance(first[name], bool):
-            values = narrowed.get(name, knob.choices if knob.choices and workers > 1 else ())
-            distribution = _categories(name, knob, first[name], values)
-        else:
-            distribution = _range(name, knob, first[name], narrowed.get(name, knob.search))
-        if distribution is not None:
-            found[name] = distribution
-    return found
-
-
-def _categories(
-    name: str, knob: Knob, first: Value, values: Sequence[Value]
-) -> Distribution | None:
-    known: tuple[Value, ...] = knob.choices or (False, True)
-    for value in values:
-        if value not in known or isinstance(value, bool) != (not knob.choices):
-            listed = ", ".join(map(_word, known))
-            raise InputError(
-                f"tune.space: {name}: {_word(value)} is not one of its choices",
-                f"choices: {listed}",
-            )
-    choices = list(dict.fromkeys([first, *values]))
-    return optuna.distributions.CategoricalDistribution(choices) if len(choices) > 1 else None
-
-
-def _range(
-    name: str, knob: Knob, first: Value, values: Sequence[Value] | None
-) -> Distribution | None:
-    if values is None:
-        return None
-    numbers = [float(value) for value in values if not isinstance(value, (bool, str))]
-    shown = f"[{', '.join(map(_word, values))}]"
-    if (
-        len(values) != 2
-        or len(numbers) != 2
-        or not knob.low <= numbers[0] <= numbers[1] <= knob.high
-    ):
-        raise InputError(
-            f"tune.space: {name}: {shown} is not a range within [{knob.low:g}, {knob.high:g}]",
-            knob.doc,
-        )
-    start = float(first) or (numbers[1] if knob.log else 0.0)  # no logarithmic range has a 0
-    low, high = min(numbers[0], start), max(numbers[1], start)
-    log = knob.log and low > 0
-    if isinstance(first, int):
-        return optuna.distributions.IntDistribution(int(low), int(high), log=log)
-    return optuna.distributions.FloatDistribution(low, high, log=log)
-
-
-def _word(value: Value) -> str:
-    """A value as YAML spells it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, str) else f"{value:g}"
-
-
-def sweep(distribution: Distribution, points: int) -> list[Value]:
-    """`points` values from end to end of a range, spaced as in the search; or all choices."""
-    if isinstance(distribution, optuna.distributions.CategoricalDistribution):
-        return list(distribution.choices)
-    space = np.geomspace if distribution.log else np.linspace
-    values = space(distribution.low, distribution.high, points)
-    if isinstance(distribution, optuna.distributions.IntDistribution):
-        return sorted(set(np.round(values).astype(int).tolist()))
-    return [float(value) for value in values]
 
 
 @dataclass(slots=True, frozen=True)
 class SearchSettings:
     """What to search and how. The first of `spaces` belongs to the recipe's own policy.
 
-    `served` are the keys of the spaces with a policy that the recipe's engine can run.
+    `served` are the keys of the spaces with a policy that the recipe's engine can run. In the first
+    `alike` trials every kind of a fleet's servers has the flags of the first kind.
     """
 
     spaces: Sequence[PolicySpace]
@@ -323,6 +55,7 @@ class SearchSettings:
     seed: int
     limits: CandidateLimits
     served: frozenset[str]
+    alike: int = ALIKE
 
 
 @dataclass(slots=True, frozen=True)
@@ -368,6 +101,42 @@ class Found:
         ]
 
 
+class _AlikeFirst(optuna.samplers.TPESampler):  # type: ignore[misc]  # optuna says no types of it
+    """TPE with a random start that gives all kinds of a fleet's servers the first kind's flags.
+
+    So that start varies as few parameters as for one kind, and what it shows counts for each. Then
+    TPE suggests each kind's own.
+
+    Args:
+        seed: of the draws.
+        alike: so many trials at most have the same flags, as near as a kind's range allows.
+        twins: the names of flags of further kinds, and of the first kind's.
+    """
+
+    def __init__(self, seed: int, alike: int, twins: Mapping[str, str]) -> None:
+        super().__init__(seed=seed, constant_liar=True)
+        self._alike, self._twins = alike, twins
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: optuna.trial.FrozenTrial,
+        param_name: str,
+        param_distribution: optuna.distributions.BaseDistribution,
+    ) -> object:
+        """See `BaseSampler.sample_independent`."""
+        twin, among = self._twins.get(param_name), param_distribution
+        if twin is not None and trial.number < self._alike:
+            value = trial.params[twin]
+            if isinstance(among, optuna.distributions.CategoricalDistribution):
+                if value in among.choices:
+                    return value
+            else:
+                assert isinstance(among, Numbers)
+                return min(max(value, among.low), among.high)
+        return super().sample_independent(study, trial, param_name, param_distribution)
+
+
 def search(
     setup: EvaluationSetup, runner: Runner, settings: SearchSettings, progress: Progress
 ) -> Found:
@@ -378,7 +147,7 @@ def search(
     (`_evaluate`). Others may end early (`_may_end_early`), which changes no other trial.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = optuna.samplers.TPESampler(seed=settings.seed, constant_liar=True)
+    sampler = _sampler(settings)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     several = len(settings.spaces) > 1
     for space in settings.spaces:
@@ -415,6 +184,12 @@ def search(
         best_rps = max(evaluation.goodput_rps for evaluation in evaluations if evaluation.whole)
         size = BATCH if len(evaluations) > 1 else max(len(settings.spaces) - 1, 1)
     return found
+
+
+def _sampler(settings: SearchSettings) -> optuna.samplers.BaseSampler:
+    own = settings.spaces[0]
+    twins = {f"{own.policy}.{name}": f"{own.policy}.{first}" for name, first in own.twins.items()}
+    return _AlikeFirst(settings.seed, settings.alike, twins)
 
 
 def _screened(found: Found, settings: SearchSettings) -> set[str]:
@@ -504,17 +279,6 @@ def _suggest(trial: optuna.Trial, spaces: Sequence[PolicySpace], setup: Evaluati
             value = trial.suggest_float(drawn_as, among.low, among.high, log=among.log)
         found[key] = space.value_of(key, value)
     return space.task(setup, found)
-
-
-def sweeps(
-    space: PolicySpace, chosen: Mapping[str, ParameterValue]
-) -> list[dict[str, ParameterValue]]:
-    """The candidates of `sensitivity`: each parameter over its range, the rest `chosen`."""
-    return [
-        {**chosen, name: value}
-        for name, distribution in space.distributions.items()
-        for value in sweep(distribution, SWEEP_POINTS)
-    ]
 
 
 def sensitivity(

@@ -68,16 +68,19 @@ from toolkit.tuning.executor import Runner, collect
 from toolkit.tuning.search import (
     LATENCY,
     Found,
-    PolicySpace,
     Progress,
     SearchSettings,
     front,
     importance,
-    make_spaces,
-    router_spaces,
     search,
     sensitivity,
+)
+from toolkit.tuning.spaces import (
+    PolicySpace,
+    make_spaces,
+    router_spaces,
     sweeps,
+    with_kinds,
 )
 
 # limits with a key in `Evaluation.usage` that differs from their metric
@@ -138,7 +141,7 @@ def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> Search
     engines = engines_of(recipe, others)
     router = router_of(recipe, workers=workers)
     if router is not None:
-        own = _built_in(spaces[0], workers)
+        own = with_kinds(_built_in(spaces[0], workers), others, workers)
         named = partial(_router, recipe, workers)
         spaces = router_spaces(own, router, spec.routers, spec.space, named)
     own, *rest = spaces
@@ -414,8 +417,7 @@ def _settle_router(
     task = replace(Task.of(runs.setup, chosen.outcome), router=RouterSpec())
     [in_turn] = collect(runs.runner, [task], lambda: progress(0.0))
     if not _router_gains(in_turn, chosen, settings.limits):
-        flags = {name: among for name, among in space.distributions.items() if "." not in name}
-        chosen, space = in_turn, replace(space, router=task.router, distributions=flags)
+        chosen, space = in_turn, space.in_turn()
     return chosen, space, in_turn.outcome
 
 
