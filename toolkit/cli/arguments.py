@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 import typer
 
+from toolkit.errors import InputError
+from toolkit.sched.catalogue import ABOUT
+
 if TYPE_CHECKING:
     from toolkit.files.recipe import Recipe
 
@@ -63,8 +66,6 @@ def traces(incomplete: str) -> list[str]:
 
 def policy(incomplete: str) -> list[str]:
     """The names of policies."""
-    from toolkit.sched.catalogue import ABOUT
-
     return _words(incomplete, ABOUT)
 
 
@@ -147,7 +148,6 @@ def resolve_fit(fit: Path | None) -> Path | None:
 
 def limit_workers(workers: int | None) -> int | None:
     """The value of --workers. `InputError` above the limit of one scheduler."""
-    from toolkit.errors import InputError
     from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT
 
     if workers is not None and workers > MAX_WORKERS:
@@ -173,7 +173,6 @@ JsonOption = Annotated[
 
 def open_recipe(path: Path) -> Recipe:
     """Read a recipe and check its policy. `InputError` names the nearest policy or parameter."""
-    from toolkit.errors import InputError
     from toolkit.files.io import load_recipe
     from toolkit.sched.policies import make_any
 
@@ -247,7 +246,6 @@ def parse_sla(targets: list[str] | None) -> dict[str, float]:
     """Parse `key=seconds` words. `InputError` for a key that is not a target, and for a value that
     is not a positive number.
     """
-    from toolkit.errors import InputError
     from toolkit.files.recipe import sla_problem
     from toolkit.sched.policies.parameters import split, value
 

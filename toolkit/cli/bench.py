@@ -24,6 +24,9 @@ from toolkit.cli.arguments import (
     command_of,
     parse_sla,
 )
+from toolkit.cli.basis import VALIDATION, note_trace, plan_address, warn_of_foreign
+from toolkit.cli.output import emit, note, percent, progress, seconds, table
+from toolkit.errors import LlmctlError
 
 if TYPE_CHECKING:
     from toolkit.bench.session import RequestSettings, Subject
@@ -121,9 +124,6 @@ def bench(given: BenchOptions) -> None:
     """
     from toolkit.bench.report import request_lines
     from toolkit.bench.session import Measurement, hold
-    from toolkit.cli.basis import note_trace
-    from toolkit.cli.output import emit, note, progress
-    from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, read_file, write_file
     from toolkit.files.plan import Plan
     from toolkit.traces.types import trace_path
@@ -171,7 +171,6 @@ def _look_at_server(
 ) -> Subject:
     """The server, and the requests of the trace at `path` as they can be replayed against it."""
     from toolkit.bench.session import look_at
-    from toolkit.cli.basis import plan_address, warn_of_foreign
     from toolkit.endpoints.target import find_target
     from toolkit.traces.read import read_trace
 
@@ -221,7 +220,6 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
 
 
 def _show(result: BenchReport) -> None:
-    from toolkit.cli.output import percent, table
 
     def error(value: float | None) -> str | None:
         return None if value is None else percent(value)
@@ -241,8 +239,6 @@ def _show(result: BenchReport) -> None:
 
 
 def _show_targets(result: BenchReport) -> None:
-    from toolkit.cli.output import table
-
     words = {True: "yes", False: "NO", None: None}
     rows = [
         [one.target, one.limit_s, one.measured_s, words[one.kept]]
@@ -262,8 +258,6 @@ def _share(percent: float | None) -> str | None:
 
 def _print_notes(result: BenchReport) -> None:
     """Print what a reader must know before trusting the table."""
-    from toolkit.cli.output import note, seconds
-
     if result.warmup and result.replay_slowdown:
         warm, costs_s = result.warmup, (result.replay_arrival_cost_s, result.warmup.arrival_cost_s)
         slow = (
@@ -305,8 +299,6 @@ def _print_notes(result: BenchReport) -> None:
 
 def _hindsight(result: BenchReport) -> str:
     """The prediction's errors at the speed of the replay, which are the laws' errors."""
-    from toolkit.cli.output import percent
-
     names = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")
     predicted, measured = result.predicted_in_hindsight, result.measured
     errors = [
@@ -391,9 +383,6 @@ def validate(given: ValidateOptions) -> None:
     fit. Ctrl-C ends the command early; the windows that were replayed are reported.
     """
     from toolkit.bench.session import RequestSettings, Session, hold
-    from toolkit.cli.basis import VALIDATION, note_trace
-    from toolkit.cli.output import emit, note, progress
-    from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, read_file, write_file, write_text
     from toolkit.files.plan import Plan
     from toolkit.files.tuning import Tuning
@@ -442,8 +431,6 @@ def _held_out(tuned: Tuning, whole: Trace) -> list[TraceWindow]:
 
 def _show_validation(result: Validation) -> None:
     """Print the errors for people."""
-    from toolkit.cli.output import note, percent, table
-
     rows = [
         [
             each.metric,

@@ -6,9 +6,12 @@ functions below it choose what is replayed.
 
 from __future__ import annotations
 
+import json
 import shlex
+import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +22,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
+from toolkit.cli.output import WIDTH, emit, seconds, table
+from toolkit.errors import LimitsBrokenError
 
 if TYPE_CHECKING:
     from toolkit.files.bench import BenchReport
@@ -59,7 +64,6 @@ def command(
     share a beginning, with its prefix cache and without. Each step is one command, shown before it
     runs; its files stay in the output folder.
     """
-    from toolkit.cli.output import emit
     from toolkit.files.bench import BenchReport
     from toolkit.files.io import read_file
     from toolkit.files.tuning import Tuning
@@ -176,8 +180,6 @@ class Stages:
 
     def metrics(self, *words: object) -> dict[str, float]:
         """Run one command with `--json`; the numbers that it prints, by name."""
-        import json
-
         line = [str(word) for word in (*words, "--json")]
         self.say(f"$ llmctl {shlex.join(line)}")
         done = subprocess.run([sys.executable, "-m", "toolkit", *line], stdout=subprocess.PIPE)
@@ -188,7 +190,6 @@ class Stages:
     def tune(self, *words: object) -> list[str]:
         """Run `llmctl tune`. Where no setting keeps the limits: the option that allows that."""
         from toolkit.deploy.order import ALLOW_BROKEN
-        from toolkit.errors import LimitsBrokenError
 
         if not self.llmctl("tune", *words, survives=LimitsBrokenError.exit_code):
             return []
@@ -228,7 +229,6 @@ class Stages:
 
 
 def _free_port() -> int:
-    import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -352,10 +352,6 @@ def _all_of(count: int) -> str:
 
 
 def _show(result: Achieved, folder: Path) -> None:
-    import textwrap
-
-    from toolkit.cli.output import WIDTH, seconds, table
-
     words = {True: "yes", False: "NO", None: None}
     rows = [
         [one.metric, one.limit, one.promised, one.predicted, one.measured, words[one.kept]]

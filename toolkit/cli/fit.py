@@ -9,6 +9,7 @@ import typer
 
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, number, percent, seconds, table
+from toolkit.errors import TargetMissedError
 
 if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
@@ -234,8 +235,6 @@ def _show_points(name: str, law: FittedLaw) -> None:
 
 
 def _hold_to(fit: Fit, max_error: float) -> None:
-    from toolkit.errors import TargetMissedError
-
     errors = [("prefill", fit.prefill.error), ("decode", fit.decode.error)]
     if fit.rounds:
         errors.append(("rounds", fit.rounds.overhead.error))

@@ -15,6 +15,8 @@ import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 from toolkit.cli.output import WIDTH, aligned, emit, table
+from toolkit.errors import EngineError
+from toolkit.sched.catalogue import ABOUT
 
 if TYPE_CHECKING:
     from toolkit.backends import Check
@@ -37,7 +39,6 @@ def doctor(
     """
     from toolkit.deploy.doctor import check_engine, check_machine, check_recipe, missing
     from toolkit.engines.devices import find_devices
-    from toolkit.errors import EngineError
 
     loaded = open_recipe(recipe) if recipe else None
     devices = find_devices()
@@ -161,7 +162,6 @@ def policies(as_json: JsonOption = False) -> None:
     A policy that needs the future runs in simulations only. docs/explanation/policies.md has the
     details and the parameters.
     """
-    from toolkit.sched.catalogue import ABOUT
     from toolkit.sched.policies import KNOWN, engines_for
 
     lines = [

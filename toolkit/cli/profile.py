@@ -12,6 +12,7 @@ import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 from toolkit.cli.output import emit, note, number, percent, progress, seconds, size, table
+from toolkit.errors import InputError
 
 if TYPE_CHECKING:
     from toolkit.files.profile import HitPoint, Profile, RoundsProfile
@@ -82,7 +83,6 @@ def command(
 def _profile_analytically(
     recipe: Path, out: Path, like: tuple[Path, Path] | None, as_json: bool, *, analytic: bool
 ) -> None:
-    from toolkit.errors import InputError
     from toolkit.files.io import head, read_file, recipe_path, write_file
     from toolkit.files.profile import Profile
     from toolkit.profiling.analytic import analytic_profile, basis_of

@@ -24,7 +24,16 @@ from toolkit.cli.arguments import (
     parse_settings,
     resolve_fit,
 )
+from toolkit.cli.basis import (
+    accept,
+    find_validation,
+    note_analytic,
+    note_basis,
+    plan_of_fleet,
+    plan_of_recipe,
+)
 from toolkit.cli.output import emit, note, table
+from toolkit.errors import InputError, TargetMissedError
 
 if TYPE_CHECKING:
     from toolkit.deploy.order import Order
@@ -161,9 +170,7 @@ def command(given: RenderOptions) -> None:
     EXPLAIN.md, with a bench.sh that checks its predictions. The same files give the same output,
     byte for byte; --check is for CI.
     """
-    from toolkit.cli.basis import accept, note_basis
     from toolkit.deploy.order import ALLOW_BROKEN
-    from toolkit.errors import InputError
     from toolkit.files.io import write_file
     from toolkit.files.tuning import broken
 
@@ -201,7 +208,6 @@ class Made:
 
 def _policy(given: RenderOptions) -> PlannedPolicy | None:
     """The policy of --policy and --set."""
-    from toolkit.errors import InputError
     from toolkit.files.plan import PlannedPolicy
 
     if given.policy is None:
@@ -212,8 +218,6 @@ def _policy(given: RenderOptions) -> PlannedPolicy | None:
 
 
 def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None) -> Made:
-    from toolkit.cli.basis import plan_of_recipe
-    from toolkit.errors import InputError
     from toolkit.files.fleet import is_fleet
     from toolkit.files.io import read_file, recipe_path
     from toolkit.files.plan import Plan
@@ -236,9 +240,6 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
 def _make_of_fleet(
     source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None
 ) -> Made:
-    from toolkit.cli.basis import plan_of_fleet
-    from toolkit.errors import InputError
-
     if fit is not None:
         raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
     plan, near = plan_of_fleet(source, tuning, given)
@@ -262,7 +263,6 @@ def _show(plan: Plan) -> None:
 
 def _compare(plan: Plan, existing: Path, as_json: bool) -> None:
     from toolkit.deploy.plan import differences
-    from toolkit.errors import TargetMissedError
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
@@ -285,7 +285,6 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
     """Write the target's folder, or compare it. `TargetMissedError` where a comparison finds
     differences.
     """
-    from toolkit.cli.basis import note_analytic
     from toolkit.deploy.reckon import default_trace, ttft_targets
     from toolkit.deploy.render import changes, manifest_of, render_target, write
 
@@ -312,7 +311,6 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
 
 
 def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
-    from toolkit.cli.basis import find_validation
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.render import digest, shipped_trace
     from toolkit.traces.read import read_trace
@@ -345,7 +343,6 @@ def _plan_text(made: Made, folder: Path) -> str:
     A plan there that cannot be read, such as one of another version of llmctl, counts as different.
     """
     from toolkit.deploy.plan import differences
-    from toolkit.errors import InputError
     from toolkit.files.io import file_text, read_file
     from toolkit.files.plan import Plan
 
@@ -364,8 +361,6 @@ def _show_files(folder: Path, files: dict[str, str]) -> None:
 
 
 def _compare_folder(folder: Path, found: list[Change], as_json: bool) -> None:
-    from toolkit.errors import TargetMissedError
-
     emit(as_json, {"changes": found}, lambda: _show_changes(found))
     if found:
         names = ", ".join(each.file for each in found)

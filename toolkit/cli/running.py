@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +15,7 @@ import typer
 
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, table
+from toolkit.errors import InputError, LlmctlError, nearest
 
 if TYPE_CHECKING:
     from toolkit.deploy.running import Running
@@ -146,8 +150,6 @@ def stop(
 
 
 def _chosen(name: str | None, every: bool) -> list[Running]:
-    from toolkit.errors import InputError, nearest
-
     running = alive()
     names = [server.name for server in running]
     if name is not None:
@@ -201,12 +203,8 @@ def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
     """Send SIGTERM; how all requests of the server ended. `LlmctlError` where it takes too long, or
     was killed otherwise.
     """
-    import os
-    import signal
-    import time
 
     from toolkit.deploy.running import recall
-    from toolkit.errors import LlmctlError
 
     os.kill(pid, signal.SIGTERM)
     until = time.monotonic() + timeout
@@ -226,7 +224,6 @@ def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
 def _stop_managed(server: Running) -> dict[str, object]:
     from toolkit.deploy import running
     from toolkit.deploy.render import read_manifest
-    from toolkit.errors import InputError
 
     folder = Path(server.folder or "")
     manifest = read_manifest(folder)

@@ -21,10 +21,26 @@ from toolkit.cli.arguments import (
     JsonOption,
     command_of,
     limit_workers,
+    parse_settings,
     resolve_fit,
 )
 from toolkit.cli.basis import accept, warn_of_foreign
 from toolkit.cli.output import note
+from toolkit.cli.serve_start import (
+    check_engine,
+    find_certificate,
+    find_keys,
+    forget_variable,
+    locate,
+    override,
+    plan_to_serve,
+    points_to_check,
+    serve_managed,
+    start,
+    start_gateway,
+    start_server,
+)
+from toolkit.errors import InputError
 
 if TYPE_CHECKING:
     from toolkit.backends import ServerOrder, StartsReplicas
@@ -342,18 +358,6 @@ def command(given: ServeOptions) -> None:
     engine vllm and several workers it starts them. SIGHUP restarts its own one at a time.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
-    from toolkit.cli.serve_start import (
-        check_engine,
-        find_keys,
-        forget_variable,
-        locate,
-        override,
-        plan_to_serve,
-        serve_managed,
-        start,
-        start_gateway,
-        start_server,
-    )
     from toolkit.serve.launch import Manager
 
     location = locate(given.source, given.target)
@@ -386,7 +390,6 @@ def command(given: ServeOptions) -> None:
 
 def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: Manager) -> Launch:
     """Our own server for `plan`."""
-    from toolkit.cli.serve_start import find_certificate, points_to_check
     from toolkit.serve.assemble import make_limits, make_settings
     from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.launch import Launch
@@ -431,7 +434,6 @@ def _server_order(given: ServeOptions, plan: Plan, access: Access, ray: str) -> 
     have.
     """
     from toolkit.backends import ServerOrder
-    from toolkit.errors import InputError
     from toolkit.serve.assemble import model_name
     from toolkit.serve.server import Ending
 
@@ -463,7 +465,6 @@ def _gateway(
     file: Path,
 ) -> GatewayLaunch:
     """The front before several servers. `InputError` for options that it does not have."""
-    from toolkit.cli.serve_start import find_certificate
     from toolkit.gateway.front import GatewaySettings
     from toolkit.gateway.launch import (
         GatewayLaunch,
@@ -519,7 +520,6 @@ def _router(given: ServeOptions, plan: Plan) -> Router:
     """The router of the command line with the plan's targets, else the plan's; with the parameters
     of --set-router.
     """
-    from toolkit.cli.arguments import parse_settings
     from toolkit.routing.routers import (
         RoundRobinRouter,
         make_router,
@@ -541,8 +541,6 @@ def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
     Raises `InputError` where it needs another front than `before` does: another number of workers,
     another router, or other keys of `serve` or targets.
     """
-    from toolkit.cli.serve_start import override
-    from toolkit.errors import InputError
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
@@ -564,7 +562,6 @@ def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
 
 def _replica_source(given: ServeOptions) -> ReplicaSource | None:
     """The replicas that run already; None: none was named."""
-    from toolkit.errors import InputError
     from toolkit.gateway.sources import GivenReplicas, replica_source
 
     if given.replica and given.replicas:
@@ -576,8 +573,6 @@ def _replica_source(given: ServeOptions) -> ReplicaSource | None:
 
 def _refuse(given: ServeOptions, what: str, *names: str, why: str = "") -> None:
     """`InputError` where one of these options is given."""
-    from toolkit.errors import InputError
-
     found = [name for name in names if getattr(given, name[2:].replace("-", "_"))]
     if found:
         raise InputError(f"{what} does not support {', '.join(found)}{why}", "leave it out")

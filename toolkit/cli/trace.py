@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +17,10 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, command_of, resolve_recipe
-from toolkit.cli.output import emit, note, number, seconds, size, table
+from toolkit.cli.output import chart, emit, note, number, seconds, size, table
+from toolkit.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from toolkit.traces.generate import SharedContent
     from toolkit.traces.sharing import PromptReuse
     from toolkit.traces.types import Trace
@@ -110,8 +110,6 @@ def record(given: RecordOptions) -> None:
 
 def _address(text: str) -> tuple[str, int]:
     """The host and port of HOST:PORT. `InputError` for other text."""
-    from toolkit.errors import InputError
-
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 1 << 16):
         raise InputError(
@@ -172,7 +170,6 @@ def inspect(
     """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths, and
     what a prefix cache could reuse.
     """
-    from dataclasses import asdict
 
     from toolkit.traces.read import read_trace
     from toolkit.traces.sharing import describe_reuse
@@ -188,7 +185,6 @@ def inspect(
 
 def _kv_bytes(recipe: Path) -> int:
     """The bytes of a token in the KV cache of a recipe's model."""
-    from toolkit.errors import InputError
     from toolkit.files.io import load_recipe
 
     found = load_recipe(recipe).model.kv_bytes_per_token
@@ -257,7 +253,6 @@ def convert(given: ConvertOptions) -> None:
 
     The cut comes last, so its seconds are those of the scaled trace, as in `tune` and `bench`.
     """
-    from toolkit.errors import InputError
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
@@ -435,8 +430,6 @@ def _content(given: GenerateOptions) -> SharedContent | None:
 
 def _refuse(given: Mapping[str, float | str | None], why: str, hint: str) -> None:
     """`InputError` for the first option that was given without effect."""
-    from toolkit.errors import InputError
-
     for option, value in given.items():
         if value is not None:
             shown = value if isinstance(value, str) else f"{value:g}"
@@ -476,8 +469,6 @@ def _show(trace: Trace, found: Description, reuse: PromptReuse | None) -> None:
 
 def _show_reuse(reuse: PromptReuse) -> None:
     """The hit rate by the size of a cache, as a plot and as a table of every fourth size."""
-    from toolkit.cli.output import chart
-
     print(
         f"reuse: {reuse.reusable_percent:.1f} % of the prompt tokens repeat the beginning of an"
         " earlier one\n"
