@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TypeVar
 
 from pydantic import Field, ValidationError
@@ -105,12 +104,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stream.close()
 
     def put(self, key: str, result: Result) -> None:

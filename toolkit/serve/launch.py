@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from ssl import SSLContext
-from types import TracebackType
 from typing import Any, Self
 
 import uvloop
@@ -311,12 +310,7 @@ class EventLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.flush()
         self._log.close()
 
