@@ -134,7 +134,7 @@ def command_of(
 
 def resolve_recipe(recipe: Path | None) -> Path | None:
     """The file of a recipe, from its path or its name."""
-    from toolkit.files.io import recipe_path
+    from toolkit.files.shipped import recipe_path
 
     return None if recipe is None else recipe_path(recipe)
 
@@ -173,7 +173,7 @@ JsonOption = Annotated[
 
 def open_recipe(path: Path) -> Recipe:
     """Read a recipe and check its policy. `InputError` names the nearest policy or parameter."""
-    from toolkit.files.io import load_recipe
+    from toolkit.files.shipped import load_recipe
     from toolkit.sched.policies import make_any
 
     recipe = load_recipe(path)
@@ -196,6 +196,13 @@ SlaOption = Annotated[
 ]
 
 
+TraceOption = Annotated[
+    str,
+    typer.Option(autocompletion=traces, help="A trace file, or the name of a shipped trace."),
+]
+RateOption = Annotated[
+    float | None, typer.Option(help="Scale arrivals to this many requests per second.")
+]
 MaxErrorOption = Annotated[
     float | None,
     typer.Option(

@@ -83,7 +83,8 @@ def plan_of_recipe(
     another recipe.
     """
     from toolkit.deploy.plan import make_plan
-    from toolkit.files.io import read_file, recipe_path
+    from toolkit.files.io import read_file
+    from toolkit.files.shipped import recipe_path
     from toolkit.files.tuning import Tuning
 
     made_from = {"recipe": recipe_path(recipe), "fit": fit}

@@ -20,13 +20,16 @@ from toolkit.cli.arguments import (
     LoopOption,
     MaxErrorOption,
     ModelOption,
+    RateOption,
     SlaOption,
+    TraceOption,
     command_of,
     parse_sla,
 )
 from toolkit.cli.basis import VALIDATION, note_trace, plan_address, warn_of_foreign
-from toolkit.cli.output import emit, note, percent, progress, seconds, table
+from toolkit.cli.output import emit, note, progress, table
 from toolkit.errors import LlmctlError
+from toolkit.units import percent, seconds
 
 if TYPE_CHECKING:
     from toolkit.bench.session import RequestSettings, Subject
@@ -48,18 +51,14 @@ class BenchOptions:
         str | None,
         typer.Option(help="URL of the server; default: the plan's, or http://127.0.0.1:8000."),
     ] = None
-    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = (
-        "chat-small"
-    )
+    trace: TraceOption = "chat-small"
     plan: Annotated[
         Path | None,
         typer.Option(
             help="The server's plan: lengths are scaled to its model, metrics predicted from it."
         ),
     ] = None
-    rate: Annotated[
-        float | None, typer.Option(help="Scale arrivals to this many requests per second.")
-    ] = None
+    rate: RateOption = None
     start: Annotated[
         float, typer.Option(min=0.0, help="Skip this many seconds of the (scaled) trace.")
     ] = 0.0
@@ -127,6 +126,7 @@ def bench(given: BenchOptions) -> None:
     from toolkit.files.io import check_writable, read_file, write_file
     from toolkit.files.plan import Plan
     from toolkit.traces.types import trace_path
+    from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
     for written in filter(None, (given.out, given.save_requests)):
@@ -135,7 +135,7 @@ def bench(given: BenchOptions) -> None:
     targets = parse_sla(given.sla) or (planned.recipe.sla if planned else {})
     path = trace_path(given.trace)
     subject = _look_at_server(given, path, planned, _settings(given))
-    part = _excerpt(subject.trace, given.start, given.duration)
+    part = excerpt(subject.trace, given.start, given.duration)
     note_trace(part)
     for line in (*subject.notes, *_rate_notes(planned, subject.trace)):
         note(line)
@@ -193,14 +193,6 @@ def _settings(given: BenchOptions) -> RequestSettings:
         given.seed,
         given.loop,
     )
-
-
-def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
-    from toolkit.traces.windows import cut
-
-    if start == 0 and duration is None:
-        return trace
-    return cut(trace, start, float("inf") if duration is None else start + duration)
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
@@ -324,12 +316,8 @@ class ValidateOptions:
             "machine."
         ),
     ] = None
-    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = (
-        "chat-small"
-    )
-    rate: Annotated[
-        float | None, typer.Option(help="Scale arrivals to this many requests per second.")
-    ] = None
+    trace: TraceOption = "chat-small"
+    rate: RateOption = None
     windows: Annotated[
         int, typer.Option(min=1, help="Replay this many windows, spread evenly over the trace.")
     ] = 3

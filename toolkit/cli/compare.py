@@ -26,7 +26,6 @@ from toolkit.cli.output import (
     draw,
     emit,
     note,
-    number,
     progress,
     require_matplotlib,
     table,
@@ -41,6 +40,7 @@ from toolkit.cli.simulate import (
     unfinished_notes,
 )
 from toolkit.errors import InputError, nearest
+from toolkit.units import number
 
 if TYPE_CHECKING:
     from toolkit.cli.results import ComparedRun

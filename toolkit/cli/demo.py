@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
-from toolkit.cli.output import WIDTH, emit, seconds, table
+from toolkit.cli.arguments import JsonOption, RecipeArgument, TraceOption, open_recipe
+from toolkit.cli.output import WIDTH, emit, table
 from toolkit.errors import LimitsBrokenError
+from toolkit.units import seconds
 
 if TYPE_CHECKING:
     from toolkit.files.bench import BenchReport
@@ -51,9 +52,7 @@ def command(
     out: Annotated[Path, typer.Option(help="Write the files of all steps to this folder.")] = Path(
         "demo-out"
     ),
-    trace: Annotated[
-        str, typer.Option(help="A trace file, or the name of a shipped trace.")
-    ] = "chat-small",
+    trace: TraceOption = "chat-small",
     as_json: JsonOption = False,
 ) -> None:
     """Profile, fit, tune, serve and check a model on this machine, then compare it with
@@ -91,7 +90,8 @@ def command(
     stage.title("6/7  the same requests, workers and memory under sequence-level scheduling (SLS)")
     fixed = ["--policy", "sequence", "--set", f"batch_size={_safe_rows(fit)}"]
     stage.llmctl("render", named, "--fit", fit, *fixed, "--out", plan_sls)
-    stage.serve_and_bench(plan_sls, trace, excerpt, bench_sls)
+    with stage.server(plan_sls) as url:
+        stage.bench(url, plan_sls, trace, excerpt, bench_sls)
     sharing = simulate_sharing(stage, out)
     page = out / "report.html"
     stage.llmctl("report", plan, "--out", page)
@@ -198,10 +198,6 @@ class Stages:
         )
         return [ALLOW_BROKEN]
 
-    def serve_and_bench(self, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
-        with self.server(plan) as url:
-            self.bench(url, plan, trace, excerpt, report)
-
     def bench(self, url: str, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
         """Replay an excerpt of the trace against the server of a plan."""
         options = ["--plan", plan, "--trace", trace, *excerpt, "--warmup", f"{WARMUP_S:g}"]
@@ -254,13 +250,8 @@ def _wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 def _tuned_window(tuning: Tuning) -> list[str]:
     """The options for replaying the first window that the tuning held out, at the tuned rate."""
     window = tuning.held_out_windows[0]
-    span = [
-        "--start",
-        f"{window.start_s:.3f}",
-        "--duration",
-        f"{window.end_s - window.start_s:.3f}",
-    ]
-    return ["--rate", f"{tuning.request_rate_rps:.6g}", *span]
+    rate, long_s = tuning.request_rate_rps, window.end_s - window.start_s
+    return f"--rate {rate:.6g} --start {window.start_s:.3f} --duration {long_s:.3f}".split()
 
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:

@@ -9,8 +9,9 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption
-from toolkit.cli.output import emit, note, size
+from toolkit.cli.output import emit, note
 from toolkit.errors import InputError
+from toolkit.units import size
 
 
 def command(

@@ -47,7 +47,13 @@ def status(
     """
     from toolkit.endpoints.target import base_url
 
-    found = [_of(url, base_url(url), "", api_key) for url in urls] if urls else _all(api_key)
+    if urls:
+        found = [_of(url, base_url(url), "", api_key) for url in urls]
+    else:
+        found = [
+            _of(one.name, one.url, one.target, api_key, one.certificate, one.breaks)
+            for one in alive()
+        ]
     emit(as_json, {"servers": found}, lambda: _show_servers(found))
     for one in found:
         if one["breaks"]:
@@ -78,22 +84,14 @@ def alive() -> list[Running]:
     return running
 
 
-def _all(api_key: str) -> list[dict[str, Any]]:
-    return [
-        _of(one.name, one.url, one.target, api_key, one.certificate, one.breaks) for one in alive()
-    ]
-
-
 def _of(
     name: str, url: str, target: str, api_key: str, certificate: str | None = None, breaks: str = ""
 ) -> dict[str, Any]:
     from toolkit.endpoints.target import KV_USAGE, RUNNING, WAITING, look
 
     seen = look(url, api_key, Path(certificate) if certificate else None)
-    seconds, predicted = (
-        seen.total("llmctl_batch_seconds_total"),
-        seen.total("llmctl_predicted_batch_seconds_total"),
-    )
+    seconds = seen.total("llmctl_batch_seconds_total")
+    predicted, usage = seen.total("llmctl_predicted_batch_seconds_total"), seen.total(*KV_USAGE)
     return {
         "name": name,
         "target": target,
@@ -102,14 +100,10 @@ def _of(
         "metrics": bool(seen.metrics) if seen.healthy is not None else None,
         "running": seen.total(*RUNNING),
         "waiting": seen.total(*WAITING),
-        "kv_usage_percent": _percent(seen.total(*KV_USAGE)),
+        "kv_usage_percent": None if usage is None else 100.0 * usage,
         "actual_over_predicted": seconds / predicted if seconds and predicted else None,
         "breaks": breaks,
     }
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100.0 * share
 
 
 def _show_servers(found: list[dict[str, Any]]) -> None:

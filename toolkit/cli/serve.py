@@ -8,6 +8,7 @@ of these; the steps in between are in `serve_start`.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from toolkit.cli import arguments
+from toolkit.cli import arguments, serve_start
 from toolkit.cli.arguments import (
     SET_HELP,
     JsonOption,
@@ -26,20 +27,6 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.basis import accept, warn_of_foreign
 from toolkit.cli.output import note
-from toolkit.cli.serve_start import (
-    check_engine,
-    find_certificate,
-    find_keys,
-    forget_variable,
-    locate,
-    override,
-    plan_to_serve,
-    points_to_check,
-    serve_managed,
-    start,
-    start_gateway,
-    start_server,
-)
 from toolkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -360,32 +347,37 @@ def command(given: ServeOptions) -> None:
     from toolkit.backends import Serves, StartsReplicas, backend_of
     from toolkit.serve.launch import Manager
 
-    location = locate(given.source, given.target)
+    location = serve_start.locate(given.source, given.target)
     broken = given.force or given.allow_broken_limits
-    if location.managed:
-        serve_managed(location, given.as_json, broken=broken)
+    if location.target in serve_start.MANAGED:
+        serve_start.serve_managed(location, given.as_json, broken=broken)
         return
     # the workers inherit the environment, and run models' own code
-    forget_variable("LLMCTL_API_KEY")
-    manager, access = Manager.take(), find_keys(given.api_key, given.api_key_file, given.api_keys)
+    serve_start.forget_variable("LLMCTL_API_KEY")
+    manager, access = (
+        Manager.take(),
+        serve_start.find_keys(given.api_key, given.api_key_file, given.api_keys),
+    )
     source = location.plan or given.source
-    plan = plan_to_serve(source, given.plan, given.fit, given.tuning, given.force)
-    plan = override(plan, given.policy, given.settings, given.workers)
+    plan = serve_start.plan_to_serve(source, given.plan, given.fit, given.tuning, given.force)
+    plan = serve_start.override(plan, given.policy, given.settings, given.workers)
     accept(plan, str(given.tuning or location.plan or given.plan or given.source), broken=broken)
-    check_engine(plan, given.engine)
+    serve_start.check_engine(plan, given.engine)
     ray = given.ray or ("auto" if location.target == "ray" else "")
     backend = backend_of(plan.recipe.engine.name)
     own = backend if isinstance(backend, StartsReplicas) and plan.workers > 1 else None
     if given.replica or given.replicas or own is not None:
         file = Path(location.plan) if location.plan else given.plan or Path(given.source or "")
         gateway = _gateway(given, plan, access, manager, own, file)
-        start_gateway(gateway, certificate=given.ssl_certfile, as_json=given.as_json)
+        serve_start.start_gateway(gateway, certificate=given.ssl_certfile, as_json=given.as_json)
     elif isinstance(backend, Serves):
         order = _server_order(given, plan, access, ray)
-        start_server(backend, order, manager, as_json=given.as_json)
+        serve_start.start_server(backend, order, manager, as_json=given.as_json)
     else:
         launch = _launch(given, plan, access, ray, manager)
-        start(launch, certificate=given.ssl_certfile, strict=given.strict, as_json=given.as_json)
+        serve_start.start(
+            launch, certificate=given.ssl_certfile, strict=given.strict, as_json=given.as_json
+        )
 
 
 def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: Manager) -> Launch:
@@ -419,12 +411,12 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
         event_log=given.event_log,
         request_log=given.request_log,
         ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
-        checks=points_to_check(plan, given.check),
+        checks=serve_start.points_to_check(plan, given.check),
         on_foreign=warn_of_foreign if given.force else None,
         ray=ray,
         room_timeout_s=given.room_timeout,
         callers=watched_keys,
-        certificate=find_certificate(given.ssl_certfile, given.ssl_keyfile),
+        certificate=serve_start.find_certificate(given.ssl_certfile, given.ssl_keyfile),
         manager=manager,
     )
 
@@ -465,12 +457,12 @@ def _gateway(
     file: Path,
 ) -> GatewayLaunch:
     """The front before several servers. `InputError` for options that it does not have."""
+    from toolkit.backends.openai import KEY_VARIABLE
     from toolkit.gateway.front import GatewaySettings
     from toolkit.gateway.launch import (
         GatewayLaunch,
         kinds_of_replicas,
         limits_of_replicas,
-        replica_key,
         replicas_like,
     )
     from toolkit.serve.http import CLIENT_SHARE
@@ -501,7 +493,7 @@ def _gateway(
         source=source,
         own=None if source is not None else own,
         reread=partial(_reread, given, file, plan) if file.is_file() else None,
-        key=replica_key(),
+        key=os.environ.get(KEY_VARIABLE, ""),
         on_foreign=warn_of_foreign if given.force else None,
         access=(api_key, keys),
         insecure=given.insecure,
@@ -511,7 +503,7 @@ def _gateway(
         request_log=given.request_log,
         ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
         callers=watched_keys,
-        certificate=find_certificate(given.ssl_certfile, given.ssl_keyfile),
+        certificate=serve_start.find_certificate(given.ssl_certfile, given.ssl_keyfile),
         manager=manager,
     )
 
@@ -544,7 +536,7 @@ def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
-    plan = override(read_file(Plan, file), given.policy, given.settings, given.workers)
+    plan = serve_start.override(read_file(Plan, file), given.policy, given.settings, given.workers)
     old, new = before.recipe, plan.recipe
     changes = {
         f"{plan.workers} workers, not {before.workers}": plan.workers != before.workers,

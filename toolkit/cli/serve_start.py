@@ -59,10 +59,6 @@ class ServeLocation:
     def plan(self) -> str | None:
         return None if self.folder is None else str(self.folder / "plan.json")
 
-    @property
-    def managed(self) -> bool:
-        return self.target in MANAGED
-
 
 def locate(source: str | None, target: str | None) -> ServeLocation:
     """Where to serve `source`. `InputError` for a target that serve cannot start, or for which
@@ -121,13 +117,13 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
         breaks=breaks(plan.limits),
     )
     remember(server)
-    emit(as_json, server, lambda: _show_managed(server))
 
+    def show() -> None:
+        print(f"ready: {server.url} serves {server.model}, by {server.target}")
+        if server.breaks:
+            print(fill(f"warning: predicted to {server.breaks}", WIDTH, subsequent_indent="  "))
 
-def _show_managed(server: Running) -> None:
-    print(f"ready: {server.url} serves {server.model}, by {server.target}")
-    if server.breaks:
-        print(fill(f"warning: predicted to {server.breaks}", WIDTH, subsequent_indent="  "))
+    emit(as_json, server, show)
 
 
 def plan_to_serve(

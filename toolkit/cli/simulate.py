@@ -17,8 +17,10 @@ import typer
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     JsonOption,
+    RateOption,
     SetOption,
     SlaOption,
+    TraceOption,
     command_of,
     limit_workers,
     parse_settings,
@@ -34,8 +36,9 @@ from toolkit.cli.basis import (
     plain,
     refuse_workers,
 )
-from toolkit.cli.output import emit, note, number, table
+from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError
+from toolkit.units import number
 
 if TYPE_CHECKING:
     from toolkit.files.fit import Fit
@@ -59,12 +62,7 @@ OF_KINDS = (  # what the table of kinds shows
 class StageOptions:
     """The options of a command that simulates a trace."""
 
-    trace: Annotated[
-        str,
-        typer.Option(
-            autocompletion=arguments.traces, help="A trace file, or the name of a shipped trace."
-        ),
-    ] = "chat-small"
+    trace: TraceOption = "chat-small"
     fit: Annotated[
         str,
         typer.Option(
@@ -219,7 +217,8 @@ def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Rec
     `InputError` where it is `needed` and not found, `StaleError` where `given` is another.
     """
     from toolkit.files.fit import Fit
-    from toolkit.files.io import find_recipe, load_recipe, read_file
+    from toolkit.files.io import find_recipe, read_file
+    from toolkit.files.shipped import load_recipe
 
     if given is not None:
         read_file(Fit, path, {"recipe": given})
@@ -357,9 +356,7 @@ class SimulateOptions(StageOptions):
             autocompletion=arguments.policy, help="The policy, one that `llmctl policies` lists."
         ),
     ] = "slice"
-    rate: Annotated[
-        float | None, typer.Option(help="Scale arrivals to this many requests per second.")
-    ] = None
+    rate: RateOption = None
     replica_failures: Annotated[
         Path | None,
         typer.Option(
@@ -419,7 +416,11 @@ def command(given: SimulateOptions) -> None:
 
     def show() -> None:
         table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'")
-        _show_kinds(found.kinds)
+        if found.kinds:
+            kinds = found.kinds
+            shown = [name for name in OF_KINDS if any(name in each for each in kinds.values())]
+            rows = [[name, *(each.get(key, "") for key in shown)] for name, each in kinds.items()]
+            table(["kind", *(f">{key}" for key in shown)], rows, title="by kind")
 
     emit(given.as_json, found, show)
 
@@ -434,11 +435,3 @@ def _of_kinds(
         kind.recipe.name: {"workers": float(kind.workers)} | part.metrics(targets)
         for kind, part in zip(stage.kinds, result.kinds, strict=True)
     }
-
-
-def _show_kinds(kinds: Mapping[str, Mapping[str, float]] | None) -> None:
-
-    if kinds:
-        shown = [name for name in OF_KINDS if any(name in each for each in kinds.values())]
-        rows = [[name, *(each.get(metric, "") for metric in shown)] for name, each in kinds.items()]
-        table(["kind", *(f">{metric}" for metric in shown)], rows, title="by kind")

@@ -17,8 +17,9 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, command_of, resolve_recipe
-from toolkit.cli.output import chart, emit, note, number, seconds, size, table
+from toolkit.cli.output import chart, emit, note, table
 from toolkit.errors import InputError
+from toolkit.units import number, seconds, size
 
 if TYPE_CHECKING:
     from toolkit.traces.generate import SharedContent
@@ -185,7 +186,7 @@ def inspect(
 
 def _kv_bytes(recipe: Path) -> int:
     """The bytes of a token in the KV cache of a recipe's model."""
-    from toolkit.files.io import load_recipe
+    from toolkit.files.shipped import load_recipe
 
     found = load_recipe(recipe).model.kv_bytes_per_token
     if found is None:
@@ -256,7 +257,7 @@ def convert(given: ConvertOptions) -> None:
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
-    from toolkit.traces.windows import cut, divide_lengths, scale_lengths, scale_rate
+    from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
     from toolkit.traces.write import write_trace
 
     if (given.max_model_len is None) != (given.max_new_tokens is None):
@@ -287,12 +288,7 @@ def convert(given: ConvertOptions) -> None:
         loaded = divide_lengths(loaded, given.divide)
     if given.max_model_len is not None and given.max_new_tokens is not None:
         loaded = scale_lengths(loaded, given.max_model_len, given.max_new_tokens)
-    if given.start > 0 or given.duration is not None:
-        loaded = cut(
-            loaded,
-            given.start,
-            float("inf") if given.duration is None else given.start + given.duration,
-        )
+    loaded = excerpt(loaded, given.start, given.duration)
     write_trace(loaded, given.out)
     _wrote(loaded, given.out, given.as_json)
 

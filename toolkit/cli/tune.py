@@ -31,10 +31,11 @@ from toolkit.cli.arguments import (
     resolve_fit,
 )
 from toolkit.cli.basis import Fleet, note_basis, note_trace, open_fleet, read_fit, refuse_workers
-from toolkit.cli.output import emit, note, number, progress, seconds
+from toolkit.cli.output import emit, note, progress
 from toolkit.cli.simulate import sharing_notes
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError, nearest
+from toolkit.units import number, seconds
 
 if TYPE_CHECKING:
     from toolkit.files.fit import Fit

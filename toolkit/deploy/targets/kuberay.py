@@ -13,8 +13,7 @@ from pydantic import BaseModel
 
 from toolkit.deploy import manifests as k8s
 from toolkit.deploy import reckon
-from toolkit.deploy.alerts import drift_percent, rules, series
-from toolkit.deploy.operators import PrometheusRule
+from toolkit.deploy.alerts import drift_percent
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
@@ -26,9 +25,8 @@ from toolkit.deploy.order import (
 )
 from toolkit.deploy.targets import objects as common
 from toolkit.deploy.targets import raycluster
-from toolkit.deploy.targets.kubernetes import cluster_policy, front_policy, pod_monitor
+from toolkit.deploy.targets.kubernetes import cluster_policy, monitors, network_policy
 from toolkit.errors import InputError
-from toolkit.files.strict import dump_yaml
 from toolkit.units import MIB
 
 SCRIPT = "front.sh"
@@ -74,16 +72,8 @@ def front(order: Order) -> k8s.Deployment:
         ),
         spec=_pod(order),
     )
-    return k8s.Deployment(
-        metadata=common.metadata(order),
-        spec=k8s.DeploymentSpec(
-            replicas=1,
-            progress_deadline_seconds=reckon.startup_s(order).value + 60,
-            strategy=k8s.Strategy(type="Recreate"),
-            selector=common.selector(order),
-            template=template,
-        ),
-    )
+    strategy = k8s.Strategy(type="Recreate")
+    return common.deployment(order, template, strategy, reckon.startup_s(order).value)
 
 
 def _pod(order: Order) -> k8s.PodSpec:
@@ -150,33 +140,15 @@ def render(order: Order) -> Rendered:
         "raycluster.yaml": raycluster.ray_cluster(order),
         "deployment.yaml": front(order),
         "service.yaml": common.service(order),
-        "networkpolicy.yaml": front_policy(order, raycluster.member(order)),
+        "networkpolicy.yaml": network_policy(order, raycluster.member(order)),
         "networkpolicy-ray.yaml": cluster_policy(
             order, raycluster.ray_member(order), raycluster.member(order)
         ),
     }
     if raycluster.worker_count(order).value > 1:
         core["poddisruptionbudget.yaml"] = _budget(order)
-    operated: dict[str, BaseModel] = {
-        "podmonitor.yaml": pod_monitor(order),
-        "prometheusrule.yaml": PrometheusRule(
-            metadata=common.metadata(order),
-            spec=rules(order, series(order, monitored=True), threshold),
-        ),
-    }
-    objects = {f"core/{name}": content for name, content in core.items()} | operated
-    namespace = order.options.namespace
-    objects["core/kustomization.yaml"] = k8s.Kustomization(
-        namespace=namespace,
-        resources=sorted(core),
-        config_map_generator=[common.plan_map(order, SCRIPT)],
-    )
-    objects["kustomization.yaml"] = k8s.Kustomization(
-        namespace=namespace,
-        resources=["core", *sorted(operated)],
-        config_map_generator=[common.dashboard_map(order)],
-    )
-    files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
+    operated = monitors(order, threshold)
+    files = common.kustomized(order, core, operated, [common.plan_map(order, SCRIPT)])
     files |= common.claim_files(order, _mounting(order))
     files |= {"core/plan.json": order.text, f"core/{SCRIPT}": front_script(order)}
     return Rendered(files, _explained(order), _start(order), common.FORWARDED)

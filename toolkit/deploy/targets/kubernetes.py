@@ -7,9 +7,8 @@ the target `kuberay` too.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pydantic import BaseModel
 
@@ -26,7 +25,6 @@ from toolkit.deploy.order import (
     products,
 )
 from toolkit.deploy.targets import objects as common
-from toolkit.files.strict import dump_yaml
 
 CLUSTER_DNS = k8s.Peer(  # CoreDNS and kube-dns both have this label
     namespace_selector=k8s.AnyPods(match_labels={"kubernetes.io/metadata.name": "kube-system"}),
@@ -36,28 +34,18 @@ API_SERVER_PORTS = (443, 6443)  # of its Service, and of the servers behind it
 CLIENT = {"llmctl.io/client": "true"}
 
 
-def network_policy(order: Order) -> k8s.NetworkPolicy:
+def network_policy(order: Order, members: dict[str, str] | None = None) -> k8s.NetworkPolicy:
     """Allow traffic from its namespace, namespaces labelled as clients, and that of Prometheus; to
-    the cluster's DNS, and to the hub if needed.
+    the cluster's DNS, and to the hub if needed. With `members`, the labels of the pods of a Ray
+    cluster, also all ports from and to these.
     """
-    callers = k8s.Ingress(sender=_callers(order), ports=[k8s.PolicyPort(port="http")])
-    return _policy(
-        order, order.name, {"app.kubernetes.io/name": order.name}, [callers], _egress(order)
-    )
-
-
-def front_policy(order: Order, members: dict[str, str]) -> k8s.NetworkPolicy:
-    """As `network_policy`, plus all ports from and to the deployment's `members`, for Ray."""
-    ours = [k8s.Peer(pod_selector=k8s.AnyPods(match_labels=members))]
-    callers = k8s.Ingress(sender=_callers(order), ports=[k8s.PolicyPort(port="http")])
-    ways_out = [*_egress(order), k8s.Egress(to=ours)]
-    return _policy(
-        order,
-        order.name,
-        {"app.kubernetes.io/name": order.name},
-        [callers, k8s.Ingress(sender=ours)],
-        ways_out,
-    )
+    ways_in = [k8s.Ingress(sender=_callers(order), ports=[k8s.PolicyPort(port="http")])]
+    ways_out = _egress(order)
+    if members:
+        ours = [k8s.Peer(pod_selector=k8s.AnyPods(match_labels=members))]
+        ways_in.append(k8s.Ingress(sender=ours))
+        ways_out.append(k8s.Egress(to=ours))
+    return _policy(order, order.name, common.selector(order).match_labels, ways_in, ways_out)
 
 
 def cluster_policy(
@@ -164,6 +152,17 @@ def pod_monitor(order: Order, pods: str = "") -> operators.PodMonitor:
     )
 
 
+def monitors(order: Order, threshold: Sourced[int | None]) -> dict[str, BaseModel]:
+    """The PodMonitor and the PrometheusRule of a server, by file. `threshold` is as for `rules`."""
+    return {
+        "podmonitor.yaml": pod_monitor(order),
+        "prometheusrule.yaml": operators.PrometheusRule(
+            metadata=common.metadata(order),
+            spec=rules(order, series(order, monitored=True), threshold),
+        ),
+    }
+
+
 def scaled_object(
     order: Order,
     target: operators.ScaleTarget,
@@ -213,13 +212,7 @@ def render(order: Order) -> Rendered:
         "poddisruptionbudget.yaml": _budget(order),
         "networkpolicy.yaml": network_policy(order),
     }
-    operated: dict[str, BaseModel] = {
-        "podmonitor.yaml": pod_monitor(order),
-        "prometheusrule.yaml": operators.PrometheusRule(
-            metadata=common.metadata(order),
-            spec=rules(order, series(order, monitored=True), threshold),
-        ),
-    }
+    operated = monitors(order, threshold)
     if threshold.value is not None:
         waiting = f"llmctl_requests_waiting{{{series(order, monitored=True)}}}"
         operated["scaledobject.yaml"] = scaled_object(
@@ -229,32 +222,19 @@ def render(order: Order) -> Rendered:
             threshold.value,
             reckon.replicas(order).value,
         )
-    objects = {f"core/{name}": content for name, content in core.items()} | operated
-    objects["core/kustomization.yaml"] = k8s.Kustomization(
-        namespace=order.options.namespace,
-        resources=sorted(core),
-        config_map_generator=[common.plan_map(order)],
-    )
     scaled = [("Deployment", order.name)] if threshold.value is not None else []
-    objects["kustomization.yaml"] = outer(order, sorted(operated), scaled)
-    files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
+    files = common.kustomized(order, core, operated, [common.plan_map(order)], scaled)
     files |= common.claim_files(order, _mounting(order, threshold)) | {"core/plan.json": order.text}
     return Rendered(files, _explained(order, threshold), _start(order), common.FORWARDED)
 
 
 def _deployment(order: Order) -> k8s.Deployment:
-    return k8s.Deployment(
-        metadata=common.metadata(order),
-        spec=k8s.DeploymentSpec(
-            replicas=reckon.replicas(order).value,
-            progress_deadline_seconds=reckon.startup_s(order).value + 60,
-            strategy=k8s.Strategy(rolling_update=_rolling(order)),
-            selector=common.selector(order),
-            template=k8s.PodTemplate(
-                metadata=common.pod_metadata(order), spec=common.pod(order, reckon.PROPAGATION_S)
-            ),
-        ),
+    template = k8s.PodTemplate(
+        metadata=common.pod_metadata(order), spec=common.pod(order, reckon.PROPAGATION_S)
     )
+    strategy = k8s.Strategy(rolling_update=_rolling(order))
+    startup_s, pods = reckon.startup_s(order).value, reckon.replicas(order).value
+    return common.deployment(order, template, strategy, startup_s, pods)
 
 
 def _rolling(order: Order) -> k8s.RollingUpdate:
@@ -278,23 +258,6 @@ def _budget(order: Order) -> k8s.PodDisruptionBudget:
     return k8s.PodDisruptionBudget(
         metadata=common.metadata(order),
         spec=k8s.DisruptionSpec(max_unavailable=1, selector=common.selector(order)),
-    )
-
-
-def outer(order: Order, names: list[str], scaled: Sequence[tuple[str, str]]) -> k8s.Kustomization:
-    """The outer kustomization. It removes the number of replicas of what the autoscaler scales
-    (`scaled`, kinds and names), so that applying it again does not undo the autoscaler's.
-    """
-    remove = json.dumps([{"op": "remove", "path": "/spec/replicas"}])
-    return k8s.Kustomization(
-        namespace=order.options.namespace,
-        resources=["core", *names],
-        config_map_generator=[common.dashboard_map(order)],
-        patches=[
-            k8s.Patch(target=k8s.PatchTarget(kind=kind, name=name), patch=remove)
-            for kind, name in scaled
-        ]
-        or None,
     )
 
 

@@ -6,6 +6,11 @@ the claim for models, kustomizations, and the commands that create Secret and cl
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+
+from pydantic import BaseModel
+
 from toolkit.deploy import manifests as k8s
 from toolkit.deploy import reckon
 from toolkit.deploy.order import (
@@ -281,42 +286,30 @@ def claim_files(order: Order, pods: Sourced[int]) -> dict[str, str]:
 def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
     """The lines of EXPLAIN.md about the volume of models and the token for the hub."""
     claim, size = order.options.model_claim, reckon.models_gib(order.plan.kinds)
+    key = f"{CLAIM_FILE}: accessModes"
     if not claim:
-        held = f"emptyDir, at most {size.value if size else reckon.UNKNOWN_MODELS_GIB} GiB"
+        bound = size.value if size else reckon.UNKNOWN_MODELS_GIB
+        key, shown = "volume models", f"emptyDir, at most {bound} GiB"
         why = size.source if size else "a bound: no size is known (model.weight_bytes)"
         if any(kind.recipe.model.from_hub for kind in order.plan.kinds):
             why += "; each new pod downloads the model: --model-claim NAME keeps it"
         else:
             why += "; nothing is downloaded"
-        lines = [ExplainedValue("volume models", held, why)]
     elif size is None:
-        lines = [
-            ExplainedValue(
-                "volume models",
-                claim,
-                "--model-claim; no size is known (model.weight_bytes): create it yourself",
-            )
-        ]
+        key, shown = "volume models", claim
+        why = "--model-claim; no size is known (model.weight_bytes): create it yourself"
     elif pods.value > 1:
-        many = f"{pods.source}: needs a storage class that several nodes can mount at once"
-        lines = [ExplainedValue(f"{CLAIM_FILE}: accessModes", "ReadWriteMany", many)]
+        shown = "ReadWriteMany"
+        why = f"{pods.source}: needs a storage class that several nodes can mount at once"
     else:
-        lines = [
-            ExplainedValue(
-                f"{CLAIM_FILE}: accessModes", "ReadWriteOnce", f"{pods.source}: one node mounts it"
-            )
-        ]
+        shown, why = "ReadWriteOnce", f"{pods.source}: one node mounts it"
+    lines = [ExplainedValue(key, shown, why)]
     if claim and size:
         lines.append(explain_value(f"{CLAIM_FILE}: storage", size, f"{size.value} GiB"))
     if reckon.from_hub(order.plan.recipe):
         where = f"Secret {order.name}, key {HUB_KEY}"
-        lines.append(
-            ExplainedValue(
-                "HF_TOKEN",
-                where,
-                "optional: gated models of the hub need it; it is in no file here",
-            )
-        )
+        why = "optional: gated models of the hub need it; it is in no file here"
+        lines.append(ExplainedValue("HF_TOKEN", where, why))
     return lines
 
 
@@ -345,6 +338,52 @@ def preparation(order: Order, *keys: str) -> str:
             "rest keeps it"
         )
     return "\n".join(lines)
+
+
+def deployment(
+    order: Order, template: k8s.PodTemplate, strategy: k8s.Strategy, startup_s: int, pods: int = 1
+) -> k8s.Deployment:
+    """The deployment's own Deployment of `pods` pods, which may load for `startup_s` seconds."""
+    return k8s.Deployment(
+        metadata=metadata(order),
+        spec=k8s.DeploymentSpec(
+            replicas=pods,
+            progress_deadline_seconds=startup_s + 60,
+            strategy=strategy,
+            selector=selector(order),
+            template=template,
+        ),
+    )
+
+
+def kustomized(
+    order: Order,
+    core: Mapping[str, BaseModel],
+    operated: Mapping[str, BaseModel],
+    maps: Sequence[k8s.ConfigMapGenerator],
+    scaled: Sequence[tuple[str, str]] = (),
+) -> dict[str, str]:
+    """The files of core/ and of the objects that need operators, each with a kustomization.yaml.
+
+    The outer kustomization removes the number of replicas of what the autoscaler scales (`scaled`,
+    kinds and names), so that applying it again does not undo the autoscaler's.
+    """
+    remove = json.dumps([{"op": "remove", "path": "/spec/replicas"}])
+    targets = [k8s.PatchTarget(kind=kind, name=name) for kind, name in scaled]
+    objects: dict[str, BaseModel] = {f"core/{name}": content for name, content in core.items()}
+    objects |= operated
+    objects["core/kustomization.yaml"] = k8s.Kustomization(
+        namespace=order.options.namespace,
+        resources=sorted(core),
+        config_map_generator=list(maps),
+    )
+    objects["kustomization.yaml"] = k8s.Kustomization(
+        namespace=order.options.namespace,
+        resources=["core", *sorted(operated)],
+        config_map_generator=[dashboard_map(order)],
+        patches=[k8s.Patch(target=target, patch=remove) for target in targets] or None,
+    )
+    return {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
 
 
 def plan_map(order: Order, *files: str) -> k8s.ConfigMapGenerator:

@@ -38,7 +38,6 @@ from toolkit.deploy.replicas import CHECK_S, KindReplicas, Replication, discover
 from toolkit.deploy.targets import objects as common
 from toolkit.deploy.targets.kubernetes import (
     max_replicas,
-    outer,
     pod_monitor,
     replica_policies,
     scaled_object,
@@ -65,17 +64,8 @@ def render(order: Order) -> Rendered:
     replicas.check_containable()
     core = _core(replicas)
     operated, scaled = _operated(replicas)
-    objects = {f"core/{name}": content for name, content in core.items()} | operated
-    objects["core/kustomization.yaml"] = k8s.Kustomization(
-        namespace=order.options.namespace,
-        resources=sorted(core),
-        config_map_generator=[
-            common.plan_map(order),
-            k8s.ConfigMapGenerator(name=_alive_map(order), files=[ALIVE_FILE]),
-        ],
-    )
-    objects["kustomization.yaml"] = outer(order, sorted(operated), scaled)
-    files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
+    alive_map = k8s.ConfigMapGenerator(name=_alive_map(order), files=[ALIVE_FILE])
+    files = common.kustomized(order, core, operated, [common.plan_map(order), alive_map], scaled)
     files |= common.claim_files(order, _mounting(replicas)) | {"core/plan.json": order.text}
     files[f"core/{ALIVE_FILE}"] = replicas.alive
     if (picker := _picker(order)) is not None:
@@ -242,16 +232,9 @@ def _front(replicas: Replication) -> k8s.Deployment:
         containers=[container],
         volumes=[common.plan_volume(order), common.TMP],
     )
-    return k8s.Deployment(
-        metadata=common.metadata(order),
-        spec=k8s.DeploymentSpec(
-            replicas=1,
-            progress_deadline_seconds=replicas.startup.value + 60,
-            strategy=k8s.Strategy(rolling_update=k8s.RollingUpdate(max_surge=1, max_unavailable=0)),
-            selector=common.selector(order),
-            template=k8s.PodTemplate(metadata=common.pod_metadata(order), spec=spec),
-        ),
-    )
+    template = k8s.PodTemplate(metadata=common.pod_metadata(order), spec=spec)
+    strategy = k8s.Strategy(rolling_update=k8s.RollingUpdate(max_surge=1, max_unavailable=0))
+    return common.deployment(order, template, strategy, replicas.startup.value)
 
 
 def _set(replicas: KindReplicas) -> k8s.StatefulSet:
