@@ -1,9 +1,9 @@
 """The suite's two lanes, and how a run on several processors is divided.
 
-`slow` marks what `make quick` leaves out: tests that start a process, and tests that take longer
-than half a second. A test without the mark that starts a process fails, so the mark cannot be
-forgotten. One that only takes long is named at the end of `make quick`: time alone is no reason to
-fail on a machine that does other work.
+`make quick` leaves out the tests marked `slow`: those that start a process, and those that take
+longer than half a second. A test that starts a process without the mark fails, so the mark cannot
+be forgotten. A test that only takes long does not fail, since the machine may do other work: the
+end of `make quick` names it.
 
 Of a few tests with parameters that take seconds in all, `make quick` runs every second or third
 (`thinned`), and it tries fewer of Hypothesis' examples.
@@ -75,12 +75,11 @@ def _see(event: str, arguments: tuple[Any, ...]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin("lanes-watch"):
-        platform.processor()  # starts `uname -p` once in a process, in whichever test is first
+        platform.processor()  # it starts `uname -p` once in a process: not in a test
         config.pluginmanager.register(Watch(), "lanes-watch")
         for each in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(each) is signal.SIG_DFL:  # `nohup` ignores the second
                 HANDLERS[each] = signal.SIG_DFL
-        platform.processor()  # on Arm it starts `uname`, once per process: not in a test
         sys.addaudithook(_see)
         # jsonschema's optional check of IRIs: importing it takes a second, and no test needs it
         sys.modules["rfc3987_syntax"] = None
@@ -159,8 +158,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The libraries that the tests import are hundreds of thousands of objects, which Python would
-    look through again and again for garbage: a tenth of the quick lane's time.
+    """Exclude the objects of imported libraries from garbage collection.
+
+    There are hundreds of thousands of them, and looking through them again and again would take a
+    tenth of the quick lane's time.
     """
     gc.collect()
     gc.freeze()
@@ -174,9 +175,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """As many as there are processors; one more where tests wait for servers and other
-    processes.
-    """
+    """One for each processor, and one more where tests wait for other processes."""
     return min((os.cpu_count() or 1) + (config.option.markexpr != QUICK), 8)
 
 

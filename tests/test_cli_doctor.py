@@ -10,7 +10,7 @@ from commands import llmctl
 from toolkit.deploy.doctor import Check, check_engine, check_machine, check_recipe
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
-from toolkit.files.io import load_recipe
+from toolkit.files.shipped import load_recipe
 
 GIB = 1 << 30
 CPU_ONLY = Devices(torch="2.13.0+cpu", cuda="", driver="", gpus=())

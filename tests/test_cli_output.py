@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 import samples
 
-from toolkit.cli.output import (
-    emit,
-    note,
-    number,
-    percent,
-    progress,
-    seconds,
-    show_any_text,
-    size,
-    table,
-)
+from toolkit.cli.output import emit, note, progress, show_any_text, table
 from toolkit.files.fit import Fit
+from toolkit.units import number, percent, seconds, size
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,9 +74,8 @@ class Watched(RayWorkers):
         room_timeout_s: float = 30.0,
         **config: object,
     ) -> None:
-        spec = WorkerSpec(
-            fake(**config), tiny.engine_spec("fake", budget_mib=64), tiny.CPU, flush_s=0.01
-        )
+        engine = tiny.engine_spec("fake", budget_mib=64, flush_s=0.01)
+        spec = WorkerSpec(fake(**config), engine, tiny.CPU)
         places = [WorkerPlacement(spec, {KIND: kind}) for kind in kinds] or [
             WorkerPlacement(spec)
         ] * size
@@ -279,7 +278,7 @@ def test_an_actor_handles_frames_in_the_order_in_which_they_were_sent() -> None:
     last.
     """
     actor = WorkerActor()
-    start = Start.of(fake(), tiny.engine_spec("fake"), tiny.CPU, 0.05)
+    start = Start.of(fake(), tiny.engine_spec("fake"), tiny.CPU)
     actor.send(3, pack(Stop()))
     actor.send(1, pack(Interrupt(7)))
     with ThreadPoolExecutor() as threads:
@@ -296,7 +295,7 @@ def test_an_actor_that_cannot_load_sends_the_reason() -> None:
     with ThreadPoolExecutor() as threads:
         exit_code = threads.submit(actor.serve)
         *_, refused = answers(
-            actor, 0, Start.of(fake(no_such_key=1), tiny.engine_spec("fake"), tiny.CPU, 0.05)
+            actor, 0, Start.of(fake(no_such_key=1), tiny.engine_spec("fake"), tiny.CPU)
         )
         assert isinstance(refused, Refused)
         assert exit_code.result() == 2

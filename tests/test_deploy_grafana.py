@@ -5,6 +5,7 @@ names and under vLLM's.
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import orders
 import pytest
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import toolkit
 from benchmarks.common.serving import HandWorkers, make_driver
 from toolkit.deploy.alerts import rules
-from toolkit.deploy.monitoring import COLUMNS, dashboard, expressions
+from toolkit.deploy.monitoring import COLUMNS, dashboard
 from toolkit.deploy.order import Sourced
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.serve.access import Account
@@ -52,6 +53,13 @@ def exposed() -> dict[str, set[str]]:
     registry.register(exposition)
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+def expressions(board: dict[str, Any]) -> list[str]:
+    """All PromQL expressions of a dashboard, also those of its variables."""
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    variables = board["templating"]["list"]
+    return queries + [each["definition"] for each in variables if each["type"] == "query"]
 
 
 @pytest.mark.parametrize("names", NAMES)

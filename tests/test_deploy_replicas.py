@@ -31,9 +31,10 @@ from toolkit.deploy.render import manifest_of, render_target
 from toolkit.deploy.replicas import Replication
 from toolkit.deploy.running import start, stop
 from toolkit.errors import InputError
-from toolkit.files.io import recipe_path, shipped_fit
+from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import SLA_KEYS, RouterSpec
+from toolkit.files.shipped import recipe_path
 from toolkit.serve.server import Ending
 
 TARGETS = ("systemd", "compose", "kubernetes")

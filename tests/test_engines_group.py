@@ -19,7 +19,7 @@ from toolkit.engines.protocol import Round, Row, SamplingParams, make_engine
 from toolkit.engines.tensor_parallel import RankShare, cut
 from toolkit.errors import EngineError
 from toolkit.files.recipe import EngineSpec, Recipe
-from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.pool import ProcessWorkers, WorkerSpec
 from toolkit.workers.protocol import BatchDone, BatchProgress, RoundDone, WorkerLost, WorkerReady
 
 ROWS = [Row("a", (1, 2, 3, 4, 5), 0, 24), Row("b", (6, 7), 0, 24), Row("c", tuple(range(40)), 0, 9)]
@@ -29,7 +29,7 @@ BIG = [Row("big", (1,) * 40, 0, 50, SamplingParams(ignore_eos=True))] * 64
 
 def pair(kind: str) -> ProcessWorkers:
     engine = tiny.engine_spec(kind, budget_mib=0.5, tensor_parallel_size=2)
-    return ProcessWorkers(tiny.model_spec(kind), engine, tiny.CPU, 1, backoff_s=0.0)
+    return ProcessWorkers([WorkerSpec(tiny.model_spec(kind), engine, tiny.CPU)], backoff_s=0.0)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.files.io import load_recipe, recipe_path
+from toolkit.files.shipped import load_recipe, recipe_path
 
 GOOD = """\
 name: small

@@ -14,9 +14,10 @@ from toolkit.cli.serve_start import override
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.fleet import is_fleet
-from toolkit.files.io import file_text, head, load_recipe, read_file, write_file
+from toolkit.files.io import file_text, head, read_file, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import RouterSpec
+from toolkit.files.shipped import load_recipe
 from toolkit.serve.assemble import make_scheduler
 from toolkit.sim.world import world_of
 from toolkit.traces.types import Trace

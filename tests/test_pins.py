@@ -8,10 +8,9 @@ from pydantic import ValidationError
 
 from toolkit.deploy.order import llmctl_image
 from toolkit.deploy.render import render_target
-from toolkit.files.io import load_recipe
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import ModelSpec
-from toolkit.files.shipped import shipped_recipes
+from toolkit.files.shipped import load_recipe, shipped_recipes
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHIPPED = sorted(shipped_recipes().glob("*.yaml"))

@@ -18,8 +18,8 @@ from toolkit.engines.fake import FakeEngine, FakeRoundEngine
 from toolkit.engines.protocol import SliceOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.files.io import load_recipe
 from toolkit.files.profile import FailedPoint, SlicePoint
+from toolkit.files.shipped import load_recipe
 from toolkit.profiling.grid import GridPoint, SliceShape, grid
 from toolkit.profiling.journal import Journal, JournalConditions
 from toolkit.profiling.measure import grid_points, measure, visits_left
@@ -34,7 +34,7 @@ from toolkit.profiling.process import (
 )
 from toolkit.profiling.run import journal_path, profile
 from toolkit.profiling.worker_runs import SliceFeed
-from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.pool import ProcessWorkers, WorkerSpec
 from toolkit.workers.protocol import BatchDone, RoundDone, Times, WorkerLost, WorkerReady
 
 RECIPE = """
@@ -263,7 +263,7 @@ def test_a_profile_of_the_pool_of_processes_can_be_fitted(source):
 
 
 def _pool(recipe):
-    return ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, recipe.workers)
+    return ProcessWorkers([WorkerSpec.of(recipe)] * recipe.workers)
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from commands import llmctl
 from toolkit.cli.simulate import StageOptions, open_stage
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
-from toolkit.files.io import fit_path, head, load_recipe, read_file, recipe_path, shipped_fit
+from toolkit.files.io import fit_path, head, read_file, shipped_fit
 from toolkit.files.profile import Profile
-from toolkit.files.shipped import shipped_profiles, shipped_recipes
+from toolkit.files.shipped import load_recipe, recipe_path, shipped_profiles, shipped_recipes
 from toolkit.profiling.analytic import analytic_profile
 from toolkit.report.verdict import FEW_REQUESTS
 from toolkit.traces.read import read_trace

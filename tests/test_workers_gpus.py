@@ -15,7 +15,7 @@ from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import EngineSpec, Recipe
 from toolkit.serve import launch
-from toolkit.workers.pool import ProcessWorkers
+from toolkit.workers.pool import ProcessWorkers, WorkerSpec
 from toolkit.workers.process import (
     ALLOCATOR_VARIABLES,
     GpuShare,
@@ -74,9 +74,9 @@ def test_workers_of_a_pool_are_refused_gpus_that_they_would_have_to_share(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     recipe = samples.recipe(**orders.GPU)
     with pytest.raises(EngineError, match="2 workers take 2 GPUs, and this machine has 1"):
-        ProcessWorkers(recipe.model, recipe.engine, recipe.hardware, 2)
+        ProcessWorkers([WorkerSpec.of(recipe)] * 2)
     engine = recipe.engine.model_copy(update={"share_gpus": True})
-    assert ProcessWorkers(recipe.model, engine, recipe.hardware, 2).size == 2
+    assert ProcessWorkers([WorkerSpec(recipe.model, engine, recipe.hardware)] * 2).size == 2
 
 
 def test_the_environment_takes_precedence_over_the_driver(tmp_path: Path):

@@ -29,7 +29,7 @@ from toolkit.engines.protocol import (
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
 from toolkit.workers.lifeline import ALIVE, LifeSigns
-from toolkit.workers.pool import MAX_FAILED_LOADS, OnFrame, ProcessWorkers, WorkerPool
+from toolkit.workers.pool import MAX_FAILED_LOADS, OnFrame, ProcessWorkers, WorkerPool, WorkerSpec
 from toolkit.workers.protocol import (
     Alive,
     BatchDone,
@@ -71,21 +71,16 @@ ENDLESS = [
 
 def slow_workers(size: int = 1, **options: float) -> ProcessWorkers:
     """Workers with steps of 5 ms."""
-    return ProcessWorkers(
-        fake(decode_s=0.005),
-        tiny.engine_spec("fake", budget_mib=4096),
-        tiny.CPU,
-        size,
-        flush_s=0.01,
-        **options,
-    )
+    engine = tiny.engine_spec("fake", budget_mib=4096, flush_s=0.01)
+    spec = WorkerSpec(fake(decode_s=0.005), engine, tiny.CPU)
+    return ProcessWorkers([spec] * size, **options)
 
 
 def process_workers(
     size: int = 1, model: ModelSpec | None = None, budget_mib: float = 1.0
 ) -> ProcessWorkers:
     engine = tiny.engine_spec("fake", budget_mib=budget_mib)
-    return ProcessWorkers(model or fake(), engine, tiny.CPU, size, backoff_s=0.0)
+    return ProcessWorkers([WorkerSpec(model or fake(), engine, tiny.CPU)] * size, backoff_s=0.0)
 
 
 class Events:
@@ -293,7 +288,10 @@ def test_stop_kills_a_worker_that_hangs() -> None:
         await events.until(BatchProgress)
 
     with_workers(
-        scenario, ProcessWorkers(fake(), tiny.engine_spec("fake"), tiny.CPU, 1, stop_timeout_s=0.0)
+        scenario,
+        ProcessWorkers(
+            [WorkerSpec(fake(), tiny.engine_spec("fake"), tiny.CPU)], stop_timeout_s=0.0
+        ),
     )
 
 
@@ -710,7 +708,8 @@ def test_a_real_model_in_a_process() -> None:
         assert done.output == here.run_slice(rows, 8, lambda step: True)
         assert done.times.engine_s > 0
 
-    with_workers(scenario, ProcessWorkers(tiny.model_spec(), tiny.engine_spec(), tiny.CPU, 1))
+    spec = WorkerSpec(tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
+    with_workers(scenario, ProcessWorkers([spec]))
 
 
 def round_tokens(events: Events) -> dict[int, list[int]]:

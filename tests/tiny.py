@@ -1,5 +1,5 @@
-"""Tiny models for tests: every architecture that the engines' contract is held on, built offline in
-milliseconds.
+"""Tiny models for tests, built offline in milliseconds: one of every architecture on which the
+engines' contract tests run.
 """
 
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec

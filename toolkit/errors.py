@@ -24,6 +24,11 @@ class LlmctlError(Exception):
         self.message = message
         self.hint = hint
 
+    @property
+    def whole(self) -> str:
+        """The message with its hint, for places that have room for one text."""
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
 
 class InputError(LlmctlError):
     """User input that cannot be used: a file, a key, a value, an option."""

@@ -31,9 +31,10 @@ from benchmarks.common.results_file import put_section
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.bench import Validation
-from toolkit.files.io import load_recipe, read_file
+from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
+from toolkit.files.shipped import load_recipe
 from toolkit.files.tuning import Tuning
 
 LLMCTL = (sys.executable, "-m", "toolkit")

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from toolkit.deploy.plan import make_plan
-from toolkit.engines.protocol import Round, Row, SamplingParams
+from toolkit.engines.protocol import Round, SamplingParams
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
@@ -31,9 +31,15 @@ from toolkit.sim.api import simulate
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.generate import Arrivals, Lengths, backlog, generate
 from toolkit.traces.types import Trace
-from toolkit.workers.pool import ProcessWorkers
-from toolkit.workers.protocol import OnEvent, RoundDone, WorkerEvent, WorkerReady, Workers
-from toolkit.workers.supervisor import SilentWorker
+from toolkit.workers.pool import ProcessWorkers, WorkerSpec
+from toolkit.workers.protocol import (
+    OnEvent,
+    RoundDone,
+    WorkerEvent,
+    WorkerReady,
+    Workers,
+    WrappedWorkers,
+)
 
 OVERLOAD = 1.5  # arrivals, as a multiple of the best contender's predicted throughput
 SETTLE_S = 60.0  # for cancelled rows to leave their workers
@@ -153,11 +159,7 @@ def predicted(plan: Plan, trace: Trace, limit_s: float) -> dict[str, float]:
 async def _replay_each(
     plans: Sequence[Plan], titles: Sequence[str], trace: Trace, limit_s: float
 ) -> list[Outcome]:
-    recipe = plans[0].recipe
-    flush_s = recipe.engine.flush_s
-    pool = ProcessWorkers(
-        recipe.model, recipe.engine, recipe.hardware, plans[0].workers, flush_s=flush_s
-    )
+    pool = ProcessWorkers([WorkerSpec.of(plans[0].recipe)] * plans[0].workers)
     workers, outcomes = KeptWorkers(pool), []
     try:
         for plan, title in zip(plans, titles, strict=True):
@@ -270,12 +272,11 @@ class NoText:
         return ""
 
 
-class KeptWorkers:
+class KeptWorkers(WrappedWorkers):
     """Workers that outlive a driver: loaded once, and announced to the current driver."""
 
     def __init__(self, workers: Workers) -> None:
-        self.size = workers.size
-        self._workers = workers
+        super().__init__(workers)
         self._on_event: OnEvent | None = None
         self._ready: dict[int, WorkerReady] = {}
         self._rows: dict[int, int] = {}  # by worker: how many row numbers its rounds have used
@@ -283,7 +284,7 @@ class KeptWorkers:
     async def start(self, on_event: OnEvent) -> None:
         self._on_event = on_event
         if not self._ready:
-            await self._workers.start(self._hear)
+            await self.workers.start(self._hear)
         else:
             for event in self._ready.values():
                 on_event(event)
@@ -294,23 +295,13 @@ class KeptWorkers:
         if self._on_event is not None:
             self._on_event(event)
 
-    def run(
-        self,
-        worker: int,
-        batch_id: int,
-        rows: Sequence[Row],
-        steps: int,
-        estimated_s: float = math.inf,
-    ) -> None:
-        self._workers.run(worker, batch_id, rows, steps, estimated_s)
-
     def run_round(
         self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
     ) -> None:
         self._rows[worker] = max(
             self._rows.get(worker, 0), *(number + 1 for number in plan.numbers), 0
         )
-        self._workers.run_round(worker, batch_id, plan, estimated_s)
+        super().run_round(worker, batch_id, plan, estimated_s)
 
     async def forget(self) -> None:
         """Make idle engines drop the cancelled rows: the next driver uses the same numbers."""
@@ -319,21 +310,9 @@ class KeptWorkers:
             self._on_event = lambda event, done=done: (
                 done.set() if isinstance(event, RoundDone) else None
             )
-            self._workers.run_round(worker, LAST_BATCH, Round(steps=0, evict=tuple(range(count))))
+            self.workers.run_round(worker, LAST_BATCH, Round(steps=0, evict=tuple(range(count))))
             await done.wait()
         self._rows.clear()
-
-    def interrupt(self, worker: int, batch_id: int) -> None:
-        self._workers.interrupt(worker, batch_id)
-
-    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
-        self._workers.cancel(worker, batch_id, request_ids)
-
-    def kill(self, worker: int) -> None:
-        self._workers.kill(worker)
-
-    def silent(self) -> list[SilentWorker]:
-        return self._workers.silent()
 
     async def stop(self) -> None:
         self._on_event = None

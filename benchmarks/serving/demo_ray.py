@@ -32,11 +32,12 @@ from benchmarks.common.command import make_parser
 from toolkit.bench.predict import counts
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.demo import Stages
-from toolkit.cli.output import seconds, table
+from toolkit.cli.output import table
 from toolkit.endpoints.target import Target, find_target
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file, write_file
+from toolkit.units import seconds
 
 ESTIMATE = "some three minutes on two cores, half of them measuring"
 PROCESSES = "processes"

@@ -56,7 +56,7 @@ async def serve(driver: Driver, app: ASGIApp, listener: socket.socket, *_: objec
 def main() -> None:
     (path,) = read_words(__doc__, "PLAN.json")
     plan = read_file(Plan, Path(path))
-    launch.serve = serve  # type: ignore[assignment,attr-defined]
+    launch.serve = serve  # type: ignore[attr-defined]
     launch.launch(launch.Launch(plan, make_settings(plan), "127.0.0.1", 0), lambda _: None)
 
 

@@ -16,15 +16,16 @@ first replica is never disturbed.
 
 With `--fleet` the replicas are of two kinds by turns. The second kind takes three times as long for
 a token, and has an eighth of the cache and a context that a tenth of the requests does not fit
-into. Half of the replicas are listed by their kind, the others show it by their cache; such a one
-may come back from a disturbance as the other kind. None is spared, but one is always well. Where it
-is not up yet, a client may get 503, or a replica's 500, and asks again after a moment. A request
-that fails four times in a row without a token is given up, as is documented, and counted.
+into. The list names the kind of half of the replicas. The front reads the kind of the others from
+the size of their cache, and these may come back from a disturbance as the other kind. Any replica
+may be disturbed, but never all at once. If the one that is left is not up yet, a client may get
+503, or a replica's 500, and asks again after a moment. The front gives up a request that fails four
+times in a row without a token, as the documentation says; such requests are counted.
 
-With `--rolling` the replicas come from a file (`--replicas FILE`) and nothing fails by itself: one
-after the other is updated, as an operator does it. A new one is started and listed; once the front
-uses it, the old one is taken off the list, and ended when it has no request left, or after up to
-`DRAIN_MAX_S` seconds with those that it still has.
+With `--rolling` the replicas come from a file (`--replicas FILE`) and none fails. They are updated
+one at a time, as an operator would: a new replica starts and is listed; once the front uses it, the
+old one leaves the list. The old one ends when it has no request left, or after up to `DRAIN_MAX_S`
+seconds with the requests that it still has.
 
 With `--reload` the front starts its servers itself, as vLLM's (`benchmarks.common.standin_vllm`),
 and its plan changes again and again, each time with SIGHUP: other flags; another router or number

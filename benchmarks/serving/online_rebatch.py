@@ -47,8 +47,9 @@ from benchmarks.serving.round_times import dropped, first_after, read_events
 from toolkit.cli.demo import Stages
 from toolkit.files.bench import BenchReport
 from toolkit.files.fit import Fit
-from toolkit.files.io import load_recipe, read_file, write_text
+from toolkit.files.io import read_file, write_text
 from toolkit.files.recipe import Recipe
+from toolkit.files.shipped import load_recipe
 from toolkit.profiling.run import OtherLoad
 from toolkit.traces.generate import Arrivals, draw_arrivals
 from toolkit.traces.read import read_trace

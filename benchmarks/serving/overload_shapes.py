@@ -22,7 +22,7 @@ from benchmarks.common.command import make_parser
 from toolkit.bench.client import fitted, limits_of
 from toolkit.bench.predict import ServerConditions, predict
 from toolkit.cli.demo import Stages, overload
-from toolkit.cli.output import percent, table
+from toolkit.cli.output import table
 from toolkit.endpoints.target import Target
 from toolkit.files.bench import BenchReport, Warmup
 from toolkit.files.io import read_file
@@ -31,6 +31,7 @@ from toolkit.sim.worker import FrontDelay
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.traces.windows import cut
+from toolkit.units import percent
 
 RECIPE = "tiny-llama-cpu"
 METRICS = ("throughput_rps", "goodput_rps", "ttft_mean_s", "e2e_mean_s")
@@ -122,7 +123,8 @@ def main() -> None:
         excerpt = overload(plan.recipe, path, trace)
         for repeat in range(0 if given.prepare else given.repeats):
             out = given.work / f"bench-{shape}-{repeat}.json"
-            stages.serve_and_bench(path, trace, excerpt, out)
+            with stages.server(path) as url:
+                stages.bench(url, path, trace, excerpt, out)
             report = read_file(BenchReport, out)
             rows.append(
                 row(

@@ -36,8 +36,9 @@ from benchmarks.common.results_file import put_section
 from benchmarks.serving.servers_outside_table import about, between, table
 from toolkit.endpoints.target import WORDS
 from toolkit.files.bench import Validation
-from toolkit.files.io import load_recipe, read_file
+from toolkit.files.io import read_file
 from toolkit.files.profile import Profile
+from toolkit.files.shipped import load_recipe
 
 LLMCTL = (sys.executable, "-m", "toolkit")
 STAGES = ("prepare", "profile", "validate", "report")

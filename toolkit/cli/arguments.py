@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 import typer
 
+from toolkit.errors import InputError
+from toolkit.sched.catalogue import ABOUT
+
 if TYPE_CHECKING:
     from toolkit.files.recipe import Recipe
 
@@ -63,8 +66,6 @@ def traces(incomplete: str) -> list[str]:
 
 def policy(incomplete: str) -> list[str]:
     """The names of policies."""
-    from toolkit.sched.catalogue import ABOUT
-
     return _words(incomplete, ABOUT)
 
 
@@ -133,7 +134,7 @@ def command_of(
 
 def resolve_recipe(recipe: Path | None) -> Path | None:
     """The file of a recipe, from its path or its name."""
-    from toolkit.files.io import recipe_path
+    from toolkit.files.shipped import recipe_path
 
     return None if recipe is None else recipe_path(recipe)
 
@@ -147,7 +148,6 @@ def resolve_fit(fit: Path | None) -> Path | None:
 
 def limit_workers(workers: int | None) -> int | None:
     """The value of --workers. `InputError` above the limit of one scheduler."""
-    from toolkit.errors import InputError
     from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT
 
     if workers is not None and workers > MAX_WORKERS:
@@ -173,8 +173,7 @@ JsonOption = Annotated[
 
 def open_recipe(path: Path) -> Recipe:
     """Read a recipe and check its policy. `InputError` names the nearest policy or parameter."""
-    from toolkit.errors import InputError
-    from toolkit.files.io import load_recipe
+    from toolkit.files.shipped import load_recipe
     from toolkit.sched.policies import make_any
 
     recipe = load_recipe(path)
@@ -197,6 +196,13 @@ SlaOption = Annotated[
 ]
 
 
+TraceOption = Annotated[
+    str,
+    typer.Option(autocompletion=traces, help="A trace file, or the name of a shipped trace."),
+]
+RateOption = Annotated[
+    float | None, typer.Option(help="Scale arrivals to this many requests per second.")
+]
 MaxErrorOption = Annotated[
     float | None,
     typer.Option(
@@ -247,7 +253,6 @@ def parse_sla(targets: list[str] | None) -> dict[str, float]:
     """Parse `key=seconds` words. `InputError` for a key that is not a target, and for a value that
     is not a positive number.
     """
-    from toolkit.errors import InputError
     from toolkit.files.recipe import sla_problem
     from toolkit.sched.policies.parameters import split, value
 

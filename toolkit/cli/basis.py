@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
+from toolkit.errors import InputError, StaleError
 
 if TYPE_CHECKING:
     from toolkit.cli.results import Requests
@@ -36,7 +38,6 @@ def accept(plan: Plan, which: str, *, broken: bool) -> None:
     a warning.
     """
     from toolkit.deploy.plan import refuse_broken
-    from toolkit.errors import InputError
 
     try:
         refuse_broken(plan, which)
@@ -50,7 +51,6 @@ def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
     """The fit of `recipe`. `StaleError` for a fit of another recipe, or of sections that changed;
     with `force` a warning.
     """
-    from toolkit.errors import InputError, StaleError
     from toolkit.files.fit import Fit
     from toolkit.files.io import read_file, shipped_fit
 
@@ -82,9 +82,9 @@ def plan_of_recipe(
     """The plan of a recipe, its fit and optionally its tuning; with `force` also from a fit of
     another recipe.
     """
-    from toolkit.cli.arguments import open_recipe
     from toolkit.deploy.plan import make_plan
-    from toolkit.files.io import read_file, recipe_path
+    from toolkit.files.io import read_file
+    from toolkit.files.shipped import recipe_path
     from toolkit.files.tuning import Tuning
 
     made_from = {"recipe": recipe_path(recipe), "fit": fit}
@@ -125,7 +125,6 @@ def find_validation(near: Path, fit_sha256: str) -> Validation | None:
     """The validation beside the file `near`, if it is about the fit with this digest; else the
     reason is printed.
     """
-    from toolkit.errors import InputError
     from toolkit.files.bench import Validation
     from toolkit.files.io import read_file
 
@@ -210,8 +209,6 @@ class Fleet:
 
 def refuse_workers(workers: object) -> None:
     """`InputError` where --workers was given beside a fleet."""
-    from toolkit.errors import InputError
-
     if workers is not None:
         raise InputError(
             "--workers: a fleet sets the number of workers of each kind",
@@ -232,7 +229,6 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
     """The fleet at `path`. `InputError` where its kinds cannot share a scheduler, `StaleError` for
     a fit of another recipe; with `force` a warning.
     """
-    from toolkit.cli.arguments import open_recipe
     from toolkit.files.fleet import fleet_sources, inputs_of, merged, ranges_of
     from toolkit.files.plan import Kind
 

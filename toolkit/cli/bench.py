@@ -20,10 +20,16 @@ from toolkit.cli.arguments import (
     LoopOption,
     MaxErrorOption,
     ModelOption,
+    RateOption,
     SlaOption,
+    TraceOption,
     command_of,
     parse_sla,
 )
+from toolkit.cli.basis import VALIDATION, note_trace, plan_address, warn_of_foreign
+from toolkit.cli.output import emit, note, progress, table
+from toolkit.errors import LlmctlError
+from toolkit.units import percent, seconds
 
 if TYPE_CHECKING:
     from toolkit.bench.session import RequestSettings, Subject
@@ -45,18 +51,14 @@ class BenchOptions:
         str | None,
         typer.Option(help="URL of the server; default: the plan's, or http://127.0.0.1:8000."),
     ] = None
-    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = (
-        "chat-small"
-    )
+    trace: TraceOption = "chat-small"
     plan: Annotated[
         Path | None,
         typer.Option(
             help="The server's plan: lengths are scaled to its model, metrics predicted from it."
         ),
     ] = None
-    rate: Annotated[
-        float | None, typer.Option(help="Scale arrivals to this many requests per second.")
-    ] = None
+    rate: RateOption = None
     start: Annotated[
         float, typer.Option(min=0.0, help="Skip this many seconds of the (scaled) trace.")
     ] = 0.0
@@ -121,12 +123,10 @@ def bench(given: BenchOptions) -> None:
     """
     from toolkit.bench.report import request_lines
     from toolkit.bench.session import Measurement, hold
-    from toolkit.cli.basis import note_trace
-    from toolkit.cli.output import emit, note, progress
-    from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, read_file, write_file
     from toolkit.files.plan import Plan
     from toolkit.traces.types import trace_path
+    from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
     for written in filter(None, (given.out, given.save_requests)):
@@ -135,7 +135,7 @@ def bench(given: BenchOptions) -> None:
     targets = parse_sla(given.sla) or (planned.recipe.sla if planned else {})
     path = trace_path(given.trace)
     subject = _look_at_server(given, path, planned, _settings(given))
-    part = _excerpt(subject.trace, given.start, given.duration)
+    part = excerpt(subject.trace, given.start, given.duration)
     note_trace(part)
     for line in (*subject.notes, *_rate_notes(planned, subject.trace)):
         note(line)
@@ -171,7 +171,6 @@ def _look_at_server(
 ) -> Subject:
     """The server, and the requests of the trace at `path` as they can be replayed against it."""
     from toolkit.bench.session import look_at
-    from toolkit.cli.basis import plan_address, warn_of_foreign
     from toolkit.endpoints.target import find_target
     from toolkit.traces.read import read_trace
 
@@ -196,14 +195,6 @@ def _settings(given: BenchOptions) -> RequestSettings:
     )
 
 
-def _excerpt(trace: Trace, start: float, duration: float | None) -> Trace:
-    from toolkit.traces.windows import cut
-
-    if start == 0 and duration is None:
-        return trace
-    return cut(trace, start, float("inf") if duration is None else start + duration)
-
-
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
     """A line, if the trace's rate differs from the rate that the plan was tuned for: its promise
     holds for that rate only.
@@ -221,7 +212,6 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
 
 
 def _show(result: BenchReport) -> None:
-    from toolkit.cli.output import percent, table
 
     def error(value: float | None) -> str | None:
         return None if value is None else percent(value)
@@ -241,8 +231,6 @@ def _show(result: BenchReport) -> None:
 
 
 def _show_targets(result: BenchReport) -> None:
-    from toolkit.cli.output import table
-
     words = {True: "yes", False: "NO", None: None}
     rows = [
         [one.target, one.limit_s, one.measured_s, words[one.kept]]
@@ -262,8 +250,6 @@ def _share(percent: float | None) -> str | None:
 
 def _print_notes(result: BenchReport) -> None:
     """Print what a reader must know before trusting the table."""
-    from toolkit.cli.output import note, seconds
-
     if result.warmup and result.replay_slowdown:
         warm, costs_s = result.warmup, (result.replay_arrival_cost_s, result.warmup.arrival_cost_s)
         slow = (
@@ -305,8 +291,6 @@ def _print_notes(result: BenchReport) -> None:
 
 def _hindsight(result: BenchReport) -> str:
     """The prediction's errors at the speed of the replay, which are the laws' errors."""
-    from toolkit.cli.output import percent
-
     names = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")
     predicted, measured = result.predicted_in_hindsight, result.measured
     errors = [
@@ -332,12 +316,8 @@ class ValidateOptions:
             "machine."
         ),
     ] = None
-    trace: Annotated[str, typer.Option(help="A trace file, or the name of a shipped trace.")] = (
-        "chat-small"
-    )
-    rate: Annotated[
-        float | None, typer.Option(help="Scale arrivals to this many requests per second.")
-    ] = None
+    trace: TraceOption = "chat-small"
+    rate: RateOption = None
     windows: Annotated[
         int, typer.Option(min=1, help="Replay this many windows, spread evenly over the trace.")
     ] = 3
@@ -391,9 +371,6 @@ def validate(given: ValidateOptions) -> None:
     fit. Ctrl-C ends the command early; the windows that were replayed are reported.
     """
     from toolkit.bench.session import RequestSettings, Session, hold
-    from toolkit.cli.basis import VALIDATION, note_trace
-    from toolkit.cli.output import emit, note, progress
-    from toolkit.errors import LlmctlError
     from toolkit.files.io import check_writable, read_file, write_file, write_text
     from toolkit.files.plan import Plan
     from toolkit.files.tuning import Tuning
@@ -442,8 +419,6 @@ def _held_out(tuned: Tuning, whole: Trace) -> list[TraceWindow]:
 
 def _show_validation(result: Validation) -> None:
     """Print the errors for people."""
-    from toolkit.cli.output import note, percent, table
-
     rows = [
         [
             each.metric,

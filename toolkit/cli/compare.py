@@ -9,12 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, command_of, parse_settings, parse_sla
+from toolkit.cli.basis import kind_names, note_rest, plain
+from toolkit.cli.output import (
+    WIDTH,
+    FigurePanel,
+    bars,
+    blocks,
+    chart,
+    draw,
+    emit,
+    note,
+    progress,
+    require_matplotlib,
+    table,
+)
 from toolkit.cli.simulate import (
     StageOptions,
     hit_notes,
@@ -24,9 +39,10 @@ from toolkit.cli.simulate import (
     sharing_notes,
     unfinished_notes,
 )
+from toolkit.errors import InputError, nearest
+from toolkit.units import number
 
 if TYPE_CHECKING:
-    from toolkit.cli.output import FigurePanel
     from toolkit.cli.results import ComparedRun
     from toolkit.sim.api import PolicyRun
     from toolkit.sim.world import World
@@ -69,8 +85,6 @@ def command(given: CompareOptions) -> None:
     --set policy.key=value sets a parameter of that policy, key=value one of every policy that has
     it. Ctrl-C prints the finished runs.
     """
-    from toolkit.cli.basis import kind_names, note_rest, plain
-    from toolkit.cli.output import draw, emit, note, require_matplotlib
     from toolkit.cli.results import Comparison
     from toolkit.files.io import check_writable
     from toolkit.sched.policies import BUILT_IN, KNOWN
@@ -124,8 +138,6 @@ def command(given: CompareOptions) -> None:
 
 def _collect(simulations: Iterator[PolicyRun], total: int) -> list[PolicyRun]:
     """The runs, best first at each rate; after Ctrl-C those that are finished."""
-    from toolkit.cli.output import progress
-
     runs: list[PolicyRun] = []
     try:
         with progress("comparing", total) as advance:
@@ -140,8 +152,6 @@ def _collect(simulations: Iterator[PolicyRun], total: int) -> list[PolicyRun]:
 
 def _words(option: str, text: str) -> list[str]:
     """The words between the commas. `InputError` where there are none."""
-    from toolkit.errors import InputError
-
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise InputError(
@@ -151,8 +161,6 @@ def _words(option: str, text: str) -> list[str]:
 
 
 def _rates(words: Sequence[str] | None) -> list[float]:
-    from toolkit.errors import InputError
-
     rates = []
     for word in _words("--rate", ",".join(words)) if words else []:
         try:
@@ -166,8 +174,6 @@ def _rates(words: Sequence[str] | None) -> list[float]:
 
 def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
     """The metrics to show. `InputError` for one that no run has."""
-    from toolkit.errors import InputError, nearest
-
     if text is None:
         many = _rates_of(runs) > 1  # the column of rates leaves room for one metric less
         return [name for name in COLUMNS if not many or name != "e2e_mean_s"]
@@ -196,8 +202,6 @@ def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
 
 def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, float]) -> None:
     """Print what a reader must know before trusting the table."""
-    from toolkit.cli.output import note, number
-
     if not sla:
         note("no --sla was given: goodput counts every finished request")
     for run in runs:
@@ -227,7 +231,6 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
 
 
 def _name(run: PolicyRun, runs: Sequence[PolicyRun]) -> str:
-    from toolkit.cli.output import number
 
     return f"{run.policy} at {number(run.rate_rps)}/s" if _rates_of(runs) > 1 else run.policy
 
@@ -237,9 +240,6 @@ def _rates_of(runs: Sequence[PolicyRun]) -> int:
 
 
 def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[str]) -> None:
-    from textwrap import fill
-
-    from toolkit.cli.output import WIDTH, bars, blocks, chart, table
     from toolkit.sched.policies import footnote, marked
 
     many = _rates_of(runs) > 1
@@ -266,8 +266,6 @@ def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
     latencies.
     """
     import numpy as np
-
-    from toolkit.cli.output import FigurePanel
 
     done = [run for run in runs if len(run.e2e_s)]
     if not done:

@@ -6,9 +6,12 @@ functions below it choose what is replayed.
 
 from __future__ import annotations
 
+import json
 import shlex
+import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +21,10 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
+from toolkit.cli.arguments import JsonOption, RecipeArgument, TraceOption, open_recipe
+from toolkit.cli.output import WIDTH, emit, table
+from toolkit.errors import LimitsBrokenError
+from toolkit.units import seconds
 
 if TYPE_CHECKING:
     from toolkit.files.bench import BenchReport
@@ -46,9 +52,7 @@ def command(
     out: Annotated[Path, typer.Option(help="Write the files of all steps to this folder.")] = Path(
         "demo-out"
     ),
-    trace: Annotated[
-        str, typer.Option(help="A trace file, or the name of a shipped trace.")
-    ] = "chat-small",
+    trace: TraceOption = "chat-small",
     as_json: JsonOption = False,
 ) -> None:
     """Profile, fit, tune, serve and check a model on this machine, then compare it with
@@ -59,7 +63,6 @@ def command(
     share a beginning, with its prefix cache and without. Each step is one command, shown before it
     runs; its files stay in the output folder.
     """
-    from toolkit.cli.output import emit
     from toolkit.files.bench import BenchReport
     from toolkit.files.io import read_file
     from toolkit.files.tuning import Tuning
@@ -87,7 +90,8 @@ def command(
     stage.title("6/7  the same requests, workers and memory under sequence-level scheduling (SLS)")
     fixed = ["--policy", "sequence", "--set", f"batch_size={_safe_rows(fit)}"]
     stage.llmctl("render", named, "--fit", fit, *fixed, "--out", plan_sls)
-    stage.serve_and_bench(plan_sls, trace, excerpt, bench_sls)
+    with stage.server(plan_sls) as url:
+        stage.bench(url, plan_sls, trace, excerpt, bench_sls)
     sharing = simulate_sharing(stage, out)
     page = out / "report.html"
     stage.llmctl("report", plan, "--out", page)
@@ -176,8 +180,6 @@ class Stages:
 
     def metrics(self, *words: object) -> dict[str, float]:
         """Run one command with `--json`; the numbers that it prints, by name."""
-        import json
-
         line = [str(word) for word in (*words, "--json")]
         self.say(f"$ llmctl {shlex.join(line)}")
         done = subprocess.run([sys.executable, "-m", "toolkit", *line], stdout=subprocess.PIPE)
@@ -188,7 +190,6 @@ class Stages:
     def tune(self, *words: object) -> list[str]:
         """Run `llmctl tune`. Where no setting keeps the limits: the option that allows that."""
         from toolkit.deploy.order import ALLOW_BROKEN
-        from toolkit.errors import LimitsBrokenError
 
         if not self.llmctl("tune", *words, survives=LimitsBrokenError.exit_code):
             return []
@@ -196,10 +197,6 @@ class Stages:
             f"No setting keeps every limit on this machine; the demo continues with {ALLOW_BROKEN}."
         )
         return [ALLOW_BROKEN]
-
-    def serve_and_bench(self, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
-        with self.server(plan) as url:
-            self.bench(url, plan, trace, excerpt, report)
 
     def bench(self, url: str, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
         """Replay an excerpt of the trace against the server of a plan."""
@@ -228,7 +225,6 @@ class Stages:
 
 
 def _free_port() -> int:
-    import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -254,13 +250,8 @@ def _wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 def _tuned_window(tuning: Tuning) -> list[str]:
     """The options for replaying the first window that the tuning held out, at the tuned rate."""
     window = tuning.held_out_windows[0]
-    span = [
-        "--start",
-        f"{window.start_s:.3f}",
-        "--duration",
-        f"{window.end_s - window.start_s:.3f}",
-    ]
-    return ["--rate", f"{tuning.request_rate_rps:.6g}", *span]
+    rate, long_s = tuning.request_rate_rps, window.end_s - window.start_s
+    return f"--rate {rate:.6g} --start {window.start_s:.3f} --duration {long_s:.3f}".split()
 
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
@@ -352,10 +343,6 @@ def _all_of(count: int) -> str:
 
 
 def _show(result: Achieved, folder: Path) -> None:
-    import textwrap
-
-    from toolkit.cli.output import WIDTH, seconds, table
-
     words = {True: "yes", False: "NO", None: None}
     rows = [
         [one.metric, one.limit, one.promised, one.predicted, one.measured, words[one.kept]]

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.arguments import JsonOption
-from toolkit.cli.output import emit, note, number, percent, seconds, table
+from toolkit.cli.output import emit, note, table
+from toolkit.errors import TargetMissedError
+from toolkit.units import number, percent, seconds
 
 if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
@@ -70,7 +72,12 @@ def command(
     emit(as_json, fit, lambda: show(fit, fitted if points else None))
     if measured.engine.analytic:
         note(f"analytic, nothing was measured: {measured.engine.analytic}")
-    _warn_of_rounds(fit)
+    found = fit.rounds.overhead.error.median_percent if fit.rounds else 0.0
+    if found > LARGE_PERCENT:
+        note(
+            f"rounds: the held-out median error is {found:.0f} %;"
+            " profile again on a quieter machine, or with more sequences"
+        )
     note(f"wrote {out}")
     if max_error is not None:
         _hold_to(fit, max_error)
@@ -158,15 +165,6 @@ def _swap(fit: SwapFit) -> str:
     return f"{seconds(fit.latency_s)} + {out}, {back} GB/s"
 
 
-def _warn_of_rounds(fit: Fit) -> None:
-    if fit.rounds and fit.rounds.overhead.error.median_percent > LARGE_PERCENT:
-        found = fit.rounds.overhead.error.median_percent
-        note(
-            f"rounds: the held-out median error is {found:.0f} %;"
-            " profile again on a quieter machine, or with more sequences"
-        )
-
-
 def _errors(error: HeldOutError) -> tuple[str, str, str]:
     return (
         f"{error.median_percent:.1f} %",
@@ -234,8 +232,6 @@ def _show_points(name: str, law: FittedLaw) -> None:
 
 
 def _hold_to(fit: Fit, max_error: float) -> None:
-    from toolkit.errors import TargetMissedError
-
     errors = [("prefill", fit.prefill.error), ("decode", fit.decode.error)]
     if fit.rounds:
         errors.append(("rounds", fit.rounds.overhead.error))

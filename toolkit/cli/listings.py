@@ -5,7 +5,7 @@ have.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -15,6 +15,8 @@ import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 from toolkit.cli.output import WIDTH, aligned, emit, table
+from toolkit.errors import EngineError
+from toolkit.sched.catalogue import ABOUT
 
 if TYPE_CHECKING:
     from toolkit.backends import Check
@@ -37,7 +39,6 @@ def doctor(
     """
     from toolkit.deploy.doctor import check_engine, check_machine, check_recipe, missing
     from toolkit.engines.devices import find_devices
-    from toolkit.errors import EngineError
 
     loaded = open_recipe(recipe) if recipe else None
     devices = find_devices()
@@ -56,12 +57,14 @@ def doctor(
 
 
 def _show_checks(checks: list[Check], recipe: str) -> None:
+    from toolkit.deploy.doctor import missing
+
     rows = [
         (one.name, one.status, f"{one.found}\n-> {one.remedy}" if one.remedy else one.found)
         for one in checks
     ]
     table(["check", "", "found"], rows)
-    absent = [check.name for check in checks if check.status == "missing"]
+    absent = [check.name for check in missing(checks)]
     subject = f"recipe {recipe}" if recipe else "this machine"
     if not absent:
         print(f"{subject}: ready" + (" to be used on this machine" if recipe else ""))
@@ -106,7 +109,8 @@ def recipes(as_json: JsonOption = False) -> None:
 
 def _recipe_line(name: str) -> RecipeLine:
     from toolkit.files.fit import Fit
-    from toolkit.files.io import load_recipe, read_file, shipped_fit
+    from toolkit.files.io import read_file, shipped_fit
+    from toolkit.files.shipped import load_recipe
 
     recipe, path = load_recipe(name), shipped_fit(name)
     basis = (
@@ -161,22 +165,12 @@ def policies(as_json: JsonOption = False) -> None:
     A policy that needs the future runs in simulations only. docs/explanation/policies.md has the
     details and the parameters.
     """
-    from toolkit.sched.catalogue import ABOUT
     from toolkit.sched.policies import KNOWN, engines_for
 
     lines = [
         PolicyLine(name, ABOUT[name].does, ABOUT[name].source, engines_for(name)) for name in KNOWN
     ]
-    found = [
-        {
-            "name": one.name,
-            "does": one.does,
-            "source": one.source,
-            "engines": one.engines,
-            "live": one.live,
-        }
-        for one in lines
-    ]
+    found = [asdict(one) | {"live": one.live} for one in lines]
     emit(as_json, {"policies": found}, lambda: _show_policies(lines))
 
 

@@ -18,34 +18,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import timedelta
-from io import BytesIO
 from pathlib import Path
 from string import ascii_lowercase
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InputError
-from toolkit.units import number, percent, seconds, size
+from toolkit.units import number
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.console import Console
     from rich.table import Table
-
-__all__ = [
-    "JUSTIFY",
-    "WIDTH",
-    "aligned",
-    "emit",
-    "note",
-    "number",
-    "percent",
-    "progress",
-    "seconds",
-    "show_any_text",
-    "size",
-    "table",
-]
 
 WIDTH = 80
 TEXT_ROOM = 24  # width that a column of text needs to be readable; longer text wraps
@@ -75,12 +59,11 @@ def show_any_text() -> None:
 def _nearest_text(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(_nearest(one) for one in error.object[error.start : error.end]), error.end
-
-
-def _nearest(character: str) -> str:
-    plain = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
-    return NEAREST.get(character) or plain or "?"
+    found = []
+    for one in error.object[error.start : error.end]:
+        plain = unicodedata.normalize("NFKD", one).encode("ascii", "ignore").decode()
+        found.append(NEAREST.get(one) or plain or "?")
+    return "".join(found), error.end
 
 
 def shows_unicode() -> bool:
@@ -430,7 +413,7 @@ def draw(panels: Sequence[FigurePanel], path: Path) -> None:
     FigureCanvasAgg(figure)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw_panel(axes, panel)
-    picture = BytesIO()
+    picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     write_bytes(path, picture.getvalue())
 

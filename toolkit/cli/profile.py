@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
-from toolkit.cli.output import emit, note, number, percent, progress, seconds, size, table
+from toolkit.cli.output import emit, note, progress, table
+from toolkit.errors import InputError
+from toolkit.units import number, percent, seconds, size
 
 if TYPE_CHECKING:
     from toolkit.files.profile import HitPoint, Profile, RoundsProfile
@@ -74,7 +77,12 @@ def command(
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
     if not measured.engine.is_server:  # the CPU time of a server would count as other programs'
-        _warn_of_other_load(others.percent())
+        others_percent = others.percent()
+        if others_percent > OTHERS_MAX_PERCENT:
+            note(
+                f"other programs used {others_percent:.0f} % of the CPUs meanwhile:"
+                " the fitted laws will be too slow"
+            )
     emit(as_json, measured, lambda: show(measured))
     note(f"wrote {out}; fit its laws with: llmctl fit {out}")
 
@@ -82,9 +90,9 @@ def command(
 def _profile_analytically(
     recipe: Path, out: Path, like: tuple[Path, Path] | None, as_json: bool, *, analytic: bool
 ) -> None:
-    from toolkit.errors import InputError
-    from toolkit.files.io import head, read_file, recipe_path, write_file
+    from toolkit.files.io import head, read_file, write_file
     from toolkit.files.profile import Profile
+    from toolkit.files.shipped import recipe_path
     from toolkit.profiling.analytic import analytic_profile, basis_of
 
     if not analytic:
@@ -125,14 +133,6 @@ class TerminalWatch:
 
     def advanced(self, text: str) -> None:
         self._advance(text=text)
-
-
-def _warn_of_other_load(others_percent: float) -> None:
-    if others_percent > OTHERS_MAX_PERCENT:
-        note(
-            f"other programs used {others_percent:.0f} % of the CPUs meanwhile:"
-            " the fitted laws will be too slow"
-        )
 
 
 def show(profile: Profile) -> None:
@@ -179,8 +179,6 @@ def show(profile: Profile) -> None:
 
 
 def _show_hits(hits: Sequence[HitPoint]) -> None:
-    from statistics import median
-
     rows: list[tuple[object, ...]] = []
     for point in hits:
         new_s, again_s = median(point.new_s), median(point.again_s)
@@ -192,8 +190,6 @@ def _show_hits(hits: Sequence[HitPoint]) -> None:
 
 
 def _show_rounds(rounds: RoundsProfile) -> None:
-    from statistics import median
-
     rows: list[tuple[object, ...]] = [
         (point.part, point.rows, point.length, point.others, seconds(median(point.seconds)))
         for point in rounds.parts
@@ -210,8 +206,6 @@ def _points(count: int) -> str:
 
 
 def _show_grid(name: str, points: list[tuple[int, int, list[float]]]) -> None:
-    from statistics import median
-
     cells = {(rows, length): seconds(median(samples)) for rows, length, samples in points}
     lengths = sorted({length for _, length in cells})
     sizes = sorted({rows for rows, _ in cells})

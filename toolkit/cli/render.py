@@ -24,12 +24,19 @@ from toolkit.cli.arguments import (
     parse_settings,
     resolve_fit,
 )
+from toolkit.cli.basis import (
+    accept,
+    find_validation,
+    note_analytic,
+    note_basis,
+    plan_of_fleet,
+    plan_of_recipe,
+)
 from toolkit.cli.output import emit, note, table
+from toolkit.errors import InputError, TargetMissedError
 
 if TYPE_CHECKING:
-    from toolkit.deploy.differences import Difference
     from toolkit.deploy.order import Order
-    from toolkit.deploy.render import Change
     from toolkit.files.plan import Plan, PlannedPolicy
 
 # of the predicted metrics, those that are shown; the plan has all
@@ -161,9 +168,7 @@ def command(given: RenderOptions) -> None:
     EXPLAIN.md, with a bench.sh that checks its predictions. The same files give the same output,
     byte for byte; --check is for CI.
     """
-    from toolkit.cli.basis import accept, note_basis
     from toolkit.deploy.order import ALLOW_BROKEN
-    from toolkit.errors import InputError
     from toolkit.files.io import write_file
     from toolkit.files.tuning import broken
 
@@ -201,7 +206,6 @@ class Made:
 
 def _policy(given: RenderOptions) -> PlannedPolicy | None:
     """The policy of --policy and --set."""
-    from toolkit.errors import InputError
     from toolkit.files.plan import PlannedPolicy
 
     if given.policy is None:
@@ -212,12 +216,10 @@ def _policy(given: RenderOptions) -> PlannedPolicy | None:
 
 
 def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None) -> Made:
-    from toolkit.cli.basis import plan_of_recipe
-    from toolkit.errors import InputError
     from toolkit.files.fleet import is_fleet
-    from toolkit.files.io import read_file, recipe_path
+    from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
-    from toolkit.files.shipped import is_recipe
+    from toolkit.files.shipped import is_recipe, recipe_path
 
     if not is_recipe(source):
         if fit or tuning or given:
@@ -226,23 +228,14 @@ def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPol
             )
         return Made(read_file(Plan, source), source, source)
     if is_fleet(source):
-        return _make_of_fleet(source, fit, tuning, given)
+        if fit is not None:
+            raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
+        plan, near = plan_of_fleet(source, tuning, given)
+        return Made(plan, None, near)
     if fit is None:
         recipe_path(source)  # a missing recipe is reported first
         raise InputError("a recipe needs its fit", "add --fit fit.json, from `llmctl fit`")
     return Made(plan_of_recipe(source, fit, tuning, given), None, fit)
-
-
-def _make_of_fleet(
-    source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None
-) -> Made:
-    from toolkit.cli.basis import plan_of_fleet
-    from toolkit.errors import InputError
-
-    if fit is not None:
-        raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
-    plan, near = plan_of_fleet(source, tuning, given)
-    return Made(plan, None, near)
 
 
 def _show(plan: Plan) -> None:
@@ -262,30 +255,23 @@ def _show(plan: Plan) -> None:
 
 def _compare(plan: Plan, existing: Path, as_json: bool) -> None:
     from toolkit.deploy.differences import differences
-    from toolkit.errors import TargetMissedError
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
     found = differences(read_file(Plan, existing), plan)
-    emit(as_json, {"differences": found}, lambda: _show_differences(found))
+    rows = [(each.key, each.old, each.new) for each in found]
+    show = partial(table, ["value", "<in the file", "<now"], rows)
+    emit(as_json, {"differences": found}, show if found else partial(print, "up to date"))
     if found:
         raise TargetMissedError(
             f"{existing} is out of date: {len(found)} values differ", "run it without --check"
         )
 
 
-def _show_differences(found: list[Difference]) -> None:
-    if found:
-        table(["value", "<in the file", "<now"], [(each.key, each.old, each.new) for each in found])
-    else:
-        print("up to date")
-
-
 def _render(made: Made, target: str, given: RenderOptions) -> None:
     """Write the target's folder, or compare it. `TargetMissedError` where a comparison finds
     differences.
     """
-    from toolkit.cli.basis import note_analytic
     from toolkit.deploy.reckon import default_trace, ttft_targets
     from toolkit.deploy.render import changes, manifest_of, render_target, write
 
@@ -293,15 +279,18 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
     order = _order(made, folder, given)
     files = render_target(target, order)
     if given.check:
-        _compare_folder(folder, changes(files, folder), given.as_json)
+        found = changes(files, folder)
+        shown = "\n".join(each.diff.rstrip("\n") for each in found) or "up to date"
+        emit(given.as_json, {"changes": found}, lambda: print(shown))
+        if found:
+            names = ", ".join(each.file for each in found)
+            raise TargetMissedError(f"{folder} is out of date: {names}", "run it without --check")
         return
     manifest = manifest_of(files, target, order.name, order.stamp())
     write(files, folder, manifest, force=given.force)
-    emit(
-        given.as_json,
-        {"folder": str(folder), **manifest.model_dump()},
-        lambda: _show_files(folder, files),
-    )
+    rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
+    written = {"folder": str(folder), **manifest.model_dump()}
+    emit(given.as_json, written, lambda: table(["file", ">bytes"], rows))
     note_analytic(made.plan.fit)
     if order.trace is None and ttft_targets(recipe):
         lengths = f"computed for the lengths of {default_trace(recipe)}"
@@ -312,7 +301,6 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
 
 
 def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
-    from toolkit.cli.basis import find_validation
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.render import digest, shipped_trace
     from toolkit.traces.read import read_trace
@@ -345,7 +333,6 @@ def _plan_text(made: Made, folder: Path) -> str:
     A plan there that cannot be read, such as one of another version of llmctl, counts as different.
     """
     from toolkit.deploy.differences import differences
-    from toolkit.errors import InputError
     from toolkit.files.io import file_text, read_file
     from toolkit.files.plan import Plan
 
@@ -356,21 +343,3 @@ def _plan_text(made: Made, folder: Path) -> str:
             if existing.is_file() and not differences(read_file(Plan, existing), made.plan):
                 return existing.read_text(encoding="utf-8")
     return file_text(made.plan)
-
-
-def _show_files(folder: Path, files: dict[str, str]) -> None:
-    rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
-    table(["file", ">bytes"], rows)
-
-
-def _compare_folder(folder: Path, found: list[Change], as_json: bool) -> None:
-    from toolkit.errors import TargetMissedError
-
-    emit(as_json, {"changes": found}, lambda: _show_changes(found))
-    if found:
-        names = ", ".join(each.file for each in found)
-        raise TargetMissedError(f"{folder} is out of date: {names}", "run it without --check")
-
-
-def _show_changes(found: list[Change]) -> None:
-    print("\n".join(each.diff.rstrip("\n") for each in found) if found else "up to date")

@@ -9,7 +9,9 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption
-from toolkit.cli.output import emit, note, size
+from toolkit.cli.output import emit, note
+from toolkit.errors import InputError
+from toolkit.units import size
 
 
 def command(
@@ -38,7 +40,6 @@ def command(
     script. A missing file is named with the command that makes it; a file about another fit is not
     shown.
     """
-    from toolkit.errors import InputError
     from toolkit.files.io import check_writable, write_text
     from toolkit.report.material import gather
     from toolkit.report.page import report

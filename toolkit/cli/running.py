@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +15,7 @@ import typer
 
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, table
+from toolkit.errors import InputError, LlmctlError, nearest
 
 if TYPE_CHECKING:
     from toolkit.deploy.running import Running
@@ -43,7 +47,13 @@ def status(
     """
     from toolkit.endpoints.target import base_url
 
-    found = [_of(url, base_url(url), "", api_key) for url in urls] if urls else _all(api_key)
+    if urls:
+        found = [_of(url, base_url(url), "", api_key) for url in urls]
+    else:
+        found = [
+            _of(one.name, one.url, one.target, api_key, one.certificate, one.breaks)
+            for one in alive()
+        ]
     emit(as_json, {"servers": found}, lambda: _show_servers(found))
     for one in found:
         if one["breaks"]:
@@ -74,22 +84,14 @@ def alive() -> list[Running]:
     return running
 
 
-def _all(api_key: str) -> list[dict[str, Any]]:
-    return [
-        _of(one.name, one.url, one.target, api_key, one.certificate, one.breaks) for one in alive()
-    ]
-
-
 def _of(
     name: str, url: str, target: str, api_key: str, certificate: str | None = None, breaks: str = ""
 ) -> dict[str, Any]:
     from toolkit.endpoints.target import KV_USAGE, RUNNING, WAITING, look
 
     seen = look(url, api_key, Path(certificate) if certificate else None)
-    seconds, predicted = (
-        seen.total("llmctl_batch_seconds_total"),
-        seen.total("llmctl_predicted_batch_seconds_total"),
-    )
+    seconds = seen.total("llmctl_batch_seconds_total")
+    predicted, usage = seen.total("llmctl_predicted_batch_seconds_total"), seen.total(*KV_USAGE)
     return {
         "name": name,
         "target": target,
@@ -98,14 +100,10 @@ def _of(
         "metrics": bool(seen.metrics) if seen.healthy is not None else None,
         "running": seen.total(*RUNNING),
         "waiting": seen.total(*WAITING),
-        "kv_usage_percent": _percent(seen.total(*KV_USAGE)),
+        "kv_usage_percent": None if usage is None else 100.0 * usage,
         "actual_over_predicted": seconds / predicted if seconds and predicted else None,
         "breaks": breaks,
     }
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100.0 * share
 
 
 def _show_servers(found: list[dict[str, Any]]) -> None:
@@ -146,8 +144,6 @@ def stop(
 
 
 def _chosen(name: str | None, every: bool) -> list[Running]:
-    from toolkit.errors import InputError, nearest
-
     running = alive()
     names = [server.name for server in running]
     if name is not None:
@@ -201,12 +197,8 @@ def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
     """Send SIGTERM; how all requests of the server ended. `LlmctlError` where it takes too long, or
     was killed otherwise.
     """
-    import os
-    import signal
-    import time
 
     from toolkit.deploy.running import recall
-    from toolkit.errors import LlmctlError
 
     os.kill(pid, signal.SIGTERM)
     until = time.monotonic() + timeout
@@ -226,7 +218,6 @@ def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
 def _stop_managed(server: Running) -> dict[str, object]:
     from toolkit.deploy import running
     from toolkit.deploy.render import read_manifest
-    from toolkit.errors import InputError
 
     folder = Path(server.folder or "")
     manifest = read_manifest(folder)

@@ -8,6 +8,7 @@ of these; the steps in between are in `serve_start`.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,16 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from toolkit.cli import arguments
+from toolkit.cli import arguments, serve_start
 from toolkit.cli.arguments import (
     SET_HELP,
     JsonOption,
     command_of,
     limit_workers,
+    parse_settings,
     resolve_fit,
 )
 from toolkit.cli.basis import accept, warn_of_foreign
 from toolkit.cli.output import note
+from toolkit.errors import InputError
 
 if TYPE_CHECKING:
     from toolkit.backends import ServerOrder, StartsReplicas
@@ -342,51 +345,43 @@ def command(given: ServeOptions) -> None:
     engine vllm and several workers it starts them. SIGHUP restarts its own one at a time.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
-    from toolkit.cli.serve_start import (
-        check_engine,
-        find_keys,
-        forget_variable,
-        locate,
-        override,
-        plan_to_serve,
-        serve_managed,
-        start,
-        start_gateway,
-        start_server,
-    )
     from toolkit.serve.launch import Manager
 
-    location = locate(given.source, given.target)
+    location = serve_start.locate(given.source, given.target)
     broken = given.force or given.allow_broken_limits
-    if location.managed:
-        serve_managed(location, given.as_json, broken=broken)
+    if location.target in serve_start.MANAGED:
+        serve_start.serve_managed(location, given.as_json, broken=broken)
         return
     # the workers inherit the environment, and run models' own code
-    forget_variable("LLMCTL_API_KEY")
-    manager, access = Manager.take(), find_keys(given.api_key, given.api_key_file, given.api_keys)
+    serve_start.forget_variable("LLMCTL_API_KEY")
+    manager, access = (
+        Manager.take(),
+        serve_start.find_keys(given.api_key, given.api_key_file, given.api_keys),
+    )
     source = location.plan or given.source
-    plan = plan_to_serve(source, given.plan, given.fit, given.tuning, given.force)
-    plan = override(plan, given.policy, given.settings, given.workers)
+    plan = serve_start.plan_to_serve(source, given.plan, given.fit, given.tuning, given.force)
+    plan = serve_start.override(plan, given.policy, given.settings, given.workers)
     accept(plan, str(given.tuning or location.plan or given.plan or given.source), broken=broken)
-    check_engine(plan, given.engine)
+    serve_start.check_engine(plan, given.engine)
     ray = given.ray or ("auto" if location.target == "ray" else "")
     backend = backend_of(plan.recipe.engine.name)
     own = backend if isinstance(backend, StartsReplicas) and plan.workers > 1 else None
     if given.replica or given.replicas or own is not None:
         file = Path(location.plan) if location.plan else given.plan or Path(given.source or "")
         gateway = _gateway(given, plan, access, manager, own, file)
-        start_gateway(gateway, certificate=given.ssl_certfile, as_json=given.as_json)
+        serve_start.start_gateway(gateway, certificate=given.ssl_certfile, as_json=given.as_json)
     elif isinstance(backend, Serves):
         order = _server_order(given, plan, access, ray)
-        start_server(backend, order, manager, as_json=given.as_json)
+        serve_start.start_server(backend, order, manager, as_json=given.as_json)
     else:
         launch = _launch(given, plan, access, ray, manager)
-        start(launch, certificate=given.ssl_certfile, strict=given.strict, as_json=given.as_json)
+        serve_start.start(
+            launch, certificate=given.ssl_certfile, strict=given.strict, as_json=given.as_json
+        )
 
 
 def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: Manager) -> Launch:
     """Our own server for `plan`."""
-    from toolkit.cli.serve_start import find_certificate, points_to_check
     from toolkit.serve.assemble import make_limits, make_settings
     from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.launch import Launch
@@ -416,12 +411,12 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
         event_log=given.event_log,
         request_log=given.request_log,
         ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
-        checks=points_to_check(plan, given.check),
+        checks=serve_start.points_to_check(plan, given.check),
         on_foreign=warn_of_foreign if given.force else None,
         ray=ray,
         room_timeout_s=given.room_timeout,
         callers=watched_keys,
-        certificate=find_certificate(given.ssl_certfile, given.ssl_keyfile),
+        certificate=serve_start.find_certificate(given.ssl_certfile, given.ssl_keyfile),
         manager=manager,
     )
 
@@ -431,7 +426,6 @@ def _server_order(given: ServeOptions, plan: Plan, access: Access, ray: str) -> 
     have.
     """
     from toolkit.backends import ServerOrder
-    from toolkit.errors import InputError
     from toolkit.serve.assemble import model_name
     from toolkit.serve.server import Ending
 
@@ -463,13 +457,12 @@ def _gateway(
     file: Path,
 ) -> GatewayLaunch:
     """The front before several servers. `InputError` for options that it does not have."""
-    from toolkit.cli.serve_start import find_certificate
+    from toolkit.backends.openai import KEY_VARIABLE
     from toolkit.gateway.front import GatewaySettings
     from toolkit.gateway.launch import (
         GatewayLaunch,
         kinds_of_replicas,
         limits_of_replicas,
-        replica_key,
         replicas_like,
     )
     from toolkit.serve.http import CLIENT_SHARE
@@ -500,7 +493,7 @@ def _gateway(
         source=source,
         own=None if source is not None else own,
         reread=partial(_reread, given, file, plan) if file.is_file() else None,
-        key=replica_key(),
+        key=os.environ.get(KEY_VARIABLE, ""),
         on_foreign=warn_of_foreign if given.force else None,
         access=(api_key, keys),
         insecure=given.insecure,
@@ -510,7 +503,7 @@ def _gateway(
         request_log=given.request_log,
         ending=Ending(given.shutdown_notice, given.shutdown_timeout, note),
         callers=watched_keys,
-        certificate=find_certificate(given.ssl_certfile, given.ssl_keyfile),
+        certificate=serve_start.find_certificate(given.ssl_certfile, given.ssl_keyfile),
         manager=manager,
     )
 
@@ -519,7 +512,6 @@ def _router(given: ServeOptions, plan: Plan) -> Router:
     """The router of the command line with the plan's targets, else the plan's; with the parameters
     of --set-router.
     """
-    from toolkit.cli.arguments import parse_settings
     from toolkit.routing.routers import (
         RoundRobinRouter,
         make_router,
@@ -541,12 +533,10 @@ def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
     Raises `InputError` where it needs another front than `before` does: another number of workers,
     another router, or other keys of `serve` or targets.
     """
-    from toolkit.cli.serve_start import override
-    from toolkit.errors import InputError
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
-    plan = override(read_file(Plan, file), given.policy, given.settings, given.workers)
+    plan = serve_start.override(read_file(Plan, file), given.policy, given.settings, given.workers)
     old, new = before.recipe, plan.recipe
     changes = {
         f"{plan.workers} workers, not {before.workers}": plan.workers != before.workers,
@@ -564,7 +554,6 @@ def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
 
 def _replica_source(given: ServeOptions) -> ReplicaSource | None:
     """The replicas that run already; None: none was named."""
-    from toolkit.errors import InputError
     from toolkit.gateway.sources import GivenReplicas, replica_source
 
     if given.replica and given.replicas:
@@ -576,8 +565,6 @@ def _replica_source(given: ServeOptions) -> ReplicaSource | None:
 
 def _refuse(given: ServeOptions, what: str, *names: str, why: str = "") -> None:
     """`InputError` where one of these options is given."""
-    from toolkit.errors import InputError
-
     found = [name for name in names if getattr(given, name[2:].replace("-", "_"))]
     if found:
         raise InputError(f"{what} does not support {', '.join(found)}{why}", "leave it out")

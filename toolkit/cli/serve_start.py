@@ -18,8 +18,10 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from toolkit.cli.arguments import parse_settings
-from toolkit.cli.basis import plan_of_recipe
+from toolkit.cli.basis import accept, plan_of_fleet, plan_of_recipe, refuse_workers
 from toolkit.cli.output import WIDTH, emit, note
+from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -57,17 +59,12 @@ class ServeLocation:
     def plan(self) -> str | None:
         return None if self.folder is None else str(self.folder / "plan.json")
 
-    @property
-    def managed(self) -> bool:
-        return self.target in MANAGED
-
 
 def locate(source: str | None, target: str | None) -> ServeLocation:
     """Where to serve `source`. `InputError` for a target that serve cannot start, or for which
     nothing was rendered.
     """
     from toolkit.deploy.render import read_manifest
-    from toolkit.errors import InputError, nearest
 
     folder = Path(source) if source and Path(source).is_dir() else None
     manifest = read_manifest(folder) if folder else None
@@ -97,7 +94,6 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
 
     `InputError` where its plan is predicted to break limits, unless `broken` allows that.
     """
-    from toolkit.cli.basis import accept
     from toolkit.deploy.running import Running, name_of, remember, start
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
@@ -121,13 +117,13 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
         breaks=breaks(plan.limits),
     )
     remember(server)
-    emit(as_json, server, lambda: _show_managed(server))
 
+    def show() -> None:
+        print(f"ready: {server.url} serves {server.model}, by {server.target}")
+        if server.breaks:
+            print(fill(f"warning: predicted to {server.breaks}", WIDTH, subsequent_indent="  "))
 
-def _show_managed(server: Running) -> None:
-    print(f"ready: {server.url} serves {server.model}, by {server.target}")
-    if server.breaks:
-        print(fill(f"warning: predicted to {server.breaks}", WIDTH, subsequent_indent="  "))
+    emit(as_json, server, show)
 
 
 def plan_to_serve(
@@ -136,8 +132,6 @@ def plan_to_serve(
     """Read a plan, or make one from a recipe or a fleet with its fits. `InputError` for both, and
     for neither.
     """
-    from toolkit.cli.basis import plan_of_fleet
-    from toolkit.errors import InputError
     from toolkit.files.fleet import is_fleet
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
@@ -167,7 +161,6 @@ def override(
     """The plan with the policy, parameters and workers of the command line. `InputError` for an
     unknown policy or parameter.
     """
-    from toolkit.cli.basis import refuse_workers
     from toolkit.deploy.plan import replaced
     from toolkit.sim.world import settings_of_kinds
 
@@ -204,8 +197,6 @@ def _policy(
 
 def check_engine(plan: Plan, engine: str | None) -> None:
     """`InputError` where the plan is for another engine than `engine`."""
-    from toolkit.errors import InputError
-
     planned = " and ".join(dict.fromkeys(kind.recipe.engine.name for kind in plan.kinds))
     if engine is not None and engine != planned:
         raise InputError(
@@ -219,8 +210,6 @@ def read_key(given: str, file: Path | None) -> str:
     """The API key: the given one, or the one line of a file. `InputError` for both, and for a file
     without a key.
     """
-    from toolkit.errors import InputError
-
     if file is None:
         return given.strip()
     if given:
@@ -247,7 +236,6 @@ def find_keys(given: str, file: Path | None, keys: Path | None) -> Access:
 
     `InputError` for both a key and a file of keys, and for a file without a key.
     """
-    from toolkit.errors import InputError
     from toolkit.serve.access import read_keys
     from toolkit.serve.server import WatchedFiles
 
@@ -270,7 +258,6 @@ def find_certificate(certificate: Path | None, key: Path | None) -> WatchedFiles
     """The certificate for TLS; None: no TLS. `InputError` for a key without a certificate, and for
     files that hold neither.
     """
-    from toolkit.errors import InputError
     from toolkit.serve.server import certificate_source
 
     if certificate is None:
@@ -302,7 +289,6 @@ def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
     """The points of the fits to measure again before the first request, within `seconds`; None: the
     default.
     """
-    from toolkit.engine_traits import traits_of
     from toolkit.serve.drift import BUDGET_S, checks_of
 
     if seconds is None:
@@ -432,7 +418,6 @@ class ServerRecord:
         and the server runs.
         """
         from toolkit.deploy.running import name_of, remember, this_process
-        from toolkit.errors import InputError
         from toolkit.files.tuning import breaks
 
         self._was_ready = True

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,15 +17,29 @@ import typer
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     JsonOption,
+    RateOption,
     SetOption,
     SlaOption,
+    TraceOption,
     command_of,
     limit_workers,
     parse_settings,
     parse_sla,
     resolve_recipe,
 )
-from toolkit.cli.basis import FleetOption
+from toolkit.cli.basis import (
+    FleetOption,
+    kind_names,
+    note_basis,
+    note_rest,
+    note_scaling,
+    open_fleet,
+    plain,
+    refuse_workers,
+)
+from toolkit.cli.output import emit, note, table
+from toolkit.errors import InputError
+from toolkit.units import number
 
 if TYPE_CHECKING:
     from toolkit.files.fit import Fit
@@ -49,12 +63,7 @@ OF_KINDS = (  # what the table of kinds shows
 class StageOptions:
     """The options of a command that simulates a trace."""
 
-    trace: Annotated[
-        str,
-        typer.Option(
-            autocompletion=arguments.traces, help="A trace file, or the name of a shipped trace."
-        ),
-    ] = "chat-small"
+    trace: TraceOption = "chat-small"
     fit: Annotated[
         str,
         typer.Option(
@@ -136,7 +145,6 @@ class Stage:
         """The simulated world, with the given settings, and `flags` of the scheduler of a fleet's
         servers. `InputError` for a setting that it cannot have.
         """
-        from toolkit.cli.basis import refuse_workers
         from toolkit.sim.world import flagged, make_world
 
         if self.kinds:
@@ -157,8 +165,6 @@ def open_stage(given: StageOptions) -> Stage:
     `max_new_tokens` replaces the recipe's. `InputError` for files that are missing or of another
     kind, and where that recipe is not found; without a fit it names those that ship.
     """
-    from toolkit.cli.basis import note_basis, note_scaling, open_fleet
-    from toolkit.errors import InputError
     from toolkit.files.fit import Fit
     from toolkit.files.io import fit_path, read_file, shipped_fits
     from toolkit.sim.world import UNIT_STEP
@@ -201,7 +207,6 @@ def open_stage(given: StageOptions) -> Stage:
 
 
 def _refuse_recipe(recipe: Path | None, why: str) -> None:
-    from toolkit.errors import InputError
 
     if recipe is not None:
         raise InputError(f"--recipe {recipe.name} changes nothing: {why}", "leave --recipe out")
@@ -212,9 +217,9 @@ def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Rec
 
     `InputError` where it is `needed` and not found, `StaleError` where `given` is another.
     """
-    from toolkit.errors import InputError
     from toolkit.files.fit import Fit
-    from toolkit.files.io import find_recipe, load_recipe, read_file
+    from toolkit.files.io import find_recipe, read_file
+    from toolkit.files.shipped import load_recipe
 
     if given is not None:
         read_file(Fit, path, {"recipe": given})
@@ -296,9 +301,7 @@ def routed(
     """The world with the targets given to its router, and to its front if the world's settings
     `given` say that it refuses requests, and failures of replicas from a file.
     """
-    from dataclasses import replace
 
-    from toolkit.errors import InputError
     from toolkit.routing.admission import UNLIMITED, LatencyLimits
     from toolkit.routing.routers import make_router, router_parameters, targets_of
     from toolkit.sim.replicas import Routing, read_outages
@@ -323,8 +326,6 @@ def routed(
 
 def _quiet(world: World) -> World:
     """The same world without failures of replicas."""
-    from dataclasses import replace
-
     assert world.routing is not None
     return replace(world, routing=replace(world.routing, outages=()))
 
@@ -333,8 +334,6 @@ def _failure_notes(
     result: SimResult, targets: Mapping[str, float], quiet: Callable[[], SimResult]
 ) -> list[str]:
     """What failures of replicas cost: a line for each metric, without and with them."""
-    from toolkit.cli.output import number
-
     moved = result.counters.get("moved_requests", 0.0)
     if not moved:
         return []
@@ -358,9 +357,7 @@ class SimulateOptions(StageOptions):
             autocompletion=arguments.policy, help="The policy, one that `llmctl policies` lists."
         ),
     ] = "slice"
-    rate: Annotated[
-        float | None, typer.Option(help="Scale arrivals to this many requests per second.")
-    ] = None
+    rate: RateOption = None
     replica_failures: Annotated[
         Path | None,
         typer.Option(
@@ -380,8 +377,6 @@ def command(given: SimulateOptions) -> None:
     batch_size_mean, ...; its `trace` describes the requests. With --fit unit-step a second is a
     decode step, as in Past-Future's Table 1; see docs/reference/simulation.md.
     """
-    from toolkit.cli.basis import kind_names, note_rest, plain
-    from toolkit.cli.output import emit, note, table
     from toolkit.cli.results import Simulation
     from toolkit.sched.policies import footnote, marked
     from toolkit.sched.policies.parameters import parameters
@@ -425,7 +420,11 @@ def command(given: SimulateOptions) -> None:
 
     def show() -> None:
         table(["metric", "value"], list(metrics.items()), title=f"policy '{name}'")
-        _show_kinds(found.kinds)
+        if found.kinds:
+            kinds = found.kinds
+            shown = [name for name in OF_KINDS if any(name in each for each in kinds.values())]
+            rows = [[name, *(each.get(key, "") for key in shown)] for name, each in kinds.items()]
+            table(["kind", *(f">{key}" for key in shown)], rows, title="by kind")
 
     emit(given.as_json, found, show)
 
@@ -440,12 +439,3 @@ def _of_kinds(
         kind.recipe.name: {"workers": float(kind.workers)} | part.metrics(targets)
         for kind, part in zip(stage.kinds, result.kinds, strict=True)
     }
-
-
-def _show_kinds(kinds: Mapping[str, Mapping[str, float]] | None) -> None:
-    from toolkit.cli.output import table
-
-    if kinds:
-        shown = [name for name in OF_KINDS if any(name in each for each in kinds.values())]
-        rows = [[name, *(each.get(metric, "") for metric in shown)] for name, each in kinds.items()]
-        table(["kind", *(f">{metric}" for metric in shown)], rows, title="by kind")

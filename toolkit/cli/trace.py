@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +17,11 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, command_of, resolve_recipe
-from toolkit.cli.output import emit, note, number, seconds, size, table
+from toolkit.cli.output import chart, emit, note, table
+from toolkit.errors import InputError
+from toolkit.units import number, seconds, size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from toolkit.traces.generate import SharedContent
     from toolkit.traces.sharing import PromptReuse
     from toolkit.traces.types import Trace
@@ -110,8 +111,6 @@ def record(given: RecordOptions) -> None:
 
 def _address(text: str) -> tuple[str, int]:
     """The host and port of HOST:PORT. `InputError` for other text."""
-    from toolkit.errors import InputError
-
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 1 << 16):
         raise InputError(
@@ -172,7 +171,6 @@ def inspect(
     """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths, and
     what a prefix cache could reuse.
     """
-    from dataclasses import asdict
 
     from toolkit.traces.read import read_trace
     from toolkit.traces.sharing import describe_reuse
@@ -188,8 +186,7 @@ def inspect(
 
 def _kv_bytes(recipe: Path) -> int:
     """The bytes of a token in the KV cache of a recipe's model."""
-    from toolkit.errors import InputError
-    from toolkit.files.io import load_recipe
+    from toolkit.files.shipped import load_recipe
 
     found = load_recipe(recipe).model.kv_bytes_per_token
     if found is None:
@@ -257,11 +254,10 @@ def convert(given: ConvertOptions) -> None:
 
     The cut comes last, so its seconds are those of the scaled trace, as in `tune` and `bench`.
     """
-    from toolkit.errors import InputError
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
-    from toolkit.traces.windows import cut, divide_lengths, scale_lengths, scale_rate
+    from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
     from toolkit.traces.write import write_trace
 
     if (given.max_model_len is None) != (given.max_new_tokens is None):
@@ -292,12 +288,7 @@ def convert(given: ConvertOptions) -> None:
         loaded = divide_lengths(loaded, given.divide)
     if given.max_model_len is not None and given.max_new_tokens is not None:
         loaded = scale_lengths(loaded, given.max_model_len, given.max_new_tokens)
-    if given.start > 0 or given.duration is not None:
-        loaded = cut(
-            loaded,
-            given.start,
-            float("inf") if given.duration is None else given.start + given.duration,
-        )
+    loaded = excerpt(loaded, given.start, given.duration)
     write_trace(loaded, given.out)
     _wrote(loaded, given.out, given.as_json)
 
@@ -435,8 +426,6 @@ def _content(given: GenerateOptions) -> SharedContent | None:
 
 def _refuse(given: Mapping[str, float | str | None], why: str, hint: str) -> None:
     """`InputError` for the first option that was given without effect."""
-    from toolkit.errors import InputError
-
     for option, value in given.items():
         if value is not None:
             shown = value if isinstance(value, str) else f"{value:g}"
@@ -476,8 +465,6 @@ def _show(trace: Trace, found: Description, reuse: PromptReuse | None) -> None:
 
 def _show_reuse(reuse: PromptReuse) -> None:
     """The hit rate by the size of a cache, as a plot and as a table of every fourth size."""
-    from toolkit.cli.output import chart
-
     print(
         f"reuse: {reuse.reusable_percent:.1f} % of the prompt tokens repeat the beginning of an"
         " earlier one\n"

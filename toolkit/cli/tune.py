@@ -7,6 +7,7 @@ the processes that simulate, and the store of evaluations.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +30,14 @@ from toolkit.cli.arguments import (
     open_recipe,
     resolve_fit,
 )
+from toolkit.cli.basis import Fleet, note_basis, note_trace, open_fleet, read_fit, refuse_workers
+from toolkit.cli.output import emit, note, progress
+from toolkit.cli.simulate import sharing_notes
+from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError, LimitsBrokenError, nearest
+from toolkit.units import number, seconds
 
 if TYPE_CHECKING:
-    from toolkit.cli.basis import Fleet
-    from toolkit.errors import LimitsBrokenError
     from toolkit.files.fit import Fit
     from toolkit.files.io import EnvelopeFields
     from toolkit.files.plan import Kind
@@ -57,8 +62,6 @@ MAX_JOBS = 1024
 
 def _limit_jobs(jobs: int | None) -> int | None:
     """The value of --jobs. `InputError` for more processes than any machine has cores."""
-    from toolkit.errors import InputError
-
     if jobs is not None and jobs > MAX_JOBS:
         hint = "leave it out for as many as there are cores"
         raise InputError(f"--jobs {jobs}: the limit is {MAX_JOBS:,}, since each is a process", hint)
@@ -80,8 +83,6 @@ def _limit_draws(draws: int | None) -> int | None:
 
 
 def _at_most(option: str, value: int | None, limit: int) -> int | None:
-    from toolkit.errors import InputError
-
     if value is not None and value > limit:
         raise InputError(f"{option} {value}: the limit is {limit:,}", "the default is the recipe's")
     return value
@@ -227,8 +228,6 @@ def command(given: TuneOptions) -> None:
     change only the time. Exit code 5 means that the recommendation breaks a limit; the result is
     written and printed nevertheless.
     """
-    from toolkit.cli.basis import note_basis, note_trace
-    from toolkit.cli.output import emit, note, progress
     from toolkit.cli.tune_show import show
     from toolkit.files.io import check_writable, head, shipped_siblings, write_file
     from toolkit.traces.read import read_trace
@@ -280,8 +279,6 @@ def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
 
     A fleet's settings of the search are those of its first kind.
     """
-    from toolkit.cli.basis import open_fleet, read_fit, refuse_workers
-    from toolkit.engine_traits import traits_of
     from toolkit.files.fleet import is_fleet
 
     if not is_fleet(given.recipe):
@@ -331,8 +328,6 @@ def _names(listed: str | None) -> list[str] | None:
 
 def _worker_count(workers: str | None) -> int | None:
     """The number of --workers; None for the recipe's, and for 'auto'."""
-    from toolkit.errors import InputError
-
     if workers is None or workers == AUTO:
         return None
     if not workers.isdecimal() or len(workers) > MAX_DIGITS or not int(workers):
@@ -342,7 +337,6 @@ def _worker_count(workers: str | None) -> int | None:
 
 def _profile_of(fit: Fit, path: Path) -> Profile | None:
     """The profile beside the fit, if it is still the one that the fit was made from."""
-    from toolkit.errors import InputError
     from toolkit.files.io import digest, read_file
     from toolkit.files.profile import Profile
 
@@ -358,9 +352,6 @@ def _profile_of(fit: Fit, path: Path) -> Profile | None:
 
 def _note_search(settings: SearchSettings, total: int, trace: Trace) -> None:
     """Print what is searched and how many simulations it takes; `TuneProgress` adds the seconds."""
-    from toolkit.cli.output import note
-    from toolkit.cli.simulate import sharing_notes
-
     count, served = len(settings.spaces), len(settings.served)
     kind, routed = "policies", settings.spaces[0].router is not None
     policies = "the recipe's own policy"
@@ -391,7 +382,6 @@ def _fingerprint(
 @contextmanager
 def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
     """The runner of simulations until the block ends, and how many it runs at once."""
-    from toolkit.errors import InputError, nearest
     from toolkit.files.io import usable_cpus
     from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool
 
@@ -400,7 +390,6 @@ def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
         with ProcessPool(jobs) as pool:
             yield (pool if jobs > 1 else InProcessRunner()), jobs
     elif given.executor == "ray":
-        from toolkit.cli.output import note
         from toolkit.cluster.connect import joined, processors
 
         with joined(given.ray, given.jobs or usable_cpus()) as cluster:
@@ -417,7 +406,6 @@ def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
 
 def _store(given: TuneOptions, name: str, fingerprint: str) -> EvaluationStore:
     """The store of evaluations: a database, or a file beside the result."""
-    import os
 
     from toolkit.tuning.executor import JournalFile
 
@@ -457,8 +445,6 @@ class TuneProgress:
         self._end_s: float | None = None  # as it was printed last
 
     def __call__(self, best: float) -> None:
-        from toolkit.cli.output import note, number, seconds
-
         self._done += 1
         self._advance(text=f"best {number(best)} good requests/s" if best else "")
         if self._done <= self._untimed:
@@ -485,8 +471,6 @@ class TuneProgress:
         """There are at most so many more simulations than was said; fewer where it is negative.
         Many are announced, with a new estimate.
         """
-        from toolkit.cli.output import note
-
         self._total += more
         self._advance(0, total=self._total)
         if more >= NOTED_MORE:
@@ -496,7 +480,6 @@ class TuneProgress:
 
 def _limits_broken(result: Tuning) -> LimitsBrokenError:
     """The error of a recommendation that breaks limits."""
-    from toolkit.errors import LimitsBrokenError
     from toolkit.files.tuning import breaks
 
     which = "the best settings"

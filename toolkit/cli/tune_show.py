@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from textwrap import fill
 
-from toolkit.cli.output import WIDTH, PlotPoint, number, scatter, table
+from toolkit.cli.output import WIDTH, PlotPoint, scatter, table
 from toolkit.files.tuning import (
     Outcome,
     ParameterValue,
@@ -18,7 +18,7 @@ from toolkit.files.tuning import (
 )
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies import footnote, marked
-from toolkit.units import word
+from toolkit.units import number, word
 
 Row = tuple[object, ...]
 
@@ -60,7 +60,9 @@ def show(result: Tuning) -> None:
             name,
             before.metrics[name],
             after.metrics[name],
-            _percent_change(before.metrics[name], after.metrics[name]),
+            f"{100 * (after.metrics[name] / before.metrics[name] - 1):+.1f} %"
+            if before.metrics[name]
+            else "-",
         )
         for name in METRICS
         if name in before.metrics and name in after.metrics
@@ -219,7 +221,3 @@ def _point(outcome: Outcome, latency: str, marks: dict[str, str], mark: str = ".
 def _short(outcome: Outcome) -> str:
     """What differs between the searched spaces: the router, or else the policy."""
     return outcome.replica_router.name if outcome.replica_router else outcome.policy
-
-
-def _percent_change(before: float, after: float) -> str:
-    return f"{100 * (after / before - 1):+.1f} %" if before else "-"

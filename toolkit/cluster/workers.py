@@ -342,7 +342,14 @@ class RayWorkers(WorkerPool):
             await asyncio.wait_for(self._group.ready(), self._room_timeout_s)
         except TimeoutError:
             await self.stop()
-            raise _no_room(self._places, self._room_timeout_s) from None
+            import ray
+
+            alive = [node for node in ray.nodes() if node["Alive"]]
+            machines = [Machine(node["Labels"], node["Resources"]) for node in alive]
+            raise EngineError(
+                f"{no_room(self._places, machines)} (waited {self._room_timeout_s:g} s)",
+                "add machines, or serve with fewer workers",
+            ) from None
         await super().start(on_event)
 
     async def stop(self) -> None:
@@ -370,7 +377,7 @@ class RayWorkers(WorkerPool):
             runtime_env={"env_vars": engine_variables(spec.engine.threads, spec.hardware.device)},
         )
         body = ActorBody(actor.remote(), on_frame)
-        body.send(Start.of(spec.model, spec.engine, spec.hardware, spec.flush_s))
+        body.send(Start.of(spec.model, spec.engine, spec.hardware))
         return body
 
 
@@ -432,13 +439,3 @@ def _reason(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     causes = [line for line in lines[1:] if line.startswith("The actor ")]
     return (causes or lines[-1:] or ["the actor ended"])[0][:300]
-
-
-def _no_room(wanted: Sequence[WorkerPlacement], waited_s: float) -> EngineError:
-    import ray
-
-    machines = [Machine(node["Labels"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    return EngineError(
-        f"{no_room(wanted, machines)} (waited {waited_s:g} s)",
-        "add machines, or serve with fewer workers",
-    )

@@ -65,11 +65,13 @@ def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesF
 
     One alerts when more than `threshold` requests wait; None: no such rule.
     """
-    found = [*_health(order, selector), *_targets(order, selector, threshold)]
-    named = [
-        rule.model_copy(update={"labels": rule.labels | {"deployment": order.name}})
-        for rule in found
-    ]
+    return _file(order, [*_health(order, selector), *_targets(order, selector, threshold)])
+
+
+def _file(order: Order, found: Sequence[AlertRule]) -> RulesFile:
+    """The rules in one group, with the deployment's name as a label."""
+    label = {"deployment": order.name}
+    named = [rule.model_copy(update={"labels": rule.labels | label}) for rule in found]
     return RulesFile(groups=[RuleGroup(name=order.name, rules=named)])
 
 
@@ -117,9 +119,7 @@ def replica_rules(
         for replicas, threshold in queues
         if threshold.value is not None
     ]
-    labelled = {"deployment": order.name}
-    named = [rule.model_copy(update={"labels": rule.labels | labelled}) for rule in found]
-    return RulesFile(groups=[RuleGroup(name=order.name, rules=named)])
+    return _file(order, found)
 
 
 def _replica_queue(replicas: str, threshold: int) -> AlertRule:

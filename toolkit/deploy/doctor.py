@@ -145,12 +145,8 @@ def _check_disk(folder: Path) -> Check:
     free = shutil.disk_usage(existing).free
     found = f"{gib(free)} free in {existing}"
     if not os.access(existing, os.W_OK):
-        return Check(
-            "disk",
-            "missing",
-            f"{existing} cannot be written",
-            "run from a folder of yours, or use --out",
-        )
+        found, remedy = f"{existing} cannot be written", "run from a folder of yours, or use --out"
+        return Check("disk", "missing", found, remedy)
     if free < LOW_DISK_BYTES:
         return Check("disk", "note", found, "little space: results are small, models are not")
     return Check("disk", "ok", found)
@@ -161,12 +157,8 @@ def _check_model_cache() -> Check:
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
     if os.access(existing, os.W_OK):
         return Check("model cache", "ok", f"{cache} ({gib(shutil.disk_usage(existing).free)} free)")
-    return Check(
-        "model cache",
-        "note",
-        f"{cache} cannot be written",
-        "set HF_HOME to a folder that can be written",
-    )
+    remedy = "set HF_HOME to a folder that can be written"
+    return Check("model cache", "note", f"{cache} cannot be written", remedy)
 
 
 def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
@@ -284,11 +276,8 @@ def _check_cpu(recipe: Recipe) -> Check:
 
 def _check_model(model: ModelSpec) -> Check:
     if model.source == "random":
-        return Check(
-            "model",
-            "ok",
-            f"{model.config['model_type']} with random weights from its config; no download",
-        )
+        kind = model.config["model_type"]
+        return Check("model", "ok", f"{kind} with random weights from its config; no download")
     folder = Path(model.source)
     if folder.is_dir():
         problem = _folder_problem(folder, model)
@@ -334,12 +323,8 @@ def _check_hub_model(model: ModelSpec) -> Check:
 def _check_capacity(recipe: Recipe) -> Check:
     model = recipe.model
     if model.kv_bytes_per_token is None:
-        return Check(
-            "memory",
-            "note",
-            "unknown before profiling",
-            "give model.kv_bytes_per_token to have it computed",
-        )
+        remedy = "give model.kv_bytes_per_token to have it computed"
+        return Check("memory", "note", "unknown before profiling", remedy)
     if recipe.engine.kv_cache_memory_mib is not None:
         budget, terms = recipe.engine.kv_cache_memory_mib * MIB, "engine.kv_cache_memory_mib"
     elif recipe.hardware.memory_gib is None or model.weight_bytes is None:
@@ -364,23 +349,12 @@ def _capacity(recipe: Recipe, budget: float, terms: str) -> Check:
         return Check("memory", "missing", found, remedy)
     found = f"{terms} = {gib(budget)} for KV: {tokens:,} tokens, {rows:,} rows of {longest}"
     if recipe.hardware.device == "cpu":
-        return _check_host_memory(recipe, budget, found)
-    return Check("memory", "ok", found)
-
-
-def _check_host_memory(recipe: Recipe, budget: float, found: str) -> Check:
-    need = recipe.workers * (
-        recipe.engine.tensor_parallel_size * budget + (recipe.model.weight_bytes or 0)
-    )
-    free = psutil.virtual_memory().available
-    if need > free:
-        remedy = "use fewer workers or a smaller engine.kv_cache_memory_mib, or free memory"
-        return Check(
-            "memory",
-            "missing",
-            f"{recipe.workers} workers need {gib(need)}, {gib(free)} is free",
-            remedy,
-        )
+        shares, weights = recipe.engine.tensor_parallel_size, model.weight_bytes or 0
+        need, free = recipe.workers * (shares * budget + weights), psutil.virtual_memory().available
+        if need > free:
+            found = f"{recipe.workers} workers need {gib(need)}, {gib(free)} is free"
+            remedy = "use fewer workers or a smaller engine.kv_cache_memory_mib, or free memory"
+            return Check("memory", "missing", found, remedy)
     return Check("memory", "ok", found)
 
 

@@ -42,6 +42,14 @@ class Metadata(StrictObject):
     annotations: dict[str, str] | None = None
 
 
+class KubernetesObject(StrictObject):
+    """An object of the cluster."""
+
+    api_version: str
+    kind: str
+    metadata: Metadata
+
+
 class PodMetadata(StrictObject):
     """The metadata of a pod template."""
 
@@ -276,10 +284,9 @@ class DeploymentSpec(StrictObject):
     template: PodTemplate
 
 
-class Deployment(StrictObject):
+class Deployment(KubernetesObject):
     api_version: Literal["apps/v1"] = "apps/v1"
     kind: Literal["Deployment"] = "Deployment"
-    metadata: Metadata
     spec: DeploymentSpec
 
 
@@ -307,19 +314,17 @@ class ClaimSpec(StrictObject):
     resources: ClaimResources
 
 
-class PersistentVolumeClaim(StrictObject):
+class PersistentVolumeClaim(KubernetesObject):
     api_version: Literal["v1"] = "v1"
     kind: Literal["PersistentVolumeClaim"] = "PersistentVolumeClaim"
-    metadata: Metadata
     spec: ClaimSpec
 
 
-class ServiceAccount(StrictObject):
+class ServiceAccount(KubernetesObject):
     """Pods that need its token say so themselves."""
 
     api_version: Literal["v1"] = "v1"
     kind: Literal["ServiceAccount"] = "ServiceAccount"
-    metadata: Metadata
     automount_service_account_token: Literal[False] = False
 
 
@@ -329,10 +334,9 @@ class RoleRule(StrictObject):
     verbs: list[Literal["get", "list", "watch"]]
 
 
-class Role(StrictObject):
+class Role(KubernetesObject):
     api_version: Literal["rbac.authorization.k8s.io/v1"] = "rbac.authorization.k8s.io/v1"
     kind: Literal["Role"] = "Role"
-    metadata: Metadata
     rules: list[RoleRule]
 
 
@@ -348,10 +352,9 @@ class RoleSubject(StrictObject):
     namespace: DnsName
 
 
-class RoleBinding(StrictObject):
+class RoleBinding(KubernetesObject):
     api_version: Literal["rbac.authorization.k8s.io/v1"] = "rbac.authorization.k8s.io/v1"
     kind: Literal["RoleBinding"] = "RoleBinding"
-    metadata: Metadata
     role_ref: RoleReference
     subjects: list[RoleSubject]
 
@@ -370,10 +373,9 @@ class StatefulSetSpec(StrictObject):
     volume_claim_templates: list[PersistentVolumeClaim] | None = None
 
 
-class StatefulSet(StrictObject):
+class StatefulSet(KubernetesObject):
     api_version: Literal["apps/v1"] = "apps/v1"
     kind: Literal["StatefulSet"] = "StatefulSet"
-    metadata: Metadata
     spec: StatefulSetSpec
 
 
@@ -393,10 +395,9 @@ class ServiceSpec(StrictObject):
     ports: list[ServicePort]
 
 
-class Service(StrictObject):
+class Service(KubernetesObject):
     api_version: Literal["v1"] = "v1"
     kind: Literal["Service"] = "Service"
-    metadata: Metadata
     spec: ServiceSpec
 
 
@@ -409,10 +410,9 @@ class DisruptionSpec(StrictObject):
     unhealthy_pod_eviction_policy: Literal["AlwaysAllow"] = "AlwaysAllow"
 
 
-class PodDisruptionBudget(StrictObject):
+class PodDisruptionBudget(KubernetesObject):
     api_version: Literal["policy/v1"] = "policy/v1"
     kind: Literal["PodDisruptionBudget"] = "PodDisruptionBudget"
-    metadata: Metadata
     spec: DisruptionSpec
 
 
@@ -455,10 +455,9 @@ class NetworkPolicySpec(StrictObject):
     egress: list[Egress]
 
 
-class NetworkPolicy(StrictObject):
+class NetworkPolicy(KubernetesObject):
     api_version: Literal["networking.k8s.io/v1"] = "networking.k8s.io/v1"
     kind: Literal["NetworkPolicy"] = "NetworkPolicy"
-    metadata: Metadata
     spec: NetworkPolicySpec
 
 

@@ -278,13 +278,6 @@ def dashboard(
     }
 
 
-def expressions(board: Mapping[str, Any]) -> list[str]:
-    """All PromQL expressions of a dashboard, also those of its variables."""
-    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
-    variables = board["templating"]["list"]
-    return queries + [each["definition"] for each in variables if each["type"] == "query"]
-
-
 def _as_vllm(row: DashboardRow) -> DashboardRow:
     """The panels with metrics that vLLM has too, under its names."""
     panels = []

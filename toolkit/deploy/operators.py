@@ -16,7 +16,7 @@ from pydantic import ConfigDict
 from toolkit.deploy.manifests import (
     Count,
     DnsName,
-    Metadata,
+    KubernetesObject,
     PodTemplate,
     Selector,
     StrictObject,
@@ -36,10 +36,9 @@ class PodMonitorSpec(StrictObject):
     pod_metrics_endpoints: list[MetricsEndpoint]
 
 
-class PodMonitor(StrictObject):
+class PodMonitor(KubernetesObject):
     api_version: Literal["monitoring.coreos.com/v1"] = "monitoring.coreos.com/v1"
     kind: Literal["PodMonitor"] = "PodMonitor"
-    metadata: Metadata
     spec: PodMonitorSpec
 
 
@@ -67,10 +66,9 @@ class RulesFile(StrictObject):
     groups: list[RuleGroup]
 
 
-class PrometheusRule(StrictObject):
+class PrometheusRule(KubernetesObject):
     api_version: Literal["monitoring.coreos.com/v1"] = "monitoring.coreos.com/v1"
     kind: Literal["PrometheusRule"] = "PrometheusRule"
-    metadata: Metadata
     spec: RulesFile
 
 
@@ -104,10 +102,9 @@ class ScaledObjectSpec(StrictObject):
     triggers: list[Trigger]
 
 
-class ScaledObject(StrictObject):
+class ScaledObject(KubernetesObject):
     api_version: Literal["keda.sh/v1alpha1"] = "keda.sh/v1alpha1"
     kind: Literal["ScaledObject"] = "ScaledObject"
-    metadata: Metadata
     spec: ScaledObjectSpec
 
 
@@ -151,10 +148,9 @@ class RayClusterSpec(StrictObject):
     worker_group_specs: list[WorkerGroup]
 
 
-class RayCluster(StrictObject):
+class RayCluster(KubernetesObject):
     api_version: Literal["ray.io/v1"] = "ray.io/v1"
     kind: Literal["RayCluster"] = "RayCluster"
-    metadata: Metadata
     spec: RayClusterSpec
 
 

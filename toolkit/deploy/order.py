@@ -201,6 +201,11 @@ class Order:
         return object_name(self.plan.recipe.name)
 
     @property
+    def key_file(self) -> str:
+        """The path of the API key on a machine that runs the server."""
+        return f"{KEY_FOLDER}/{self.name}.key"
+
+    @property
     def allowances(self) -> list[str]:
         """Options of `llmctl serve` that a plan needs which is predicted to break limits."""
         return [ALLOW_BROKEN] if broken(self.plan.limits) else []

@@ -326,7 +326,12 @@ def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tupl
             for kind in plan.kinds
         ]
     )
-    served = largest(lambda count: _keeps(backlog(lengths, count), policy, world, targets))
+
+    def keeps(count: int) -> bool:
+        result = simulate(backlog(lengths, count), policy, world)
+        return bool(result.served.ok.all()) and max(result.sla_ratios(targets).values()) <= 1.0
+
+    served = largest(keeps)
     at_once = _start_at_once(backlog(lengths, served), policy, world) if served else 0
     _ANSWERS[key] = served, at_once
     return served, at_once
@@ -354,11 +359,6 @@ def backlog(lengths: Trace, count: int) -> Trace:
         lengths.output_tokens[chosen],
         lengths.max_tokens[chosen],
     )
-
-
-def _keeps(trace: Trace, policy: AnyPolicy, world: World, targets: Mapping[str, float]) -> bool:
-    result = simulate(trace, policy, world)
-    return bool(result.served.ok.all()) and max(result.sla_ratios(targets).values()) <= 1.0
 
 
 def _start_at_once(trace: Trace, policy: AnyPolicy, world: World) -> int:

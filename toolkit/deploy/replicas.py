@@ -265,6 +265,11 @@ class KindReplicas:
             explain_value("replica: load", self.startup, f"{self.startup.value} s"),
         ])  # fmt: skip
 
+    def explained_queue(self) -> list[ExplainedValue]:
+        """The line about the alert on waiting requests."""
+        shown = "none" if self.threshold.value is None else None
+        return self.about([explain_value("alert LlmctlReplicaQueue", self.threshold, shown)])
+
     def explained_flags(self) -> list[ExplainedValue]:
         """The lines about a replica's own flags, where its command is written out."""
         found = []
@@ -391,18 +396,12 @@ class Replication:
                 "the front's",
                 "replicas ask for no key: only the front and Prometheus reach them",
             ),
-            *(line for kind in self.kinds for line in kind.about([_explained_queue(kind)])),
+            *(line for kind in self.kinds for line in kind.explained_queue()),
         ]
 
     def explained_flags(self) -> list[ExplainedValue]:
         """The lines about the replicas' own flags, where their commands are written out."""
         return [line for kind in self.kinds for line in kind.explained_flags()]
-
-
-def _explained_queue(kind: KindReplicas) -> ExplainedValue:
-    threshold = kind.threshold
-    shown = "none" if threshold.value is None else None
-    return explain_value("alert LlmctlReplicaQueue", threshold, shown)
 
 
 def _share(first: int, number: int, each: int) -> list[int]:

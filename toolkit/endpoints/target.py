@@ -207,8 +207,8 @@ def error_text(body: bytes) -> str:
     return " ".join(text.split())[:200]
 
 
-def base_url(url: str) -> str:
-    """The address without query, trailing slash and /v1. Raises `InputError` for an invalid URL."""
+def server_url(url: str) -> httpx.URL:
+    """The URL of a server, parsed. Raises `InputError` for any other text."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -217,7 +217,12 @@ def base_url(url: str) -> str:
         ) from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise InputError(f"'{url}' is not the URL of a server", "for example http://127.0.0.1:8000")
-    return str(parsed.copy_with(query=None, fragment=None)).rstrip("/").removesuffix("/v1")
+    return parsed
+
+
+def base_url(url: str) -> str:
+    """The address without query, trailing slash and /v1. Raises `InputError` for an invalid URL."""
+    return str(server_url(url).copy_with(query=None, fragment=None)).rstrip("/").removesuffix("/v1")
 
 
 def post(target: Target, path: str, fields: dict[str, object]) -> tuple[int, bytes]:

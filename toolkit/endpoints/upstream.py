@@ -10,12 +10,9 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-import httpx
-
-from toolkit.endpoints.target import distrusted, trust
+from toolkit.endpoints.target import distrusted, server_url, trust
 from toolkit.endpoints.wire import Link, WireError
 from toolkit.errors import InputError
 
@@ -95,16 +92,7 @@ class Upstream:
     """
 
     def __init__(self, url: str, silence_s: float, authorities: Path | None = None) -> None:
-        try:
-            self._url = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise InputError(
-                f"'{url}' is not a URL: {error}", "for example http://127.0.0.1:8000"
-            ) from None
-        if self._url.scheme not in ("http", "https") or not self._url.host:
-            raise InputError(
-                f"'{url}' is not the URL of a server", "for example http://127.0.0.1:8000"
-            )
+        self._url = server_url(url)
         if self._url.userinfo or self._url.query or self._url.fragment:
             raise InputError(
                 "the URL of the server holds more than its address and a path", "leave the rest out"
@@ -196,11 +184,8 @@ class Upstream:
         try:
             return await self._open()
         except OSError as error:
-            problem = (
-                "shows a certificate that is not trusted"
-                if distrusted(error)
-                else "cannot be reached"
-            )
+            untrusted = "shows a certificate that is not trusted"
+            problem = untrusted if distrusted(error) else "cannot be reached"
             raise UpstreamError(f"the server behind this one {problem}") from None
 
     async def _open(self) -> Link:
@@ -232,12 +217,7 @@ class Upstream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for link in (*self._idle, *self._busy):
             link.close()
 

@@ -17,21 +17,8 @@ from typing import TypeVar
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.estimators.forms import (
-    Floats,
-    Form,
-    Points,
-    Rows,
-    candidates,
-    choose,
-    fit_overhead,
-    form_named,
-    percent_error,
-    predict_held_out,
-    refit_overhead,
-    relative_error,
-    typical,
-)
+from toolkit.estimators import forms
+from toolkit.estimators.forms import Floats, Form, Points, Rows
 from toolkit.estimators.laws import SegmentedLaw, law_of_parts, scaled_segment
 from toolkit.estimators.part_fits import (
     FittedRounds,
@@ -121,7 +108,7 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     return FittedProfile(
         prefill,
         decode,
-        fit_overhead(profile.slices, law, seed),
+        forms.fit_overhead(profile.slices, law, seed),
         fit_memory(profile.memory, profile.engine),
         fit_rounds(profile, law, seed),
         fit_steps(profile.steps, seed),
@@ -135,18 +122,20 @@ def fit_latency(name: str, points: Points, seed: int, *, square: bool) -> Fitted
     Raises `InputError` if there are too few points, batch sizes or lengths.
     """
     _check_points(name, points)
-    forms = candidates(points, square=square)
-    predicted = [_held_out(form, points, seed) for form in forms]
-    errors = [percent_error(prediction, points.seconds) for prediction in predicted]
-    kept = choose([relative_error(prediction, points.seconds) for prediction in predicted])
-    form = forms[kept]
+    competing = forms.candidates(points, square=square)
+    predicted = [_held_out(form, points, seed) for form in competing]
+    errors = [forms.percent_error(prediction, points.seconds) for prediction in predicted]
+    kept = forms.choose(
+        [forms.relative_error(prediction, points.seconds) for prediction in predicted]
+    )
+    form = competing[kept]
     fit = LatencyFit(
         form=form.name,
         segments=form.segments(form.solve(points)),
         error=errors[kept],
         candidates=[
             Candidate(form=tried.name, error=error)
-            for tried, error in zip(forms, errors, strict=True)
+            for tried, error in zip(competing, errors, strict=True)
         ],
         valid=Range(
             batch_size_max=int(points.batch_size.max()), length_max=int(points.length.max())
@@ -177,7 +166,7 @@ def _held_out(form: Form, points: Points, seed: int) -> Floats:
     def predict(seen: Rows, rows: Rows) -> Floats:
         return form.predict(form.solve(points.take(seen)), points.take(rows))
 
-    return predict_held_out(len(points), predict, seed)
+    return forms.predict_held_out(len(points), predict, seed)
 
 
 def prefill_points(measured: Sequence[PrefillPoint]) -> Points:
@@ -206,7 +195,7 @@ def _points(name: str, rows: Sequence[tuple[int, int, list[float]]]) -> Points:
                 "measure again with: llmctl profile RECIPE",
             )
     sizes, lengths = [row[0] for row in rows], [row[1] for row in rows]
-    seconds = [typical(row[2]) for row in rows]
+    seconds = [forms.typical(row[2]) for row in rows]
     return Points(np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds))
 
 
@@ -238,7 +227,7 @@ def _resampled(profile: Profile, fit: Fit, rng: np.random.Generator) -> Fit:
     slices = [
         profile.slices[k] for k in rng.integers(len(profile.slices), size=len(profile.slices))
     ]
-    overhead = _with_line(fit.overhead, refit_overhead(slices, law))
+    overhead = _with_line(fit.overhead, forms.refit_overhead(slices, law))
     rounds = fit.rounds
     if rounds and profile.rounds:
         # The parts of a round stay as fitted: they are a few percent of a round.
@@ -263,7 +252,7 @@ def _redrawn(points: Sequence[Measured], rng: np.random.Generator) -> list[Measu
 def _refit(
     law: LatencyFit, points: Points, rng: np.random.Generator, *, square: bool
 ) -> LatencyFit:
-    form = form_named(law.form, points, square=square)
+    form = forms.form_named(law.form, points, square=square)
     coefficients = form.solve(points, rng.exponential(size=len(points)))
     return law.model_copy(update={"segments": form.segments(coefficients)})
 

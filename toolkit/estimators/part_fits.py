@@ -26,19 +26,8 @@ from scipy.optimize import minimize, nnls
 from scipy.special import ndtr  # of scipy.stats, which takes long to import, only this is needed
 
 from toolkit.errors import InputError
-from toolkit.estimators.forms import (
-    HELD_OUT_PARTS,
-    TYPICAL_MAX,
-    Floats,
-    Rows,
-    choose,
-    fit_line,
-    percent_error,
-    predict_held_out,
-    relative_error,
-    solve_relative,
-    typical,
-)
+from toolkit.estimators import forms
+from toolkit.estimators.forms import Floats, Rows
 from toolkit.estimators.laws import SegmentedLaw, law_of_parts
 from toolkit.estimators.steps import StepLaw, StepShape, features
 from toolkit.files.fit import (
@@ -273,10 +262,10 @@ def fit_round_overhead(sequences: Sequences, law: SegmentedLaw, seed: int) -> Ov
     The error is of sequences because a round lasts only some hundredths of a second, and so shows
     one momentary speed of a shared machine; a sequence shows many.
     """
-    if len(sequences) < HELD_OUT_PARTS:
+    if len(sequences) < forms.HELD_OUT_PARTS:
         raise InputError(
-            f"rounds: {len(sequences)} sequences were measured, at least {HELD_OUT_PARTS} are "
-            "needed",
+            f"rounds: {len(sequences)} sequences were measured, at least "
+            f"{forms.HELD_OUT_PARTS} are needed",
             "raise profile.sequences in the recipe; then: llmctl profile RECIPE",
         )
     times = [_expected_and_measured(rounds, law) for rounds in sequences]
@@ -288,7 +277,7 @@ def fit_round_overhead(sequences: Sequences, law: SegmentedLaw, seed: int) -> Ov
         return np.array([batch_s * times[k].shape[1] + stretch * times[k][0].sum() for k in rows])
 
     totals = np.array([seconds.sum() for _, seconds in times])
-    error = percent_error(predict_held_out(len(times), predict, seed), totals)
+    error = forms.percent_error(forms.predict_held_out(len(times), predict, seed), totals)
     batch_s, stretch = _line(times)
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
 
@@ -316,9 +305,9 @@ def _line(times: Sequence[Floats]) -> tuple[float, float]:
     which is what serving pays.
     """
     expected, seconds = np.concatenate(times, axis=1)
-    batch_s, stretch = fit_line(expected, seconds)
+    batch_s, stretch = forms.fit_line(expected, seconds)
     line = batch_s + stretch * expected
-    raised = float(np.minimum(seconds, TYPICAL_MAX * line).sum() / line.sum())
+    raised = float(np.minimum(seconds, forms.TYPICAL_MAX * line).sum() / line.sum())
     return batch_s * raised, stretch * raised
 
 
@@ -327,13 +316,13 @@ def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PartFit:
     measurable time.
     """
     points = [point for point in measured.parts if point.part == name]
-    if len(points) < HELD_OUT_PARTS:
+    if len(points) < forms.HELD_OUT_PARTS:
         raise InputError(
-            f"rounds: {len(points)} points of '{name}' measured, at least {HELD_OUT_PARTS} are "
-            "needed",
+            f"rounds: {len(points)} points of '{name}' measured, at least "
+            f"{forms.HELD_OUT_PARTS} are needed",
             MEASURE_AGAIN,
         )
-    seconds = np.array([typical(point.seconds) for point in points])
+    seconds = np.array([forms.typical(point.seconds) for point in points])
     if seconds.min() <= PART_SECONDS_MIN:
         return PartFit(flat_s=0.0, row_s=0.0, token_s=0.0, error=NO_ERROR)
     # A move of the cache affects all rows. A join or a leave affects only its own rows.
@@ -341,11 +330,11 @@ def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PartFit:
     lengths = np.array([point.length for point in points])
     columns = np.stack([np.ones(len(points)), rows, rows * lengths], axis=1)
     predicted = [_held_out(columns[:, terms], seconds, None, seed) for terms in TERMS]
-    kept = choose([relative_error(prediction, seconds) for prediction in predicted])
+    kept = forms.choose([forms.relative_error(prediction, seconds) for prediction in predicted])
     coefficients = np.zeros(3)
-    coefficients[list(TERMS[kept])] = solve_relative(columns[:, TERMS[kept]], seconds)
+    coefficients[list(TERMS[kept])] = forms.solve_relative(columns[:, TERMS[kept]], seconds)
     flat_s, row_s, token_s = coefficients.tolist()
-    error = percent_error(predicted[kept], seconds)
+    error = forms.percent_error(predicted[kept], seconds)
     return PartFit(flat_s=flat_s, row_s=row_s, token_s=token_s, error=error)
 
 
@@ -375,14 +364,14 @@ def fit_swap(
     memory.
     """
     points = [point for point in measured.parts if point.part in ("swap_out", "swap_in")]
-    if len(points) < HELD_OUT_PARTS or not measured.host_bytes:
+    if len(points) < forms.HELD_OUT_PARTS or not measured.host_bytes:
         return None
-    seconds = np.array([typical(point.seconds) for point in points])
+    seconds = np.array([forms.typical(point.seconds) for point in points])
     if seconds.min() <= 0.0:
         return None
     columns = _swap_columns(points, bytes_per_token)
-    error = percent_error(_held_out(columns, seconds, None, seed), seconds)
-    latency_s, out_s, in_s = solve_relative(columns, seconds).tolist()
+    error = forms.percent_error(_held_out(columns, seconds, None, seed), seconds)
+    latency_s, out_s, in_s = forms.solve_relative(columns, seconds).tolist()
     return SwapFit(
         latency_s=latency_s,
         out_bytes_per_s=1.0 / max(out_s, 1.0 / BYTES_PER_S_MAX),
@@ -406,12 +395,12 @@ def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed
 
     def predict(seen: Rows, rows: Rows) -> Floats:
         if root_weight is None:
-            found = solve_relative(columns[seen], seconds[seen])
+            found = forms.solve_relative(columns[seen], seconds[seen])
         else:
             found = _solve_passes(columns[seen], seconds[seen], root_weight[seen])
         return np.asarray(columns[rows] @ found, dtype=np.float64)
 
-    return predict_held_out(len(seconds), predict, seed)
+    return forms.predict_held_out(len(seconds), predict, seed)
 
 
 PASSES_MIN = 40
@@ -439,16 +428,16 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     _check_passes(points)
     shapes = [shape_of(point) for point in points]
     tokens_max = max(shape.tokens for shape in shapes)
-    seconds = np.array([typical(point.seconds) for point in points])
+    seconds = np.array([forms.typical(point.seconds) for point in points])
     root_weight = np.sqrt([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
 
     places = [tokens for tokens in KNOT_TOKENS if tokens < tokens_max]
     tried = [(0, *k) for count in range(KNOTS_MAX + 1) for k in combinations(places, count)]
     columns = [np.array([features(shape, knots) for shape in shapes]) for knots in tried]
     predicted = [_held_out(matrix, seconds, root_weight, seed) for matrix in columns]
-    kept = choose([relative_error(prediction, seconds) for prediction in predicted])
+    kept = forms.choose([forms.relative_error(prediction, seconds) for prediction in predicted])
     law = StepLaw.of(_solve_passes(columns[kept], seconds, root_weight).tolist(), tried[kept])
-    errors = [percent_error(prediction, seconds) for prediction in predicted]
+    errors = [forms.percent_error(prediction, seconds) for prediction in predicted]
     host_s, host_row_s = _fit_host(points)
     front_s, front_row_s = _fit_front(measured.front)
     return StepsFit(
@@ -513,9 +502,9 @@ def _solve_passes(columns: Floats, seconds: Floats, root_weight: Floats) -> Floa
     """
     clipped = seconds
     for _ in range(CLIP_ROUNDS):
-        found = solve_relative(columns, clipped, root_weight)
+        found = forms.solve_relative(columns, clipped, root_weight)
         expected = columns @ found
-        clipped = np.minimum(seconds, TYPICAL_MAX * expected)
+        clipped = np.minimum(seconds, forms.TYPICAL_MAX * expected)
     weights = np.square(root_weight)
     raised = float((weights * clipped).sum() / (weights * expected).sum())
     return np.asarray(found * raised, dtype=np.float64)
@@ -527,7 +516,7 @@ def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Genera
     """
     points = measured.points
     columns = np.array([features(shape_of(point), fit.knots) for point in points])
-    seconds = np.array([typical(point.seconds) for point in points])
+    seconds = np.array([forms.typical(point.seconds) for point in points])
     counted = np.array([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
     root_weight = np.sqrt(counted * rng.exponential(size=len(points)))
     law = StepLaw.of(_solve_passes(columns, seconds, root_weight).tolist(), tuple(fit.knots))
@@ -562,7 +551,7 @@ def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:
         return 0.0, 0.0
     return _line_in_rows(
         [point.decodes + point.prefills for point in points],
-        [typical(point.host_s) for point in points],
+        [forms.typical(point.host_s) for point in points],
     )
 
 
@@ -573,11 +562,11 @@ def _fit_front(points: Sequence[FrontPoint]) -> tuple[float, float]:
     alone = [point.seconds for point in points if point.rows == 1]
     several = [point for point in points if point.rows > 1]
     if not alone or not several:
-        return (typical(alone) if alone else 0.0), 0.0
+        return (forms.typical(alone) if alone else 0.0), 0.0
     _, row_s = _line_in_rows(
         [point.rows for point in several], [point.seconds for point in several]
     )
-    return typical(alone), row_s
+    return forms.typical(alone), row_s
 
 
 def _line_in_rows(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

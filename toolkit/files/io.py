@@ -1,6 +1,6 @@
 """Reading and writing workflow files: strictly, atomically, with digests of their inputs.
 
-This is the room's entry point; other rooms import the names in `__all__` from here. Its parts:
+Its parts:
 
 * inputs: what a file was made from is recorded when it is written and compared when it is read. A
   recipe is recorded by the content of each section, so a new latency target makes a tuning stale
@@ -40,30 +40,12 @@ from toolkit.files.shipped import (
     AnyPath,
     load_recipe,
     nearest_shipped,
-    recipe_path,
     shipped_profiles,
     shipped_recipes,
     siblings,
 )
 from toolkit.files.strict import Envelope, Environment, Input, read_bytes, validate
 from toolkit.files.tuning import Tuning
-
-__all__ = [
-    "EnvelopeFields",
-    "check_writable",
-    "digest",
-    "environment",
-    "file_text",
-    "head",
-    "load_recipe",
-    "processor",
-    "read_file",
-    "recipe_path",
-    "usable_cpus",
-    "write_bytes",
-    "write_file",
-    "write_text",
-]
 
 WORKFLOW_ROLES = ("profile", "fit", "tuning", "plan")
 DECIDING_PACKAGES = ("numba", "numpy", "optuna", "scipy", "torch", "transformers")

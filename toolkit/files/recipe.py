@@ -54,7 +54,7 @@ def _known_engine(name: str) -> str:
     try:
         return traits_of(name).name
     except InputError as error:
-        raise ValueError(f"{error.message}; {error.hint}") from None
+        raise ValueError(error.whole) from None
 
 
 EngineName = Annotated[

@@ -127,7 +127,8 @@ class GenerationCall:
         rows = self._value("n", int) or 1
         self.choices = min(max(rows, 1), MAX_CHOICES) * prompts
         self.greedy = self._value("temperature", float) == 0
-        self.held_back, self.reread = self._longest_stop() - 1 if self._has("stop") else 0, 0
+        stops = self._value("stop", list[str]) or [self._value("stop", str) or ""]
+        self.held_back, self.reread = max(map(len, stops)) - 1 if self._has("stop") else 0, 0
         if self._value("include_stop_str_in_output", bool):
             self.held_back, self.reread = 0, self.held_back
         self.session = session or self._value("prompt_cache_key", str) or ""
@@ -151,7 +152,7 @@ class GenerationCall:
         path = CHAT if self.chat else COMPLETIONS
         if not self.stream:
             return path, msgspec.json.encode(self.fields)
-        return path, self._encode({**self.fields, **self._asks(speaks_ids=speaks_ids)})
+        return path, msgspec.json.encode({**self.fields, **self._asks(speaks_ids=speaks_ids)})
 
     def continued(
         self, mode: Mode, done: ClientProgress, *, speaks_ids: bool, max_model_len: int | None
@@ -182,7 +183,7 @@ class GenerationCall:
         if minimum := self._value("min_tokens", int):
             fields["min_tokens"] = max(minimum - done.tokens, 0)
         path = CHAT if self.chat and mode == "text" else COMPLETIONS
-        return path, self._encode({**fields, **self._asks(speaks_ids=speaks_ids)})
+        return path, msgspec.json.encode({**fields, **self._asks(speaks_ids=speaks_ids)})
 
     def _asks(self, *, speaks_ids: bool) -> dict[str, Any]:
         asked: dict[str, Any] = {
@@ -192,9 +193,6 @@ class GenerationCall:
         if speaks_ids:
             asked["return_token_ids"] = True
         return asked
-
-    def _encode(self, fields: dict[str, Any]) -> bytes:
-        return msgspec.json.encode(fields)
 
     def _has(self, name: str) -> bool:
         return name in self.fields and bytes(self.fields[name]).strip() not in EMPTY
@@ -207,11 +205,6 @@ class GenerationCall:
             return msgspec.json.decode(self.fields[name], type=kind)
         except (msgspec.DecodeError, RecursionError):
             return None
-
-    def _longest_stop(self) -> int:
-        """Characters of the longest stop string."""
-        stops = self._value("stop", list[str]) or [self._value("stop", str) or ""]
-        return max(map(len, stops))
 
     def _prompts(self) -> int:
         several = self._value("prompt", list[Raw]) or []

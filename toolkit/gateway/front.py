@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 
 import msgspec
 from starlette.datastructures import Headers
@@ -107,7 +108,7 @@ class Gateway:
         self.moved: dict[str, int] = {}
         self.now_s, self.keyring = now_s, keyring
         self.log, self._start_s = log, now_s()
-        self._numbers = 0
+        self.numbers = count(1)  # of the requests
         self._created = int(time.time())
         self.metrics: Callable[[], bytes] = lambda: b""
         self.status: StatusPage | None = None
@@ -138,10 +139,6 @@ class Gateway:
         self.draining = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self.idle.wait(), timeout_s)
-
-    def next_id(self) -> str:
-        self._numbers += 1
-        return f"r{self._numbers}"
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import secrets
 import socket
 import tempfile
@@ -18,13 +17,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from ssl import SSLContext
-from typing import Any
 
 import msgspec
 import uvloop
 
 from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
-from toolkit.backends.openai import KEY_VARIABLE
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LlmctlError
 from toolkit.estimators.steps import PassTimes, law_of_steps
@@ -45,7 +42,6 @@ from toolkit.serve.http import CLIENT_SHARE, HttpServer, WireLimits
 from toolkit.serve.launch import EventLog, Manager, flush
 from toolkit.serve.server import (
     LAST_BYTES_S,
-    Certificate,
     Ending,
     Followed,
     Signals,
@@ -53,6 +49,7 @@ from toolkit.serve.server import (
     check_exposure,
     first_of,
     follow,
+    followed_files,
     is_loopback,
     leave,
     listen,
@@ -174,11 +171,6 @@ def limits_of_replicas(
     return UNLIMITED
 
 
-def replica_key() -> str:
-    """The key that is sent to replicas that run already."""
-    return os.environ.get(KEY_VARIABLE, "")
-
-
 def launch_gateway(order: GatewayLaunch, on_ready: Callable[[str], None]) -> Mapping[str, int]:
     """Serve until a signal ends the gateway. Returns the number of ended requests by status.
 
@@ -224,7 +216,9 @@ async def _serve(
     server = HttpServer(gateway.access, limits, on_share=stats.count_share)
     signals = Signals()
     own = OwnReplicas(order, pool, key) if order.own is not None else None
-    followed, tls = _followed(order, keyring, own)
+    followed, tls = followed_files(order.callers, keyring.renew, order.certificate)
+    if own is not None and order.reread is not None:
+        followed.append(Followed(WatchedFiles([], order.reread), own.renew))  # at SIGHUP alone
     background = _background(order, gateway, events)
     background.append(follow(followed, say))
     tasks = [asyncio.create_task(each) for each in background]
@@ -286,22 +280,6 @@ def _background(
     return background
 
 
-def _followed(
-    order: GatewayLaunch, keyring: Keyring, own: OwnReplicas | None
-) -> tuple[list[Followed[Any]], SSLContext | None]:
-    """What is read again while the gateway serves, and the TLS context."""
-    followed: list[Followed[Any]] = []
-    if order.callers:
-        followed.append(Followed(order.callers, keyring.renew))
-    if own is not None and order.reread is not None:
-        followed.append(Followed(WatchedFiles([], order.reread), own.renew))  # at SIGHUP alone
-    if order.certificate is None:
-        return followed, None
-    certificate = Certificate(order.certificate)
-    followed.append(Followed(order.certificate, certificate.renew))
-    return followed, certificate.context
-
-
 async def _begin(
     order: GatewayLaunch,
     pool: ReplicaPool,
@@ -319,7 +297,9 @@ async def _begin(
         tasks.append(asyncio.create_task(following))
         waits = [_refused(pool), signals.first.wait(), asyncio.sleep(FIRST_PROBES_S)]
         await first_of(_first_probes(pool, strict=order.needs.strict), *waits)
-    _raise(pool, own)
+    refused = pool.refused or (own.error if own is not None else None)
+    if refused is not None:
+        raise refused
 
 
 async def _first_probes(pool: ReplicaPool, *, strict: bool) -> None:
@@ -334,13 +314,6 @@ async def _first_probes(pool: ReplicaPool, *, strict: bool) -> None:
 async def _refused(pool: ReplicaPool) -> None:
     while pool.refused is None:
         await asyncio.sleep(POLL_EVERY_S)
-
-
-def _raise(pool: ReplicaPool, own: OwnReplicas | None) -> None:
-    if pool.refused is not None:
-        raise pool.refused
-    if own is not None and own.error is not None:
-        raise own.error
 
 
 def _kinds_in(plan: Plan) -> list[tuple[str, int]]:

@@ -18,7 +18,7 @@ from toolkit.gateway.stream import DIVERGED, PassingAnswer, StreamedUsage
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late
-from toolkit.serve.server import first_of
+from toolkit.serve.server import disconnected, first_of
 from toolkit.traces.write import TraceLine, ms_or_none
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class PassedRequest:
         self.prompt_tokens = gateway.gauge.tokens(call.prompt)
         self._gateway, self._call, self._send = gateway, call, send
         self._passing = PassingAnswer(call)
-        self._id = gateway.next_id()
+        self._id = f"r{next(gateway.numbers)}"
         self._blocks = gateway.gauge.blocks(call.prompt)
         self._task: asyncio.Task[bool] | None = None
         self._cut = ""
@@ -124,7 +124,7 @@ class PassedRequest:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
         gateway = self._gateway
         gateway.budget.request()
-        gone = asyncio.create_task(_disconnected(receive))
+        gone = asyncio.create_task(disconnected(receive))
         limit_s = gateway.settings.request_timeout_s
         try:
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
@@ -150,7 +150,8 @@ class PassedRequest:
                 replica.failures += 1
                 _logger.info("%s: %s: %s", self._id, replica.url, failed)
                 if self._passing.complete and self._head_sent:
-                    await self._complete()
+                    # The client has all tokens, but not the last lines.
+                    await self._close_stream(self._passing.finish())
                     return
                 if str(failed) == DIVERGED:
                     self._status = "failed"
@@ -357,10 +358,6 @@ class PassedRequest:
                 return
         raise PassFailedError("the answer ended early")
 
-    async def _complete(self) -> None:
-        """The client has all tokens, but not the last lines."""
-        await self._close_stream(self._passing.finish())
-
     async def _close_stream(self, last: bytes) -> None:
         self._status = self._passing.finish_reason or "stop"
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
@@ -368,7 +365,10 @@ class PassedRequest:
     async def _pass_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         content = await whole_body(answer)
         self._hear(replica)
-        read = _read_whole(content)
+        try:
+            read = msgspec.json.decode(content, type=_WholeAnswer)
+        except (msgspec.DecodeError, RecursionError):
+            read = _WholeAnswer()
         if any(reason in ("abort", "error") for reason in read.reasons):
             raise PassFailedError("the server aborted the request")
         self._usage = read.usage
@@ -452,13 +452,6 @@ class _WholeAnswer(msgspec.Struct):
         return [choice.finish_reason for choice in self.choices if choice.finish_reason]
 
 
-def _read_whole(content: bytes) -> _WholeAnswer:
-    try:
-        return msgspec.json.decode(content, type=_WholeAnswer)
-    except (msgspec.DecodeError, RecursionError):
-        return _WholeAnswer()
-
-
 async def whole_body(answer: UpstreamAnswer) -> bytes:
     """The whole body. Raises `UpstreamError` if it breaks off or is too long."""
     pieces, size = [], 0
@@ -480,8 +473,3 @@ async def send_whole(
 
 def kept_headers(answer: UpstreamAnswer) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in answer.headers if name.lower() in PASSED_BACK]
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

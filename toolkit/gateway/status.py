@@ -24,6 +24,7 @@ from toolkit.serve.metrics import (
     by_label,
     family_of,
     histogram_family,
+    usage_of_keys,
 )
 from toolkit.serve.status import Facts, MetricHistory, StatusPage
 
@@ -90,7 +91,7 @@ class GatewayExposition:
         for name, text, attribute in _HISTOGRAMS:
             yield histogram_family(name, text, labels, getattr(stats, attribute))
         yield from self._replicas(labels)
-        yield from self._keys(labels)
+        yield from usage_of_keys(labels, gateway.keyring.named)
 
     def _replicas(self, labels: Labels) -> Iterator[Metric]:
         replicas = self._gateway.pool.replicas
@@ -110,15 +111,6 @@ class GatewayExposition:
         for kind, name, text, attribute in _REPLICAS:
             values = {each.url: float(getattr(each, attribute)) for each in replicas}
             yield by_label(kind, f"llmctl_replica_{name}", text, labels, "replica", values)
-
-    def _keys(self, labels: Labels) -> Iterator[Metric]:
-        named = self._gateway.keyring.named
-        for name, text, attribute in (
-            ("llmctl_key_requests", "Accepted requests of a key.", "accepted"),
-            ("llmctl_key_tokens", "Prompt and output tokens of a key.", "taken_tokens"),
-        ):
-            values = {account.name: float(getattr(account, attribute)) for account in named}
-            yield by_label(CounterMetricFamily, name, text, labels, "key", values)
 
 
 class _Families:

@@ -11,25 +11,7 @@ from typing import IO
 from toolkit.engines.protocol import Engine, OutOfMemory, make_engine
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.process import (
-    Admit,
-    Admitted,
-    Failed,
-    Fits,
-    KeepBusy,
-    Loaded,
-    LoadEngine,
-    LocalTimedEngine,
-    Reply,
-    Request,
-    RunTimes,
-    Time,
-    Tried,
-    Unmeasurable,
-    read_request,
-    slice_rows,
-    write_frame,
-)
+from toolkit.profiling import process
 from toolkit.workers.lifeline import end_with_front
 
 
@@ -47,39 +29,39 @@ def main() -> None:
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Answer the frames in `requests`. Raises `EOFError` at their end."""
-    load = read_request(requests)
-    assert isinstance(load, LoadEngine)
+    load = process.read_request(requests)
+    assert isinstance(load, process.LoadEngine)
     recipe = Recipe.model_validate_json(load.recipe_json)
     try:
         engine = make_engine(recipe.model, recipe.engine, recipe.hardware)
     except LlmctlError as error:
-        write_frame(replies, Failed(error.message, error.hint, error.exit_code))
+        process.write_frame(replies, process.Failed(error.message, error.hint, error.exit_code))
         return
-    bench = LocalTimedEngine(engine, recipe.profile.clock)
-    write_frame(replies, Loaded(bench.facts.model_dump_json()))
+    bench = process.LocalTimedEngine(engine, recipe.profile.clock)
+    process.write_frame(replies, process.Loaded(bench.facts.model_dump_json()))
     while True:
-        request = read_request(requests)
-        if isinstance(request, KeepBusy):
+        request = process.read_request(requests)
+        if isinstance(request, process.KeepBusy):
             _keep_busy(engine, request, requests)
         else:
-            write_frame(replies, _answer(bench, request))
+            process.write_frame(replies, _answer(bench, request))
 
 
-def _answer(bench: LocalTimedEngine, request: Request) -> Reply:
+def _answer(bench: process.LocalTimedEngine, request: process.Request) -> process.Reply:
     try:
-        if isinstance(request, Time):
-            return RunTimes(tuple(bench.time(request.point, request.warmups)))
-        if isinstance(request, Admit):
-            return Admitted(*bench.admit(request.length, request.limit))
-        assert isinstance(request, Fits)
-        return Tried(bench.fits(request.shape))
-    except Unmeasurable as error:
-        return Failed(str(error))
+        if isinstance(request, process.Time):
+            return process.RunTimes(tuple(bench.time(request.point, request.warmups)))
+        if isinstance(request, process.Admit):
+            return process.Admitted(*bench.admit(request.length, request.limit))
+        assert isinstance(request, process.Fits)
+        return process.Tried(bench.fits(request.shape))
+    except process.Unmeasurable as error:
+        return process.Failed(str(error))
     except Exception as error:  # noqa: BLE001  (a child process: the parent records it and goes on)
-        return Failed(f"{type(error).__name__}: {error}".splitlines()[0])
+        return process.Failed(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def _keep_busy(engine: Engine, work: KeepBusy, requests: IO[bytes]) -> None:
+def _keep_busy(engine: Engine, work: process.KeepBusy, requests: IO[bytes]) -> None:
     """Serve slices until a request or the end of the stream can be read."""
 
     def undisturbed(_: object = None) -> bool:
@@ -89,7 +71,7 @@ def _keep_busy(engine: Engine, work: KeepBusy, requests: IO[bytes]) -> None:
         for shape in work.shapes:
             try:
                 engine.run_slice(
-                    slice_rows(shape, engine.facts.vocab_size), shape.steps, undisturbed
+                    process.slice_rows(shape, engine.facts.vocab_size), shape.steps, undisturbed
                 )
             except OutOfMemory:
                 continue

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TypeVar
 
 from pydantic import Field, ValidationError
@@ -105,12 +104,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stream.close()
 
     def put(self, key: str, result: Result) -> None:
@@ -142,7 +136,7 @@ class Journal:
         return self._path.with_name(self._path.name + ".old")
 
     def _load(self, lines: list[bytes]) -> None:
-        """Load the readable lines. Cut off the rest: a torn line, or all from a damaged line on."""
+        """Load the lines up to the first that is torn or damaged, and cut off it and the rest."""
         end = len(lines[0])
         for number, line in enumerate(lines[1:], start=2):
             try:
@@ -171,7 +165,7 @@ def _environment_changes(then: Environment, now: Environment) -> list[str]:
     ]
     same: dict[str, object] = {"packages": now.packages}
     if now.device != "cpu" and _without_kernel(then.platform) == _without_kernel(now.platform):
-        # Rented GPUs of one kind come with the kernel of whichever host or sandbox is free.
+        # Rented GPUs of one kind run on hosts with different kernels.
         same["platform"] = now.platform
     if then.model_copy(update=same) != now:
         changed.append("the machine")
@@ -215,7 +209,7 @@ def _open_locked(path: Path) -> IO[bytes]:
 
 
 def _why_not(first_line: bytes, now: JournalConditions) -> str:
-    """Why the results under these conditions cannot be used now; '' if they can."""
+    """Why the file with this first line cannot be resumed under the conditions `now`, or ''."""
     try:
         then = JournalConditions.model_validate_json(first_line)
     except ValidationError:

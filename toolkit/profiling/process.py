@@ -373,10 +373,9 @@ class EngineProcess:
 
     def workers(self, recipe: Recipe) -> Workers:
         """The processes that will serve: several equal workers."""
-        from toolkit.workers.pool import ProcessWorkers
+        from toolkit.workers.pool import ProcessWorkers, WorkerSpec
 
-        model, engine, hardware = recipe.model, recipe.engine, recipe.hardware
-        return ProcessWorkers(model, engine, hardware, recipe.workers, flush_s=engine.flush_s)
+        return ProcessWorkers([WorkerSpec.of(recipe)] * recipe.workers)
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
         """See `TimedRoundEngine.admit`. Raises `Died` if it killed the process: the rows are then

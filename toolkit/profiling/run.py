@@ -231,14 +231,23 @@ def profile(
     dying, or no point of the grid can be measured.
     """
     require_gpu([recipe])
-    _require_gpus_of_workers(recipe)
+    engine = recipe.engine
+    if recipe.hardware.device == "cuda" and traits_of(engine.name).load:
+        # The workers that run slices come last: too few GPUs for them are reported now.
+        sizes = [engine.tensor_parallel_size] * recipe.workers
+        share_gpus(sizes, visible_gpus(), shared=engine.share_gpus)
     started_s = time.perf_counter()
     with timed(recipe) as bench:
         load_s = time.perf_counter() - started_s
         made_from = head(inputs={"recipe": source}, device=bench.facts.device)
-        with Journal(
-            journal_path(out), _conditions(made_from, bench.facts), fresh=fresh
-        ) as journal:
+        sections = made_from["inputs"]["recipe"].sections
+        conditions = JournalConditions(
+            tool_version=made_from["tool_version"],
+            recipe={name: sections[name] for name in MEASURED_SECTIONS if name in sections},
+            environment=made_from["environment"],
+            engine=bench.facts,
+        )
+        with Journal(journal_path(out), conditions, fresh=fresh) as journal:
             session = _Session(recipe, bench.facts, journal, watch, load_s)
             watch.planned(session.plan(bench, load_s))
             session.probe_memory(bench)
@@ -250,26 +259,6 @@ def profile(
             session.run_slices(make_workers or bench.workers)
             session.run_sequences(make_workers or bench.workers)
             return session.result(made_from)
-
-
-def _require_gpus_of_workers(recipe: Recipe) -> None:
-    """Raise `EngineError` if the workers that run slices will need more GPUs than there are: before
-    the grid is measured, which takes long.
-    """
-    engine = recipe.engine
-    if recipe.hardware.device == "cuda" and traits_of(engine.name).load:
-        sizes = [engine.tensor_parallel_size] * recipe.workers
-        share_gpus(sizes, visible_gpus(), shared=engine.share_gpus)
-
-
-def _conditions(made_from: EnvelopeFields, facts: EngineFacts) -> JournalConditions:
-    sections = made_from["inputs"]["recipe"].sections
-    return JournalConditions(
-        tool_version=made_from["tool_version"],
-        recipe={name: sections[name] for name in MEASURED_SECTIONS if name in sections},
-        environment=made_from["environment"],
-        engine=facts,
-    )
 
 
 def _memory_key(length: int, steps: int) -> str:
@@ -396,10 +385,6 @@ class _Session:
         if self._rounds and self._work.sequences:
             self._rounds.run_sequences(make_workers(self._recipe), self._progress.advanced)
 
-    def _loaded_in_s(self) -> float | None:
-        """The measured time of loading; None for a server that ran before."""
-        return round(self._load_s, 1) if traits_of(self._facts.engine).started else None
-
     def result(self, made_from: EnvelopeFields) -> Profile:
         results = self._journal.results
         prefill, decode = grid_points(self._points, self._spec, results)
@@ -412,12 +397,14 @@ class _Session:
                 f"no {kind} of the grid could be measured: {failed}",
                 "see profile in the recipe",
             )
+        # A server that ran before was not loaded here.
+        load_s = round(self._load_s, 1) if traits_of(self._facts.engine).started else None
         return Profile(
             **made_from,
             recipe_name=self._recipe.name,
             workers=self._recipe.workers,
             clock=self._spec.clock,
-            engine=self._facts.model_copy(update={"load_s": self._loaded_in_s()}),
+            engine=self._facts.model_copy(update={"load_s": load_s}),
             prefill=prefill,
             decode=decode,
             slices=of_kind(SlicePoint, results.values()),

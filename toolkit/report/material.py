@@ -16,11 +16,11 @@ from typing import TypeVar
 from toolkit.errors import InputError
 from toolkit.files.bench import SAME_RATE, BenchReport, Validation
 from toolkit.files.fit import Fit
-from toolkit.files.io import digest, load_recipe, read_file, recipe_path
+from toolkit.files.io import digest, read_file
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
-from toolkit.files.shipped import is_recipe
+from toolkit.files.shipped import is_recipe, load_recipe, recipe_path
 from toolkit.files.strict import Envelope
 from toolkit.files.tuning import Tuning
 from toolkit.report.parts import Cell, Section, Table
@@ -139,7 +139,7 @@ def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
         try:
             content = read_file(BenchReport, path)
         except InputError as error:
-            found.why[path.name] = f"{error.message}; {error.hint}" if error.hint else error.message
+            found.why[path.name] = error.whole
             continue
         if "plan" not in content.inputs:
             found.why[path.name] = f"{path.name} was made without --plan, so its plan is not known"
@@ -189,7 +189,7 @@ def _take(
     try:
         content = read_file(kind, path, inputs=inputs)
     except InputError as error:
-        found.why[role] = f"{error.message}; {error.hint}" if error.hint else error.message
+        found.why[role] = error.whole
         return None
     other = [name for name, sha256 in made_from.items() if _sha256_of(content, name) != sha256]
     if other or sha256 not in (None, source.sha256):

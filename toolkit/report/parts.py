@@ -97,11 +97,6 @@ class Section:
     commands: list[tuple[str, str]] = field(default_factory=list)
 
 
-def missing(key: str, title: str, lead: str, command: str, why: str = "") -> Section:
-    """A section without content, the command that makes it, and why it is not there."""
-    return Section(key, title, lead, lines=[why] if why else [], command=command)
-
-
 def error_cells(error: HeldOutError) -> tuple[str, str, str, int]:
     """Median, 95th percentile and worst error in percent, and the number of points."""
     shares = (error.median_percent, error.p95_percent, error.worst_percent)

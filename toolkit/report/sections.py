@@ -30,19 +30,26 @@ from toolkit.report.parts import (
     error_cell,
     error_cells,
     metric_name,
-    missing,
     quantity,
 )
 from toolkit.sched.policies import footnote, marked
 from toolkit.units import number, percent, seconds, word
 
-BENCH_KEY, BENCH_TITLE = "bench", "The benches"
-FIT_KEY, FIT_TITLE = "fit", "The fit"
-PLAN_KEY, PLAN_TITLE = "plan", "The plan"
-TUNING_KEY, TUNING_TITLE = "tuning", "The tuning"
-VALIDATION_KEY, VALIDATION_TITLE = "validation", "The validation"
+TITLES = {  # of the sections, by their keys
+    "bench": "The benches",
+    "fit": "The fit",
+    "plan": "The plan",
+    "tuning": "The tuning",
+    "validation": "The validation",
+}
 
 Point = tuple[int, int, float]  # batch size, length, seconds
+
+
+def _missing(found: Material, key: str, lead: str, command: str) -> Section:
+    """A section without content, the command that makes it, and why its file was left out."""
+    why = found.why.get(key)
+    return Section(key, TITLES[key], lead, lines=[why] if why else [], command=command)
 
 
 def bench_section(found: Material) -> Section:
@@ -52,19 +59,15 @@ def bench_section(found: Material) -> Section:
         plan, rate = found.file_name("plan"), found.rate_rps
         at = f" --rate {rate:.3g}" if rate else ""
         command = f"llmctl bench --plan {plan} --trace TRACE{at} --out bench.json"
-        section = missing(
-            BENCH_KEY,
-            BENCH_TITLE,
-            "No trace was replayed against a running server of this plan yet.",
-            command,
-        )
+        lead = "No trace was replayed against a running server of this plan yet."
+        section = _missing(found, "bench", lead, command)
         section.lines += [f"Left out: {why}." for why in left_out]
         return section
     requests = sum(bench.content.answered for bench in found.benches)
     counted = f"{len(found.benches)} replay{'s' if len(found.benches) > 1 else ''}"
     section = Section(
-        BENCH_KEY,
-        BENCH_TITLE,
+        "bench",
+        TITLES["bench"],
         f"{counted} against a running server, {requests:,} requests: measured, not simulated.",
     )
     for bench in found.benches:
@@ -156,15 +159,9 @@ def fit_section(found: Material) -> Section:
     fit = found.fit
     if fit is None:
         command = f"llmctl profile {found.recipe.name}; llmctl fit profile.json"
-        return missing(
-            FIT_KEY,
-            FIT_TITLE,
-            "Nothing was fitted yet.",
-            command,
-            found.why.get("fit", ""),
-        )
+        return _missing(found, "fit", "Nothing was fitted yet.", command)
     where = f"{fit.engine.engine} on {fit.engine.device}, {fit.workers} workers"
-    section = Section(FIT_KEY, FIT_TITLE, f"Laws of time and memory for {where}.")
+    section = Section("fit", TITLES["fit"], f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
         section.lines.append(f"Nothing here was measured: {fit.engine.analytic}")
     section.tables += [_errors(fit), _candidates(fit)]
@@ -341,13 +338,7 @@ def plan_section(found: Material) -> Section:
     if plan is None:
         tuning = " --tuning tuning.json" if found.tuning else ""
         command = f"llmctl render {found.recipe.name} --fit fit.json{tuning}"
-        return missing(
-            PLAN_KEY,
-            PLAN_TITLE,
-            "There is no plan to serve yet.",
-            command,
-            found.why.get("plan", ""),
-        )
+        return _missing(found, "plan", "There is no plan to serve yet.", command)
     decided: list[tuple[str, str, str]] = []
     predicted: list[tuple[str, str]] = []
     source = ""
@@ -358,7 +349,7 @@ def plan_section(found: Material) -> Section:
         else:
             decided.append((key, explained.value, explained.source))
     lead = f"Policy '{plan.policy.name}' on {plan.workers} workers."
-    section = Section(PLAN_KEY, PLAN_TITLE, lead)
+    section = Section("plan", TITLES["plan"], lead)
     columns = ["key", "value", "reason"]
     section.tables.append(Table("The plan's values and their reasons", columns, decided))
     if predicted:
@@ -372,21 +363,13 @@ def tuning_section(found: Material) -> Section:
     tuning = found.tuning
     if tuning is None:
         command = f"llmctl tune {found.recipe.name} --fit fit.json --trace TRACE"
-        return missing(
-            TUNING_KEY,
-            TUNING_TITLE,
-            "The settings were not tuned yet.",
-            command,
-            found.why.get("tuning", ""),
-        )
+        return _missing(found, "tuning", "The settings were not tuned yet.", command)
     rate = f"{number(tuning.request_rate_rps)} requests/s on {tuning.workers} workers"
     others = " and others" if len(tuning.policies) > 1 else ""
     policies = f"policy '{tuning.best_held_out.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
-    section = Section(TUNING_KEY, TUNING_TITLE, lead)
-    section.figures += [
-        figure for figure in (_front(tuning), _importance(tuning), _swings(tuning)) if figure.svg
-    ]
+    section = Section("tuning", TITLES["tuning"], lead)
+    section.figures += [figure for figure in (_front(tuning), *_sensitivity(tuning)) if figure.svg]
     section.tables += [_held_out(tuning), _parameters(tuning)]
     if tuning.policies:
         section.tables.append(_policies(tuning))
@@ -440,23 +423,16 @@ def _same(first: Outcome, second: Outcome) -> bool:
     return (first.policy, first.every_parameter) == (second.policy, second.every_parameter)
 
 
-def _importance(tuning: Tuning) -> Figure:
+def _sensitivity(tuning: Tuning) -> list[Figure]:
+    """What matters: by all trials, and by sweeps of one parameter of the best."""
     shares: dict[str, float] = {}
     for result in tuning.policies:
         if result.policy == tuning.best_held_out.policy:
             shares = {name: 100 * share for name, share in result.importance.items()}
-    return Figure(
-        bars(shares, " %"),
-        "how much each parameter separates the best trials from the others (PED-ANOVA)",
-    )
-
-
-def _swings(tuning: Tuning) -> Figure:
     swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
-    return Figure(
-        bars(swings, " %"),
-        "how far goodput moves when one parameter of the best is swept over its range",
-    )
+    trials = "how much each parameter separates the best trials from the others (PED-ANOVA)"
+    swept = "how far goodput moves when one parameter of the best is swept over its range"
+    return [Figure(bars(shares, " %"), trials), Figure(bars(swings, " %"), swept)]
 
 
 def _held_out(tuning: Tuning) -> Table:
@@ -509,20 +485,14 @@ def validation_section(found: Material) -> Section:
     validation = found.validation
     if validation is None:
         lead = "The predictions were not compared with a running server yet."
-        return missing(
-            VALIDATION_KEY,
-            VALIDATION_TITLE,
-            lead,
-            "llmctl validate plan.json --url URL",
-            found.why.get("validation", ""),
-        )
+        return _missing(found, "validation", lead, "llmctl validate plan.json --url URL")
     requests = sum(window.requests for window in validation.windows)
     failed = sum(window.failed for window in validation.windows)
     lead = (
         f"{requests:,} requests in {len(validation.windows)} windows of a trace, replayed against "
         f"{validation.model} with policy '{validation.policy}'; {failed:,} failed."
     )
-    section = Section(VALIDATION_KEY, VALIDATION_TITLE, lead, lines=[validation.summary()])
+    section = Section("validation", TITLES["validation"], lead, lines=[validation.summary()])
     errors = {row.metric: row.error_percent for row in validation.metrics}
     section.figures.append(
         Figure(bars(errors, " %"), "the prediction's error, of the means over the windows")

@@ -41,7 +41,7 @@ class FrontSettings:
     allow_end_after: bool = False  # requests may set `llmctl_end_after`
     vllm_metrics: bool = False  # metrics also under vLLM's names
     status_page: bool = False
-    local_hosts_only: bool = False  # a Host that is another name than localhost gets 403
+    local_hosts_only: bool = False  # a Host header with a name other than localhost gets 403
     max_body_bytes: int = MAX_BODY_BYTES
     keepalive_s: float = 10.0  # an idle stream gets a comment after this long
     # The deadline of requests that set none, and the longest that a request may set.

@@ -14,7 +14,6 @@ several points is reported, but does not count against the fit.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,9 +36,8 @@ from toolkit.workers.protocol import (
     OnEvent,
     RoundDone,
     WorkerEvent,
-    Workers,
+    WrappedWorkers,
 )
-from toolkit.workers.supervisor import SilentWorker
 
 POINT_STEPS_MAX = 16
 RUNS_MIN, RUNS_MAX = 3, 9  # of each point
@@ -210,8 +208,8 @@ def judge(found: Sequence[MeasuredPoint], *, strict: bool, say: Callable[[str], 
     )
 
 
-@dataclass(slots=True, eq=False)
-class CheckedWorkers:
+@dataclass(eq=False)
+class CheckedWorkers(WrappedWorkers):
     """`Workers` that run the checks in `start`, before the driver may use them.
 
     Args:
@@ -221,18 +219,13 @@ class CheckedWorkers:
         clock: in seconds.
     """
 
-    workers: Workers
     checks: Sequence[DriftCheck]
     on_found: OnFound
     clock: Callable[[], float] = time.perf_counter
-    size: int = field(init=False)
     # The end of each worker's running batch.
     _ends: dict[int, asyncio.Future[BatchEnd]] = field(default_factory=dict)
     _batches: int = 0  # sent so far
     _rows: int = 0  # sent so far
-
-    def __post_init__(self) -> None:
-        self.size = self.workers.size
 
     async def start(self, on_event: OnEvent) -> None:
         """Start the workers, then measure. Raises `EngineError` if one cannot start."""
@@ -302,33 +295,3 @@ class CheckedWorkers:
         self._batches += 1
         self._ends[worker] = end = asyncio.get_running_loop().create_future()
         return end
-
-    def run(
-        self,
-        worker: int,
-        batch_id: int,
-        rows: Sequence[Row],
-        steps: int,
-        estimated_s: float = math.inf,
-    ) -> None:
-        self.workers.run(worker, batch_id, rows, steps, estimated_s)
-
-    def run_round(
-        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
-    ) -> None:
-        self.workers.run_round(worker, batch_id, plan, estimated_s)
-
-    def interrupt(self, worker: int, batch_id: int) -> None:
-        self.workers.interrupt(worker, batch_id)
-
-    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
-        self.workers.cancel(worker, batch_id, request_ids)
-
-    def kill(self, worker: int) -> None:
-        self.workers.kill(worker)
-
-    def silent(self) -> list[SilentWorker]:
-        return self.workers.silent()
-
-    async def stop(self) -> None:
-        await self.workers.stop()

@@ -420,6 +420,15 @@ class ResponseHead:
     created: int
     model: str
 
+    def encode(
+        self,
+        kind: str,
+        choices: Sequence[TextChoice | ChatChoice | ChatDeltaChoice],
+        usage: Usage | UnsetType | None,
+    ) -> bytes:
+        """An object of the response as JSON."""
+        return _encode(Completion(self.id, kind, self.created, self.model, choices, usage))
+
 
 class ResponseFormat(Protocol):
     """Writes the objects of one endpoint as JSON."""
@@ -438,22 +447,15 @@ class CompletionFormat:
     head: ResponseHead
 
     def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
-        return self._object([TextChoice(delta.index, delta.text, delta.finish or None)], usage)
+        choice = TextChoice(delta.index, delta.text, delta.finish or None)
+        return self.head.encode("text_completion", [choice], usage)
 
     def last_chunk(self, usage: Usage) -> bytes:
-        return self._object([], usage)
+        return self.head.encode("text_completion", [], usage)
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
-        return self._object(
-            [TextChoice(choice.index, choice.text, choice.finish or None) for choice in choices],
-            usage,
-        )
-
-    def _object(self, choices: list[TextChoice], usage: Usage | UnsetType | None) -> bytes:
-        head = self.head
-        return _encode(
-            Completion(head.id, "text_completion", head.created, head.model, choices, usage)
-        )
+        texts = [TextChoice(choice.index, choice.text, choice.finish or None) for choice in choices]
+        return self.head.encode("text_completion", texts, usage)
 
 
 @dataclass(slots=True, frozen=True)
@@ -471,23 +473,14 @@ class ChatFormat:
         role = UNSET if delta.index in self._begun else "assistant"
         self._begun.add(delta.index)
         choice = ChatDeltaChoice(delta.index, ChatDelta(delta.text, role), delta.finish or None)
-        return self._object("chat.completion.chunk", [choice], usage)
+        return self.head.encode("chat.completion.chunk", [choice], usage)
 
     def last_chunk(self, usage: Usage) -> bytes:
-        return self._object("chat.completion.chunk", [], usage)
+        return self.head.encode("chat.completion.chunk", [], usage)
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         messages = [
             ChatChoice(choice.index, ChatMessage(choice.text), choice.finish or None)
             for choice in choices
         ]
-        return self._object("chat.completion", messages, usage)
-
-    def _object(
-        self,
-        kind: str,
-        choices: Sequence[ChatChoice | ChatDeltaChoice],
-        usage: Usage | UnsetType | None,
-    ) -> bytes:
-        head = self.head
-        return _encode(Completion(head.id, kind, head.created, head.model, choices, usage))
+        return self.head.encode("chat.completion", messages, usage)

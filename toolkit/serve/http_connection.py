@@ -16,10 +16,10 @@ Responses leave in the order of their requests. Requests that arrive meanwhile a
 Input that cannot be parsed gets its error after all earlier responses; then the connection closes.
 
 A client that half-closes its connection after a whole request (`shutdown(SHUT_WR)`) gets its
-response. A client that has closed both sides looks the same until something is written: then its
-machine resets the connection. So the server writes bytes that change nothing: `100 Continue` before
-a response, or in a chunked response a zero, which is then the first digit of the next chunk's size.
-Over TLS the end of one side is the end of both.
+response. A client that has closed both sides looks the same until the server writes something: then
+the client's machine resets the connection. To tell the two apart, the server writes bytes that do
+not change the response: `100 Continue` before it, or within a chunked response a zero, which
+becomes the first digit of the next chunk's size. Over TLS the end of one side ends both.
 """
 
 from __future__ import annotations

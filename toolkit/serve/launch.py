@@ -1,8 +1,9 @@
 """From a plan to a running server: `launch` builds everything, and tears it down at the end.
 
 `Launch` is what to start. `Manager` reports readiness and liveness to systemd or another service
-manager. `EventLog` writes the scheduler's calls, which can be replayed; `RequestLog` writes lengths
-and times of requests as a trace. Neither log holds text, prompt tokens or names of clients.
+manager. `EventLog` writes the scheduler's calls, which can be replayed; `trace_line` is what the
+request log keeps of a request, lengths and times. Neither log holds text, prompt tokens or names of
+clients.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from ssl import SSLContext
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import uvloop
 
@@ -32,6 +32,7 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import BalancerEvent
 from toolkit.sched.eventlog import Event, lost_line, to_line
 from toolkit.sched.types import Request
+from toolkit.serve import server
 from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.api import make_app
 from toolkit.serve.assemble import FrontSettings, make_scheduler, make_stats
@@ -40,18 +41,6 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.helper import Helper
 from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest
-from toolkit.serve.server import (
-    Certificate,
-    Ending,
-    Followed,
-    WatchedFiles,
-    check_exposure,
-    follow,
-    is_loopback,
-    listen,
-    serve,
-    url,
-)
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 from toolkit.workers.pool import ProcessWorkers, WorkerSpec
@@ -133,15 +122,15 @@ class Launch:
     client_share: float = CLIENT_SHARE  # of connections and of held bytes, for one client
     event_log: Path | None = None
     request_log: Path | None = None
-    ending: Ending = field(default_factory=Ending)
+    ending: server.Ending = field(default_factory=server.Ending)
     checks: Sequence[DriftCheck] = ()  # of the fits, before the first request
     # Called if the engine is not the fitted one; None: the server refuses to start then.
     on_foreign: OnForeign | None = None
     ray: str = ""
     room_timeout_s: float = 60.0
     # The files of the settings' keys, if they may change while the server runs.
-    callers: WatchedFiles[Callers] | None = None
-    certificate: WatchedFiles[SSLContext] | None = None  # None: no TLS
+    callers: server.WatchedFiles[Callers] | None = None
+    certificate: server.WatchedFiles[SSLContext] | None = None  # None: no TLS
     manager: Manager = field(default_factory=Manager)  # gets health reports
 
 
@@ -159,9 +148,9 @@ def launch(
     """
     if not order.ray:
         require_gpu(kind.recipe for kind in order.plan.kinds)
-    check_exposure(order.host, asks_key=order.settings.asks_key, insecure=order.insecure)
+    server.check_exposure(order.host, asks_key=order.settings.asks_key, insecure=order.insecure)
     with ExitStack() as stack:
-        listener = stack.enter_context(listen(order.host, order.port))
+        listener = stack.enter_context(server.listen(order.host, order.port))
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
         requests = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
         where = f" on Ray ({order.ray})" if order.ray else ""
@@ -175,32 +164,30 @@ def launch(
         facts = facts_of(order.plan, order.settings.model)
         status = Status(driver, facts) if order.settings.status_page else None
         keyring = Keyring(order.settings.api_key, order.settings.keys)
-        local = is_loopback(order.host) and not order.settings.asks_key
+        local = server.is_loopback(order.host) and not order.settings.asks_key
         settings = replace(order.settings, local_hosts_only=local)
         helper = Helper(order.plan.recipe.model, settings.vocab_size, settings.max_model_len)
         app = make_app(driver, tokenizer, settings, status, keyring, helper)
-        followed: list[Followed[Any]] = []
-        if order.callers:
-            followed.append(Followed(order.callers, keyring.renew))
-        tls = None
-        if order.certificate:
-            certificate = Certificate(order.certificate)
-            followed.append(Followed(order.certificate, certificate.renew))
-            tls = certificate.context
+        followed, tls = server.followed_files(order.callers, keyring.renew, order.certificate)
         gc.collect()
         # Imported objects stay: no later collection should pause all streams to walk over them.
         gc.freeze()
 
         background: list[Coroutine[None, None, None]] = [
-            follow(followed, order.ending.say),
+            server.follow(followed, order.ending.say),
             order.manager.report_health(lambda: not driver.bug),
         ]
         if events:
             background.append(flush(events))
         if status:
             background.append(status.sampling())
-        limits, address = WireLimits(client_share=order.client_share), url(listener, tls=bool(tls))
-        serving = serve(driver, app, listener, order.ending, lambda: on_ready(address), tls, limits)
+        limits, address = (
+            WireLimits(client_share=order.client_share),
+            server.url(listener, tls=bool(tls)),
+        )
+        serving = server.serve(
+            driver, app, listener, order.ending, lambda: on_ready(address), tls, limits
+        )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(serving, helper, background))
         return dict(driver.stats.ended)
@@ -225,17 +212,8 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     serve_spec = plan.recipe.serve
     patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
     if not ray:
-        recipe, flush_s = plan.recipe, plan.recipe.engine.flush_s
-        first, *others = plan.kinds
-        yield ProcessWorkers(
-            recipe.model,
-            recipe.engine,
-            recipe.hardware,
-            first.workers,
-            flush_s=flush_s,
-            others=[WorkerSpec.of(kind.recipe) for kind in others for _ in range(kind.workers)],
-            patience=patience,
-        )
+        specs = [WorkerSpec.of(kind.recipe) for kind in plan.kinds for _ in range(kind.workers)]
+        yield ProcessWorkers(specs, patience=patience)
         return
     from toolkit.cluster.connect import LOCAL, joined
     from toolkit.cluster.workers import RayWorkers, places
@@ -263,11 +241,15 @@ def _driver(
             identities = map(identity, islice(facts, kind.workers))
             refuse_foreign(kind.fit.engine, identities, order.on_foreign)
 
+    def log(active: ActiveRequest, start_s: float) -> None:
+        assert requests is not None
+        requests.add(trace_line(active, requests.timestamp(start_s + active.arrival_s)))
+
     return Driver(
         make_scheduler(plan, events.add if events else None),
         workers,
         make_stats(plan),
-        on_end=RequestLog(requests).add if requests else None,
+        on_end=log if requests else None,
         limits=order.limits,
         accept=accept,
     )
@@ -311,12 +293,7 @@ class EventLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.flush()
         self._log.close()
 
@@ -333,17 +310,6 @@ class EventLog:
     def flush(self) -> None:
         self._log.write(bytes(self._pending))
         self._pending.clear()
-
-
-class RequestLog:
-    """Writes a line of a trace for each request that has ended."""
-
-    def __init__(self, log: TraceLog) -> None:
-        self._log = log
-
-    def add(self, active: ActiveRequest, start_s: float) -> None:
-        """Write a request. `start_s` is the driver's zero on the clock of `time.monotonic`."""
-        self._log.add(trace_line(active, self._log.timestamp(start_s + active.arrival_s)))
 
 
 def trace_line(active: ActiveRequest, timestamp: float) -> TraceLine:

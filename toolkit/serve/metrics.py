@@ -120,12 +120,7 @@ class Exposition:
         The quotient of the last two is actual over predicted batch time.
         """
 
-        def by_worker(
-            kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-            name: str,
-            text: str,
-            values: Sequence[float],
-        ) -> Metric:
+        def by_worker(kind: FamilyKind, name: str, text: str, values: Sequence[float]) -> Metric:
             numbered = {str(worker): value for worker, value in enumerate(values)}
             return by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", numbered)
 
@@ -147,28 +142,20 @@ class Exposition:
 
     def _keys(self, labels: Labels) -> Iterator[Metric]:
         """The usage of each key of a keys file, with one series per name."""
-        requests = CounterMetricFamily(
-            "llmctl_key_requests", "Accepted requests of a key.", labels=[*labels, "key"]
-        )
-        tokens = CounterMetricFamily(
-            "llmctl_key_tokens", "Prompt and output tokens of a key.", labels=[*labels, "key"]
-        )
-        running = GaugeMetricFamily(
-            "llmctl_key_running", "Choices of a key that run or wait.", labels=[*labels, "key"]
-        )
+        accounts = self._accounts()
+        yield from usage_of_keys(labels, accounts)
+        text = "Choices of a key that run or wait."
+        running = {account.name: account.running for account in accounts}
+        yield by_label(GaugeMetricFamily, "llmctl_key_running", text, labels, "key", running)
         limited = CounterMetricFamily(
             "llmctl_key_limited",
             "Requests of a key that got 429, by limit.",
             labels=[*labels, "key", "limit"],
         )
-        for account in self._accounts():
-            values = [*labels.values(), account.name]
-            requests.add_metric(values, account.accepted)
-            tokens.add_metric(values, account.taken_tokens)
-            running.add_metric(values, account.running)
+        for account in accounts:
             for limit in LIMITS:
-                limited.add_metric([*values, limit], account.refused[limit])
-        yield from (requests, tokens, running, limited)
+                limited.add_metric([*labels.values(), account.name, limit], account.refused[limit])
+        yield limited
 
     def _vllm(self, now: Gauges) -> Iterator[Metric]:
         stats, labels = self._stats, {"model_name": self._model, "engine": "0"}
@@ -271,6 +258,16 @@ def by_label(
     for key, value in values.items():
         family.add_metric([*labels.values(), key], value)
     return family
+
+
+def usage_of_keys(labels: Labels, accounts: Sequence[Account]) -> Iterator[Metric]:
+    """What each key was given: requests and tokens."""
+    for name, text, attribute in (
+        ("llmctl_key_requests", "Accepted requests of a key.", "accepted"),
+        ("llmctl_key_tokens", "Prompt and output tokens of a key.", "taken_tokens"),
+    ):
+        values = {account.name: float(getattr(account, attribute)) for account in accounts}
+        yield by_label(CounterMetricFamily, name, text, labels, "key", values)
 
 
 def histogram_family(name: str, text: str, labels: Labels, histogram: Histogram) -> Metric:

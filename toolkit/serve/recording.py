@@ -38,7 +38,15 @@ from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, work
 from toolkit.serve.http import HttpServer, WireLimits
 from toolkit.serve.prompt_blocks import JOB, PromptBlocks, answer
-from toolkit.serve.server import LAST_BYTES_S, Signals, first_of, is_loopback, listen, url
+from toolkit.serve.server import (
+    LAST_BYTES_S,
+    Signals,
+    disconnected,
+    first_of,
+    is_loopback,
+    listen,
+    url,
+)
 from toolkit.traces.formats import MOONCAKE_BLOCK
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 
@@ -222,7 +230,7 @@ class TraceRecorder:
         request = await self._requests.read(body) if _asks_tokens(scope) else None
         recorded = RecordedRequest(request, arrival_s) if request else None
         passing = asyncio.ensure_future(self._pass(scope, body, recorded, send))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({passing, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -359,11 +367,6 @@ async def _read_body(receive: Receive) -> bytes | None:
         pieces.append(piece)
         more = message.get("more_body", False)
     return b"".join(pieces)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class RequestReading:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive
 
 from toolkit.errors import InputError, LlmctlError
 from toolkit.serve.driver import Driver
@@ -211,6 +211,12 @@ async def first_of(*waits: Awaitable[object]) -> None:
                 task.cancel()
 
 
+async def disconnected(receive: Receive) -> None:
+    """Return when a request's client is gone; its body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class WatchedFiles(Generic[ValueT]):
     """The value that `read` makes of some files. `read` raises `InputError` if it cannot."""
 
@@ -264,6 +270,19 @@ class Followed(Generic[ValueT]):
         except LlmctlError as error:
             return f"warning: {error.message}; the version read before stays in force"
         return "" if value is None else self._apply(value)
+
+
+def followed_files(
+    keys: WatchedFiles[ValueT] | None,
+    renew_keys: Callable[[ValueT], str],
+    certificate: WatchedFiles[ssl.SSLContext] | None,
+) -> tuple[list[Followed[Any]], ssl.SSLContext | None]:
+    """What is read again while a server runs, its keys and its certificate; and its TLS context."""
+    followed: list[Followed[Any]] = [Followed(keys, renew_keys)] if keys else []
+    if certificate is None:
+        return followed, None
+    renewed = Certificate(certificate)
+    return [*followed, Followed(certificate, renewed.renew)], renewed.context
 
 
 async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]) -> None:

@@ -304,14 +304,11 @@ def compare(
     """
     for scaled in [scale_rate(trace, rate) for rate in rates] or [trace]:
         for policy in policies:
-            yield _run_one(scaled, policy, world, sla)
-
-
-def _run_one(trace: Trace, policy: AnyPolicy, world: World, sla: Mapping[str, float]) -> PolicyRun:
-    given, rate = parameters(policy), mean_rate(trace)
-    try:
-        result = simulate(trace, policy, world)
-    except SimulationStalledError as error:
-        return PolicyRun(policy.name, given, rate, problem=error.message)
-    e2e = latencies(result.served)["e2e"]
-    return PolicyRun(policy.name, given, rate, result.metrics(sla), e2e, result.refusals)
+            given, rate = parameters(policy), mean_rate(scaled)
+            try:
+                result = simulate(scaled, policy, world)
+            except SimulationStalledError as error:
+                yield PolicyRun(policy.name, given, rate, problem=error.message)
+                continue
+            metrics, e2e_s = result.metrics(sla), latencies(result.served)["e2e"]
+            yield PolicyRun(policy.name, given, rate, metrics, e2e_s, result.refusals)

@@ -6,7 +6,6 @@ batches that it returns.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -17,6 +16,7 @@ from mypy_extensions import mypyc_attr
 from toolkit.errors import LlmctlError
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
+from toolkit.sim.collector import collector_off
 
 # Wake-ups in a row that start nothing while nothing runs; no policy needs as many.
 MAX_IDLE_WAKES = 1000
@@ -73,13 +73,8 @@ def run(
     Without `drain` it stops when the last request has been admitted. Raises
     `SimulationStalledError` with the state if the scheduler leaves requests waiting for ever.
     """
-    collects = gc.isenabled()
-    gc.disable()  # no request makes a reference cycle: collecting would be a fifth of the time
-    try:
+    with collector_off():  # no request makes a reference cycle
         return _run(scheduler, list(requests), list(workers), drain)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _run(

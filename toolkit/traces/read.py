@@ -25,20 +25,8 @@ import msgspec
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.traces.formats import (
-    AGENTS,
-    KNOWN,
-    LATEST_S,
-    MAX_LENGTH,
-    REASON,
-    SUCCESS,
-    Format,
-    Record,
-    agent_requests,
-    detect,
-    length,
-    priority_of,
-)
+from toolkit.traces import formats
+from toolkit.traces.formats import Format, Record
 from toolkit.traces.sharing import Problems, Sharing
 from toolkit.traces.types import Trace
 
@@ -117,12 +105,12 @@ def read_trace(path: Path) -> tuple[Trace, ReadReport]:
     except OSError as error:
         raise InputError(f"{path}: cannot read the trace: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not a trace: it is not UTF-8 text", KNOWN) from error
+        raise InputError(f"{path}: not a trace: it is not UTF-8 text", formats.KNOWN) from error
 
 
 def _read(file: TextIO, source: str) -> tuple[Trace, ReadReport]:
     found, records = _open_records(file, source)
-    form = detect(found, source)
+    form = formats.detect(found, source)
     return _collect(form.whole(records, source) if form.whole else records, form, source)
 
 
@@ -138,13 +126,13 @@ def _read_folder(folder: Path) -> tuple[Trace, ReadReport]:
         for path in files:
             with path.open(encoding="utf-8-sig", newline="") as file:
                 found, rows = _open_records(file, path.name)
-                if detect(found, path.name) is not AGENTS:
+                if formats.detect(found, path.name) is not formats.AGENTS:
                     raise InputError(
                         f"{path}: not an agent's session", "a folder may hold nothing else"
                     )
                 yield from rows
 
-    return _collect(agent_requests(records(), folder.name), AGENTS, folder.name)
+    return _collect(formats.agent_requests(records(), folder.name), formats.AGENTS, folder.name)
 
 
 def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record]]:
@@ -154,7 +142,7 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
         first = line.strip()[:1]
     file.seek(0)
     if first == "":
-        raise InputError(f"{source}: the trace is empty", KNOWN)
+        raise InputError(f"{source}: the trace is empty", formats.KNOWN)
     if first in "[{":
         return _json(_json_array(file, source) if first == "[" else _json_lines(file), source)
     lines = _csv_lines(file, source)
@@ -197,7 +185,7 @@ def _json_array(file: TextIO, source: str) -> Iterator[object]:
     except (msgspec.DecodeError, RecursionError) as error:
         values = _lenient(text)
         if not isinstance(values, list):
-            raise InputError(f"{source}: not a JSON array: {error}", KNOWN) from error
+            raise InputError(f"{source}: not a JSON array: {error}", formats.KNOWN) from error
     assert isinstance(values, list), "the text begins with a bracket"
     yield from values
 
@@ -211,7 +199,7 @@ def _json(values: Iterable[object], source: str) -> tuple[list[str], Iterator[Re
         if head[-1] is not None:
             break
     if not head or head[-1] is None:
-        raise InputError(f"{source}: not a trace: it holds no JSON object", KNOWN)
+        raise InputError(f"{source}: not a trace: it holds no JSON object", formats.KNOWN)
 
     def rows() -> Iterator[Record]:
         yield from head
@@ -252,7 +240,7 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
         raise InputError(
             problem,
-            "correct these rows; docs/reference/traces.md, 'Rows that cannot be', has the limits",
+            "correct these rows; docs/reference/traces.md, 'Invalid rows', has the limits",
         )
     return _ordered(kept, sharing, report)
 
@@ -290,23 +278,23 @@ def _row(record: Record, form: Format) -> Row:
     """The numbers of one row. Raises `_Dropped` with the reason for impossible values."""
     if record is None:
         raise _Dropped(UNPARSABLE)
-    if form.whole and REASON in record:
-        raise _Dropped(str(record[REASON]))
-    if form.status and record.get(form.status) not in SUCCESS:
+    if form.whole and formats.REASON in record:
+        raise _Dropped(str(record[formats.REASON]))
+    if form.status and record.get(form.status) not in formats.SUCCESS:
         raise _Dropped(FAILED)
     try:
         arrival = form.seconds(record.get(form.arrival)) if form.arrival else 0.0
-        prompt = length(record.get(form.prompt))
-        output = length(record.get(form.output))
+        prompt = formats.length(record.get(form.prompt))
+        output = formats.length(record.get(form.output))
         limit = record.get(form.max_tokens) if form.max_tokens else None
-        max_tokens = 0 if limit is None else length(limit)
+        max_tokens = 0 if limit is None else formats.length(limit)
         urgency = record.get(form.priority) if form.priority else None
-        priority = 0 if urgency is None else priority_of(urgency)
+        priority = 0 if urgency is None else formats.priority_of(urgency)
     except (ValueError, OverflowError) as error:
         raise _Dropped(UNPARSABLE) from error
     if not math.isfinite(arrival):
         raise _Dropped(UNPARSABLE)
-    if not -LATEST_S <= arrival <= LATEST_S:
+    if not -formats.LATEST_S <= arrival <= formats.LATEST_S:
         raise _Dropped(NEGATIVE if arrival < 0 else TOO_LATE)
     if form.zero_output_failed and output == 0:
         raise _Dropped(FAILED)
@@ -323,22 +311,24 @@ def _detail(record: Record, form: Format, reason: str) -> str:
     """The value for which a row was dropped, and the values that are allowed there."""
     if record is None:
         return "not a JSON object"
-    if REASON in record:
+    if formats.REASON in record:
         return _shown(record, form.session)
     if reason == TOO_LATE:
-        latest = f"{LATEST_S / form.unit_s:.4g} {form.unit}"
+        latest = f"{formats.LATEST_S / form.unit_s:.4g} {form.unit}"
         return f"{_shown(record, form.arrival)}, must be at most {latest}"
     if reason == NEGATIVE:
         return f"{_shown(record, form.arrival)}, must be at least 0 {form.unit}"
     if reason == BEYOND:
         return f"{_shown(record, form.output)}, {_shown(record, form.max_tokens)}"
     if reason == FAILED:
-        return _shown(record, form.output if record.get(form.status) in SUCCESS else form.status)
+        return _shown(
+            record, form.output if record.get(form.status) in formats.SUCCESS else form.status
+        )
     checks: list[tuple[str, Callable[[object], float], float, str]] = [
-        (form.prompt, length, 1, f"a whole number from 1 to {MAX_LENGTH:,}"),
-        (form.output, length, 1, f"a whole number from 1 to {MAX_LENGTH:,}"),
-        (form.max_tokens, length, 0, f"a whole number from 0 to {MAX_LENGTH:,}"),
-        (form.priority, priority_of, -MAX_LENGTH, "a whole number of 32 bits"),
+        (form.prompt, formats.length, 1, f"a whole number from 1 to {formats.MAX_LENGTH:,}"),
+        (form.output, formats.length, 1, f"a whole number from 1 to {formats.MAX_LENGTH:,}"),
+        (form.max_tokens, formats.length, 0, f"a whole number from 0 to {formats.MAX_LENGTH:,}"),
+        (form.priority, formats.priority_of, -formats.MAX_LENGTH, "a whole number of 32 bits"),
     ]
     for column, parse, least, allowed in checks:
         if column in form.required or record.get(column) is not None:

@@ -153,8 +153,7 @@ class Sharing:
     def attach(self, trace: Trace) -> Trace:
         """`trace` with its blocks and sessions; its rows are in the file's order."""
         shared = self._blocks()
-        sessions = self._sessions(trace, shared)
-        return replace(trace, shared=shared, sessions=sessions)
+        return replace(trace, shared=shared, sessions=self._sessions(trace, shared))
 
     def _blocks(self) -> SharedBlocks | None:
         ids = np.frombuffer(self._ids, dtype=np.int64).copy()

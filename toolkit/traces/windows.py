@@ -193,6 +193,13 @@ class TraceWindow:
     trace: Trace
 
 
+def excerpt(trace: Trace, start_s: float, duration_s: float | None) -> Trace:
+    """`duration_s` seconds of the trace from `start_s` on, as by `cut`; None: to its end."""
+    if start_s == 0 and duration_s is None:
+        return trace
+    return cut(trace, start_s, np.inf if duration_s is None else start_s + duration_s)
+
+
 def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
     """The requests that arrive in [start_s, end_s), their times counted from start_s.
 

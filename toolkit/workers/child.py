@@ -183,14 +183,15 @@ def serve(
     start = channel.receive()
     if not isinstance(start, Start):
         raise ValueError(f"the first frame must be 'start', not {start}")
+    spec = EngineSpec.model_validate_json(start.engine)
     try:
-        engine = _load(start)
+        engine = _load(start, spec)
     except LlmctlError as error:
         channel.send(Refused(error.message, error.hint))
         return error.exit_code
     signs.state = "idle"
     channel.send(Ready(engine.facts.model_dump_json()))
-    outbox, watch = Outbox(channel, start.flush_s, clock), Stopwatch(clock)
+    outbox, watch = Outbox(channel, spec.flush_s, clock), Stopwatch(clock)
     while True:
         frame = channel.receive()
         if isinstance(frame, Stop):
@@ -203,10 +204,10 @@ def serve(
         signs.state = "idle"
 
 
-def _load(start: Start) -> Engine:
+def _load(start: Start, spec: EngineSpec) -> Engine:
     engine = make_engine(
         ModelSpec.model_validate_json(start.model),
-        EngineSpec.model_validate_json(start.engine),
+        spec,
         HardwareSpec.model_validate_json(start.hardware),
     )
     # The first passes choose kernels and fill caches.

@@ -426,17 +426,16 @@ def _cannot_load(slot: _Slot, reason: str) -> EngineError:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What one worker loads, and how often it reports (`flush_s`, as in `ProcessWorkers`)."""
+    """What one worker loads: three sections of its recipe."""
 
     model: ModelSpec
     engine: EngineSpec
     hardware: HardwareSpec
-    flush_s: float = 0.05
 
     @classmethod
     def of(cls, recipe: Recipe) -> WorkerSpec:
         """From a recipe."""
-        return cls(recipe.model, recipe.engine, recipe.hardware, recipe.engine.flush_s)
+        return cls(recipe.model, recipe.engine, recipe.hardware)
 
     @property
     def gpus(self) -> int:
@@ -448,10 +447,7 @@ class ProcessWorkers(WorkerPool):
     """The pool of processes on this machine.
 
     Args:
-        model, engine, hardware: what each worker loads.
-        size: number of workers.
-        flush_s: progress of a batch is reported at most this often, except for first tokens.
-        others: further workers of other kinds, for a fleet; their numbers follow.
+        specs: what each worker loads, by number.
         backoff_s, stop_timeout_s, patience: as in `WorkerPool`.
 
     Raises `EngineError` if there are fewer GPUs than the workers take and the recipe does not share
@@ -460,18 +456,12 @@ class ProcessWorkers(WorkerPool):
 
     def __init__(
         self,
-        model: ModelSpec,
-        engine: EngineSpec,
-        hardware: HardwareSpec,
-        size: int,
+        specs: Sequence[WorkerSpec],
         *,
-        flush_s: float = 0.05,
-        others: Sequence[WorkerSpec] = (),
         backoff_s: float = 0.5,
         stop_timeout_s: float = 10.0,
         patience: Patience = PATIENCE,
     ) -> None:
-        specs = [WorkerSpec(model, engine, hardware, flush_s)] * size + list(others)
         visible = visible_gpus() if any(spec.gpus for spec in specs) else []
         shared = all(spec.engine.share_gpus for spec in specs if spec.gpus)
         gpus = share_gpus([spec.gpus for spec in specs], visible, shared=shared)
@@ -479,7 +469,7 @@ class ProcessWorkers(WorkerPool):
         async def spawn(worker: int, on_frame: OnFrame) -> Body:
             spec, share = specs[worker], gpus[worker]
             engine = spec.engine.on_part_of_gpu(share.workers)
-            start = Start.of(spec.model, engine, spec.hardware, spec.flush_s)
+            start = Start.of(spec.model, engine, spec.hardware)
             return await WorkerProcess.spawn(
                 start, engine.threads, on_frame, share.names, spec.hardware.device
             )

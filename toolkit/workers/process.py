@@ -54,11 +54,11 @@ def visible_gpus(
     return [str(index) for index in range(count)]
 
 
-def gpu_models(driver: Path = NVIDIA_GPUS) -> list[str]:
+def gpu_models() -> list[str]:
     """The names of this machine's NVIDIA GPUs, in the order of their PCI addresses; none where the
     driver's folder is hidden.
     """
-    pages = sorted(driver.glob("*/information")) if driver.is_dir() else []
+    pages = sorted(NVIDIA_GPUS.glob("*/information")) if NVIDIA_GPUS.is_dir() else []
     found = [re.search(r"^Model:\s*(.+?)\s*$", page.read_text(), re.MULTILINE) for page in pages]
     return [match[1] for match in found if match]
 
@@ -166,21 +166,6 @@ _SPAWNERS = ThreadPoolExecutor(4, "spawner")
 OnFrame = Callable[[FromWorker], None]
 
 
-@dataclass(slots=True, frozen=True)
-class Exit:
-    """How a process ended: its return code (negative: a signal) and the last line of stderr."""
-
-    code: int
-    last_line: str
-
-    @property
-    def reason(self) -> str:
-        """The reason in one line."""
-        if self.code < 0:
-            return f"killed by {_signal_name(-self.code)}"
-        return f"exit code {self.code}" + (f": {self.last_line}" if self.last_line else "")
-
-
 class WorkerProcess:
     """A child that runs `toolkit.workers`. Use `spawn`.
 
@@ -250,7 +235,20 @@ class WorkerProcess:
         guard.forget(self.pid)
         await asyncio.wait((self._errors.closed,), timeout=STDERR_DRAIN_S)
         self._errors.close()
-        return Exit(code, _last_line(bytes(self._errors.tail))).reason
+        return _end_of(code, self._errors.tail.decode(errors="replace"))
+
+
+def _end_of(code: int, stderr: str) -> str:
+    """How a process ended, in one line: by which signal (a negative `code`), or with which exit
+    code and last line of `stderr`.
+    """
+    if code < 0:
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return f"exit code {code}" + (f": {lines[-1][:300]}" if lines else "")
 
 
 def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -353,15 +351,3 @@ def engine_variables(threads: int | None, device: str = "cpu") -> dict[str, str]
         # that can be extended reuse that memory; others leave it as holes.
         variables[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     return variables
-
-
-def _last_line(stderr: bytes) -> str:
-    lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

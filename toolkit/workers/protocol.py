@@ -8,7 +8,7 @@ import math
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -166,6 +166,50 @@ class Workers(BatchRunner, Protocol):
         ...
 
 
+@dataclass(eq=False)
+class WrappedWorkers:
+    """`Workers` that pass each call on to others; a subclass changes those that it has to."""
+
+    workers: Workers
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = self.workers.size
+
+    async def start(self, on_event: OnEvent) -> None:
+        await self.workers.start(on_event)
+
+    def run(
+        self,
+        worker: int,
+        batch_id: int,
+        rows: Sequence[Row],
+        steps: int,
+        estimated_s: float = math.inf,
+    ) -> None:
+        self.workers.run(worker, batch_id, rows, steps, estimated_s)
+
+    def run_round(
+        self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
+    ) -> None:
+        self.workers.run_round(worker, batch_id, plan, estimated_s)
+
+    def interrupt(self, worker: int, batch_id: int) -> None:
+        self.workers.interrupt(worker, batch_id)
+
+    def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
+        self.workers.cancel(worker, batch_id, request_ids)
+
+    def kill(self, worker: int) -> None:
+        self.workers.kill(worker)
+
+    def silent(self) -> list[SilentWorker]:
+        return self.workers.silent()
+
+    async def stop(self) -> None:
+        await self.workers.stop()
+
+
 # The frames between the front and a worker: typed msgpack structs, each preceded by its length.
 #
 # Nothing is unpickled, and any other frame is an error.
@@ -178,24 +222,16 @@ _HEAD_BYTES = 4
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """The first frame to a worker: what to load. The specs are JSON of the recipe's sections.
-
-    Progress is sent at most every `flush_s` seconds, except for a slice's first tokens.
-    """
+    """The first frame to a worker: what to load. The specs are JSON of the recipe's sections."""
 
     model: str
     engine: str
     hardware: str
-    flush_s: float
 
     @classmethod
-    def of(
-        cls, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, flush_s: float
-    ) -> Start:
+    def of(cls, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Start:
         """From the sections of a recipe."""
-        return cls(
-            model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json(), flush_s
-        )
+        return cls(model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json())
 
 
 class RunSlice(msgspec.Struct, frozen=True, tag="run"):

@@ -206,9 +206,7 @@ def vllm_version(recipe: Recipe) -> str:
     if found.returncode:
         raise EngineError(f"{python} has no vLLM", remedy)
     version = found.stdout.strip()
-    check_version(
-        version, f"or name another Python: engine.vllm.python in the recipe, or {PYTHON_VARIABLE}"
-    )
+    check_version(version, f"or {other}")
     return version
 
 

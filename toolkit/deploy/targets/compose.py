@@ -140,15 +140,18 @@ class ComposeFile(ComposeKind):
 
 def render(order: Order) -> Rendered:
     """Render compose.yaml."""
+    text = _file(order, {"llmctl": _service(order)})
+    return Rendered({"compose.yaml": text}, _explained(order), _start(order))
+
+
+def _file(order: Order, services: dict[str, ComposeService | Preparation]) -> str:
     file = ComposeFile(
         name=order.name,
-        services={"llmctl": _service(order)},
-        secrets={SECRET: SecretFile(file=key_file(order))},
+        services=services,
+        secrets={SECRET: SecretFile(file=order.key_file)},
         volumes={"models": NamedVolume()},
     )
-    return Rendered(
-        {"compose.yaml": dump_yaml([file], order.comment())}, _explained(order), _start(order)
-    )
+    return dump_yaml([file], order.comment())
 
 
 def _service(order: Order) -> ComposeService:
@@ -230,24 +233,14 @@ def render_replicas(order: Order) -> Rendered:
     services = {name: _replica(kind, number) for kind, number, name in replicas.named}
     names = list(services)
     front = _ours(order, words, replicas.front_image.value, replicas.drain, replicas=names)
-    file = ComposeFile(
-        name=order.name,
-        services={"llmctl": front, PREPARES: _preparation(replicas), **services},
-        secrets={SECRET: SecretFile(file=key_file(order))},
-        volumes={"models": NamedVolume()},
-    )
+    # The engine's image has no folder for models: a volume that a replica made would be root's.
+    models = Mount(type="volume", source="models", target="/models")
+    prepares = Preparation(image=replicas.front_image.value, volumes=[models])
+    text = _file(order, {"llmctl": front, PREPARES: prepares, **services})
     return Rendered(
-        {"compose.yaml": dump_yaml([file], order.comment()), ALIVE: replicas.alive},
+        {"compose.yaml": text, ALIVE: replicas.alive},
         [*replicas.explained(), *_explained_replicas(order, replicas)],
         _start(order),
-    )
-
-
-def _preparation(replicas: Replication) -> Preparation:
-    """The engine's image has no folder for models: a volume that a replica made would be root's."""
-    return Preparation(
-        image=replicas.front_image.value,
-        volumes=[Mount(type="volume", source="models", target="/models")],
     )
 
 
@@ -323,11 +316,6 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
     return [*lines, *token]
 
 
-def key_file(order: Order) -> str:
-    """The path of the key on the host."""
-    return f"{KEY_FOLDER}/{order.name}.key"
-
-
 def uninterpolated(text: str) -> str:
     """Quote text so that Compose finds no variables in it."""
     return text.replace("$", "$$")
@@ -362,7 +350,7 @@ def _published(recipe: Recipe) -> tuple[str, str]:
 def _secret(order: Order) -> tuple[str, str]:
     """The file of the key, and why."""
     why = "a file that you create; the key is in no image and in no rendered file"
-    return key_file(order), why
+    return order.key_file, why
 
 
 def _start(order: Order) -> str:
@@ -371,7 +359,7 @@ def _start(order: Order) -> str:
 ```sh
 sudo install -d {KEY_FOLDER}
 # The container's user, 10001, reads the key.
-openssl rand -hex 32 | sudo install -o 10001 -m 0400 /dev/stdin {key_file(order)}
+openssl rand -hex 32 | sudo install -o 10001 -m 0400 /dev/stdin {order.key_file}
 docker compose up --detach --wait      # or: {serve}
 docker compose ps
 docker compose stop                    # drains

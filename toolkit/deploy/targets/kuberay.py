@@ -11,25 +11,9 @@ import hashlib
 
 from pydantic import BaseModel
 
-from toolkit.deploy.alerts import drift_percent, rules, series
-from toolkit.deploy.manifests import (
-    Container,
-    Deployment,
-    DeploymentSpec,
-    DisruptionSpec,
-    EmptyDir,
-    EnvVar,
-    Kustomization,
-    PodDisruptionBudget,
-    PodSpec,
-    PodTemplate,
-    Resources,
-    Selector,
-    Strategy,
-    Volume,
-    VolumeMount,
-)
-from toolkit.deploy.operators import PrometheusRule
+from toolkit.deploy import manifests as k8s
+from toolkit.deploy import reckon
+from toolkit.deploy.alerts import drift_percent
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
@@ -39,61 +23,10 @@ from toolkit.deploy.order import (
     fill,
     llmctl_image,
 )
-from toolkit.deploy.reckon import (
-    FRONT_MIB,
-    LIMIT_FACTOR,
-    PROPAGATION_S,
-    check_podable,
-    drain_s,
-    grace_s,
-    startup_s,
-    waiting_threshold,
-)
-from toolkit.deploy.targets.kubernetes import cluster_policy, front_policy, pod_monitor
-from toolkit.deploy.targets.objects import (
-    ALIVE,
-    FORWARDED,
-    HTTP,
-    PLAN_FOLDER,
-    PORT,
-    READY,
-    by_reference,
-    claim_files,
-    dashboard_map,
-    environment,
-    explain_models,
-    explain_probes,
-    metadata,
-    mounts,
-    plan_map,
-    pod_metadata,
-    preparation,
-    selector,
-    service,
-    started,
-    volumes,
-)
-from toolkit.deploy.targets.raycluster import (
-    EXTRA,
-    GCS_PORT,
-    HEAD_MIB,
-    NODE_MIB,
-    OBJECT_STORE_MIB,
-    RAY,
-    RAY_ENVIRONMENT,
-    STAYS,
-    explain_group,
-    fingerprint,
-    groups,
-    head_grace_s,
-    member,
-    ray_cluster,
-    ray_member,
-    worker_count,
-    worker_grace_s,
-)
+from toolkit.deploy.targets import objects as common
+from toolkit.deploy.targets import raycluster
+from toolkit.deploy.targets.kubernetes import cluster_policy, monitors, network_policy
 from toolkit.errors import InputError
-from toolkit.files.strict import dump_yaml
 from toolkit.units import MIB
 
 SCRIPT = "front.sh"
@@ -105,17 +38,17 @@ def front_script(order: Order) -> str:
     """front.sh: joins the cluster and serves."""
     flags: list[tuple[str, object]] = [
         ("--ray", "auto"),
-        *([] if order.plan.others else [("--workers", worker_count(order).value)]),
-        ("--room-timeout", startup_s(order).value),
+        *([] if order.plan.others else [("--workers", raycluster.worker_count(order).value)]),
+        ("--room-timeout", reckon.startup_s(order).value),
         ("--host", "0.0.0.0"),
-        ("--port", PORT),
-        ("--shutdown-notice", PROPAGATION_S),
-        ("--shutdown-timeout", drain_s(order).value),
+        ("--port", common.PORT),
+        ("--shutdown-notice", reckon.PROPAGATION_S),
+        ("--shutdown-timeout", reckon.drain_s(order).value),
     ]
     return fill(
         SCRIPT,
         comment=order.comment(),
-        object_store_bytes=OBJECT_STORE_MIB * MIB,
+        object_store_bytes=raycluster.OBJECT_STORE_MIB * MIB,
         flags=flags,
         allowances=order.allowances,
     )
@@ -123,75 +56,77 @@ def front_script(order: Order) -> str:
 
 def head_address(order: Order) -> str:
     """The address of KubeRay's Service for the head."""
-    return f"{order.name}-head-svc.{order.options.namespace}.svc:{GCS_PORT}"
+    return f"{order.name}-head-svc.{order.options.namespace}.svc:{raycluster.GCS_PORT}"
 
 
-def front(order: Order) -> Deployment:
+def front(order: Order) -> k8s.Deployment:
     """The Deployment of the front. There is never a second pod: both would claim the same room."""
-    cluster = hashlib.sha256(fingerprint(order).encode()).hexdigest()
-    about = pod_metadata(order, **{"llmctl.io/raycluster-sha256": cluster})
-    template = PodTemplate(
+    cluster = hashlib.sha256(raycluster.fingerprint(order).encode()).hexdigest()
+    about = common.pod_metadata(order, **{"llmctl.io/raycluster-sha256": cluster})
+    template = k8s.PodTemplate(
         metadata=about.model_copy(
             update={
-                "labels": about.labels | member(order),
-                "annotations": (about.annotations or {}) | STAYS,
+                "labels": about.labels | raycluster.member(order),
+                "annotations": (about.annotations or {}) | raycluster.STAYS,
             }
         ),
         spec=_pod(order),
     )
-    return Deployment(
-        metadata=metadata(order),
-        spec=DeploymentSpec(
-            replicas=1,
-            progress_deadline_seconds=startup_s(order).value + 60,
-            strategy=Strategy(type="Recreate"),
-            selector=selector(order),
-            template=template,
-        ),
-    )
+    strategy = k8s.Strategy(type="Recreate")
+    return common.deployment(order, template, strategy, reckon.startup_s(order).value)
 
 
-def _pod(order: Order) -> PodSpec:
-    shared = Volume(
-        name="shm", empty_dir=EmptyDir(medium="Memory", size_limit=f"{OBJECT_STORE_MIB + 64}Mi")
+def _pod(order: Order) -> k8s.PodSpec:
+    shared = k8s.Volume(
+        name="shm",
+        empty_dir=k8s.EmptyDir(medium="Memory", size_limit=f"{raycluster.OBJECT_STORE_MIB + 64}Mi"),
     )
-    container = Container(
+    container = k8s.Container(
         name="llmctl",
-        image=llmctl_image(order, EXTRA).value,
-        command=["bash", f"{PLAN_FOLDER}/{SCRIPT}"],
-        ports=[HTTP],
+        image=llmctl_image(order, raycluster.EXTRA).value,
+        command=["bash", f"{common.PLAN_FOLDER}/{SCRIPT}"],
+        ports=[common.HTTP],
         env=[
-            *environment(order),
-            EnvVar(name="RAY_ADDRESS", value=head_address(order)),
-            EnvVar(name="RAY_AUTH_MODE", value="token"),
-            by_reference(order, "RAY_AUTH_TOKEN", TOKEN_KEY),
-            *RAY_ENVIRONMENT,
+            *common.environment(order),
+            k8s.EnvVar(name="RAY_ADDRESS", value=head_address(order)),
+            k8s.EnvVar(name="RAY_AUTH_MODE", value="token"),
+            common.by_reference(order, "RAY_AUTH_TOKEN", TOKEN_KEY),
+            *raycluster.RAY_ENVIRONMENT,
         ],
-        resources=Resources(
+        resources=k8s.Resources(
             requests={"cpu": CPU, "memory": f"{front_memory().value}Mi"},
             limits={"memory": f"{front_memory_limit().value}Mi"},
         ),
-        startup_probe=started(order),
-        readiness_probe=READY,
-        liveness_probe=ALIVE,
-        volume_mounts=[*mounts(), VolumeMount(name="shm", mount_path="/dev/shm")],
+        startup_probe=common.started(order),
+        readiness_probe=common.READY,
+        liveness_probe=common.ALIVE,
+        volume_mounts=[*common.mounts(), k8s.VolumeMount(name="shm", mount_path="/dev/shm")],
     )
-    return PodSpec(
-        termination_grace_period_seconds=grace_s(drain_s(order), PROPAGATION_S).value,
+    return k8s.PodSpec(
+        termination_grace_period_seconds=reckon.grace_s(
+            reckon.drain_s(order), reckon.PROPAGATION_S
+        ).value,
         containers=[container],
-        volumes=[*volumes(order), shared],
+        volumes=[*common.volumes(order), shared],
     )
 
 
 def front_memory() -> Sourced[int]:
     """MiB that the front's pod requests."""
-    ray = f"{NODE_MIB} for its raylet, {OBJECT_STORE_MIB} for the object store"
-    return Sourced(FRONT_MIB + NODE_MIB + OBJECT_STORE_MIB, f"{FRONT_MIB} MiB for the front, {ray}")
+    ray = (
+        f"{raycluster.NODE_MIB} for its raylet, {raycluster.OBJECT_STORE_MIB} for the object store"
+    )
+    return Sourced(
+        reckon.FRONT_MIB + raycluster.NODE_MIB + raycluster.OBJECT_STORE_MIB,
+        f"{reckon.FRONT_MIB} MiB for the front, {ray}",
+    )
 
 
 def front_memory_limit() -> Sourced[int]:
     """MiB at which the front's pod is killed."""
-    return Sourced(LIMIT_FACTOR * front_memory().value, f"{LIMIT_FACTOR} times what it requests")
+    return Sourced(
+        reckon.LIMIT_FACTOR * front_memory().value, f"{reckon.LIMIT_FACTOR} times what it requests"
+    )
 
 
 def render(order: Order) -> Rendered:
@@ -200,40 +135,27 @@ def render(order: Order) -> Rendered:
     Raises `InputError` for options that do not suit this target.
     """
     _check(order)
-    threshold = waiting_threshold(order.plan, order.trace)
+    threshold = reckon.waiting_threshold(order.plan, order.trace)
     core: dict[str, BaseModel] = {
-        "raycluster.yaml": ray_cluster(order),
+        "raycluster.yaml": raycluster.ray_cluster(order),
         "deployment.yaml": front(order),
-        "service.yaml": service(order),
-        "networkpolicy.yaml": front_policy(order, member(order)),
-        "networkpolicy-ray.yaml": cluster_policy(order, ray_member(order), member(order)),
-    }
-    if worker_count(order).value > 1:
-        core["poddisruptionbudget.yaml"] = _budget(order)
-    operated: dict[str, BaseModel] = {
-        "podmonitor.yaml": pod_monitor(order),
-        "prometheusrule.yaml": PrometheusRule(
-            metadata=metadata(order), spec=rules(order, series(order, monitored=True), threshold)
+        "service.yaml": common.service(order),
+        "networkpolicy.yaml": network_policy(order, raycluster.member(order)),
+        "networkpolicy-ray.yaml": cluster_policy(
+            order, raycluster.ray_member(order), raycluster.member(order)
         ),
     }
-    objects = {f"core/{name}": content for name, content in core.items()} | operated
-    namespace = order.options.namespace
-    objects["core/kustomization.yaml"] = Kustomization(
-        namespace=namespace, resources=sorted(core), config_map_generator=[plan_map(order, SCRIPT)]
-    )
-    objects["kustomization.yaml"] = Kustomization(
-        namespace=namespace,
-        resources=["core", *sorted(operated)],
-        config_map_generator=[dashboard_map(order)],
-    )
-    files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
-    files |= claim_files(order, _mounting(order))
+    if raycluster.worker_count(order).value > 1:
+        core["poddisruptionbudget.yaml"] = _budget(order)
+    operated = monitors(order, threshold)
+    files = common.kustomized(order, core, operated, [common.plan_map(order, SCRIPT)])
+    files |= common.claim_files(order, _mounting(order))
     files |= {"core/plan.json": order.text, f"core/{SCRIPT}": front_script(order)}
-    return Rendered(files, _explained(order), _start(order), FORWARDED)
+    return Rendered(files, _explained(order), _start(order), common.FORWARDED)
 
 
 def _check(order: Order) -> None:
-    check_podable(order)
+    reckon.check_podable(order)
     if order.options.gpu_products and order.plan.others:
         raise InputError(
             "--gpu-product names the GPU of one kind of workers; the fleet has several",
@@ -248,19 +170,20 @@ def _check(order: Order) -> None:
 
 def _mounting(order: Order) -> Sourced[int]:
     """Pods that mount the volume of models: the workers', and the front's for the tokenizer."""
-    workers = sum(group.count.value for group in groups(order))
+    workers = sum(group.count.value for group in raycluster.groups(order))
     return Sourced(workers + 1, f"{workers + 1} pods: the workers' and the front's")
 
 
-def _budget(order: Order) -> PodDisruptionBudget:
+def _budget(order: Order) -> k8s.PodDisruptionBudget:
     """Disrupts one worker at a time. It is a number of pods that stay, because a RayCluster has no
     scale subresource, of which the number of disrupted pods could be taken.
     """
-    workers = {**ray_member(order), "ray.io/node-type": "worker"}
-    return PodDisruptionBudget(
-        metadata=metadata(order),
-        spec=DisruptionSpec(
-            min_available=worker_count(order).value - 1, selector=Selector(match_labels=workers)
+    workers = {**raycluster.ray_member(order), "ray.io/node-type": "worker"}
+    return k8s.PodDisruptionBudget(
+        metadata=common.metadata(order),
+        spec=k8s.DisruptionSpec(
+            min_available=raycluster.worker_count(order).value - 1,
+            selector=k8s.Selector(match_labels=workers),
         ),
     )
 
@@ -270,7 +193,7 @@ def _explained(order: Order) -> list[ExplainedValue]:
     return [
         *_explain_cluster(order),
         *_explain_front(order),
-        *explain_models(order, _mounting(order)),
+        *common.explain_models(order, _mounting(order)),
         ExplainedValue(
             "probes of Ray's pods",
             "KubeRay's",
@@ -291,11 +214,13 @@ def _explained(order: Order) -> list[ExplainedValue]:
 
 
 def _explain_cluster(order: Order) -> list[ExplainedValue]:
-    workers, head = worker_grace_s(order), head_grace_s(order)
+    workers, head = raycluster.worker_grace_s(order), raycluster.head_grace_s(order)
     return [
-        explain_value("image", llmctl_image(order, EXTRA)),
+        explain_value("image", llmctl_image(order, raycluster.EXTRA)),
         ExplainedValue(
-            "rayVersion", RAY, "what the image has installed; KubeRay chooses its probes by it"
+            "rayVersion",
+            raycluster.RAY,
+            "what the image has installed; KubeRay chooses its probes by it",
         ),
         ExplainedValue(
             "authOptions",
@@ -307,7 +232,11 @@ def _explain_cluster(order: Order) -> list[ExplainedValue]:
             "Recreate",
             "all pods have one image: another image replaces all of Ray's pods and the front",
         ),
-        *[line for group in groups(order) for line in explain_group(order, group)],
+        *[
+            line
+            for group in raycluster.groups(order)
+            for line in raycluster.explain_group(order, group)
+        ],
         explain_value("workers: terminationGracePeriodSeconds", workers, f"{workers.value} s"),
         ExplainedValue(
             "workers: preStop",
@@ -320,7 +249,7 @@ def _explain_cluster(order: Order) -> list[ExplainedValue]:
         ExplainedValue("head: dashboard-host", "127.0.0.1", "only for kubectl port-forward"),
         ExplainedValue(
             "head: memory",
-            f"{HEAD_MIB:,} MiB",
+            f"{raycluster.HEAD_MIB:,} MiB",
             "Ray 2.60's head: 610 MiB when idle, and room for its records",
         ),
         explain_value("head: terminationGracePeriodSeconds", head, f"{head.value} s"),
@@ -331,8 +260,12 @@ def _explain_cluster(order: Order) -> list[ExplainedValue]:
 
 
 def _explain_front(order: Order) -> list[ExplainedValue]:
-    drain, startup = drain_s(order), startup_s(order)
-    grace, asked, limit = grace_s(drain, PROPAGATION_S), front_memory(), front_memory_limit()
+    drain, startup = reckon.drain_s(order), reckon.startup_s(order)
+    grace, asked, limit = (
+        reckon.grace_s(drain, reckon.PROPAGATION_S),
+        front_memory(),
+        front_memory_limit(),
+    )
     return [
         explain_value("front: memory", asked, f"{asked.value:,} MiB"),
         explain_value("front: memory limit", limit, f"{limit.value:,} MiB"),
@@ -348,12 +281,12 @@ def _explain_front(order: Order) -> list[ExplainedValue]:
         ),
         ExplainedValue(
             "front: --shutdown-notice",
-            f"{PROPAGATION_S} s",
+            f"{reckon.PROPAGATION_S} s",
             "until the cluster's proxies know that the pod is leaving",
         ),
         explain_value("front: --shutdown-timeout", drain, f"{drain.value} s"),
         explain_value("front: terminationGracePeriodSeconds", grace, f"{grace.value} s"),
-        *explain_probes(order, "front: "),
+        *common.explain_probes(order, "front: "),
     ]
 
 
@@ -363,7 +296,7 @@ def _start(order: Order) -> str:
 Needs KubeRay 1.6 or newer. One Secret has the clients' key and the token of Ray's own connections:
 
 ```bash
-{preparation(order, TOKEN_KEY)}
+{common.preparation(order, TOKEN_KEY)}
 kubectl apply -k .
 # This needs the CRDs of KubeRay and Prometheus' operator; without the latter: apply -k core
 kubectl -n {namespace} rollout status deployment/{name}

@@ -17,19 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from toolkit.cluster.workers import MachineShare, node_labels
-from toolkit.deploy.manifests import (
-    Affinity,
-    Container,
-    ContainerPort,
-    EnvVar,
-    Exec,
-    Handler,
-    Lifecycle,
-    PodMetadata,
-    PodSpec,
-    PodTemplate,
-    Resources,
-)
+from toolkit.deploy import manifests as k8s
 from toolkit.deploy.operators import (
     AuthOptions,
     HeadGroup,
@@ -75,7 +63,9 @@ EXTRA = "kuberay"  # of the package: Ray with the agents that KubeRay's probes q
 OBJECT_STORE_MIB = 256  # it holds only prompts and tokens
 NODE_MIB = 512  # raylet and agents of a machine; idle, those of Ray 2.60 used 250 MiB
 NODE_CPU_MILLI = 250
-RAY_ENVIRONMENT = [EnvVar(name="RAY_USAGE_STATS_ENABLED", value="0")]  # of all containers with Ray
+RAY_ENVIRONMENT = [
+    k8s.EnvVar(name="RAY_USAGE_STATS_ENABLED", value="0")
+]  # of all containers with Ray
 RAY_LABELS = "ray.io/"  # prefix of the labels that Ray sets
 RAY = "2.60.0"  # the version that constraints.txt installs; KubeRay chooses its probes by it
 GCS_PORT = 6379
@@ -157,7 +147,11 @@ def worker_count(order: Order) -> Sourced[int]:
 
 
 def worker_group(
-    order: Order, group: RayWorkerGroup, member: dict[str, str], grace_s: int, lifecycle: Lifecycle
+    order: Order,
+    group: RayWorkerGroup,
+    member: dict[str, str],
+    grace_s: int,
+    lifecycle: k8s.Lifecycle,
 ) -> WorkerGroup:
     """The worker group of the RayCluster. Its pods have the labels of a `member`."""
     count = group.count.value
@@ -172,9 +166,9 @@ def worker_group(
             "num-gpus": str(group.share.gpus),
             "object-store-memory": str(OBJECT_STORE_MIB * MIB),
         },
-        template=PodTemplate(
-            metadata=PodMetadata(labels=member),
-            spec=PodSpec(
+        template=k8s.PodTemplate(
+            metadata=k8s.PodMetadata(labels=member),
+            spec=k8s.PodSpec(
                 termination_grace_period_seconds=grace_s,
                 affinity=_affinity(order, group),
                 node_selector=group.machines or None,
@@ -236,23 +230,23 @@ def _machines(group: RayWorkerGroup) -> tuple[str, str]:
     return group.kind.fit.engine.device.replace(" ", "-"), "only the GPU that was measured"
 
 
-def _affinity(order: Order, group: RayWorkerGroup) -> Affinity | None:
+def _affinity(order: Order, group: RayWorkerGroup) -> k8s.Affinity | None:
     if not group.share.gpus or group.machines:
         return None
     known = not group.kind.fit.engine.analytic
     return on_products(order, group.kind, required=known and not group.alone)
 
 
-def _container(order: Order, group: RayWorkerGroup, lifecycle: Lifecycle) -> Container:
+def _container(order: Order, group: RayWorkerGroup, lifecycle: k8s.Lifecycle) -> k8s.Container:
     share = group.share
     devices = {GPU: str(share.gpus)} if share.gpus else {}
     asked = {"cpu": f"{1000 * share.cpus + NODE_CPU_MILLI}m", "memory": f"{group.memory.value}Mi"}
     limit = {"memory": f"{group.memory_limit.value}Mi"}
-    return Container(
+    return k8s.Container(
         name="ray-worker",
         image=llmctl_image(order, EXTRA).value,
         env=[*loading_environment(order), *RAY_ENVIRONMENT],
-        resources=Resources(requests=asked | devices, limits=limit | devices),
+        resources=k8s.Resources(requests=asked | devices, limits=limit | devices),
         lifecycle=lifecycle,
         volume_mounts=[MODELS_MOUNT, TMP_MOUNT],
     )
@@ -309,17 +303,17 @@ def fingerprint(order: Order) -> str:
 
 
 def _head(order: Order) -> HeadGroup:
-    folders = [EnvVar(name="HOME", value=FOLDERS["HOME"]), *RAY_ENVIRONMENT]
+    folders = [k8s.EnvVar(name="HOME", value=FOLDERS["HOME"]), *RAY_ENVIRONMENT]
     size = {"memory": f"{HEAD_MIB}Mi"}
-    container = Container(
+    container = k8s.Container(
         name="ray-head",
         image=llmctl_image(order, EXTRA).value,
         ports=[
-            ContainerPort(name="gcs-server", container_port=GCS_PORT),
-            ContainerPort(name="metrics", container_port=8080),
+            k8s.ContainerPort(name="gcs-server", container_port=GCS_PORT),
+            k8s.ContainerPort(name="metrics", container_port=8080),
         ],
         env=folders,
-        resources=Resources(requests={"cpu": HEAD_CPU} | size, limits=size),
+        resources=k8s.Resources(requests={"cpu": HEAD_CPU} | size, limits=size),
         lifecycle=_lingering("head", str(GCS_PORT)),
         volume_mounts=[TMP_MOUNT],
     )
@@ -329,9 +323,9 @@ def _head(order: Order) -> HeadGroup:
             "dashboard-host": "127.0.0.1",  # for `kubectl port-forward`
             "object-store-memory": str(OBJECT_STORE_MIB * MIB),
         },
-        template=PodTemplate(
-            metadata=PodMetadata(labels=member(order), annotations=STAYS),
-            spec=PodSpec(
+        template=k8s.PodTemplate(
+            metadata=k8s.PodMetadata(labels=member(order), annotations=STAYS),
+            spec=k8s.PodSpec(
                 termination_grace_period_seconds=head_grace_s(order).value,
                 containers=[container],
                 volumes=[TMP],
@@ -340,7 +334,7 @@ def _head(order: Order) -> HeadGroup:
     )
 
 
-def _lingering(*words: str) -> Lifecycle:
+def _lingering(*words: str) -> k8s.Lifecycle:
     """The hook by which a pod ends only after the pods that need it."""
     command = ["python", "-m", "toolkit.cluster.linger", *words]
-    return Lifecycle(pre_stop=Handler(exec=Exec(command=command)))
+    return k8s.Lifecycle(pre_stop=k8s.Handler(exec=k8s.Exec(command=command)))

@@ -9,9 +9,10 @@ from __future__ import annotations
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.targets.vllm import (
-    Flags,
+    UNBOUNDED,
     check_servable_elsewhere,
     chunk,
+    flags_of_lines,
     foreign,
     model_lines,
     rows,
@@ -31,11 +32,6 @@ def render(order: Order) -> Rendered:
     recipe = order.plan.recipe
     check_servable_elsewhere(recipe, "SGLang")
     lines = [*model_lines(recipe), *_fitted(order)]
-    flags: Flags = [
-        (line.key, line.value if line.value else None)
-        for line in lines
-        if line.key.startswith("--")
-    ]
     script = fill(
         "engine.sh",
         comment=order.comment(),
@@ -45,7 +41,7 @@ def render(order: Order) -> Rendered:
         remarks=[line for line in (foreign(order, "SGLang"),) if line],
         environment={},
         command=["python3", "-m", "sglang.launch_server", "--model-path", recipe.model.source],
-        flags=flags,
+        flags=flags_of_lines(lines),
     )
     return Rendered(
         {"serve.sh": script},
@@ -68,26 +64,15 @@ def _fitted(order: Order) -> list[ExplainedValue]:
     if prompt is not None:
         lines.append(explain_value("--chunked-prefill-size", prompt))
     else:
-        lines.append(
-            ExplainedValue(
-                "chunked-prefill-size",
-                "SGLang's own",
-                "no target on the time between tokens bounds a pass",
-            )
-        )
+        lines.append(ExplainedValue("chunked-prefill-size", "SGLang's own", UNBOUNDED))
     if waiting.value is None:
         lines.append(explain_value("max-queued-requests", waiting, "SGLang's own: no limit"))
     else:
         lines.append(explain_value("--max-queued-requests", waiting))
     lines.append(explain_value("--schedule-conservativeness", conservativeness(order)))
     if plan.recipe.engine.tensor_parallel_size > 1:
-        lines.append(
-            ExplainedValue(
-                "--tp-size",
-                str(plan.recipe.engine.tensor_parallel_size),
-                "recipe: engine.tensor_parallel_size",
-            )
-        )
+        size = str(plan.recipe.engine.tensor_parallel_size)
+        lines.append(ExplainedValue("--tp-size", size, "recipe: engine.tensor_parallel_size"))
     if plan.recipe.workers > 1:
         lines.append(ExplainedValue("--dp-size", str(plan.recipe.workers), "recipe: workers"))
     return [*lines, ExplainedValue("--enable-metrics", "", "for Prometheus, and for llmctl status")]

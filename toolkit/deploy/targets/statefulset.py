@@ -13,55 +13,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+from toolkit.deploy import manifests as k8s
+from toolkit.deploy import operators
 from toolkit.deploy.alerts import replica_rules, series
-from toolkit.deploy.manifests import (
-    Affinity,
-    ClaimResources,
-    ClaimRetention,
-    ClaimSpec,
-    ConfigMapGenerator,
-    ConfigMapVolume,
-    Container,
-    Deployment,
-    DeploymentSpec,
-    DisruptionSpec,
-    EnvVar,
-    Exec,
-    Handler,
-    Kustomization,
-    Lifecycle,
-    Metadata,
-    PersistentVolumeClaim,
-    PodDisruptionBudget,
-    PodMetadata,
-    PodSpec,
-    PodTemplate,
-    Probe,
-    Role,
-    RoleBinding,
-    RoleReference,
-    RoleRule,
-    RoleSubject,
-    RollingUpdate,
-    Service,
-    ServiceAccount,
-    ServicePort,
-    ServiceSpec,
-    StatefulSet,
-    StatefulSetSpec,
-    Strategy,
-    Volume,
-    VolumeMount,
-)
-from toolkit.deploy.operators import (
-    EndpointPickerConfig,
-    EndpointPlugin,
-    PrometheusRule,
-    ScaleTarget,
-    SchedulingProfile,
-    Scorer,
-    WeightedPlugin,
-)
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
@@ -81,58 +35,22 @@ from toolkit.deploy.reckon import (
 )
 from toolkit.deploy.replicas import ALIVE as ALIVE_FILE
 from toolkit.deploy.replicas import CHECK_S, KindReplicas, Replication, discovered
+from toolkit.deploy.targets import objects as common
 from toolkit.deploy.targets.kubernetes import (
     max_replicas,
-    outer,
     pod_monitor,
     replica_policies,
     scaled_object,
-)
-from toolkit.deploy.targets.objects import (
-    ALIVE,
-    FOLDERS,
-    FORWARDED,
-    HTTP,
-    MODELS_MOUNT,
-    PLAN_FOLDER,
-    PLAN_MOUNT,
-    PORT,
-    PROBE_S,
-    READY,
-    SECRET_KEY,
-    SHARED,
-    SHARED_MOUNT,
-    TMP,
-    TMP_MOUNT,
-    asked,
-    by_reference,
-    claim_files,
-    digests,
-    explain_models,
-    labels,
-    loading_environment,
-    metadata,
-    models_volume,
-    on_products,
-    plan_map,
-    plan_volume,
-    pod_metadata,
-    preparation,
-    probe,
-    selector,
-    service,
-    started,
-    tolerations,
 )
 from toolkit.files.strict import dump_yaml
 from toolkit.routing.routers import LlmdRouter, router_defaults
 
 ANY = "0.0.0.0"
-ALIVE_MOUNT = VolumeMount(name="alive", mount_path="/etc/llmctl-alive", read_only=True)
+ALIVE_MOUNT = k8s.VolumeMount(name="alive", mount_path="/etc/llmctl-alive", read_only=True)
 FRONT_CORES = 2  # its loop, and its helper processes
 WAITING = "vllm:num_requests_waiting"
 PICKER = "endpointpicker.yaml"
-SCORERS: tuple[tuple[Scorer, str], ...] = (  # and the parameters of llm-d's router
+SCORERS: tuple[tuple[operators.Scorer, str], ...] = (  # and the parameters of llm-d's router
     ("prefix-cache-scorer", "prefix"),
     ("queue-scorer", "queue"),
     ("kv-cache-utilization-scorer", "kv"),
@@ -146,22 +64,13 @@ def render(order: Order) -> Rendered:
     replicas.check_containable()
     core = _core(replicas)
     operated, scaled = _operated(replicas)
-    objects = {f"core/{name}": content for name, content in core.items()} | operated
-    objects["core/kustomization.yaml"] = Kustomization(
-        namespace=order.options.namespace,
-        resources=sorted(core),
-        config_map_generator=[
-            plan_map(order),
-            ConfigMapGenerator(name=_alive_map(order), files=[ALIVE_FILE]),
-        ],
-    )
-    objects["kustomization.yaml"] = outer(order, sorted(operated), scaled)
-    files = {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
-    files |= claim_files(order, _mounting(replicas)) | {"core/plan.json": order.text}
+    alive_map = k8s.ConfigMapGenerator(name=_alive_map(order), files=[ALIVE_FILE])
+    files = common.kustomized(order, core, operated, [common.plan_map(order), alive_map], scaled)
+    files |= common.claim_files(order, _mounting(replicas)) | {"core/plan.json": order.text}
     files[f"core/{ALIVE_FILE}"] = replicas.alive
     if (picker := _picker(order)) is not None:
         files[PICKER] = dump_yaml([picker], order.comment())
-    return Rendered(files, _explained(replicas), _start(replicas), FORWARDED)
+    return Rendered(files, _explained(replicas), _start(replicas), common.FORWARDED)
 
 
 def _core(replicas: Replication) -> dict[str, BaseModel]:
@@ -172,16 +81,16 @@ def _core(replicas: Replication) -> dict[str, BaseModel]:
     }
     core: dict[str, BaseModel] = {
         "deployment.yaml": _front(replicas),
-        "service.yaml": service(order),
+        "service.yaml": common.service(order),
         **replica_policies(order, policies),
         **_permission(replicas),
     }
     for kind in replicas.kinds:
         core[kind.file("statefulset", ".yaml")] = _set(kind)
         core[kind.file("service", ".yaml", "replicas")] = _headless(kind)
-        core[kind.file("poddisruptionbudget", ".yaml")] = PodDisruptionBudget(
-            metadata=metadata(order, kind.name, kind.name),
-            spec=DisruptionSpec(max_unavailable=1, selector=selector(order, kind.name)),
+        core[kind.file("poddisruptionbudget", ".yaml")] = k8s.PodDisruptionBudget(
+            metadata=common.metadata(order, kind.name, kind.name),
+            spec=k8s.DisruptionSpec(max_unavailable=1, selector=common.selector(order, kind.name)),
         )
     return core
 
@@ -200,40 +109,41 @@ def _operated(replicas: Replication) -> tuple[dict[str, BaseModel], list[tuple[s
         scaled.append(("StatefulSet", kind.name))
         found[kind.file("scaledobject", ".yaml")] = scaled_object(
             order,
-            ScaleTarget(kind="StatefulSet", name=kind.name),
+            operators.ScaleTarget(kind="StatefulSet", name=kind.name),
             f"{WAITING}{{{behind}}}",
             threshold.value,
             kind.count.value,
             kind.name if order.plan.others else "",
         )
-    found["prometheusrule.yaml"] = PrometheusRule(
-        metadata=metadata(order),
+    found["prometheusrule.yaml"] = operators.PrometheusRule(
+        metadata=common.metadata(order),
         spec=replica_rules(order, series(order, monitored=True), queues),
     )
     return found, scaled
 
 
-def _picker(order: Order) -> EndpointPickerConfig | None:
+def _picker(order: Order) -> operators.EndpointPickerConfig | None:
     """A Gateway's endpoint picker with the weights of the plan's router, where that is llm-d's."""
     router = order.plan.replica_router
     if router is None or router.name != LlmdRouter.name:
         return None
     weights = router_defaults(LlmdRouter) | dict(router.parameters)
-    scorers = [EndpointPlugin(type=kind) for kind, _ in SCORERS[1:]]
-    cache = EndpointPlugin(
+    scorers = [operators.EndpointPlugin(type=kind) for kind, _ in SCORERS[1:]]
+    cache = operators.EndpointPlugin(
         type="prefix-cache-scorer", parameters={"lruCapacityPerServer": LlmdRouter.index_blocks}
     )
     others = [
-        EndpointPlugin(type="max-score-picker"),
-        EndpointPlugin(type="single-profile-handler"),
+        operators.EndpointPlugin(type="max-score-picker"),
+        operators.EndpointPlugin(type="single-profile-handler"),
     ]
     profile = [
-        WeightedPlugin(plugin_ref=kind, weight=float(weights[knob])) for kind, knob in SCORERS
+        operators.WeightedPlugin(plugin_ref=kind, weight=float(weights[knob]))
+        for kind, knob in SCORERS
     ]
-    chosen = [*profile, WeightedPlugin(plugin_ref="max-score-picker")]
-    return EndpointPickerConfig(
+    chosen = [*profile, operators.WeightedPlugin(plugin_ref="max-score-picker")]
+    return operators.EndpointPickerConfig(
         plugins=[cache, *scorers, *others],
-        scheduling_profiles=[SchedulingProfile(name="default", plugins=chosen)],
+        scheduling_profiles=[operators.SchedulingProfile(name="default", plugins=chosen)],
     )
 
 
@@ -261,7 +171,7 @@ def _explained_picker(order: Order) -> list[ExplainedValue]:
 
 def _address(replicas: KindReplicas) -> str:
     """Where the front looks for its replicas: the endpoints of the headless Service."""
-    return f"k8s://{replicas.order.options.namespace}/{_service_name(replicas)}:{PORT}"
+    return f"k8s://{replicas.order.options.namespace}/{_service_name(replicas)}:{common.PORT}"
 
 
 def _service_name(replicas: KindReplicas) -> str:
@@ -271,165 +181,168 @@ def _service_name(replicas: KindReplicas) -> str:
 def _permission(replicas: Replication) -> dict[str, BaseModel]:
     """The front may list the EndpointSlices of its namespace, and nothing else."""
     order = replicas.order
-    rule = RoleRule(
+    rule = k8s.RoleRule(
         api_groups=["discovery.k8s.io"],
         resources=["endpointslices"],
         verbs=["get", "list", "watch"],
     )
-    subject = RoleSubject(name=order.name, namespace=order.options.namespace)
+    subject = k8s.RoleSubject(name=order.name, namespace=order.options.namespace)
     return {
-        "serviceaccount.yaml": ServiceAccount(metadata=metadata(order)),
-        "role.yaml": Role(metadata=metadata(order), rules=[rule]),
-        "rolebinding.yaml": RoleBinding(
-            metadata=metadata(order), role_ref=RoleReference(name=order.name), subjects=[subject]
+        "serviceaccount.yaml": k8s.ServiceAccount(metadata=common.metadata(order)),
+        "role.yaml": k8s.Role(metadata=common.metadata(order), rules=[rule]),
+        "rolebinding.yaml": k8s.RoleBinding(
+            metadata=common.metadata(order),
+            role_ref=k8s.RoleReference(name=order.name),
+            subjects=[subject],
         ),
     }
 
 
-def _front(replicas: Replication) -> Deployment:
+def _front(replicas: Replication) -> k8s.Deployment:
     """The front. It has one pod, since each front knows only the requests that it routed; a second
     is there only during a rollout.
     """
     order = replicas.order
     where = discovered([kind.at(_address(kind)) for kind in replicas.kinds])
     notice = ("--shutdown-notice", str(PROPAGATION_S))
-    args = replicas.front(f"{PLAN_FOLDER}/plan.json", where, ANY, PORT, *notice)
-    container = Container(
+    args = replicas.front(f"{common.PLAN_FOLDER}/plan.json", where, ANY, common.PORT, *notice)
+    container = k8s.Container(
         name="llmctl",
         image=replicas.front_image.value,
         command=["llmctl"],
         args=args,
-        ports=[HTTP],
+        ports=[common.HTTP],
         env=[
-            by_reference(order, "LLMCTL_API_KEY", SECRET_KEY),
-            *(EnvVar(name=name, value=FOLDERS[name]) for name in ("HOME", "NUMBA_CACHE_DIR")),
+            common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY),
+            *(
+                k8s.EnvVar(name=name, value=common.FOLDERS[name])
+                for name in ("HOME", "NUMBA_CACHE_DIR")
+            ),
         ],
-        resources=asked(FRONT_CORES, FRONT_MIB, LIMIT_FACTOR * FRONT_MIB),
-        startup_probe=started(order),
-        readiness_probe=READY,
-        liveness_probe=ALIVE,
-        volume_mounts=[PLAN_MOUNT, TMP_MOUNT],
+        resources=common.asked(FRONT_CORES, FRONT_MIB, LIMIT_FACTOR * FRONT_MIB),
+        startup_probe=common.started(order),
+        readiness_probe=common.READY,
+        liveness_probe=common.ALIVE,
+        volume_mounts=[common.PLAN_MOUNT, common.TMP_MOUNT],
     )
-    spec = PodSpec(
+    spec = k8s.PodSpec(
         service_account_name=order.name,
         automount_service_account_token=True,
         termination_grace_period_seconds=grace_s(replicas.drain, PROPAGATION_S).value,
         containers=[container],
-        volumes=[plan_volume(order), TMP],
+        volumes=[common.plan_volume(order), common.TMP],
     )
-    return Deployment(
-        metadata=metadata(order),
-        spec=DeploymentSpec(
-            replicas=1,
-            progress_deadline_seconds=replicas.startup.value + 60,
-            strategy=Strategy(rolling_update=RollingUpdate(max_surge=1, max_unavailable=0)),
-            selector=selector(order),
-            template=PodTemplate(metadata=pod_metadata(order), spec=spec),
-        ),
-    )
+    template = k8s.PodTemplate(metadata=common.pod_metadata(order), spec=spec)
+    strategy = k8s.Strategy(rolling_update=k8s.RollingUpdate(max_surge=1, max_unavailable=0))
+    return common.deployment(order, template, strategy, replicas.startup.value)
 
 
-def _set(replicas: KindReplicas) -> StatefulSet:
+def _set(replicas: KindReplicas) -> k8s.StatefulSet:
     """The replicas. Digests of plan and fit are not among a pod's annotations: a plan with another
     router or other predictions does not start the replicas again.
     """
     order, name, claims = replicas.order, replicas.name, _claims(replicas)
     kind = {"llmctl.io/kind": replicas.kind.recipe.name} if order.plan.others else {}
-    about = PodMetadata(
-        labels=labels(order, name),
-        annotations={"llmctl.io/model": digests(order)["llmctl.io/model"]} | kind,
+    about = k8s.PodMetadata(
+        labels=common.labels(order, name),
+        annotations={"llmctl.io/model": common.digests(order)["llmctl.io/model"]} | kind,
     )
-    return StatefulSet(
-        metadata=metadata(order, name, name),
-        spec=StatefulSetSpec(
+    return k8s.StatefulSet(
+        metadata=common.metadata(order, name, name),
+        spec=k8s.StatefulSetSpec(
             replicas=replicas.count.value,
             service_name=_service_name(replicas),
-            persistent_volume_claim_retention_policy=ClaimRetention() if claims else None,
-            selector=selector(order, name),
-            template=PodTemplate(metadata=about, spec=_pod(replicas)),
+            persistent_volume_claim_retention_policy=k8s.ClaimRetention() if claims else None,
+            selector=common.selector(order, name),
+            template=k8s.PodTemplate(metadata=about, spec=_pod(replicas)),
             volume_claim_templates=claims,
         ),
     )
 
 
-def _pod(replicas: KindReplicas) -> PodSpec:
+def _pod(replicas: KindReplicas) -> k8s.PodSpec:
     """The pod of a replica. Its image's root is read-only, too: HOME and HF_HOME are volumes."""
     order, server, devices = replicas.order, replicas.server, replicas.gpus.value
-    recipe, plan_file = replicas.kind.recipe, f"{PLAN_FOLDER}/plan.json"
+    recipe, plan_file = replicas.kind.recipe, f"{common.PLAN_FOLDER}/plan.json"
     more = replicas.environment | (
         {server.plan_variable: plan_file} if server.plan_variable else {}
     )
     shared = recipe.engine.tensor_parallel_size > 1
     with_plan = bool(server.plan_variable)
-    container = Container(
+    container = k8s.Container(
         name="replica",
         image=replicas.image.value,
         command=list(server.command),
-        args=replicas.arguments(ANY, PORT),
-        ports=[HTTP],
+        args=replicas.arguments(ANY, common.PORT),
+        ports=[common.HTTP],
         env=[
-            *loading_environment(order),
-            *(EnvVar(name=name, value=value) for name, value in more.items()),
+            *common.loading_environment(order),
+            *(k8s.EnvVar(name=name, value=value) for name, value in more.items()),
         ],
-        resources=asked(
+        resources=common.asked(
             replicas.cores.value,
             replicas.memory_mib.value,
             replicas.memory_limit_mib.value,
             devices,
         ),
-        startup_probe=probe(server.health, 5, replicas.startup.value // 5),
-        readiness_probe=probe(server.health, 5, 3),
+        startup_probe=common.probe(server.health, 5, replicas.startup.value // 5),
+        readiness_probe=common.probe(server.health, 5, 3),
         liveness_probe=_generates(replicas),
         # Until the front has left it; a request that comes later is refused and goes elsewhere.
-        lifecycle=Lifecycle(pre_stop=Handler(exec=Exec(command=["sleep", str(PROPAGATION_S)]))),
+        lifecycle=k8s.Lifecycle(
+            pre_stop=k8s.Handler(exec=k8s.Exec(command=["sleep", str(PROPAGATION_S)]))
+        ),
         volume_mounts=[
-            *([PLAN_MOUNT] if with_plan else []),
-            *(MODELS_MOUNT, TMP_MOUNT, ALIVE_MOUNT),
-            *([SHARED_MOUNT] if shared else []),
+            *([common.PLAN_MOUNT] if with_plan else []),
+            *(common.MODELS_MOUNT, common.TMP_MOUNT, ALIVE_MOUNT),
+            *([common.SHARED_MOUNT] if shared else []),
         ],
     )
     volumes = [
-        *([plan_volume(order)] if with_plan else []),
-        *([] if _claims(replicas) else [models_volume(order, replicas.kind)]),
-        *(TMP, Volume(name="alive", config_map=ConfigMapVolume(name=_alive_map(order)))),
-        *([SHARED] if shared else []),
+        *([common.plan_volume(order)] if with_plan else []),
+        *([] if _claims(replicas) else [common.models_volume(order, replicas.kind)]),
+        *(
+            common.TMP,
+            k8s.Volume(name="alive", config_map=k8s.ConfigMapVolume(name=_alive_map(order))),
+        ),
+        *([common.SHARED] if shared else []),
     ]
-    return PodSpec(
+    return k8s.PodSpec(
         termination_grace_period_seconds=grace_s(replicas.drain, PROPAGATION_S).value,
         affinity=_affinity(replicas),
         node_selector=replicas.kind.nodes or None,
-        tolerations=tolerations(recipe),
+        tolerations=common.tolerations(recipe),
         containers=[container],
         volumes=volumes,
     )
 
 
-def _affinity(replicas: KindReplicas) -> Affinity | None:
+def _affinity(replicas: KindReplicas) -> k8s.Affinity | None:
     """For the nodes with the kind's GPU: in a fleet these alone, unless it names its nodes."""
     if not replicas.gpus.value or replicas.kind.nodes:
         return None
     others = bool(replicas.order.plan.others)
-    return on_products(replicas.order, replicas.kind, required=others)
+    return common.on_products(replicas.order, replicas.kind, required=others)
 
 
 def _alive_map(order: Order) -> str:
     return f"{order.name}-replica-alive"
 
 
-def _generates(replicas: KindReplicas) -> Probe:
+def _generates(replicas: KindReplicas) -> k8s.Probe:
     """The liveness probe: the pod is restarted after its first failure, for which a replica was
     silent for a period and gave no token for as long. It could not drain, either.
     """
-    return Probe(
-        exec=Exec(command=replicas.asking(ALIVE_MOUNT.mount_path, PORT)),
+    return k8s.Probe(
+        exec=k8s.Exec(command=replicas.asking(ALIVE_MOUNT.mount_path, common.PORT)),
         period_seconds=replicas.hang_s,
         timeout_seconds=replicas.hang_s + CHECK_S,
         failure_threshold=1,
-        termination_grace_period_seconds=PROBE_S,
+        termination_grace_period_seconds=common.PROBE_S,
     )
 
 
-def _claims(replicas: KindReplicas) -> list[PersistentVolumeClaim] | None:
+def _claims(replicas: KindReplicas) -> list[k8s.PersistentVolumeClaim] | None:
     """A claim of each replica for its model; None where one is named, the model is not from the
     hub, or its size is not known.
     """
@@ -437,19 +350,19 @@ def _claims(replicas: KindReplicas) -> list[PersistentVolumeClaim] | None:
     size = models_gib([replicas.kind])
     if order.options.model_claim or size is None or not from_hub(replicas.kind.recipe):
         return None
-    asked_for = ClaimResources(requests={"storage": f"{size.value}Gi"})
-    spec = ClaimSpec(access_modes=["ReadWriteOnce"], resources=asked_for)
-    return [PersistentVolumeClaim(metadata=Metadata(name="models"), spec=spec)]
+    asked_for = k8s.ClaimResources(requests={"storage": f"{size.value}Gi"})
+    spec = k8s.ClaimSpec(access_modes=["ReadWriteOnce"], resources=asked_for)
+    return [k8s.PersistentVolumeClaim(metadata=k8s.Metadata(name="models"), spec=spec)]
 
 
-def _headless(replicas: KindReplicas) -> Service:
+def _headless(replicas: KindReplicas) -> k8s.Service:
     order, name = replicas.order, replicas.name
-    return Service(
-        metadata=metadata(order, _service_name(replicas), name),
-        spec=ServiceSpec(
+    return k8s.Service(
+        metadata=common.metadata(order, _service_name(replicas), name),
+        spec=k8s.ServiceSpec(
             cluster_ip="None",
-            selector=selector(order, name).match_labels,
-            ports=[ServicePort(name="http", port=PORT, target_port="http")],
+            selector=common.selector(order, name).match_labels,
+            ports=[k8s.ServicePort(name="http", port=common.PORT, target_port="http")],
         ),
     )
 
@@ -542,7 +455,7 @@ def _explained_scaling(kind: KindReplicas) -> list[ExplainedValue]:
 def _explained_claims(replicas: Replication) -> list[ExplainedValue]:
     claims, order = _claims(replicas.kinds[0]), replicas.order
     if claims is None:
-        return explain_models(order, _mounting(replicas))
+        return common.explain_models(order, _mounting(replicas))
     size = models_gib(order.plan.kinds)
     assert size is not None
     kept = "of the default storage class, one for each replica; it stays when the replica goes"
@@ -561,7 +474,7 @@ def _start(replicas: Replication) -> str:
     )
     return f"""\
 ```bash
-{preparation(order)}
+{common.preparation(order)}
 kubectl apply -k .    # needs the CRDs of Prometheus' operator and KEDA; without them: -k core
 {waits}
 kubectl -n {namespace} rollout status deployment/{order.name}

@@ -173,7 +173,7 @@ def _server(
         replicas=replicas,
         user=user_name(order.name) if replicas else "",
         plan_file=f"{order.options.folder}/plan.json",
-        key_file=_key_file(order),
+        key_file=order.key_file,
         model_folder=_model_folder(order),
         startup_s=startup_s(order).value,
         grace_s=grace_s(drain).value,
@@ -185,10 +185,6 @@ def _server(
 def _command(words: Sequence[str]) -> str:
     """Words of a command in a unit; credentials' specifiers stay."""
     return " ".join(word if word in (PLAN, KEY) else unit_word(word) for word in words)
-
-
-def _key_file(order: Order) -> str:
-    return f"{KEY_FOLDER}/{order.name}.key"
 
 
 def _model_folder(order: Order) -> str:
@@ -306,7 +302,7 @@ def _start(order: Order, name: str, kind: str, templates: Sequence[str] = ()) ->
     return f"""\
 ```sh
 sudo install -d -m 0700 {KEY_FOLDER}
-openssl rand -hex 32 | sudo install -m 0400 /dev/stdin {_key_file(order)}
+openssl rand -hex 32 | sudo install -m 0400 /dev/stdin {order.key_file}
 sudo systemctl link {links}
 sudo systemctl enable --now {units[0]}    # or: {serve}
 systemctl status {named}

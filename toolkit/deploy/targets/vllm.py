@@ -10,6 +10,8 @@ laws hold for the engine that was measured; for another engine the values are a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from toolkit.backends.vllm.command import TRIED, flags_of
 from toolkit.backends.vllm.setup import refuse_inside
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
@@ -25,10 +27,9 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.units import GIB
 
 SERVERS = ("openai", "vllm", "sglang")  # engines with schedulers of their own
+UNBOUNDED = "no target on the time between tokens bounds a pass"
 MIN_CHUNK, MAX_CHUNK = 256, 65536  # prompt tokens of one pass
 SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
-
-Flags = list[tuple[str, object]]  # None: a switch
 
 
 def check_servable_elsewhere(recipe: Recipe, engine: str) -> None:
@@ -142,11 +143,6 @@ def render(order: Order) -> Rendered:
     check_servable_elsewhere(recipe, "vLLM")
     scheduler = _scheduler(order)
     lines = [*model_lines(recipe), *_fitted(order), *scheduler]
-    flags: Flags = [
-        (line.key, line.value if line.value else None)
-        for line in lines
-        if line.key.startswith("--")
-    ]
     ours = any(line.key == "--scheduler-cls" for line in scheduler)
     install = "Needs vLLM with --max-num-queued-tokens (0.32 has it)."
     if ours:
@@ -162,10 +158,15 @@ def render(order: Order) -> Rendered:
         remarks=remarks,
         environment={"LLMCTL_VLLM_PLAN": "plan.json"} if ours else {},
         command=["vllm", "serve", recipe.model.source],
-        flags=flags,
+        flags=flags_of_lines(lines),
     )
     start = "`./serve.sh` starts it, SIGTERM drains; `llmctl status --url URL` shows it."
     return Rendered({"serve.sh": script}, lines, f"{install}\n\n{start}")
+
+
+def flags_of_lines(lines: Sequence[ExplainedValue]) -> list[tuple[str, object]]:
+    """The flags of a command among the lines of EXPLAIN.md; None: a switch."""
+    return [(line.key, line.value or None) for line in lines if line.key.startswith("--")]
 
 
 def model_lines(recipe: Recipe) -> list[ExplainedValue]:
@@ -215,13 +216,7 @@ def _fitted(order: Order) -> list[ExplainedValue]:
         source = f"{prompt.source}; and a token for each of {running.value} rows"
         lines.append(ExplainedValue("--max-num-batched-tokens", tokens, source))
     else:
-        lines.append(
-            ExplainedValue(
-                "max-num-batched-tokens",
-                "vLLM's own",
-                "no target on the time between tokens bounds a pass",
-            )
-        )
+        lines.append(ExplainedValue("max-num-batched-tokens", "vLLM's own", UNBOUNDED))
     if queued is not None:
         lines.append(explain_value("--max-num-queued-tokens", queued))
     else:
