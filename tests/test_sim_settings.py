@@ -89,6 +89,12 @@ def test_an_unknown_setting_is_refused(key: str, message: str, hint: str) -> Non
     assert caught.value.hint.startswith(hint)
 
 
+def test_a_mistyped_kind_of_a_fleet_is_told_beside_its_kinds() -> None:
+    with pytest.raises(InputError, match=r"'8b-a10.0' is neither a policy .* nor a kind") as caught:
+        assign_settings(["vllm"], {"8b-a10.0.max_num_seqs": 7}, ["8b-a100.0", "8b-h200"])
+    assert caught.value.hint == "did you mean '8b-a100.0'?"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

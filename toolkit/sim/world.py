@@ -468,6 +468,12 @@ def assign_settings(
             raise InputError(
                 f"--set {key}: replica_router is not '{name}'", f"add --set replica_router={name}"
             )
+        if dot and name not in known and kinds:
+            owner = key.rpartition(".")[0]
+            raise InputError(
+                f"--set {key}: '{owner}' is neither a policy that runs nor a kind of the fleet",
+                nearest(owner, [*known, *kinds]),
+            )
         if dot and name not in known:
             raise InputError(
                 f"--set {key}: policy '{name}' is not among those that run", nearest(name, known)
