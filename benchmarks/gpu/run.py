@@ -393,7 +393,9 @@ def unpack(archive: Path, results: Path) -> None:
     results.mkdir(parents=True, exist_ok=True)
     try:
         with tarfile.open(archive, "r:gz") as opened:
-            opened.extractall(results, filter="data")
+            if hasattr(tarfile, "data_filter"):  # Python 3.11 has it from 3.11.4 on
+                opened.extraction_filter = tarfile.data_filter
+            opened.extractall(results)
     except (OSError, tarfile.TarError) as error:
         raise SystemExit(f"error: --resume {archive}: {error}") from None
 
