@@ -212,9 +212,9 @@ def test_engine_simulator_and_scheduler_agree_on_every_round(
     lengths = sorted(lengths)
     ledger, both = serve(case, chunk_tokens, lengths, cancels, slab)
     for k, (_, _, output) in enumerate(lengths):
-        if ledger.ok[k]:
+        if ledger.outcomes[k].ok:
             assert len(both.lives[str(k)].tokens) == output
-    assert sum(ledger.ok) >= len(lengths) - len(cancels)
+    assert sum(each.ok for each in ledger.outcomes) >= len(lengths) - len(cancels)
 
 
 @settings(max_examples=60, deadline=None)
@@ -227,7 +227,8 @@ def test_no_running_row_waits_for_more_than_a_pass_and_a_step(lengths, chunk_tok
         if chunk_tokens // rows < 150
     ]
     whole = [LAW.prefill_s(rows, min(chunk_tokens // rows, 150)) for rows in range(1, 4)]
-    assert max(ledger.max_gap_s) <= max(passes + whole) + LAW.decode_s(3, 150 + LIMIT, 1)
+    largest_s = max(each.max_gap_s for each in ledger.outcomes)
+    assert largest_s <= max(passes + whole) + LAW.decode_s(3, 150 + LIMIT, 1)
 
 
 def test_chunks_shorten_the_largest_gap_and_cost_the_newcomer_time():
