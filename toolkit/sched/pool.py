@@ -130,10 +130,15 @@ class WaitingPool:
         for job in first:
             self._workers[job.home].inbox.advance(job)
 
-    def take(self, batches: Sequence[Batch]) -> None:
-        """Remove the batches' jobs from the pool and the inboxes."""
+    def take(self, batches: Sequence[Batch], *, has_routed: bool) -> None:
+        """Remove the batches' jobs from the pool and, where any job `has_routed`, from the
+        inboxes.
+        """
         pooled = 0
         for batch in batches:
+            if not has_routed:
+                pooled += len(batch.jobs)
+                continue
             for job in batch.jobs:
                 if job.home < 0:
                     pooled += 1

@@ -143,6 +143,8 @@ class Scheduler:
             worker.scratch = layouts.setdefault(worker.joining, worker.scratch)
         self._longest = max(worker.longest for worker in self.workers)
         self._pool = WaitingPool(self.workers)
+        # whether a job was ever in an inbox; a continuous policy evicts jobs into them
+        self._has_routed = policy.continuous
         self._view = View(
             self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed)
         )
@@ -192,11 +194,10 @@ class Scheduler:
         """
         if request.prompt_tokens + request.max_new_tokens > self._longest:
             return too_long(request, self._longest)
-        if request.request_id in self._jobs:
-            raise ValueError(f"request {request.request_id!r} was already submitted")
         job = Job(request, 0, request.prompt_tokens, 0, now_s)
         job.number = number
-        self._jobs[request.request_id] = job
+        if self._jobs.setdefault(request.request_id, job) is not job:
+            raise ValueError(f"request {request.request_id!r} was already submitted")
         if request.priority:
             self._view.prioritised = True
         self._pool.add_one(job)
@@ -233,7 +234,7 @@ class Scheduler:
             self._interrupt(index)
         batches = decision.batches
         if batches:
-            pool.take(batches)
+            pool.take(batches, has_routed=self._has_routed)
             for batch in batches:
                 self._queues.put(batch)
                 if view.figures:
@@ -343,7 +344,7 @@ class Scheduler:
     def _complete_batch(
         self, worker: Worker, batch: Batch, result: BatchResult, now_s: float
     ) -> None:
-        going_on = []
+        ended, going_on = [], []
         for job, generated, finished in zip(
             batch.jobs, result.generated, result.finished, strict=True
         ):
@@ -351,10 +352,11 @@ class Scheduler:
             job.length += generated
             job.slices += 1
             if finished or job.cancelled:
-                self._end(job)
+                ended.append(job)
             else:
                 job.waiting_since_s = now_s
                 going_on.append(job)
+        self._end_all(ended)
         if result.failure:
             worker.oom_events += result.failure == "oom"
             self._try_again(worker, batch, going_on, result.failure)
@@ -482,6 +484,7 @@ class Scheduler:
         else:
             homes = planner.router(view, planner.router_rows) if view.alive() else None
         if homes is not None:
+            self._has_routed = True
             pool, arrived = self._pool.jobs, view.arrived
             if len(homes) != len(pool):
                 raise ValueError(f"{len(homes)} workers for {len(pool)} jobs")
@@ -504,6 +507,12 @@ class Scheduler:
         self._queues.halve(worker, batch, jobs, crashed=failure == "crashed")
 
     def _end(self, job: Job) -> None:
-        if not job.cancelled:
-            self._finished.add(job.generated)
-        del self._jobs[job.request_id]
+        self._end_all([job])
+
+    def _end_all(self, ended: list[Job]) -> None:
+        for job in ended:
+            if not job.cancelled:
+                self._finished.add(job.generated)
+        jobs = self._jobs
+        for job in ended:  # a loop of its own: what it waits for of memory, it fetches at once
+            del jobs[job.request_id]
