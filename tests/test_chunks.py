@@ -269,7 +269,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
         for name, prompt in zip(names, prompts + later, strict=True)
     }
     kept, running = ResidentRows(), engine(Clock())
-    jobs = scheduler._jobs
+    jobs = scheduler._accepted.by_id()
 
     def submit(some):
         for name in some:
