@@ -231,7 +231,6 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
 
 
 def _name(run: PolicyRun, runs: Sequence[PolicyRun]) -> str:
-
     return f"{run.policy} at {number(run.rate_rps)}/s" if _rates_of(runs) > 1 else run.policy
 
 

@@ -409,7 +409,6 @@ def routed(
     """The world with the targets given to its router, and to its front if the world's settings
     `given` say that it refuses requests, and failures of replicas from a file.
     """
-
     from toolkit.routing.admission import UNLIMITED, LatencyLimits
     from toolkit.routing.routers import make_router, router_parameters, targets_of
     from toolkit.sim.replicas import Routing, read_outages

@@ -406,7 +406,6 @@ def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
 
 def _store(given: TuneOptions, name: str, fingerprint: str) -> EvaluationStore:
     """The store of evaluations: a database, or a file beside the result."""
-
     from toolkit.tuning.executor import JournalFile
 
     if not given.storage:
