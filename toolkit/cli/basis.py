@@ -218,7 +218,6 @@ def refuse_workers(workers: object) -> None:
 
 def kind_names(path: Path | None) -> list[str]:
     """The names of the kinds of the fleet at `path`; none without a fleet."""
-    from toolkit.cli.arguments import open_recipe
     from toolkit.files.fleet import fleet_sources
 
     sources = fleet_sources(path) if path is not None else []

@@ -249,9 +249,9 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
         rows.append([*cells, *(run.metrics.get(name) for name in columns)])
     heads = [">" + name.replace("_", "\n", 1).replace("_", " ") for name in columns]
     table(["policy", *[">rate"] * many, *heads], rows)
-    note = footnote([run.policy for run in runs], engines)
-    if note:
-        print(fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+    remark = footnote([run.policy for run in runs], engines)
+    if remark:
+        print(fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     for panel in _panels(runs):
         print(f"\n{panel.title}")
         if panel.bars is not None:

@@ -37,7 +37,7 @@ from toolkit.serve.access import check_local_host
 from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, work
 from toolkit.serve.http import HttpServer, WireLimits
-from toolkit.serve.prompt_blocks import JOB, PromptBlocks, answer
+from toolkit.serve.prompt_blocks import JOB, PromptBlocks, answer_job
 from toolkit.serve.server import (
     LAST_BYTES_S,
     Signals,
@@ -405,7 +405,7 @@ def _prepare(key: bytes) -> ReadBody:
         if kind == READ:
             return msgspec.msgpack.encode(read_request(body))
         if kind.startswith(JOB):
-            return answer(kind, body, key)
+            return answer_job(kind, body, key)
         return ask_for_usage(body)
 
     return read_body
