@@ -26,8 +26,8 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.basis import (
     accept,
+    analytic_notes,
     find_validation,
-    note_analytic,
     note_basis,
     plan_of_fleet,
     plan_of_recipe,
@@ -293,7 +293,8 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
     rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
     written = {"folder": str(folder), **manifest.model_dump()}
     emit(given.as_json, written, lambda: table(["file", ">bytes"], rows))
-    note_analytic(made.plan.fit)
+    for line in analytic_notes(made.plan.fit):
+        note(line)
     if order.trace is None and ttft_targets(recipe):
         lengths = f"computed for the lengths of {default_trace(recipe)}"
         note(f"no --trace was given: the number that may wait is {lengths}")
