@@ -138,6 +138,22 @@ def test_text_wraps_before_a_column_moves_below(capsys: pytest.CaptureFixture[st
     assert row.split()[-3:] == ["1.25", "ms", "3"]
 
 
+def test_a_long_name_breaks_at_its_dot_where_the_table_is_too_wide(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name, path = "a-kind-of-some-hardware.a_flag_with_a_long_name", "folder/" + 40 * "x" + ".json"
+    rows = [(name, 1.5), (path, 2), ("short.flag", 3)]
+    table(["name", "value"], rows)
+    assert f" {name} " in capsys.readouterr().out  # there is room
+    table(["name", "value", "text"], [(*row, 5 * "more words ") for row in rows])
+    lines = capsys.readouterr().out.splitlines()
+    first = next(place for place, line in enumerate(lines) if "a-kind-of" in line)
+    assert lines[first].startswith(" a-kind-of-some-hardware. ")
+    assert lines[first + 1].startswith("   a_flag_with_a_long_name ")
+    assert any(line.startswith(" short.flag ") for line in lines)
+    assert not any(line.strip() == "json" for line in lines)
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [("█▌ é – … µ 中", "#? e - ... ? ?"), ("plain", "plain"), ("\udcff.json", "?.json")],

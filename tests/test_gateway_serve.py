@@ -279,6 +279,7 @@ def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
                     shows(page, "#totals td:nth-child(2)", "4")
                     shows(page, "#workers tbody tr:nth-child(2) td:nth-child(2)", "up")
                     shows(page, "#policy td:nth-child(2)", "llm-d")
+                    assert not page.locator("#flags").is_visible()  # one kind has no columns
                     assert page.evaluate("document.documentElement.scrollWidth") == width
                     assert page.evaluate(CONTRAST) == []
                     assert seen.complaints == []
@@ -293,6 +294,36 @@ def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
     assert sum(each["requests"] for each in shown["replicas"]) == 4
     assert (shown["router"], shown["knobs"]["prefix"]) == ("llm-d", 3.0)
     assert first.url not in data.text  # a page without a key shows no address
+
+
+def test_the_status_page_shows_the_flags_of_each_kind_of_servers(tmp_path: Path):
+    plan = read_file(Plan, fleet_for(tmp_path))
+    here, there = StandIn(), StandIn()
+    with standins(here, there), chromium() as browser:
+        words = ["--replica", f"test={here.url}", "--replica", f"slow={there.url}"]
+        words += ["--served-model-name", MODEL]
+        with test_serve_vllm.start(tmp_path / "plan.json", *words) as server:
+            assert server.stdout is not None
+            url = json.loads(server.stdout.readline())["status_page"]
+            kinds = httpx.get(f"{url}status.json").json()["kinds"]
+            for scheme, width in (("light", 1600), ("dark", 360)):
+                size = {"width": width, "height": 800}
+                with page_of(browser, url, viewport=size, color_scheme=scheme) as (page, seen):
+                    shows(page, "#state", "ready")
+                    assert page.locator("#flags th").all_text_contents() == ["Flag", "test", "slow"]
+                    rows = page.locator("#flags tbody tr")
+                    cells = [row.locator("td").all_text_contents() for row in rows.all()]
+                    assert ["max_num_seqs", "7", "3"] in cells
+                    assert "max_num_seqs" not in page.locator("#policy").text_content()
+                    named = page.locator("#workers td:nth-child(1)").all_text_contents()
+                    assert named == ["0 test", "1 slow"]
+                    assert page.evaluate("document.documentElement.scrollWidth") == width
+                    assert page.evaluate(CONTRAST) == []
+                    assert seen.complaints == []
+            server.send_signal(signal.SIGTERM)
+            server.communicate(timeout=30)
+    assert server.returncode == 0
+    assert [one["parameters"] for one in kinds] == [plan.policy_of(0), plan.policy_of(1)]
 
 
 def test_strict_refuses_another_model(tmp_path: Path):

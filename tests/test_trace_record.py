@@ -463,7 +463,6 @@ def test_the_command_records_and_ends_in_order(tmp_path: Path):
     ],
 )
 def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, options, said):
-
     assert llmctl("trace", "record", "--out", tmp_path / "log", *options) == 2
     error = capsys.readouterr().err
     assert said in error

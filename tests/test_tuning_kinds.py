@@ -269,6 +269,21 @@ def test_every_kinds_flags_are_shown(
     )
 
 
+def test_a_long_name_of_a_kind_is_readable_at_80_columns(
+    tuned: Tuning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "llama-3.1-8b-a100-80gb"
+    show(Tuning.model_validate_json(file_text(tuned).replace('"short', f'"{name}')))
+    parameters, swings = capsys.readouterr().out.split("how far goodput moves")
+    assert re.search(
+        rf"^ {re.escape(name)}\.max_num_batched_tokens +512 ", parameters, re.MULTILINE
+    )
+    assert re.search(
+        rf"^ {re.escape(name)}\. +\d+\.\d %.*\n   max_num_batched_tokens ", swings, re.MULTILINE
+    )
+    assert max(map(len, (parameters + swings).splitlines())) <= 80
+
+
 def test_a_member_has_a_price_of_its_own(servers: Path) -> None:
     text = servers.read_text()
     servers.write_text(text.replace("workers: 1}", "workers: 1, usd_per_hour: 2.5}", 1))

@@ -70,15 +70,15 @@ METRICS = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s", "e2e_p9
 HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")  # by --max-error
 
 Floats = NDArray[np.float64]
+Loop = Literal["open", "closed"]
 
-
+# Notes on the requests: of lengths that are given or hidden, and of answers without ids.
 GIVEN = "each request's limit is exactly its output, so the scheduler knows the lengths"
+HIDDEN = "the scheduler knows each request's limit; only the engine knows the lengths"
 NO_ANSWER_IDS = (
     "the server does not give its answers' token ids: later prompts have other tokens there, which "
     "no cache holds"
 )
-Loop = Literal["open", "closed"]
-HIDDEN = "the scheduler knows each request's limit; only the engine knows the lengths"
 
 
 @dataclass(slots=True, frozen=True)
@@ -125,8 +125,10 @@ class Subject:
         sessions, dialect = self.trace.sessions, self.load.dialect
         if sessions is not None:
             later = int((sessions.previous >= 0).sum())
-            of = f"{later:,} of {len(self.trace):,} requests"
-            found.append(f"closed loop: {of} are sent when the turn before has ended")
+            found.append(
+                f"closed loop: {later:,} of {len(self.trace):,} requests are sent when the turn "
+                "before has ended"
+            )
             if dialect.token_ids and not dialect.answer_ids:
                 found.append(NO_ANSWER_IDS)
         if self.trace.shared is not None and not dialect.token_ids:
@@ -347,7 +349,7 @@ class Session:
             if self._reports_batches:
                 warm, interrupted = warm_up(self._target, trace, self._load_of(number), advance)
             else:
-                warm, interrupted = self._look(number, trace, advance)
+                warm, interrupted = self._warm_up_unreported(number, trace, advance)
         if interrupted:
             return None
         self._finished += trace.output_tokens.tolist()
@@ -358,7 +360,7 @@ class Session:
     def _unwarmed(self) -> ServerConditions:
         return ServerConditions(finished=tuple(self._finished))
 
-    def _look(
+    def _warm_up_unreported(
         self, number: int, trace: Trace, advance: Callable[..., None]
     ) -> tuple[Warmup | None, bool]:
         """`warm_up` of a server that does not report its batches."""
@@ -378,7 +380,7 @@ class Session:
     def _replay(
         self, number: int, count: int, window: TraceWindow, current: ServerConditions
     ) -> bool:
-        """Replay one window; whether that was interrupted."""
+        """Replay one window of `count`; whether that was interrupted."""
         simulated = predicted(self._plan, window.trace, current)
         before = counts_or_none(self._target) if self._reports_batches else {}
         cached = cache_counts(self._target)

@@ -14,6 +14,7 @@ import typer
 
 from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, StaleError
 
 if TYPE_CHECKING:
@@ -107,18 +108,21 @@ def note_basis(fit: Fit, path: Path) -> None:
     """Print that nothing was measured, if so, and how good earlier predictions from `fit` were.
     `path` is the fit's file.
     """
+    for line in _basis(fit, path):
+        note(line)
+
+
+def _basis(fit: Fit, path: Path) -> list[str]:
     from toolkit.files.io import digest
 
-    note_analytic(fit)
     found = find_validation(path, digest(path).sha256)
-    if found is not None:
-        note(found.summary())
+    return analytic_notes(fit) + ([found.summary()] if found else [])
 
 
-def note_analytic(fit: Fit) -> None:
-    """Print that nothing was measured, for an analytic fit."""
-    if fit.engine.analytic:
-        note(f"analytic, nothing was measured: {fit.engine.analytic}")
+def analytic_notes(fit: Fit) -> list[str]:
+    """A line that nothing was measured, for an analytic fit; else none."""
+    assumed = fit.engine.analytic
+    return [f"analytic, nothing was measured: {assumed}"] if assumed else []
 
 
 def find_validation(near: Path, fit_sha256: str) -> Validation | None:
@@ -203,8 +207,9 @@ class Fleet:
 
         kinds = sized(self.kinds, tuned)
         note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in kinds)}")
-        for path, fit in self.bases.items():
-            note_basis(fit, path)
+        lines = [line for path, fit in self.bases.items() for line in _basis(fit, path)]
+        for line in dict.fromkeys(lines):  # kinds may rest on the same
+            note(line)
 
 
 def refuse_workers(workers: object) -> None:
@@ -218,7 +223,6 @@ def refuse_workers(workers: object) -> None:
 
 def kind_names(path: Path | None) -> list[str]:
     """The names of the kinds of the fleet at `path`; none without a fleet."""
-    from toolkit.cli.arguments import open_recipe
     from toolkit.files.fleet import fleet_sources
 
     sources = fleet_sources(path) if path is not None else []
@@ -242,7 +246,8 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
                 recipe=recipe, fit=fit, workers=source.workers or recipe.workers, nodes=source.nodes
             )
         )
-        if kinds[-1].workers != fit.workers:
+        # servers do not slow each other: their fit is of one
+        if kinds[-1].workers != fit.workers and not traits_of(recipe.engine.name).server:
             count, measured = kinds[-1].workers, fit.workers
             note(
                 f"note: {recipe.name} was measured with {measured} workers at once;"

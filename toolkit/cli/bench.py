@@ -212,7 +212,6 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
 
 
 def _show(result: BenchReport) -> None:
-
     def error(value: float | None) -> str | None:
         return None if value is None else percent(value)
 

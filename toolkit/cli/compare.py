@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli import arguments
-from toolkit.cli.arguments import JsonOption, command_of, parse_settings, parse_sla
-from toolkit.cli.basis import kind_names, note_rest, plain
+from toolkit.cli.arguments import JsonOption, command_of
+from toolkit.cli.basis import note_rest, plain
 from toolkit.cli.output import (
     WIDTH,
     FigurePanel,
@@ -61,7 +61,7 @@ class CompareOptions(StageOptions):
         typer.Option(
             autocompletion=arguments.policies,
             help="Names, separated by commas; default: all except the oracles, which need the "
-            "future.",
+            "future; of servers that were tuned, their own.",
         ),
     ] = None
     rate: Annotated[
@@ -94,21 +94,21 @@ def command(given: CompareOptions) -> None:
     if given.png:
         require_matplotlib()
         check_writable(given.png)
-    names = (
+    named = (
         list(dict.fromkeys(_words("--policies", given.policies)))
         if given.policies is not None
         else []
     )
-    # checks --set before files are read
-    settings, of_fleet = parse_settings(given.settings), kind_names(given.fleet)
-    assign_settings(names or list(KNOWN), settings, of_fleet)
-    targets, rates = parse_sla(given.sla), _rates(given.rate)
+    asked = given.asked()
+    # checks --set before fits and the trace are read
+    assign_settings(asked.policies(named, list(KNOWN)), asked.settings, asked.kinds)
+    targets, rates = asked.targets, _rates(given.rate)
     stage = open_stage(given)
-    names = names or usual_policies(stage.fit)
-    of_world, of_policy = assign_settings(names, settings, of_fleet)
+    names = asked.policies(named, usual_policies(stage.fit))
+    of_world, of_policy = assign_settings(names, asked.settings, asked.kinds)
     contenders = [stage.policy(name, of_policy[name]) for name in names]
     flags = next((of_policy[name] for name in names if name in BUILT_IN), None)
-    world = stage.world(of_world, given.workers, given.seed, flags)
+    world = stage.world(of_world, flags)
     world = routed(world, targets, of_world, None)
     check_capacity(of_world, world, stage.trace)
     note_rest(stage.trace)
@@ -120,9 +120,9 @@ def command(given: CompareOptions) -> None:
     shown = _columns(given.columns, runs)
     _print_notes(runs, world, targets)
     result = Comparison(
-        sla=targets,
+        sla=dict(targets),
         workers=world.size,
-        seed=given.seed,
+        seed=stage.seed,
         interrupted=interrupted,
         trace=plain(stage.trace),
         runs=[_of_run(run, stage.engines) for run in runs],
@@ -231,7 +231,6 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
 
 
 def _name(run: PolicyRun, runs: Sequence[PolicyRun]) -> str:
-
     return f"{run.policy} at {number(run.rate_rps)}/s" if _rates_of(runs) > 1 else run.policy
 
 
@@ -250,9 +249,9 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
         rows.append([*cells, *(run.metrics.get(name) for name in columns)])
     heads = [">" + name.replace("_", "\n", 1).replace("_", " ") for name in columns]
     table(["policy", *[">rate"] * many, *heads], rows)
-    note = footnote([run.policy for run in runs], engines)
-    if note:
-        print(fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+    remark = footnote([run.policy for run in runs], engines)
+    if remark:
+        print(fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     for panel in _panels(runs):
         print(f"\n{panel.title}")
         if panel.bars is not None:

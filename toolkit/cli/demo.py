@@ -225,7 +225,6 @@ class Stages:
 
 
 def _free_port() -> int:
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -199,6 +199,9 @@ def run(args: Sequence[str] | None = None) -> None:
         context, message = getattr(error, "ctx", None), error.format_message()
         # without a message typer has printed the help
         hint = f"see {context.command_path} --help" if context and message else ""
+        options = [each.name for each in context.command.params] if context else []
+        if "extra argument" in message and "fleet" in options:
+            hint = f"name a fleet with --fleet, a fit with --fit; {hint}"
         code = _report(message, hint, error.exit_code)
     except BrokenPipeError:
         code = _drop_output()

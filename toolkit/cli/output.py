@@ -156,7 +156,7 @@ def _view(
     text_room: int | None = None,
 ) -> Table:
     """A table of the columns `shown`; with `narrow` the names of unwrapped columns have a line per
-    word.
+    word, and long names in the first column two lines.
 
     Columns of text are at most `text_room` wide; None: as wide as they need.
     """
@@ -168,13 +168,17 @@ def _view(
     if console.options.ascii_only:
         lines = box.Box(str(lines).replace("\N{BOX DRAWINGS LIGHT HORIZONTAL}", "-"), ascii=True)
     view = Table(box=lines, pad_edge=False)
+    texts = []
     for index in shown:
         name, cells = columns[index], [row[index] for row in rows]
         right = any(map(_is_number, cells)) and all(
             _is_number(cell) or cell is None for cell in cells
         )
         align = name[0] if name[:1] in JUSTIFY else "><"[not right]
-        longest = max((len(_cell(cell)) for cell in cells), default=0)
+        texts.append([_cell(cell) for cell in cells])
+        if index == 0 and narrow:
+            texts[-1] = [_at_dot(text) for text in texts[-1]]
+        longest = max((len(line) for text in texts[-1] for line in text.split("\n")), default=0)
         whole = longest <= WIDTH // 2 if index == 0 else align == ">" and longest <= TEXT_ROOM
         heading = name.lstrip("<>^")
         view.add_column(
@@ -184,9 +188,15 @@ def _view(
             no_wrap=whole,
             max_width=None if whole else text_room,
         )
-    for row in rows:
-        view.add_row(*(Text(_cell(row[index])) for index in shown))
+    for row in zip(*texts, strict=True):
+        view.add_row(*map(Text, row))
     return view
+
+
+def _at_dot(name: str) -> str:
+    """A name like `kind.flag` on two lines, if it is long; a path is left as it is."""
+    owner, dot, last = name.rpartition(".")
+    return f"{owner}.\n  {last}" if dot and len(name) > WIDTH // 2 and "/" not in name else name
 
 
 def _is_number(value: object) -> bool:

@@ -26,8 +26,8 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.basis import (
     accept,
+    analytic_notes,
     find_validation,
-    note_analytic,
     note_basis,
     plan_of_fleet,
     plan_of_recipe,
@@ -172,7 +172,7 @@ def command(given: RenderOptions) -> None:
     from toolkit.files.io import write_file
     from toolkit.files.tuning import broken
 
-    made = _make(given.source, given.fit, given.tuning, _policy(given))
+    made = _make(given)
     allowed = given.force or given.allow_broken_limits
     accept(made.plan, str(given.tuning or given.source), broken=allowed)
     if given.target is not None:
@@ -215,27 +215,29 @@ def _policy(given: RenderOptions) -> PlannedPolicy | None:
     return PlannedPolicy(name=given.policy, parameters=parse_settings(given.settings))
 
 
-def _make(source: Path, fit: Path | None, tuning: Path | None, given: PlannedPolicy | None) -> Made:
+def _make(given: RenderOptions) -> Made:
+    """The plan of the arguments. `InputError` where they do not belong together."""
     from toolkit.files.fleet import is_fleet
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
     from toolkit.files.shipped import is_recipe, recipe_path
 
+    source, policy = given.source, _policy(given)
     if not is_recipe(source):
-        if fit or tuning or given:
+        if given.fit or given.tuning or policy:
             raise InputError(
                 "a plan holds its fit, tuning and policy", "give a recipe to make another plan"
             )
         return Made(read_file(Plan, source), source, source)
     if is_fleet(source):
-        if fit is not None:
+        if given.fit is not None:
             raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
-        plan, near = plan_of_fleet(source, tuning, given)
+        plan, near = plan_of_fleet(source, given.tuning, policy)
         return Made(plan, None, near)
-    if fit is None:
+    if given.fit is None:
         recipe_path(source)  # a missing recipe is reported first
         raise InputError("a recipe needs its fit", "add --fit fit.json, from `llmctl fit`")
-    return Made(plan_of_recipe(source, fit, tuning, given), None, fit)
+    return Made(plan_of_recipe(source, given.fit, given.tuning, policy), None, given.fit)
 
 
 def _show(plan: Plan) -> None:
@@ -291,7 +293,8 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
     rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
     written = {"folder": str(folder), **manifest.model_dump()}
     emit(given.as_json, written, lambda: table(["file", ">bytes"], rows))
-    note_analytic(made.plan.fit)
+    for line in analytic_notes(made.plan.fit):
+        note(line)
     if order.trace is None and ttft_targets(recipe):
         lengths = f"computed for the lengths of {default_trace(recipe)}"
         note(f"no --trace was given: the number that may wait is {lengths}")
@@ -309,17 +312,17 @@ def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
     text, fit = _plan_text(made, folder), made.plan.inputs.get("fit")
     validation = find_validation(made.near, fit.sha256) if fit else None
     options = Options(
-        given.image,
-        given.namespace,
-        given.replicas,
-        given.max_replicas,
-        given.prometheus,
-        given.model_claim,
-        given.program,
-        str(folder.absolute()),
-        tuple(given.gpu_product or ()),
-        given.replica_image,
-        given.replica_python,
+        image=given.image,
+        namespace=given.namespace,
+        replicas=given.replicas,
+        max_replicas=given.max_replicas,
+        prometheus=given.prometheus,
+        model_claim=given.model_claim,
+        program=given.program,
+        folder=str(folder.absolute()),
+        gpu_products=tuple(given.gpu_product or ()),
+        replica_image=given.replica_image,
+        replica_python=given.replica_python,
     )
     name = given.trace or shipped_trace(made.plan)
     trace = read_trace(trace_path(name))[0] if name else None

@@ -40,7 +40,7 @@ class Simulation(BaseModel):
     )
     workers: int = Field(description="of all kinds")
     seed: int = Field(description="of the draws")
-    sla: dict[str, float] = Field(description="the targets that were given with --sla, in seconds")
+    sla: dict[str, float] = Field(description="targets in seconds, of --sla or else of the tuning")
     trace: Requests = Field(description="which requests were simulated")
     kinds: dict[str, dict[str, float]] | None = Field(
         default=None, description="of a fleet of servers: the same metrics of each kind, by recipe"
@@ -74,7 +74,7 @@ class Comparison(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: Literal[1] = 1
-    sla: dict[str, float] = Field(description="the targets that were given with --sla, in seconds")
+    sla: dict[str, float] = Field(description="targets in seconds, of --sla or else of the tuning")
     trace: Requests = Field(description="which requests were simulated")
     workers: int = Field(description="of all kinds")
     seed: int = Field(description="of the draws")

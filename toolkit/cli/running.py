@@ -197,7 +197,6 @@ def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
     """Send SIGTERM; how all requests of the server ended. `LlmctlError` where it takes too long, or
     was killed otherwise.
     """
-
     from toolkit.deploy.running import recall
 
     os.kill(pid, signal.SIGTERM)

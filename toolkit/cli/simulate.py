@@ -1,7 +1,8 @@
 """`llmctl simulate`: one trace under one policy, by fitted laws or in the token-step world.
 
-`compare` takes its options, its trace and its laws from here, too: `open_stage` reads the files,
-`Stage.world` makes the simulated world, and the functions after it make the notes on a result.
+`compare` takes its options, its trace and its laws from here, too: `StageOptions.asked` adds what a
+tuning recommends, `open_stage` reads the files, `Stage.world` makes the simulated world, and the
+functions after it make the notes on a result.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from toolkit.files.fit import Fit
     from toolkit.files.plan import Kind
     from toolkit.files.recipe import Recipe
+    from toolkit.files.tuning import Tuning
     from toolkit.sched.policies.parameters import Value
     from toolkit.sched.protocols import AnyPolicy
     from toolkit.sched.types import Refusal
@@ -81,12 +83,21 @@ class StageOptions:
         ),
     ] = None
     fleet: FleetOption = None
+    tuning: Annotated[
+        Path | None,
+        typer.Option(
+            help="Simulate what this tuning.json of the fit or the fleet recommends: policy, "
+            "parameters, router, workers, targets and seed. Options replace them."
+        ),
+    ] = None
     settings: SetOption = None
     sla: SlaOption = None
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, callback=limit_workers, help="The number of workers; default: as profiled, or 1."
+            min=1,
+            callback=limit_workers,
+            help="The number of workers; default: as tuned or profiled, or 1.",
         ),
     ] = None
     max_new_tokens: Annotated[
@@ -101,11 +112,77 @@ class StageOptions:
         True
     )
     seed: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=0, help="Draw the memory limits and the policies' samples from this seed."
+            min=0,
+            help="Draw the memory limits and the policies' samples from this seed; default: the "
+            "tuning's, or 0.",
         ),
-    ] = 0
+    ] = None
+
+    def asked(self) -> Asked:
+        """What to simulate. `InputError` for words that cannot be parsed, and for a file that is no
+        tuning.
+        """
+        settings, targets = parse_settings(self.settings), parse_sla(self.sla)
+        kinds, tuning = kind_names(self.fleet), _read_tuning(self, {})
+        if tuning is None:
+            return Asked(settings, targets, kinds)
+        counts = tuning.sizing.kinds if tuning.sizing else []
+        left_out = [kind.recipe for kind in counts if not kind.workers]
+        kinds = [name for name in kinds if name not in left_out]
+        settings = _tuned_settings(tuning, kinds, settings)
+        return Asked(settings, targets or tuning.sla, kinds, tuning)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What to simulate, of the command line and, where that leaves it out, of a tuning."""
+
+    settings: Mapping[str, Value]
+    targets: Mapping[str, float]
+    kinds: Sequence[str]  # the names of those of a fleet
+    tuning: Tuning | None = None
+
+    def policies(self, named: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
+        """The policies to simulate: those that are `named`; else of tuned servers behind a router,
+        which run no others, their own; else the `usual` ones. `InputError` where the policy of the
+        tuning is not among those that are named.
+        """
+        if self.tuning is None:
+            return named or usual
+        tuned = self.tuning.recommended
+        if named and tuned.policy not in named:
+            raise InputError(
+                f"the tuning recommends policy '{tuned.policy}', which is not among those to "
+                f"simulate: {', '.join(named)}",
+                f"name {tuned.policy}, or leave --tuning out",
+            )
+        return named or ([tuned.policy] if tuned.replica_router else usual)
+
+
+def _tuned_settings(
+    tuning: Tuning, kinds: Sequence[str], given: Mapping[str, Value]
+) -> dict[str, Value]:
+    """The settings that the tuning recommends, as `assign_settings` takes them, with the `given`
+    ones in their place. Those of kinds that are not among `kinds` are left out.
+    """
+    from toolkit.files.tuning import REFUSED
+    from toolkit.sched.policies import BUILT_IN
+
+    found: dict[str, Value] = {}
+    best, router = tuning.recommended, tuning.recommended.replica_router
+    if router and given.get("replica_router", router.name) == router.name:
+        found["replica_router"] = router.name
+        found |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
+    if REFUSED in best.metrics:
+        found["admission"] = "targets"
+    first = kinds[0] if kinds and best.policy in BUILT_IN else best.policy
+    for owner, flags in {first: best.parameters, **best.kind_parameters}.items():
+        set_for_all = {key for key in flags if {key, f"{best.policy}.{key}"} & given.keys()}
+        if owner in (first, *kinds):
+            found |= {f"{owner}.{key}": flags[key] for key in flags if key not in set_for_all}
+    return found | dict(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +192,8 @@ class Stage:
     trace: Trace
     fit: Fit | None
     max_new_tokens: int  # of requests without a limit in the trace; 0: the token-step world's
+    workers: int  # 0: as many as were profiled, or 1
+    seed: int
     kinds: Sequence[Kind] = ()  # of a fleet; the first kind has the fit
 
     @property
@@ -131,28 +210,24 @@ class Stage:
         from toolkit.sched.policies import BUILT_IN
         from toolkit.sim.world import flags_of, policy_for, settings_of_kinds
 
+        own = settings_of_kinds(given, self.kinds)[0] if self.kinds else given
         if len(self.kinds) > 1 and name in BUILT_IN:
-            return flags_of(self.kinds[0], settings_of_kinds(given, self.kinds)[0])
-        return policy_for(self.fit, name, given)
+            return flags_of(self.kinds[0], own)
+        return policy_for(self.fit, name, own)
 
-    def world(
-        self,
-        given: Mapping[str, Value],
-        workers: int | None,
-        seed: int,
-        flags: Mapping[str, Value] | None = None,
-    ) -> World:
+    def world(self, given: Mapping[str, Value], flags: Mapping[str, Value] | None = None) -> World:
         """The simulated world, with the given settings, and `flags` of the scheduler of a fleet's
         servers. `InputError` for a setting that it cannot have.
         """
         from toolkit.sim.world import flagged, make_world
 
-        if self.kinds:
-            refuse_workers(workers)
-        count = self.kinds[0].workers if self.kinds else workers or 0
-        others, limit = self.kinds[1:], self.max_new_tokens
         made = make_world(
-            self.fit, given, workers=count, max_new_tokens=limit, seed=seed, others=others
+            self.fit,
+            given,
+            workers=self.workers,
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            others=self.kinds[1:],
         )
         return flagged(made, self.kinds, flags)
 
@@ -163,10 +238,12 @@ def open_stage(given: StageOptions) -> Stage:
 
     Lengths are scaled as in `tune`, by the limits of the recipe that the fit was made from;
     `max_new_tokens` replaces the recipe's. `InputError` for files that are missing or of another
-    kind, and where that recipe is not found; without a fit it names those that ship.
+    kind, and where that recipe is not found; without a fit it names those that ship. `StaleError`
+    for a tuning of another fit or fleet.
     """
     from toolkit.files.fit import Fit
-    from toolkit.files.io import fit_path, read_file, shipped_fits
+    from toolkit.files.fleet import sized
+    from toolkit.files.io import read_file
     from toolkit.sim.world import UNIT_STEP
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
@@ -175,23 +252,29 @@ def open_stage(given: StageOptions) -> Stage:
     kinds: Sequence[Kind] = ()
     spec: Recipe | None = None
     fitted: Fit | None = None
+    tuning: Tuning | None = None
     note_bases: Callable[[], None] | None = None
     if given.fleet is not None:
-        _refuse_recipe(given.recipe, "a fleet names its recipes")
+        _refuse("--recipe", given.recipe, "a fleet names its recipes")
+        refuse_workers(given.workers)
         opened = open_fleet(given.fleet)
-        kinds, note_bases = opened.kinds, opened.note_bases
+        tuning = _read_tuning(given, opened.inputs)
+        kinds, note_bases = sized(opened.kinds, tuning), partial(opened.note_bases, tuning)
         spec, fitted = kinds[0].recipe, kinds[0].fit
     elif given.fit == UNIT_STEP and not Path(given.fit).exists():
-        _refuse_recipe(given.recipe, f"--fit {UNIT_STEP} has none")
+        _refuse("--recipe", given.recipe, f"--fit {UNIT_STEP} has none")
+        _refuse("--tuning", given.tuning, f"--fit {UNIT_STEP} has no settings to tune")
     else:
-        path = fit_path(given.fit)
-        if not path.exists():
-            made = "make it with: llmctl fit PROFILE; or name one that ships with --fit"
-            raise InputError(
-                f"{path}: no such file", f"{made}: {', '.join([UNIT_STEP, *shipped_fits()])}"
-            )
+        path = _existing_fit(given.fit)
         fitted = read_file(Fit, path)
         spec = _recipe_of(fitted, path, given.recipe, needed=given.max_new_tokens is None)
+        made_from = {"fit": path} | ({"recipe": given.recipe} if given.recipe else {})
+        tuning = _read_tuning(given, made_from)
+        if tuning and "fleet" in tuning.inputs:
+            raise InputError(
+                f"{given.tuning}: it is of the fleet {tuning.inputs['fleet'].name}",
+                "name the fleet with --fleet in place of --fit",
+            )
         note_bases = partial(note_basis, fitted, path)
     limit = given.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
     requests, _ = read_trace(trace_path(given.trace))
@@ -203,13 +286,38 @@ def open_stage(given: StageOptions) -> Stage:
     note_scaling(requests)
     if note_bases:
         note_bases()
-    return Stage(requests, fitted, limit, kinds)
+    if given.tuning and tuning:
+        note(f"{given.tuning.name} recommends {tuning.recommended.key}")
+    workers = kinds[0].workers if kinds else given.workers or (tuning.workers if tuning else 0)
+    seed = given.seed if given.seed is not None else tuning.seed if tuning else 0
+    return Stage(requests, fitted, limit, workers, seed, kinds)
 
 
-def _refuse_recipe(recipe: Path | None, why: str) -> None:
+def _read_tuning(given: StageOptions, made_from: Mapping[str, Path]) -> Tuning | None:
+    """The file of --tuning. `StaleError` where it was made from other files."""
+    from toolkit.files.io import read_file
+    from toolkit.files.tuning import Tuning
 
-    if recipe is not None:
-        raise InputError(f"--recipe {recipe.name} changes nothing: {why}", "leave --recipe out")
+    return read_file(Tuning, given.tuning, made_from) if given.tuning else None
+
+
+def _refuse(option: str, file: Path | None, why: str) -> None:
+    if file is not None:
+        raise InputError(f"{option} {file.name} changes nothing: {why}", f"leave {option} out")
+
+
+def _existing_fit(fit: str) -> Path:
+    """The file of --fit. `InputError` where there is none."""
+    from toolkit.files.io import fit_path, shipped_fits
+    from toolkit.sim.world import UNIT_STEP
+
+    path = fit_path(fit)
+    if not path.exists():
+        made = "make it with: llmctl fit PROFILE; or name one that ships with --fit"
+        raise InputError(
+            f"{path}: no such file", f"{made}: {', '.join([UNIT_STEP, *shipped_fits()])}"
+        )
+    return path
 
 
 def _recipe_of(fit: Fit, path: Path, given: Path | None, *, needed: bool) -> Recipe | None:
@@ -301,7 +409,6 @@ def routed(
     """The world with the targets given to its router, and to its front if the world's settings
     `given` say that it refuses requests, and failures of replicas from a file.
     """
-
     from toolkit.routing.admission import UNLIMITED, LatencyLimits
     from toolkit.routing.routers import make_router, router_parameters, targets_of
     from toolkit.sim.replicas import Routing, read_outages
@@ -352,11 +459,12 @@ class SimulateOptions(StageOptions):
     """The command line of `llmctl simulate`."""
 
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
-            autocompletion=arguments.policy, help="The policy, one that `llmctl policies` lists."
+            autocompletion=arguments.policy,
+            help="The policy, one that `llmctl policies` lists; default: the tuning's, or slice.",
         ),
-    ] = "slice"
+    ] = None
     rate: RateOption = None
     replica_failures: Annotated[
         Path | None,
@@ -384,33 +492,35 @@ def command(given: SimulateOptions) -> None:
     from toolkit.sim.world import assign_settings, check_capacity
     from toolkit.traces.windows import scale_rate
 
-    settings, names = parse_settings(given.settings), kind_names(given.fleet)
-    of_world, of_policy = assign_settings([given.policy], settings, names)
-    targets = parse_sla(given.sla)
+    asked = given.asked()
+    targets, tuning = asked.targets, asked.tuning
+    tuned = tuning.recommended.policy if tuning else "slice"
+    [policy] = asked.policies([given.policy] if given.policy else [], [tuned])
+    of_world, of_policy = assign_settings([policy], asked.settings, asked.kinds)
     stage = open_stage(given)
     requests = stage.trace if given.rate is None else scale_rate(stage.trace, given.rate)
-    chosen = stage.policy(given.policy, of_policy[given.policy])
-    world = stage.world(of_world, given.workers, given.seed, of_policy[given.policy])
+    chosen = stage.policy(policy, of_policy[policy])
+    world = stage.world(of_world, of_policy[policy])
     check_capacity(of_world, world, requests)
     note_rest(requests)
-    for line in sharing_notes(requests, [given.policy]):
+    for line in sharing_notes(requests, [policy]):
         note(line)
     world = routed(world, targets, of_world, given.replica_failures)
     result = simulate(requests, chosen, world)
     for line in _failure_notes(result, targets, lambda: simulate(requests, chosen, _quiet(world))):
         note(line)
     metrics = result.metrics(targets)
-    for line in [*refusal_notes(result.refusals), *world_notes(world, given.policy, metrics)]:
+    for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:
         note(line)
-    name, remark = marked(given.policy, stage.engines), footnote([given.policy], stage.engines)
+    name, remark = marked(policy, stage.engines), footnote([policy], stage.engines)
     if remark:
         note(remark)
     found = Simulation(
         policy=chosen.name,
         parameters=parameters(chosen),
         workers=world.size,
-        seed=given.seed,
-        sla=targets,
+        seed=stage.seed,
+        sla=dict(targets),
         trace=plain(requests),
         kinds=_of_kinds(stage, result, targets),
         kind_parameters={each.name: parameters(each.flags) for each in world.others if each.flags}

@@ -171,7 +171,6 @@ def inspect(
     """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths, and
     what a prefix cache could reuse.
     """
-
     from toolkit.traces.read import read_trace
     from toolkit.traces.sharing import describe_reuse
     from toolkit.traces.types import trace_path

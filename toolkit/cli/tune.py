@@ -268,7 +268,10 @@ def command(given: TuneOptions) -> None:
     write_file(result, given.out)
     store.forget()
     emit(given.as_json, result, lambda: show(result))
-    fleet.note_bases(result) if fleet else note_basis(fit, given.fit)
+    if fleet:
+        fleet.note_bases(result)
+    else:
+        note_basis(fit, given.fit)
     note(f"wrote {given.out}")
     if not result.keeps_limits:
         raise _limits_broken(result)
@@ -406,7 +409,6 @@ def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
 
 def _store(given: TuneOptions, name: str, fingerprint: str) -> EvaluationStore:
     """The store of evaluations: a database, or a file beside the result."""
-
     from toolkit.tuning.executor import JournalFile
 
     if not given.storage:

@@ -27,18 +27,11 @@ from toolkit.errors import InputError
 from toolkit.files.io import usable_cpus
 from toolkit.files.recipe import DTYPE_BYTES, HardwareSpec, ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
-from toolkit.units import GIB, MIB
+from toolkit.units import GIB, MIB, size
 
 DISTRIBUTION = "llmctl"
 LOW_DISK_BYTES = 2 * GIB
 SAME_MEMORY = 0.98  # drivers keep slightly different shares of the memory for themselves
-
-
-def gib(value: float) -> str:
-    """Bytes as text in MiB or GiB."""
-    if value >= GIB:
-        return f"{value / GIB:,.1f} GiB"
-    return f"{value / MIB:,.1f} MiB"
 
 
 def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
@@ -96,7 +89,7 @@ def _check_devices(devices: Devices) -> Check:
     build = f"torch {devices.torch}"
     if devices.gpus:
         gpus = ", ".join(
-            f"{gpu.name} ({gib(gpu.memory_bytes)}, {gib(gpu.free_bytes)} free)"
+            f"{gpu.name} ({size(gpu.memory_bytes)}, {size(gpu.free_bytes)} free)"
             for gpu in devices.gpus
         )
         return Check(
@@ -119,7 +112,7 @@ def _check_processor() -> Check:
     return Check(
         "cpu",
         "ok",
-        f"{usable_cpus()} CPUs usable; memory {gib(memory.total)}, {gib(memory.available)} free",
+        f"{usable_cpus()} CPUs usable; memory {size(memory.total)}, {size(memory.available)} free",
     )
 
 
@@ -143,7 +136,7 @@ def _check_compiled() -> Check:
 def _check_disk(folder: Path) -> Check:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    found = f"{gib(free)} free in {existing}"
+    found = f"{size(free)} free in {existing}"
     if not os.access(existing, os.W_OK):
         found, remedy = f"{existing} cannot be written", "run from a folder of yours, or use --out"
         return Check("disk", "missing", found, remedy)
@@ -156,7 +149,9 @@ def _check_model_cache() -> Check:
     cache = model_cache()
     existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
     if os.access(existing, os.W_OK):
-        return Check("model cache", "ok", f"{cache} ({gib(shutil.disk_usage(existing).free)} free)")
+        return Check(
+            "model cache", "ok", f"{cache} ({size(shutil.disk_usage(existing).free)} free)"
+        )
     remedy = "set HF_HOME to a folder that can be written"
     return Check("model cache", "note", f"{cache} cannot be written", remedy)
 
@@ -180,25 +175,27 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
 
     Empty where there are no such recipes, or the recipe is for a server itself.
     """
-    if recipe is not None:
-        found = [load_recipe(path) for path in siblings(recipe)]
-    else:
-        shipped = [load_recipe(path) for path in sorted(shipped_recipes().glob("*.yaml"))]
-        found = [
-            each
-            for each in shipped
-            if each.hardware.device == "cuda"
-            and any(_is_wanted(gpu, each.hardware) for gpu in devices.gpus)
-        ]
-    names = [each.name for each in found if each.engine.name == "vllm"]
-    if not names or (recipe is not None and traits_of(recipe.engine.name).server):
-        return []
     if recipe is None:
-        text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
-        remedy = "llmctl doctor RECIPE says what is missing; see docs/how-to/vllm.md"
-        return [Check("engine", "note", text, remedy)]
+        return _check_gpus(devices)
+    others = map(load_recipe, siblings(recipe))
+    names = [other.name for other in others if other.engine.name == "vllm"]
+    if not names or traits_of(recipe.engine.name).server:
+        return []
     text = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
     return [Check("engine", "note", text, f"llmctl doctor {names[0]}; see docs/how-to/vllm.md")]
+
+
+def _check_gpus(devices: Devices) -> list[Check]:
+    names = [
+        recipe.name
+        for recipe in map(load_recipe, sorted(shipped_recipes().glob("*.yaml")))
+        if recipe.engine.name == "vllm"
+        and recipe.hardware.device == "cuda"
+        and any(_is_wanted(gpu, recipe.hardware) for gpu in devices.gpus)
+    ]
+    text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
+    remedy = "llmctl doctor RECIPE says what is missing; see docs/how-to/vllm.md"
+    return [Check("engine", "note", text, remedy)] if names else []
 
 
 def check_kv_bytes(model: ModelSpec) -> None:
@@ -218,10 +215,10 @@ def check_kv_bytes(model: ModelSpec) -> None:
         isinstance(layers, int) and isinstance(kv_heads, int) and isinstance(head_dim, int)
     ):
         return
-    size = DTYPE_BYTES[model.dtype]
-    right = 2 * layers * kv_heads * head_dim * size
+    element = DTYPE_BYTES[model.dtype]
+    right = 2 * layers * kv_heads * head_dim * element
     if claimed != right:
-        formula = f"2 * {layers} layers * {kv_heads} KV heads * {head_dim} * {size} bytes"
+        formula = f"2 * {layers} layers * {kv_heads} KV heads * {head_dim} * {element} bytes"
         raise InputError(f"model.kv_bytes_per_token: {claimed}: the config gives {right}", formula)
 
 
@@ -310,13 +307,15 @@ def _check_hub_model(model: ModelSpec) -> Check:
     config = try_to_load_from_cache(model.source, "config.json", revision=model.revision)
     if isinstance(config, str) and not _folder_problem(Path(config).parent, model):
         return Check("model", "ok", f"{model.source}, downloaded before")
-    size = (
-        f", {gib(model.weight_bytes)}" if model.weight_bytes and model.load_format == "auto" else ""
+    weights = (
+        f", {size(model.weight_bytes)}"
+        if model.weight_bytes and model.load_format == "auto"
+        else ""
     )
     revision = f" --revision {model.revision}" if model.revision else ""
     remedy = f"fetch it once with: hf download {model.source}{revision}"
     return Check(
-        "model", "missing", f"{model.source}: not in {model_cache()}; from the hub{size}", remedy
+        "model", "missing", f"{model.source}: not in {model_cache()}; from the hub{weights}", remedy
     )
 
 
@@ -333,7 +332,7 @@ def _check_capacity(recipe: Recipe) -> Check:
     else:
         share, memory = recipe.engine.gpu_memory_utilization, recipe.hardware.memory_gib * GIB
         budget = share * memory - model.weight_bytes // recipe.engine.tensor_parallel_size
-        terms = f"{share:g} x {gib(memory)} - weights {gib(model.weight_bytes)}"
+        terms = f"{share:g} x {size(memory)} - weights {size(model.weight_bytes)}"
     return _capacity(recipe, budget, terms)
 
 
@@ -344,15 +343,15 @@ def _capacity(recipe: Recipe, budget: float, terms: str) -> Check:
     tokens, rows = int(budget // per_token), int(budget // (per_token * model.max_model_len))
     longest = f"{model.max_model_len:,}"
     if rows < 1:
-        found = f"{terms} = {gib(max(budget, 0))} for KV: not one row of {longest} tokens"
+        found = f"{terms} = {size(max(budget, 0))} for KV: not one row of {longest} tokens"
         remedy = "a smaller model.max_model_len, dtype or model, or more memory"
         return Check("memory", "missing", found, remedy)
-    found = f"{terms} = {gib(budget)} for KV: {tokens:,} tokens, {rows:,} rows of {longest}"
+    found = f"{terms} = {size(budget)} for KV: {tokens:,} tokens, {rows:,} rows of {longest}"
     if recipe.hardware.device == "cpu":
         shares, weights = recipe.engine.tensor_parallel_size, model.weight_bytes or 0
         need, free = recipe.workers * (shares * budget + weights), psutil.virtual_memory().available
         if need > free:
-            found = f"{recipe.workers} workers need {gib(need)}, {gib(free)} is free"
+            found = f"{recipe.workers} workers need {size(need)}, {size(free)} is free"
             remedy = "use fewer workers or a smaller engine.kv_cache_memory_mib, or free memory"
             return Check("memory", "missing", found, remedy)
     return Check("memory", "ok", found)

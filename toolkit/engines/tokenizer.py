@@ -259,7 +259,7 @@ def _stored(model: ModelSpec, name: str) -> Path | None:
 
     try:
         return Path(hf_hub_download(model.source, name, revision=model.revision))
-    except LocalEntryNotFoundError:
+    except LocalEntryNotFoundError:  # a kind of the next one, but the hub was not reached
         raise _unreachable(model) from None
     except EntryNotFoundError:
         return None
@@ -347,9 +347,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._clock = clock
 
-    def render(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt's text. Raises `InputError` if the template refuses these messages, writes too
         much or takes too long.
         """
@@ -359,7 +357,7 @@ class ChatTemplate:
         try:
             for piece in self._template.generate(
                 messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
                 **self._special_tokens,
             ):
                 size += len(piece)

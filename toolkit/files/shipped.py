@@ -92,7 +92,7 @@ def shipped_names() -> list[str]:
 
 def nearest_shipped(name: str, known: Collection[str]) -> str:
     """A hint for a `name` that is not among `known`: its new name, the nearest known name, or where
-    the two dozen names are listed.
+    all are listed.
     """
     bare = name.removesuffix(FORMER_SUFFIX)
     if bare != name and bare in known:

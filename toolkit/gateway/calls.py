@@ -80,6 +80,7 @@ SAMPLING = (
     "user",
     "vllm_xargs",
 )
+# Values with which a field asks for nothing.
 EMPTY = (b"null", b"false", b"[]", b"{}", b'"none"', b"0", b'{"type":"text"}')
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 
@@ -128,9 +129,9 @@ class GenerationCall:
         self.choices = min(max(rows, 1), MAX_CHOICES) * prompts
         self.greedy = self._value("temperature", float) == 0
         stops = self._value("stop", list[str]) or [self._value("stop", str) or ""]
-        self.held_back, self.reread = max(map(len, stops)) - 1 if self._has("stop") else 0, 0
-        if self._value("include_stop_str_in_output", bool):
-            self.held_back, self.reread = 0, self.held_back
+        begun = max(map(len, stops)) - 1 if self._has("stop") else 0  # most of a stop string
+        sends_stops = self._value("include_stop_str_in_output", bool)
+        self.held_back, self.reread = (0, begun) if sends_stops else (begun, 0)
         self.session = session or self._value("prompt_cache_key", str) or ""
 
     def mode(self, *, speaks_ids: bool, done: ClientProgress) -> Mode:

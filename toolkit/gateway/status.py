@@ -200,6 +200,7 @@ class GatewayStatus(StatusPage):
         known = self._gateway.balancer.replicas[replica.index]
         waiting = known.waiting
         return {
+            "kind": self._gateway.pool.kind_of(replica),
             "state": replica.state,
             "running": max(len(replica.attempts) - waiting, 0),
             "waiting": waiting,

@@ -155,6 +155,7 @@ def _text(cell: str | float | bool | None) -> str:
 WIDTH, HEIGHT = 420, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 40  # RIGHT holds half of the last tick's number
 ROW = 22  # height of a bar with its gap
+NAME_CHARS = 30  # of a bar's name; longer ones are cut
 MAX_POINTS = 2000  # of a series: more would show nothing new and make the page larger
 
 Element = ElementTree.Element
@@ -244,11 +245,10 @@ def bars(
     """
     if not values:
         return Markup()
-    names = 8 + 6.6 * max(len(name) for name in values)
-    left = min(names, 210.0)
+    left = min(8 + 6.6 * max(map(len, values)), 210.0)  # of the line where bars begin
     marks = [0.0] if limit is None else [0.0, limit]
     low, high = min(*values.values(), *marks), max(*values.values(), *marks)
-    room = WIDTH - left - (64 if limit is None else 104)
+    room = WIDTH - left - (64 if limit is None else 104)  # without the text behind a bar
     span = (high - low) or 1.0
     zero = left + (-low / span) * room
     root = _root(
@@ -261,7 +261,7 @@ def bars(
         text = f"{number(value)}{unit}" + (
             "" if limit is None else ", kept" if kept else ", broken"
         )
-        _add(root, "text", x=left - 6, y=top + 14, text=_short(name, 30), anchor="end")
+        _add(root, "text", x=left - 6, y=top + 14, text=_short(name), anchor="end")
         length = abs(value) / span * room
         start = zero - (length if value < 0 else 0)
         cls = "s0" if kept else "s2"
@@ -382,8 +382,8 @@ def _legend(root: Element, drawn: Sequence[ChartSeries]) -> None:
         at += 22 + 6.2 * len(shown.name)
 
 
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_CHARS else name[: NAME_CHARS - 1] + "…"
 
 
 def _root(height: float, label: str) -> Element:

@@ -524,14 +524,10 @@ class ResidentRows:
         joined = self._joined(dict(output.joined))
         for number, _ in output.joined:
             self._prefilling.pop(number, None)
-        dropped = []
-        for number in output.dropped:
-            active = self._drop(number)
-            dropped.append(active.request.request_id)
-            del self._numbers[active.request.request_id]
+        dropped = tuple([self._remove(number) for number in output.dropped])
         failure: Failure = "oom" if output.is_short else ""
         self._steps += output.steps
-        ended = self._end(output.ended)
+        ended = tuple([self._remove(number) for number in output.ended])
         return RoundResult(
             batch.batch_id,
             batch.worker,
@@ -539,7 +535,7 @@ class ResidentRows:
             ended,
             joined,
             failure,
-            dropped=tuple(dropped),
+            dropped=dropped,
         )
 
     def crashed(self, batch: Batch) -> RoundResult:
@@ -553,7 +549,7 @@ class ResidentRows:
         decoded = [count for number, count in received.items() if number not in prefilling]
         steps = max([*steps_after.values(), *decoded], default=0)
         joined = self._joined({number: steps - after for number, after in steps_after.items()})
-        ended = self._end(self._ended)
+        ended = tuple([self._remove(number) for number in self._ended])
         self._numbers.clear()
         self._requests.clear()
         self._prefilling.clear()
@@ -574,25 +570,21 @@ class ResidentRows:
             ]
         )
 
-    def _end(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        """Remove rows that have ended, and return the ids of their requests."""
-        ended = tuple(self._requests.pop(number).request.request_id for number in numbers)
-        for request_id in ended:
-            del self._numbers[request_id]
-        return ended
-
     def _forget(self, jobs: Iterable[Job]) -> list[int]:
         """Remove the rows of jobs with dropped caches, and return their numbers.
 
         Jobs that have no row any more are skipped.
         """
-        numbers = [
-            self._numbers.pop(job.request_id) for job in jobs if job.request_id in self._numbers
-        ]
-        for number in numbers:
-            self._drop(number)
+        numbers = []
+        for job in jobs:
+            if job.request_id in self._numbers:
+                numbers.append(self._numbers[job.request_id])
+                self._remove(numbers[-1])
         return numbers
 
-    def _drop(self, number: int) -> ActiveRequest:
+    def _remove(self, number: int) -> str:
+        """Remove a row, and return the id of its request."""
         self._prefilling.pop(number, None)
-        return self._requests.pop(number)
+        request_id = self._requests.pop(number).request.request_id
+        del self._numbers[request_id]
+        return request_id

@@ -95,7 +95,7 @@ def _pieces(content: bytes, size: int) -> Iterator[bytes]:
 
 class PromptBlocks:
     """The ids of the prompts of one recording. `ask` has a process answer a job about a body, as
-    `answer` does; bodies up to `large_bytes` are hashed at once.
+    `answer_job` does; bodies up to `large_bytes` are hashed at once.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class PromptBlocks:
             job = f"{JOB} {prompt_tokens} {self._block_tokens} {self._block_bytes}"
             try:
                 large = len(body) > self._large_bytes
-                answered = await self._ask(job, body) if large else answer(job, body, self._key)
+                answered = await self._ask(job, body) if large else answer_job(job, body, self._key)
             except ApiError:  # the process has too many bodies to read
                 return None
             assert isinstance(answered, bytes)
@@ -128,7 +128,7 @@ class PromptBlocks:
             # Another request was the first to be counted meanwhile: cut this one as that one.
 
 
-def answer(job: str, body: bytes, key: bytes) -> bytes:
+def answer_job(job: str, body: bytes, key: bytes) -> bytes:
     """The answer to a job of `PromptBlocks`."""
     prompt_tokens, block_tokens, block_bytes = map(int, job.split()[1:])
     found = blocks_of_prompt(body, prompt_tokens, key, block_tokens, block_bytes)

@@ -37,7 +37,7 @@ from toolkit.serve.access import check_local_host
 from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, work
 from toolkit.serve.http import HttpServer, WireLimits
-from toolkit.serve.prompt_blocks import JOB, PromptBlocks, answer
+from toolkit.serve.prompt_blocks import JOB, PromptBlocks, answer_job
 from toolkit.serve.server import (
     LAST_BYTES_S,
     Signals,
@@ -405,7 +405,7 @@ def _prepare(key: bytes) -> ReadBody:
         if kind == READ:
             return msgspec.msgpack.encode(read_request(body))
         if kind.startswith(JOB):
-            return answer(kind, body, key)
+            return answer_job(kind, body, key)
         return ask_for_usage(body)
 
     return read_body
@@ -530,7 +530,8 @@ class StreamReader:
         passed = []
         text, at = self._rest + piece, 0
         for end in _EVENT_END.finditer(text):
-            if not (self._is_usage(text[at : end.start()]) and self._strip):
+            only_usage = self._read_event(text[at : end.start()])
+            if not (only_usage and self._strip):
                 passed.append(text[at : end.end()])
             at = end.end()
         self._rest = text[at:]
@@ -542,11 +543,11 @@ class StreamReader:
     def end(self) -> bytes:
         """What is left to pass on at the end of the response."""
         rest, self._rest = self._rest, b""
-        is_usage = self._is_usage(rest)
-        return rest if self._strip and not is_usage else b""
+        only_usage = self._read_event(rest)
+        return rest if self._strip and not only_usage else b""
 
-    def _is_usage(self, event: bytes) -> bool:
-        """Read an event. Returns whether it carries the usage and nothing else."""
+    def _read_event(self, event: bytes) -> bool:
+        """Note what an event says. Returns whether it carries the usage and nothing else."""
         lines = [line for line in _LINE_END.split(event) if line.startswith(b"data:")]
         try:
             chunk = msgspec.json.decode(b"\n".join(line[5:] for line in lines), type=_Chunk)

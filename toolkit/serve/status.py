@@ -24,7 +24,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -78,12 +78,15 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class KindFacts:
-    """The workers of one kind: recipe, engine, device, and how many there are."""
+    """The workers of one kind: recipe, engine, device, how many there are, and the parameters of
+    their policy, which only kinds of servers have each of its own.
+    """
 
     name: str
     engine: str
     device: str
     workers: int
+    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,14 @@ def facts_of(plan: Plan, model: str) -> Facts:
     """The facts of a plan. A model folder is shown by its last part, without its path."""
     name = PurePath(model).name if model.startswith(("/", ".", "~")) else model
     kinds = [
-        KindFacts(kind.recipe.name, kind.fit.engine.engine, kind.fit.engine.device, kind.workers)
-        for kind in plan.kinds
+        KindFacts(
+            kind.recipe.name,
+            kind.fit.engine.engine,
+            kind.fit.engine.device,
+            kind.workers,
+            plan.policy_of(number),
+        )
+        for number, kind in enumerate(plan.kinds)
     ]
     predicted = {
         limit.name: limit.predicted for limit in plan.limits if limit.predicted is not None

@@ -76,10 +76,10 @@ def write_trace(trace: Trace, path: Path) -> None:
             priority=priority,
             block_tokens=size if blocks else None,
             session=label,
-            think_ms=thought,
+            think_ms=think,
             hash_ids=blocks,
         )
-        for (arrival, prompt, output, limit, priority), label, thought, blocks in zip(
+        for (arrival, prompt, output, limit, priority), label, think, blocks in zip(
             trace.rows(), labels, think_ms, _ids(trace.shared, count), strict=True
         )
     )

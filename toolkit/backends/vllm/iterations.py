@@ -44,9 +44,10 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # of each pass: its start, rows, preempted requests, waiting requests, free blocks
         self._under_way: deque[tuple[float, list[LoggedRow], list[str], int, int]] = deque()
-        self._preempted: list[str] = []
-        self._gone: list[str] = []
+        self._preempted: list[str] = []  # since the last pass was planned
+        self._gone: list[str] = []  # aborted since the last pass ended
 
     def _passed(self, logged: LoggedPass) -> None:
         """A pass has ended."""
@@ -62,8 +63,9 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
                     request_id, request.num_computed_tokens - new, new, request.num_prompt_tokens
                 )
             )
+        _running, waiting = self.get_request_counts()
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        self._under_way.append((start_s, rows, self._preempted, self.get_request_counts()[1], free))
+        self._under_way.append((start_s, rows, self._preempted, waiting, free))
         self._preempted = []
         return output
 
