@@ -14,7 +14,8 @@ from test_tuning import trace
 
 from benchmarks.common.serving import client
 from toolkit.cluster.connect import check_address, joined
-from toolkit.cluster.workers import KIND, RayWorkers, WorkerActor, WorkerPlacement, accelerator_type
+from toolkit.cluster.places import KIND, WorkerPlacement, accelerator_type
+from toolkit.cluster.workers import RayWorkers, WorkerActor
 from toolkit.engines.protocol import Row, SamplingParams, make_engine
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
@@ -175,7 +176,7 @@ def kinds_of_places(workers: RayWorkers) -> list[str]:
     import ray
 
     labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
-    chosen = ray.util.placement_group_table(workers._group)["bundles_to_node_id"]
+    chosen = ray.util.placement_group_table(workers._room.group)["bundles_to_node_id"]
     return [labels[chosen[index]][KIND] for index in range(workers.size)]
 
 

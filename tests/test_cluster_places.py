@@ -6,7 +6,7 @@ import pytest
 import samples
 import tiny
 
-from toolkit.cluster.workers import (
+from toolkit.cluster.places import (
     Machine,
     MachineShare,
     WorkerPlacement,

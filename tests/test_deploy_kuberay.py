@@ -17,7 +17,7 @@ import yaml
 
 import toolkit
 from toolkit.cluster.linger import actors, main, peers, wait
-from toolkit.cluster.workers import MachineShare, node_labels
+from toolkit.cluster.places import MachineShare, node_labels
 from toolkit.deploy.operators import RayCluster
 from toolkit.deploy.render import render_target
 from toolkit.deploy.targets.raycluster import RAY

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from toolkit.cluster.workers import MachineShare, node_labels
+from toolkit.cluster.places import MachineShare, node_labels
 from toolkit.deploy import manifests as k8s
 from toolkit.deploy.operators import (
     AuthOptions,

@@ -6,7 +6,7 @@ machines.
 
 from __future__ import annotations
 
-from toolkit.cluster.workers import MachineShare, node_labels
+from toolkit.cluster.places import MachineShare, node_labels
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill
 from toolkit.deploy.reckon import cpus, drain_s, gpus
 

@@ -1,0 +1,109 @@
+"""Replicas on the machines of a Ray cluster: `StartsReplicas` for a front that keeps its own.
+
+The engine's backend starts each server on its machine, in an actor, as it would start it here. What
+is sent there is the plan as JSON and a few words; the machine needs the same llmctl, and the
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from toolkit.backends import (
+    GivenDevices,
+    ReplicaServer,
+    ServerOrder,
+    StartsReplicas,
+    backend_of,
+)
+from toolkit.cluster.connect import joined
+from toolkit.cluster.places import places, refuse_local_fleet
+from toolkit.cluster.servers import RayServers, ServerSeat
+from toolkit.files.plan import Plan
+from toolkit.serve.server import Ending
+
+
+@dataclass(slots=True, frozen=True)
+class DistantOrder:
+    """A server to start on another machine: what it needs of a `ServerOrder`.
+
+    Attributes:
+        plan: of its kind alone, as JSON.
+        timeout_s: what running requests get when it ends.
+        accepts_foreign: it starts with a warning where its engine is not the fitted one.
+    """
+
+    plan: str
+    served_model: str
+    api_key: str
+    timeout_s: float
+    accepts_foreign: bool
+
+
+def start_there(
+    order: DistantOrder, seat: ServerSeat, folder: Path
+) -> tuple[ReplicaServer, list[str]]:
+    """Start the server on this machine, inside an actor. Returns it with warnings.
+
+    Raises as `StartsReplicas.replica` of the plan's engine.
+    """
+    plan, warnings = Plan.model_validate_json(order.plan), list[str]()
+    backend = backend_of(plan.recipe.engine.name)
+    assert isinstance(backend, StartsReplicas)
+    here = ServerOrder(
+        plan,
+        order.served_model,
+        seat.address,
+        0,
+        Ending(timeout_s=order.timeout_s),
+        order.api_key,
+        on_foreign=warnings.append if order.accepts_foreign else None,
+    )
+    given = GivenDevices(seat.cpus, seat.used_cpus)
+    return backend.replica(here, 0, folder, given), warnings
+
+
+class RayReplicas:
+    """`StartsReplicas` in the cluster that this process has joined."""
+
+    def __init__(self, servers: RayServers) -> None:
+        self._servers = servers
+
+    def replica(
+        self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
+    ) -> ReplicaServer:
+        """See `StartsReplicas.replica`. It returns at once: what can fail, fails in
+        `wait_until_ready`. The server has a folder of its machine, and Ray's devices.
+        """
+        plan = order.plan
+        distant = DistantOrder(
+            plan.alone(plan.kind_numbers[number]).model_dump_json(),
+            order.served_model,
+            order.api_key,
+            order.ending.timeout_s,
+            order.on_foreign is not None,
+        )
+        say = order.on_foreign or order.ending.say
+        return self._servers.start(number, partial(start_there, distant), say)
+
+
+@contextmanager
+def replicas_on_ray(plan: Plan, address: str, room_timeout_s: float) -> Iterator[RayReplicas]:
+    """Join the cluster at `address`, as `toolkit.cluster.connect.joined`, and ask it for room for
+    the plan's servers, until the block ends.
+
+    Raises `InputError` for a cluster that cannot be joined, and as
+    `toolkit.cluster.places.node_labels`.
+    """
+    refuse_local_fleet(plan.kinds, address)
+    wanted = places(plan.kinds)
+    with joined(address, sum(place.share.cpus for place in wanted)):
+        servers = RayServers(wanted, room_timeout_s=room_timeout_s)
+        try:
+            yield RayReplicas(servers)
+        finally:
+            servers.close()
