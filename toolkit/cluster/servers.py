@@ -36,12 +36,12 @@ class ServerSeat:
     """Where a server of the cluster is to run.
 
     Attributes:
-        address: of its machine, by which the rest of the cluster reaches it.
+        host: the address of its machine on which it listens.
         cpus: the CPUs of its threads, by their positions among those of the machine.
         used_cpus: the CPUs of the threads of all servers there.
     """
 
-    address: str
+    host: str
     cpus: Sequence[int]
     used_cpus: Sequence[int]
 
@@ -100,22 +100,50 @@ class ServerActor:
             self._folder.cleanup()
 
 
+class CpuShares:
+    """Which server has which CPUs of which machine. It is thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[object, tuple[str, Sequence[int]]] = {}
+
+    def take(self, server: object, machine: str, threads: int) -> tuple[list[int], set[int]]:
+        """Give a server the first CPUs of a machine that no other one has, by their positions.
+        Returns them, and those of all servers there.
+        """
+        with self._lock:
+            shares = (cpus for where, cpus in self._held.values() if where == machine)
+            held = {cpu for cpus in shares for cpu in cpus}
+            cpus = list(islice((cpu for cpu in count() if cpu not in held), threads))
+            self._held[server] = machine, cpus
+        return cpus, held.union(cpus)
+
+    def free(self, server: object) -> None:
+        """Take back what a server has, if anything."""
+        with self._lock:
+            self._held.pop(server, None)
+
+
 class RayServers:
     """The room for a plan's servers in the cluster that this process has joined.
 
     Args:
         places: the machine of each server, by number.
         room_timeout_s: how long the cluster may take to have room for all of them.
+        host: on which they listen; '': the address by which Ray's nodes reach the machine.
     """
 
     def __init__(
-        self, places: Sequence[WorkerPlacement], *, room_timeout_s: float = ROOM_TIMEOUT_S
+        self,
+        places: Sequence[WorkerPlacement],
+        *,
+        room_timeout_s: float = ROOM_TIMEOUT_S,
+        host: str = "",
     ) -> None:
-        self._places, self._room_timeout_s = places, room_timeout_s
+        self._places, self._room_timeout_s, self._host = places, room_timeout_s, host
         self._room = Room(places)
         self._began_s, self._has_room = time.monotonic(), False
-        self._lock = threading.Lock()
-        self._held: dict[ActorServer, tuple[str, Sequence[int]]] = {}  # CPUs by machine
+        self.cpus = CpuShares()
 
     def start(self, number: int, start: StartServer, say: Callable[[str], None]) -> ActorServer:
         """Start server `number`, at once, wherever it will have room. `say` gets its warnings."""
@@ -141,23 +169,14 @@ class RayServers:
         found, _ = ray.wait([self._room.ready, placed], timeout=left_s)
         if not found:
             raise self._room.missing(self._room_timeout_s)
-        self._has_room = True
+        self._has_room = self._room.ready in found
 
     def seat(self, server: ActorServer, number: int, address: str, machine: str) -> ServerSeat:
-        """The seat of a server: CPUs that no other one has until `leave`."""
-        threads = self._threads(number)
-        beside = sum(map(self._threads, self._room.beside(number)))
-        with self._lock:
-            here = (cpus for where, cpus in self._held.values() if where == machine)
-            held = {cpu for cpus in here for cpu in cpus}
-            cpus = tuple(islice((cpu for cpu in count() if cpu not in held), threads))
-            self._held[server] = machine, cpus
-        return ServerSeat(address, cpus, sorted({*held, *cpus, *range(beside)}))
-
-    def leave(self, server: ActorServer) -> None:
-        """Free a server's CPUs."""
-        with self._lock:
-            self._held.pop(server, None)
+        """The seat of a server on its machine. Its CPUs are its own until they are freed."""
+        cpus, used = self.cpus.take(server, machine, self._threads(number))
+        # Those that start there later are not among `used` yet.
+        beside = sum(self._threads(other) for other in self._room.beside(number))
+        return ServerSeat(self._host or address, cpus, sorted(used.union(range(beside))))
 
     def _threads(self, number: int) -> int:
         """The CPUs of a server's threads; 0 on a GPU, and where the engine divides them itself."""
@@ -200,22 +219,23 @@ class ActorServer:
         import ray
         from ray.exceptions import RayError, RayTaskError
 
-        address = "Ray"
+        where = ""
         try:
             self._servers.wait(self._machine)
             address, machine = ray.get(self._machine)
+            where = f"on {address}: "
             seat = self._servers.seat(self, self._number, address, machine)
             self.url, warnings = ray.get(self._actor.start.remote(self._start, seat))
             self._end = self._actor.ended.remote().future()
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LlmctlError):
-                raise type(cause)(f"on {address}: {cause.message}", cause.hint) from None
-            raise EngineError(f"on {address}: {reason(str(error))}") from None
+                raise type(cause)(f"{where}{cause.message}", cause.hint) from None
+            raise EngineError(f"{where}{reason(str(error))}") from None
         except RayError as error:
-            raise EngineError(f"on {address}: {reason(str(error))}") from None
+            raise EngineError(f"{where}{reason(str(error))}") from None
         for warning in warnings:
-            self._say(f"{warning}, on {address}")
+            self._say(f"{where}{warning}")
 
     def stop(self) -> None:
         """End it with every process of its own, or its wait for a place in the cluster."""
@@ -227,4 +247,4 @@ class ActorServer:
             if placed:
                 ray.get(self._actor.stop.remote(), timeout=STOP_S)
         ray.kill(self._actor)
-        self._servers.leave(self)
+        self._servers.cpus.free(self)

@@ -7,7 +7,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,11 @@ from toolkit.backends import (
     StartsReplicas,
     backend_of,
 )
-from toolkit.cluster.connect import joined
-from toolkit.cluster.places import places, refuse_local_fleet
+from toolkit.cluster.connect import LOCAL, LOOPBACK, joined
+from toolkit.cluster.places import WorkerPlacement, places, refuse_local_fleet
 from toolkit.cluster.servers import RayServers, ServerSeat
+from toolkit.errors import InputError
+from toolkit.files.io import file_text
 from toolkit.files.plan import Plan
 from toolkit.serve.server import Ending
 
@@ -57,7 +59,7 @@ def start_there(
     here = ServerOrder(
         plan,
         order.served_model,
-        seat.address,
+        seat.host,
         0,
         Ending(timeout_s=order.timeout_s),
         order.api_key,
@@ -68,20 +70,30 @@ def start_there(
 
 
 class RayReplicas:
-    """`StartsReplicas` in the cluster that this process has joined."""
+    """`StartsReplicas` in the cluster that this process has joined. `wanted` is the room that it
+    has there for each server.
+    """
 
-    def __init__(self, servers: RayServers) -> None:
-        self._servers = servers
+    def __init__(self, servers: RayServers, wanted: Sequence[WorkerPlacement]) -> None:
+        self._servers, self._wanted = servers, wanted
 
     def replica(
         self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
     ) -> ReplicaServer:
-        """See `StartsReplicas.replica`. It returns at once: what can fail, fails in
+        """See `StartsReplicas.replica`. It returns at once: what can fail there, fails in
         `wait_until_ready`. The server has a folder of its machine, and Ray's devices.
+
+        Raises `InputError` for a plan that needs other room than the one before.
         """
         plan = order.plan
+        share, room = places(plan.kinds)[number].share, self._wanted[number].share
+        if share != room:
+            raise InputError(
+                f"a server needs {share}, and has room for {room} in the Ray cluster",
+                "restart llmctl serve for that",
+            )
         distant = DistantOrder(
-            plan.alone(plan.kind_numbers[number]).model_dump_json(),
+            file_text(plan.alone(plan.kind_numbers[number])),
             order.served_model,
             order.api_key,
             order.ending.timeout_s,
@@ -102,8 +114,9 @@ def replicas_on_ray(plan: Plan, address: str, room_timeout_s: float) -> Iterator
     refuse_local_fleet(plan.kinds, address)
     wanted = places(plan.kinds)
     with joined(address, sum(place.share.cpus for place in wanted)):
-        servers = RayServers(wanted, room_timeout_s=room_timeout_s)
+        host = LOOPBACK if address == LOCAL else ""
+        servers = RayServers(wanted, room_timeout_s=room_timeout_s, host=host)
         try:
-            yield RayReplicas(servers)
+            yield RayReplicas(servers, wanted)
         finally:
             servers.close()
