@@ -470,12 +470,7 @@ def _gateway(
     from toolkit.serve.server import Ending, is_loopback
 
     _refuse(given, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check")
-    source = _replica_source(given)
-    if source is not None and ray:
-        raise InputError(
-            f"--ray {ray}: the replicas of --replica and --replicas run already",
-            "leave one of the two out",
-        )
+    source = _replica_source(given, ray)
     (api_key, keys), watched_keys = access
     needs = replicas_like(plan, given.served_model_name, strict=given.strict)
     serve, (host, port) = plan.recipe.serve, _address(given, plan)
@@ -559,10 +554,15 @@ def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
     return plan
 
 
-def _replica_source(given: ServeOptions) -> ReplicaSource | None:
+def _replica_source(given: ServeOptions, ray: str) -> ReplicaSource | None:
     """The replicas that run already; None: none was named."""
     from toolkit.gateway.sources import GivenReplicas, replica_source
 
+    if ray and (given.replica or given.replicas):
+        raise InputError(
+            f"--ray {ray}: the replicas of --replica and --replicas run already",
+            "leave one of the two out",
+        )
     if given.replica and given.replicas:
         raise InputError("both --replica and --replicas are given", "keep one of them")
     if given.replica:

@@ -399,6 +399,19 @@ class Replication:
             *(line for kind in self.kinds for line in kind.explained_queue()),
         ]
 
+    def explained_on_ray(self) -> list[ExplainedValue]:
+        """The lines of targets whose front starts the replicas on a Ray cluster."""
+        key = (
+            "of the front's run: only it and Ray's machines know it; /health and /metrics are open"
+        )
+        scraped = "the front's path for Prometheus' job of the replicas, whose ports change"
+        return [
+            *(line for kind in self.kinds for line in kind.explained_first()),
+            explain_value("front: router", self.router),
+            ExplainedValue("replicas: key", "random", key),
+            ExplainedValue("replicas: metrics", "/replicas/metrics", scraped),
+        ]
+
     def explained_flags(self) -> list[ExplainedValue]:
         """The lines about the replicas' own flags, where their commands are written out."""
         return [line for kind in self.kinds for line in kind.explained_flags()]
