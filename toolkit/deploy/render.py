@@ -66,6 +66,7 @@ OF_REPLICAS: dict[str, Callable[[Order], Rendered]] = {
     "systemd": systemd.render_replicas,
     "compose": compose.render_replicas,
     "kubernetes": statefulset.render,
+    "kuberay": kuberay.render,
     "ray": script.render_ray_replicas,
 }
 # Of these, those whose replicas Prometheus finds at the front alone, all kinds together.
@@ -81,8 +82,6 @@ DASHBOARDS: dict[str, Names] = {
 FOREIGN = ("vllm", "sglang")
 RENDER_FLAGS = "render its flags, for 'vllm' or 'sglang'"
 RENDER_SERVERS = "render it for 'kubernetes', 'compose', 'systemd' or 'local'"
-# why a target cannot run servers of an engine's own
-NOT_FOR_SERVERS = {"kuberay": "its pods have llmctl's image, which has no such engine"}
 RENDER_FLEET = (
     "render it for 'local', 'ray' or 'kuberay', where one front serves all kinds of workers"
 )
@@ -119,11 +118,6 @@ def render_target(target: str, order: Order) -> dict[str, str]:
             f"engine '{engine.name}' is a server already, at {engine.url}: '{target}' has nothing "
             "to start",
             RENDER_FLAGS,
-        )
-    if own_server and target in NOT_FOR_SERVERS:
-        raise InputError(
-            f"engine '{engine.name}' cannot be rendered for '{target}': {NOT_FOR_SERVERS[target]}",
-            RENDER_SERVERS,
         )
     rendered = (OF_REPLICAS if replicated else TARGETS)[target](order)
     files = dict(sorted(rendered.files.items()))
