@@ -1,6 +1,7 @@
 """Workers on Ray: tests on one cluster of two nodes, and tests that need no cluster."""
 
 import asyncio
+import os
 import re
 import signal
 import socket
@@ -28,6 +29,7 @@ from toolkit.files.recipe import ModelSpec
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
 from toolkit.workers.pool import WorkerSpec
+from toolkit.workers.process import GPUS_VARIABLE
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -314,8 +316,10 @@ def sleeper(faults: Sequence[str]) -> StartServer:
     """
 
     def start(seat: ServerSeat, folder: Path) -> tuple[HostedServer, list[str]]:
+        gpus = os.environ.get(GPUS_VARIABLE, "") if "gpus" in faults else ""
+
         class Sleeper:
-            url = f"http://{seat.host}:1/{list(seat.cpus)}"
+            url = f"http://{seat.host}:1/{list(seat.cpus)}{gpus}"
 
             def __init__(self) -> None:
                 self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, cwd=folder)
@@ -381,6 +385,25 @@ def test_servers_run_in_actors_and_end_with_them(cluster) -> None:
         bad.stop()
     finally:
         servers.close()
+
+
+def test_ray_divides_the_gpus_of_a_machine_between_servers(cluster) -> None:
+    labels = {KIND: "gpus"}
+    options = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80 << 20}
+    node = cluster.add_node(labels=labels, **options)
+    try:
+        hardware = tiny.CPU.model_copy(update={"device": "cuda"})
+        spec = WorkerSpec(fake(), tiny.engine_spec("fake", threads=1), hardware)
+        servers, said = RayServers([WorkerPlacement(spec, labels)] * 2), list[str]()
+        found = [servers.start(number, sleeper(["gpus"]), said.append) for number in (0, 1)]
+        for each in found:
+            each.wait_until_ready()
+        assert sorted(each.url.rpartition("/")[2] for each in found) == ["[]0", "[]1"]
+        for each in found:
+            each.stop()
+        servers.close()
+    finally:
+        cluster.remove_node(node)
 
 
 def _title(process: psutil.Process) -> str:

@@ -69,7 +69,7 @@ OF_REPLICAS: dict[str, Callable[[Order], Rendered]] = {
     "kuberay": kuberay.render,
     "ray": script.render_ray_replicas,
 }
-# Of these, those whose replicas Prometheus finds at the front alone, all kinds together.
+# Of these, those with replicas that Prometheus finds at the front alone, all kinds together.
 TOGETHER = ("ray",)
 # Targets with llmctl's metrics. Under MONITORED, Prometheus' operator reads rules from objects.
 OURS = ("local", "systemd", "compose", "ray")

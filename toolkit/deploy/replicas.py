@@ -413,11 +413,11 @@ class Replication:
         ]
 
     def explained_on_ray(self) -> list[ExplainedValue]:
-        """The lines of targets whose front starts the replicas on a Ray cluster."""
+        """The lines of targets with a front that starts the replicas on a Ray cluster."""
         key = (
             "of the front's run: only it and Ray's machines know it; /health and /metrics are open"
         )
-        scraped = "the front's path for Prometheus' job of the replicas, whose ports change"
+        scraped = "the front's page for Prometheus' job of the replicas: their ports change"
         return [
             *(line for kind in self.kinds for line in kind.explained_first()),
             explain_value("front: router", self.router),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class DistantOrder:
 
     plan: str
     served_model: str
-    api_key: str
+    api_key: str = field(repr=False)
     timeout_s: float
     accepts_foreign: bool
 

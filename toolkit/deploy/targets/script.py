@@ -54,7 +54,7 @@ def render_ray(order: Order) -> Rendered:
 
 
 def render_ray_replicas(order: Order) -> Rendered:
-    """Render serve.sh for a front whose servers run on a Ray cluster. `InputError` as for
+    """Render serve.sh for a front with servers on a Ray cluster. `InputError` as for
     `render_ray`.
     """
     replicas, kinds = Replication(order), order.plan.kinds
