@@ -472,11 +472,9 @@ class OwnReplicas:
             self._renewed[number].clear()
             begin_s, error, why, order = loop.time(), None, "", self._orders[number]
             with tempfile.TemporaryDirectory(prefix="llmctl-replica-") as name:
-                server: ReplicaServer | None = None
+                starting = self._in_thread(partial(self._own.replica, order, number, Path(name)))
                 try:
-                    starting = partial(self._own.replica, order, number, Path(name))
-                    server = await self._in_thread(starting)
-                    self._servers[number] = server
+                    server = self._servers[number] = await asyncio.shield(starting)
                     await self._in_thread(server.wait_until_ready)
                     was_up = True
                     kind = self._kinds[number]
@@ -487,9 +485,10 @@ class OwnReplicas:
                 except LlmctlError as found:
                     error, self._lost[number] = found, (order, found.message)
                 finally:
-                    if server is not None:
-                        await asyncio.shield(self._in_thread(server.stop))
-                        self._servers.pop(number, None)
+                    # Also one that was still starting when this was cancelled.
+                    with suppress(LlmctlError):
+                        await asyncio.shield(self._in_thread((await starting).stop))
+                    self._servers.pop(number, None)
             if error is not None and not was_up:
                 self.error = error
                 self.failed.set()
