@@ -816,10 +816,14 @@ def test_more_replicas_that_load_than_python_has_threads_for_all_end_at_once():
         backend = Backend()
         own = own_replicas(plan, backend, front, [])
         own.start()
-        async with asyncio.timeout(20):
-            while len(backend.made) < plan.workers:
-                await asyncio.sleep(0.005)
-            await own.stop()
+        try:
+            async with asyncio.timeout(20):
+                while len(backend.made) < plan.workers:
+                    await asyncio.sleep(0.005)
+                await own.stop()
+        finally:
+            for each in backend.made:
+                each.ended.set()
         assert sorted(stopped) == list(range(plan.workers))
 
     run(test)
