@@ -212,9 +212,9 @@ def test_engine_simulator_and_scheduler_agree_on_every_round(
     lengths = sorted(lengths)
     ledger, both = serve(case, chunk_tokens, lengths, cancels, slab)
     for k, (_, _, output) in enumerate(lengths):
-        if ledger.ok[k]:
+        if ledger.outcomes[k].ok:
             assert len(both.lives[str(k)].tokens) == output
-    assert sum(ledger.ok) >= len(lengths) - len(cancels)
+    assert sum(each.ok for each in ledger.outcomes) >= len(lengths) - len(cancels)
 
 
 @settings(max_examples=60, deadline=None)
@@ -227,7 +227,8 @@ def test_no_running_row_waits_for_more_than_a_pass_and_a_step(lengths, chunk_tok
         if chunk_tokens // rows < 150
     ]
     whole = [LAW.prefill_s(rows, min(chunk_tokens // rows, 150)) for rows in range(1, 4)]
-    assert max(ledger.max_gap_s) <= max(passes + whole) + LAW.decode_s(3, 150 + LIMIT, 1)
+    largest_s = max(each.max_gap_s for each in ledger.outcomes)
+    assert largest_s <= max(passes + whole) + LAW.decode_s(3, 150 + LIMIT, 1)
 
 
 def test_chunks_shorten_the_largest_gap_and_cost_the_newcomer_time():
@@ -236,9 +237,10 @@ def test_chunks_shorten_the_largest_gap_and_cost_the_newcomer_time():
         serve("fcfs", chunk_tokens, lengths, {}, True) for chunk_tokens in (0, 15)
     )
     step_s = LAW.decode_s(2, 120 + LIMIT, 1)
-    assert chunked.max_gap_s[0] <= LAW.pass_s(1, 105, 120) + step_s
-    assert whole.max_gap_s[0] > LAW.prefill_s(1, 120) + LAW.decode_s(1, 4, 1) > chunked.max_gap_s[0]
-    assert chunked.first_token_s[1] > whole.first_token_s[1]
+    shorter_s, longer_s = chunked.outcomes[0].max_gap_s, whole.outcomes[0].max_gap_s
+    assert shorter_s <= LAW.pass_s(1, 105, 120) + step_s
+    assert longer_s > LAW.prefill_s(1, 120) + LAW.decode_s(1, 4, 1) > shorter_s
+    assert chunked.outcomes[1].first_token_s > whole.outcomes[1].first_token_s
 
 
 class CrashError(Exception):
@@ -267,7 +269,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
         for name, prompt in zip(names, prompts + later, strict=True)
     }
     kept, running = ResidentRows(), engine(Clock())
-    jobs = scheduler._jobs
+    jobs = scheduler._accepted.by_id()
 
     def submit(some):
         for name in some:

@@ -204,3 +204,19 @@ def test_a_queued_batch_of_cancelled_jobs_delays_no_other_batch():
     scheduler.complete(done(half, 1, finished=True), 2.0)
     (following,) = scheduler.tick(2.0)
     assert ids(following) == ["c"]
+
+
+def test_a_numbered_request_is_found_by_its_id_wherever_it_is():
+    scheduler = make(slice_tokens=8, max_batch_size=1)
+    for number, name in enumerate("ab"):
+        assert scheduler.submit(request(name), 0.0, number) is None
+    (running,) = scheduler.tick(0.0)  # a runs and b is queued
+    scheduler.submit(request("c"), 0.0, 2)  # in the pool
+    for name in "cba":
+        scheduler.cancel(name, 0.5)
+    assert scheduler.jobs == 1  # a ends with its batch
+    scheduler.complete(done(running, 8, finished=False), 1.0)
+    assert (scheduler.jobs, scheduler.waiting_jobs) == (0, 0)
+    scheduler.submit(request("d"), 1.0, 3)
+    with pytest.raises(ValueError, match="'d' was already submitted"):
+        scheduler.submit(request("d"), 1.0, 4)

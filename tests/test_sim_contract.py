@@ -352,7 +352,7 @@ def test_under_any_priorities_all_requests_end_and_a_log_replays_to_the_same_dec
         )
         == []
     )
-    assert all(ledger.ok)
+    assert all(each.ok for each in ledger.outcomes)
     assert list(replay(from_lines(lines), Scheduler(policy, two_workers(joining), seed=3))) == []
 
 

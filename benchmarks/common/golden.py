@@ -245,9 +245,9 @@ def digest(case: Case) -> str:
         ledger = Ledger(case.trace.arrival_s.tolist(), outputs, case.world.size)
         run(recorder, requests, virtual_workers(policy, case.world, ledger, requests))
         times = (
-            ledger.first_token_s,
-            ledger.last_token_s,
-            ledger.max_gap_s,
+            [each.first_token_s for each in ledger.outcomes],
+            [each.last_token_s for each in ledger.outcomes],
+            [each.max_gap_s for each in ledger.outcomes],
             ledger.busy_s,
             ledger.completed_s,
         )

@@ -73,7 +73,7 @@ def simulated(
     policy = make_policy(name, {})
     workers = virtual_workers(policy, world, ledger, requests)
     refusals = run(Scheduler(policy, [believed.worker(0)]), requests, workers)
-    took_s = max(ledger.last_token_s)
+    took_s = max(each.last_token_s for each in ledger.outcomes)
     return Outcome(sum(outputs) / took_s, counters(ledger, len(refusals), capacity))
 
 

@@ -121,7 +121,7 @@ def served_rps(policy: str, count: int = 4_000) -> float:
     trace = replace(made_up(count, 1.0), arrival_s=np.zeros(count))
     serve_all, ledger = world_of(policy, trace, *requests_of(trace, MAX_NEW_TOKENS), DEFAULT[0])
     serve_all()
-    return count / max(ledger.last_token_s) / DEFAULT[0]
+    return count / max(each.last_token_s for each in ledger.outcomes) / DEFAULT[0]
 
 
 def rates_of(policy: str, plan: Plan, repeats: int) -> Iterator[tuple[float, float]]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Any
+from operator import attrgetter
+from typing import Any, final
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
 from toolkit.sched.types import Worker
@@ -161,49 +163,67 @@ class WorkerFigure:
         self.write(index, expected, value, rows)
 
 
+@final
+@mypyc_attr(acyclic=True)
+class LoadKey:
+    """A worker in the heap of `Loads`: what it is compared by, apart from the worker, so that a
+    comparison touches little memory, and its place there; -1 if it has none.
+    """
+
+    __slots__ = ("assigned", "index", "load_s", "place")
+
+    def __init__(self, worker: Worker) -> None:
+        self.load_s = worker.load_s
+        self.assigned = worker.assigned
+        self.index = worker.index
+        self.place = -1
+
+    def is_before(self, other: LoadKey) -> bool:
+        if self.load_s != other.load_s:
+            return self.load_s < other.load_s
+        if self.assigned != other.assigned:
+            return self.assigned < other.assigned
+        return self.index < other.index
+
+
 class Loads:
     """Workers in order of `Worker.load_s`, then of batches assigned, then of index.
 
-    It is a heap of the alive workers' indices, each once, and knows the place of each. It is made
-    at the first query after `forget`.
+    It is a heap of the alive workers, each once, made at the first query after `forget`.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
-        self.kept: list[int] = []  # the heap; empty until the first query
-        # By worker: its key in the heap, apart from the worker, so that a comparison touches
-        # little memory, and its place there; -1 if it has none.
-        self._load_s: list[float] = []
-        self._assigned: list[int] = []
-        self._places: list[int] = []
+        self.kept: list[LoadKey] = []  # the heap; empty until the first query
+        self._keys: list[LoadKey] = []  # by worker
 
     def note(self, worker: Worker) -> None:
         """Record that the worker's load changed."""
-        heap, index = self.kept, worker.index
-        if not heap or self._places[index] < 0:
+        heap = self.kept
+        if not heap:
             return
-        self._load_s[index], self._assigned[index] = worker.load_s, worker.assigned
-        place, places = self._places[index], self._places
+        key = self._keys[worker.index]
+        place = key.place
+        if place < 0:
+            return
+        key.load_s, key.assigned = worker.load_s, worker.assigned
         while place > 0:
-            above = (place - 1) // 2
-            other = heap[above]
-            if not self._is_before(index, other):
+            other = heap[(place - 1) // 2]
+            if not key.is_before(other):
                 break
             heap[place] = other
-            places[other] = place
-            place = above
+            other.place, place = place, other.place
         count = len(heap)
         while (below := 2 * place + 1) < count:
-            if below + 1 < count and self._is_before(heap[below + 1], heap[below]):
-                below += 1
             other = heap[below]
-            if not self._is_before(other, index):
+            if below + 1 < count and heap[below + 1].is_before(other):
+                other = heap[below + 1]
+            if not other.is_before(key):
                 break
             heap[place] = other
-            places[other] = place
-            place = below
-        heap[place] = index
-        places[index] = place
+            other.place, place = place, other.place
+        heap[place] = key
+        key.place = place
 
     def forget(self) -> None:
         """Drop everything: any load may have changed, and workers may have been lost or come
@@ -225,33 +245,29 @@ class Loads:
             self._make()
         found: list[tuple[float, int, int]] = []
         # The keys below those found, with their places in the heap: the next is one of them.
-        open_keys = [(*self._key(heap[0]), 0)] if heap else []
+        open_keys: list[tuple[float, int, int, int]] = []
+        _open(open_keys, heap, 0)
         while open_keys:
             load_s, assigned, index, place = heappop(open_keys)
             found.append((load_s, assigned, index))
             if len(found) == count:
                 break
-            for below in (2 * place + 1, 2 * place + 2):
-                if below < len(heap):
-                    heappush(open_keys, (*self._key(heap[below]), below))
+            _open(open_keys, heap, 2 * place + 1)
+            _open(open_keys, heap, 2 * place + 2)
         return found
 
     def _make(self) -> None:
         """Make the heap: a sorted list is one."""
-        workers = self._workers
-        self._load_s = [worker.load_s for worker in workers]
-        self._assigned = [worker.assigned for worker in workers]
-        self.kept[:] = sorted([worker.index for worker in workers if worker.alive], key=self._key)
-        self._places = [-1] * len(workers)
-        for place, index in enumerate(self.kept):
-            self._places[index] = place
+        keys = self._keys = [LoadKey(worker) for worker in self._workers]
+        alive = [keys[worker.index] for worker in self._workers if worker.alive]
+        alive.sort(key=attrgetter("load_s", "assigned", "index"))
+        self.kept[:] = alive
+        for place, key in enumerate(alive):
+            key.place = place
 
-    def _key(self, index: int) -> tuple[float, int, int]:
-        return self._load_s[index], self._assigned[index], index
 
-    def _is_before(self, one: int, other: int) -> bool:
-        first_s, second_s = self._load_s[one], self._load_s[other]
-        if first_s != second_s:
-            return first_s < second_s
-        first, second = self._assigned[one], self._assigned[other]
-        return one < other if first == second else first < second
+def _open(keys: list[tuple[float, int, int, int]], heap: list[LoadKey], place: int) -> None:
+    """Add the key at this place of the heap, if there is one."""
+    if place < len(heap):
+        key = heap[place]
+        heappush(keys, (key.load_s, key.assigned, key.index, place))

@@ -106,6 +106,11 @@ class WaitingPool:
         """When the stranded jobs are given up; infinity if there are none."""
         return self._stranded.wake_at_s
 
+    def all_jobs(self) -> list[Job]:
+        """All waiting jobs."""
+        inboxes = [job for worker in self._workers for job in worker.inbox.all_jobs()]
+        return [*self.jobs, *self._stranded.jobs, *inboxes]
+
     def add(self, jobs: Iterable[Job]) -> None:
         """Append jobs to the pool with new tickets. Jobs that fit no alive worker are stranded."""
         for job in jobs:
@@ -130,10 +135,15 @@ class WaitingPool:
         for job in first:
             self._workers[job.home].inbox.advance(job)
 
-    def take(self, batches: Sequence[Batch]) -> None:
-        """Remove the batches' jobs from the pool and the inboxes."""
+    def take(self, batches: Sequence[Batch], *, has_routed: bool) -> None:
+        """Remove the batches' jobs from the pool and, where any job `has_routed`, from the
+        inboxes.
+        """
         pooled = 0
         for batch in batches:
+            if not has_routed:
+                pooled += len(batch.jobs)
+                continue
             for job in batch.jobs:
                 if job.home < 0:
                     pooled += 1
@@ -178,3 +188,51 @@ class WaitingPool:
     def given_up(self, now_s: float) -> list[Job]:
         """Remove and return the jobs that were stranded too long."""
         return self._stranded.given_up(now_s)
+
+
+class AcceptedJobs:
+    """The jobs that have not ended.
+
+    Rounds name their jobs by id. While batches are static and the driver numbers its requests,
+    there is no index of ids until the first question, since in a long backlog each look-up waits
+    for memory several times.
+
+    Attributes:
+        count: how many they are.
+    """
+
+    def __init__(self, pool: WaitingPool, workers: Sequence[Worker], *, named: bool) -> None:
+        self.count = 0
+        self._pool = pool
+        self._workers = workers
+        self._is_indexed = named
+        self._index: dict[str, Job] = {}
+
+    def add(self, job: Job) -> bool:
+        """Add a job that is nowhere yet; False if one with its id has not ended."""
+        if (self._is_indexed or job.number < 0) and (
+            self.by_id().setdefault(job.request_id, job) is not job
+        ):
+            return False
+        self.count += 1
+        return True
+
+    def remove(self, ended: list[Job]) -> None:
+        """Remove jobs, which must be among them."""
+        self.count -= len(ended)
+        if self._is_indexed:
+            for job in ended:
+                del self._index[job.request_id]
+
+    def by_id(self) -> dict[str, Job]:
+        """All of them. The dictionary is kept up to date."""
+        if not self._is_indexed:
+            self._is_indexed = True
+            jobs = self._pool.all_jobs()
+            for worker in self._workers:
+                for batch in worker.queue:
+                    jobs += batch.jobs
+                if worker.running is not None:
+                    jobs += worker.running.jobs
+            self._index = {job.request_id: job for job in jobs}
+        return self._index

@@ -19,7 +19,7 @@ from mypy_extensions import mypyc_attr
 
 from toolkit.sched.footprint import Footprint, longest
 from toolkit.sched.inbox import RankedInbox
-from toolkit.sched.pool import RETURN_S, WaitingPool, take_waiting
+from toolkit.sched.pool import RETURN_S, AcceptedJobs, WaitingPool, take_waiting
 from toolkit.sched.protocols import (
     PlansRounds,
     Policy,
@@ -124,7 +124,6 @@ class Scheduler:
     ) -> None:
         self.policy = policy
         self.workers = list(workers)
-        self._jobs: dict[str, Job] = {}
         self._finished = (
             policy.first_history()
             if isinstance(policy, UsesHistory)
@@ -143,6 +142,9 @@ class Scheduler:
             worker.scratch = layouts.setdefault(worker.joining, worker.scratch)
         self._longest = max(worker.longest for worker in self.workers)
         self._pool = WaitingPool(self.workers)
+        self._accepted = AcceptedJobs(self._pool, self.workers, named=policy.continuous)
+        # whether a job was ever in an inbox; a continuous policy evicts jobs into them
+        self._has_routed = policy.continuous
         self._view = View(
             self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed)
         )
@@ -164,7 +166,7 @@ class Scheduler:
     @property
     def jobs(self) -> int:
         """Accepted requests that have not ended."""
-        return len(self._jobs)
+        return self._accepted.count
 
     @property
     def running_jobs(self) -> int:
@@ -186,17 +188,17 @@ class Scheduler:
         """A request arrives. Returns a `Refusal`, and keeps nothing of it, if it can never fit.
 
         `number` is for drivers that would rather look jobs up in a list than by id: `Job.number`.
+        Such a driver gives each id once.
 
         Raises:
             ValueError: a request with this id has not ended yet.
         """
         if request.prompt_tokens + request.max_new_tokens > self._longest:
             return too_long(request, self._longest)
-        if request.request_id in self._jobs:
-            raise ValueError(f"request {request.request_id!r} was already submitted")
         job = Job(request, 0, request.prompt_tokens, 0, now_s)
         job.number = number
-        self._jobs[request.request_id] = job
+        if not self._accepted.add(job):
+            raise ValueError(f"request {request.request_id!r} was already submitted")
         if request.priority:
             self._view.prioritised = True
         self._pool.add_one(job)
@@ -233,7 +235,7 @@ class Scheduler:
             self._interrupt(index)
         batches = decision.batches
         if batches:
-            pool.take(batches)
+            pool.take(batches, has_routed=self._has_routed)
             for batch in batches:
                 self._queues.put(batch)
                 if view.figures:
@@ -332,7 +334,7 @@ class Scheduler:
         if isinstance(result, RoundResult):
             if self.interrupts and worker.index in self.interrupts:  # not taken before it ended
                 self.interrupts.remove(worker.index)
-            for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
+            for job in self._rounds.finish(worker, batch, result, self._accepted.by_id(), now_s):
                 self._end(job)
             if result.failure:
                 self._fail_round(worker, result, now_s)
@@ -343,7 +345,7 @@ class Scheduler:
     def _complete_batch(
         self, worker: Worker, batch: Batch, result: BatchResult, now_s: float
     ) -> None:
-        going_on = []
+        ended, going_on = [], []
         for job, generated, finished in zip(
             batch.jobs, result.generated, result.finished, strict=True
         ):
@@ -351,10 +353,11 @@ class Scheduler:
             job.length += generated
             job.slices += 1
             if finished or job.cancelled:
-                self._end(job)
+                ended.append(job)
             else:
                 job.waiting_since_s = now_s
                 going_on.append(job)
+        self._end_all(ended)
         if result.failure:
             worker.oom_events += result.failure == "oom"
             self._try_again(worker, batch, going_on, result.failure)
@@ -366,7 +369,7 @@ class Scheduler:
         worker.oom_events += is_short
         rounds = self._rounds
         alone = (
-            rounds.run_out_of_memory(worker, result, self._jobs)
+            rounds.run_out_of_memory(worker, result, self._accepted.by_id())
             if is_short
             else rounds.crash(worker, now_s)
         )
@@ -397,14 +400,14 @@ class Scheduler:
         history. A row that still runs is removed in the way of a cancelled one. Unknown or ended
         requests are ignored.
         """
-        job = self._jobs.get(request_id)
+        job = self._accepted.by_id().get(request_id)
         if job is not None and not job.cancelled:
             self._finished.add(generated)
             self._take_out(job)
 
     def cancel(self, request_id: str, now_s: float) -> None:
         """The client withdrew the request. Unknown or ended requests are ignored."""
-        job = self._jobs.get(request_id)
+        job = self._accepted.by_id().get(request_id)
         if job is not None and not job.cancelled:
             self._take_out(job)
 
@@ -482,6 +485,7 @@ class Scheduler:
         else:
             homes = planner.router(view, planner.router_rows) if view.alive() else None
         if homes is not None:
+            self._has_routed = True
             pool, arrived = self._pool.jobs, view.arrived
             if len(homes) != len(pool):
                 raise ValueError(f"{len(homes)} workers for {len(pool)} jobs")
@@ -504,6 +508,10 @@ class Scheduler:
         self._queues.halve(worker, batch, jobs, crashed=failure == "crashed")
 
     def _end(self, job: Job) -> None:
-        if not job.cancelled:
-            self._finished.add(job.generated)
-        del self._jobs[job.request_id]
+        self._end_all([job])
+
+    def _end_all(self, ended: list[Job]) -> None:
+        for job in ended:
+            if not job.cancelled:
+                self._finished.add(job.generated)
+        self._accepted.remove(ended)

@@ -111,28 +111,30 @@ class Job:
         generated: int = 0,
         waiting_since_s: float = 0.0,
     ) -> None:
-        self.arrival_s = request.arrival_s
-        self.prompt_tokens = prompt = request.prompt_tokens
-        self.max_new_tokens = limit = request.max_new_tokens
+        prompt, limit = request.prompt_tokens, request.max_new_tokens
+        # What every slice and the end of a job need lies together, as in `Worker`: the jobs of a
+        # long backlog come from memory each time.
+        self.length = length
+        self.number = -1
+        self.generated = generated
+        self.slices = 0
+        self.cancelled = False
+        self.request_id = request.request_id
         self.ticket = ticket
+        self.home = -1
+        self.waiting_since_s = waiting_since_s
+        self.limit_tokens = prompt + limit
+        self.joined = 0
+        self.arrival_s = request.arrival_s
+        self.prompt_tokens = prompt
+        self.max_new_tokens = limit
         self.strikes = self.strikes_here = 0
         self.struck_at = -1
-        self.waiting_since_s = waiting_since_s
-        self.home = -1
         self.evictions = 0
         self.reroutes = 0
         self.slot = -1
         self.promoted_at = -1
         self.priority = request.priority
-        # What the end of a job needs lies together, as in `Worker`.
-        self.request_id = request.request_id
-        self.number = -1
-        self.limit_tokens = prompt + limit
-        self.length = length
-        self.generated = generated
-        self.joined = 0
-        self.slices = 0
-        self.cancelled = False
 
     def __repr__(self) -> str:
         return (

@@ -161,7 +161,8 @@ def _parts(
         mine, book = kind_of == number, kind.ledger
         part = Served(**{f.name: getattr(served, f.name)[mine] for f in fields(Served)})
         last = first + kind.count
-        book.ok, book.token_gaps = part.ok.tolist(), None
+        book.outcomes = [each for each, is_mine in zip(book.outcomes, mine, strict=True) if is_mine]
+        book.token_gaps = None
         book.busy_s, book.completed_s = book.busy_s[first:last], book.completed_s[first:last]
         found.append(SimResult(part, counters(book, 0, kind.engine.capacity_tokens)))
         first = last

@@ -439,7 +439,7 @@ class RoundWorker(Decoding):
 
     def _left(self, job: Job) -> int:
         """Tokens that the job will still generate."""
-        return self._ledger.output_tokens[job.number] - job.generated
+        return self._ledger.outcomes[job.number].output_tokens - job.generated
 
     def _move(self, moves: Moves, now_s: float) -> float:
         """Move caches; when the round's own work begins."""

@@ -25,7 +25,7 @@ from toolkit.estimators.times import LawTimes
 from toolkit.sched.kernels import future_peak
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Job, Moves
-from toolkit.sim.ledger import Gaps, Ledger, TokenGaps
+from toolkit.sim.ledger import Gaps, Ledger, RequestOutcome, TokenGaps
 
 
 class SwapStore:
@@ -115,7 +115,7 @@ class DecodingRow:
     """A job that decodes. Rows are in order of their ends, then of admission.
 
     Attributes:
-        number: the job's in the ledger.
+        outcome: what happens to it.
         key: its length less the worker's decode steps when it joined, without the prefill's token.
         mark: of its gaps.
         end: the worker's decode step after which it ends.
@@ -123,13 +123,13 @@ class DecodingRow:
         stays: whether it has not left.
     """
 
-    __slots__ = ("admission", "end", "job", "key", "mark", "number", "stays")
+    __slots__ = ("admission", "end", "job", "key", "mark", "outcome", "stays")
 
     def __init__(
-        self, job: Job, number: int, key: int, mark: int, end: int, admission: int
+        self, job: Job, outcome: RequestOutcome, key: int, mark: int, end: int, admission: int
     ) -> None:
         self.job = job
-        self.number = number
+        self.outcome = outcome
         self.key = key
         self.mark = mark
         self.end = end
@@ -180,7 +180,7 @@ class Decoding:
     def _enter(self, jobs: Sequence[Job]) -> int:
         """Jobs with a prefilled input start to decode; the sum of their lengths in tokens."""
         resident, ends, steps, tokenless = self._resident, self._ends, self._steps, self._tokenless
-        outputs, admission = self._ledger.output_tokens, self._admissions
+        outcomes, admission = self._ledger.outcomes, self._admissions
         mark = self._gaps.mark(alone=not resident)
         longest = self._longest_key if resident else jobs[0].length - steps
         decoded = steps - self._emits
@@ -192,8 +192,9 @@ class Decoding:
             if key > longest:
                 longest = key
             admission += 1
-            k = job.number
-            row = DecodingRow(job, k, key, mark, decoded + outputs[k] - job.generated, admission)
+            outcome = outcomes[job.number]
+            end = decoded + outcome.output_tokens - job.generated
+            row = DecodingRow(job, outcome, key, mark, end, admission)
             resident[job] = row
             tokenless.append(row)
             heappush(ends, row)
@@ -206,16 +207,16 @@ class Decoding:
     def _resume(self, jobs: Sequence[Job]) -> None:
         """Jobs decode again with kept caches; their next token comes with the next step."""
         resident, before = self._resident, self._steps + self._emits
-        outputs = self._ledger.output_tokens
+        outcomes = self._ledger.outcomes
         mark = self._gaps.mark(alone=not resident)
         for job in jobs:
             key = self._swap_store.take(job) - before
             self._admissions += 1
             if not resident or key > self._longest_key:
                 self._longest_key = key
-            k = job.number
-            end = self._steps + outputs[k] - job.generated
-            row = DecodingRow(job, k, key, mark, end, self._admissions)
+            outcome = outcomes[job.number]
+            end = self._steps + outcome.output_tokens - job.generated
+            row = DecodingRow(job, outcome, key, mark, end, self._admissions)
             resident[job] = row
             self._key_sum += key
             self._resumed.append(row)
@@ -279,19 +280,18 @@ class Decoding:
         """Record a token for each of `rows`, the first since they entered, and clear the list."""
         if not rows:
             return
-        ledger = self._ledger
-        first_s, last_s, max_gap_s = ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s
+        token_gaps = self._ledger.token_gaps
         for row in rows:
-            k = row.number
-            if first_s[k] < 0.0:
-                first_s[k] = at_s
+            outcome = row.outcome
+            if outcome.first_token_s < 0.0:
+                outcome.first_token_s = at_s
             else:
-                gap_s = at_s - last_s[k]
-                if gap_s > max_gap_s[k]:
-                    max_gap_s[k] = gap_s
-                if ledger.token_gaps is not None:
-                    ledger.token_gaps.add(1, gap_s, gap_s)
-            last_s[k] = at_s
+                gap_s = at_s - outcome.last_token_s
+                if gap_s > outcome.max_gap_s:
+                    outcome.max_gap_s = gap_s
+                if token_gaps is not None:
+                    token_gaps.add(1, gap_s, gap_s)
+            outcome.last_token_s = at_s
         self._fresh -= len(rows)
         rows.clear()
 
@@ -309,27 +309,27 @@ class Decoding:
 
     def _count_waits(self, at_s: float, into: TokenGaps) -> None:
         """Count the gaps that end with a token for all rows at `at_s`."""
-        fresh = {row.number for row in (*self._tokenless, *self._resumed)}
-        joined = Counter([row.mark for row in self._resident.values() if row.number not in fresh])
+        fresh = {row.outcome for row in (*self._tokenless, *self._resumed)}
+        joined = Counter([row.mark for row in self._resident.values() if row.outcome not in fresh])
         for mark, count in joined.items():
             waited_s = at_s - self._gaps.since(mark)
             into.add(count, waited_s, waited_s)
 
     def _end_due(self) -> tuple[str, ...]:
         """Remove the rows that ended; their request ids."""
-        ends, steps, ok = self._ends, self._steps, self._ledger.ok
+        ends, steps = self._ends, self._steps
         ended: list[str] = []
         while ends and ends[0].end <= steps:
             row = heappop(ends)
             if row.stays:
                 self._leave(row)
-                ok[row.number] = True
+                row.outcome.ok = True
                 ended.append(row.job.request_id)
         return tuple(ended)
 
     def _leave(self, row: DecodingRow) -> None:
         """Remove a row, and write its last token and largest gap into the ledger."""
-        resident, ledger, gaps, k = self._resident, self._ledger, self._gaps, row.number
+        resident, outcome, gaps = self._resident, row.outcome, self._gaps
         del resident[row.job]
         row.stays = False
         key = row.key
@@ -346,11 +346,11 @@ class Decoding:
                     rows.remove(row)  # no token has come since it joined
                     self._fresh -= 1
                     return
-        if gaps.last_s > ledger.last_token_s[k]:
-            ledger.last_token_s[k] = gaps.last_s
+        if gaps.last_s > outcome.last_token_s:
+            outcome.last_token_s = gaps.last_s
         gap_s = gaps.largest(row.mark)
-        if gap_s > ledger.max_gap_s[k]:
-            ledger.max_gap_s[k] = gap_s
+        if gap_s > outcome.max_gap_s:
+            outcome.max_gap_s = gap_s
 
     def _future_peak(self, coming: Sequence[tuple[int, int]]) -> int:
         """The peak in tokens of the rows and of those `coming`: (tokens, steps left) of each."""

@@ -1,7 +1,8 @@
 """What happened in a simulation: the workers write it down, the metrics are computed from it.
 
 - `TokenGaps`: every gap between two tokens of a request (ITL), for its percentiles;
-- `Ledger`: the times of each request and the counters of the workers;
+- `RequestOutcome`: one request: its output length, the times of its tokens, whether it ended;
+- `Ledger`: the outcomes of all requests and the counters of the workers;
 - `counters`: the metrics besides the times (batches, padding, memory, utilisation);
 - `Gaps`: the largest gap of each request, for a worker with rows that get their tokens together.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from toolkit.metrics import Floats, Served
 
@@ -102,17 +104,38 @@ def _quantiles(counts: Floats, low: Floats, high: Floats, shares: Floats) -> lis
 RunsOut = Callable[[int, int, int, int], bool]
 
 
+@mypyc_attr(acyclic=True)
+class RequestOutcome:
+    """What has happened to one request. Times are in seconds.
+
+    One object holds it all, so that a request of a long backlog comes from memory once per slice.
+
+    Attributes:
+        output_tokens: the true length of its output, which no policy sees.
+        first_token_s: when its first token came; -1: none has yet.
+        last_token_s: when its last one so far came.
+        max_gap_s: its largest gap between two tokens.
+        ok: whether it has ended.
+    """
+
+    __slots__ = ("first_token_s", "last_token_s", "max_gap_s", "ok", "output_tokens")
+
+    def __init__(self, output_tokens: int) -> None:
+        self.output_tokens = output_tokens
+        self.first_token_s = -1.0
+        self.last_token_s = 0.0
+        self.max_gap_s = 0.0
+        self.ok = False
+
+
 @dataclass
 class Ledger:
-    """What has happened to each request (parallel lists, by request number) and to the workers."""
+    """What has happened to each request (lists by request number) and to the workers."""
 
     arrival_s: list[float]
-    output_tokens: list[int]  # the truth, which no policy sees
+    output_tokens: list[int]
     workers: int
-    first_token_s: list[float] = field(init=False)
-    last_token_s: list[float] = field(init=False)
-    max_gap_s: list[float] = field(init=False)
-    ok: list[bool] = field(init=False)
+    outcomes: list[RequestOutcome] = field(init=False)
     batches: int = 0
     rows: int = 0
     pad_tokens: int = 0
@@ -151,11 +174,7 @@ class Ledger:
     completed_s: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        n = len(self.arrival_s)
-        self.first_token_s = [-1.0] * n
-        self.last_token_s = [0.0] * n
-        self.max_gap_s = [0.0] * n
-        self.ok = [False] * n
+        self.outcomes = [RequestOutcome(tokens) for tokens in self.output_tokens]
         self.busy_s = [0.0] * self.workers
         self.completed_s = [0.0] * self.workers
 
@@ -164,7 +183,7 @@ class Ledger:
 
         Its counters start at zero, since its tokens are a share of another memory.
         """
-        other = Ledger([], self.output_tokens, 0, token_gaps=self.token_gaps)
+        other = Ledger([], [], 0, token_gaps=self.token_gaps)
         for name in SHARED:
             setattr(other, name, getattr(self, name))
         return other
@@ -182,18 +201,18 @@ class Ledger:
 
     def served(self) -> Served:
         """The requests as arrays for `toolkit.metrics`."""
-        ok = np.array(self.ok)
+        outcomes = self.outcomes
         return Served(
             arrival_s=np.array(self.arrival_s),
-            first_token_s=np.array(self.first_token_s),
-            finish_s=np.array(self.last_token_s),
+            first_token_s=np.array([each.first_token_s for each in outcomes]),
+            finish_s=np.array([each.last_token_s for each in outcomes]),
             output_tokens=np.array(self.output_tokens, dtype=np.int64),
-            max_gap_s=np.array(self.max_gap_s),
-            ok=ok,
+            max_gap_s=np.array([each.max_gap_s for each in outcomes]),
+            ok=np.array([each.ok for each in outcomes], dtype=bool),
         )
 
 
-SHARED = ("arrival_s", "first_token_s", "last_token_s", "max_gap_s", "ok", "busy_s", "completed_s")
+SHARED = ("arrival_s", "output_tokens", "outcomes", "busy_s", "completed_s")
 TOKENS = ("memory_token_steps", "future_token_attempts")  # sums of tokens
 COUNTED = (
     *(
@@ -219,14 +238,15 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     A batch of a continuous worker is a prefill of new rows; `batch_size_mean` is then the mean
     number of rows per decode step.
     """
+    ended = sum([each.ok for each in ledger.outcomes])
     batches, requests, steps = (
         max(ledger.batches, 1),
-        max(sum(ledger.ok), 1),
+        max(ended, 1),
         max(ledger.decoding_steps, 1),
     )
     found = {
         "refused": float(refused),
-        "unfinished": float(len(ledger.ok) - sum(ledger.ok) - refused),
+        "unfinished": float(len(ledger.outcomes) - ended - refused),
         "batches": float(ledger.batches),
         "batch_size_mean": ledger.row_steps / steps if ledger.rounds else ledger.rows / batches,
         "slices_per_request": ledger.rows / requests,

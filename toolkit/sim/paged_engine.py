@@ -331,12 +331,12 @@ class PagedRun:
             return
         mark = gaps.mark(alone=not decoding)
         for row in joined:
-            row.mark, number = mark, row.number
-            if ledger.first_token_s[number] < 0.0:
-                ledger.first_token_s[number] = first_s
+            row.mark, outcome = mark, ledger.outcomes[row.number]
+            if outcome.first_token_s < 0.0:
+                outcome.first_token_s = first_s
                 continue
-            gap_s = first_s - ledger.last_token_s[number]
-            ledger.max_gap_s[number] = max(ledger.max_gap_s[number], gap_s)
+            gap_s = first_s - outcome.last_token_s
+            outcome.max_gap_s = max(outcome.max_gap_s, gap_s)
             if ledger.token_gaps is not None:
                 ledger.token_gaps.add(1, gap_s, gap_s)
 
@@ -352,7 +352,7 @@ class PagedRun:
     def _end(self, ended: Sequence[PagedRequest], end_s: float) -> None:
         for row in ended:
             self._close(row, end_s)
-            self._ledger.ok[row.number] = True
+            self._ledger.outcomes[row.number].ok = True
             if self._turns:
                 self._begin_turns(row.number, end_s, len(self._scheduler.running))
 
@@ -367,9 +367,9 @@ class PagedRun:
 
     def _close(self, row: PagedRequest, last_s: float) -> None:
         """The row stops decoding; its last token came at `last_s`."""
-        ledger, number = self._ledger, row.number
-        ledger.last_token_s[number] = last_s
-        ledger.max_gap_s[number] = max(ledger.max_gap_s[number], self._gaps.largest(row.mark))
+        outcome = self._ledger.outcomes[row.number]
+        outcome.last_token_s = last_s
+        outcome.max_gap_s = max(outcome.max_gap_s, self._gaps.largest(row.mark))
         row.mark = 0
 
     def _count(self, plan: PagedPass, steps: int, last: StepShape, free: int) -> None:

@@ -188,7 +188,7 @@ class ReplicaRun(PagedRun):
     def arrive(self, row: PagedRequest, now_s: float) -> None:
         """A request comes."""
         self._arrived.append(row)
-        if self._ledger.first_token_s[row.number] >= 0.0:
+        if self._ledger.outcomes[row.number].first_token_s >= 0.0:
             self._moved_here.add(row.number)
         if self._leap is not None:
             if self._can_cut:
@@ -289,12 +289,12 @@ class ReplicaRun(PagedRun):
         self.next_s = self._begun_s if self._engine.ahead else self._done_s
 
     def _give(self, plan: PagedPass, steps: int, first_s: float, last_gap_s: float) -> None:
-        known = self._ledger.first_token_s
+        outcomes = self._ledger.outcomes
         moved = self._moved_here
         new = []
         for chunk in plan.chunks:
             number = chunk.row.number
-            if chunk.completes and (known[number] < 0.0 or number in moved):
+            if chunk.completes and (outcomes[number].first_token_s < 0.0 or number in moved):
                 moved.discard(number)
                 new.append(number)
         super()._give(plan, steps, first_s, last_gap_s)

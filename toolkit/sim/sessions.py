@@ -96,10 +96,9 @@ class ClosedLoop(Scheduler):
             ended = [
                 job.request_id for job, over in zip(jobs, result.finished, strict=True) if over
             ]
-        ledger = self._ledger
         for request_id in ended:
-            number = self._number[request_id]
-            last_s = max(ledger.last_token_s[number], ledger.first_token_s[number])
+            outcome = self._ledger.outcomes[self._number[request_id]]
+            last_s = max(outcome.last_token_s, outcome.first_token_s)
             self._follow(request_id, last_s + self._front_s, now_s)
 
     def take_refusals(self) -> list[Refusal]:

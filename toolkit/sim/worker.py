@@ -19,7 +19,7 @@ from toolkit.errors import InputError
 from toolkit.metrics import Served
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Batch, BatchResult, Failure
-from toolkit.sim.ledger import Ledger, RunsOut
+from toolkit.sim.ledger import Ledger, RequestOutcome, RunsOut
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,9 +132,12 @@ class SimWorker:
             self._ledger.oom_batches += 1
             failed_s = self._intake.end_s(now_s, prefill_s)
             return self._end(batch, now_s, failed_s, [0] * size, [False] * size, "oom")
-        outputs = self._ledger.output_tokens
-        numbers = [job.number for job in batch.jobs]
-        remaining = [outputs[k] - job.generated for k, job in zip(numbers, batch.jobs, strict=True)]
+        known = self._ledger.outcomes
+        outcomes = [known[job.number] for job in batch.jobs]
+        remaining = [
+            outcome.output_tokens - job.generated
+            for outcome, job in zip(outcomes, batch.jobs, strict=True)
+        ]
         longest = max(remaining)
         ran = min(batch.steps, longest)
         generated = [left if left < ran else ran for left in remaining]
@@ -143,7 +146,7 @@ class SimWorker:
         done_s = self._intake.end_s(
             now_s, prefill_s + self._latency.decode_s(size, length, ran - self._emits)
         )
-        self._stamp(batch, numbers, generated, finished, now_s, prefill_s, done_s)
+        self._stamp(batch, outcomes, generated, finished, now_s, prefill_s, done_s)
         return self._end(batch, now_s, done_s, generated, finished, "")
 
     def _reported(self, first_s: float, token_s: float) -> float:
@@ -196,7 +199,7 @@ class SimWorker:
     def _stamp(
         self,
         batch: Batch,
-        numbers: list[int],
+        outcomes: list[RequestOutcome],
         generated: list[int],
         finished: list[bool],
         now_s: float,
@@ -204,7 +207,7 @@ class SimWorker:
         done_s: float,
     ) -> None:
         """Record when each job's tokens reached its client."""
-        ledger, streams, emits = self._ledger, self._streams, self._emits
+        streams, emits = self._streams, self._emits
         size, length = len(batch.jobs), batch.input_length
 
         def made_s(tokens: int) -> float:
@@ -214,44 +217,37 @@ class SimWorker:
             )
 
         first_s = made_s(1) if streams else done_s
-        firsts, lasts, gaps = ledger.first_token_s, ledger.last_token_s, ledger.max_gap_s
-        if ledger.token_gaps is not None:
-            self._count_gaps(batch, numbers, generated, first_s)
+        if self._ledger.token_gaps is not None:
+            self._count_gaps(batch, outcomes, generated, first_s)
         ran = max(generated)
         step_s = done_s - made_s(ran - 1) if streams and ran > emits else 0.0
-        for k, tokens, ended in zip(numbers, generated, finished, strict=True):
-            if firsts[k] < 0.0:
-                firsts[k] = first_s
-                gap_s = step_s
+        for outcome, tokens, ended in zip(outcomes, generated, finished, strict=True):
+            gap_s = step_s
+            if outcome.first_token_s < 0.0:
+                outcome.first_token_s = first_s
             else:
-                gap_s = max(first_s - lasts[k], step_s)
-            if gap_s > gaps[k]:
-                gaps[k] = gap_s
+                gap_s = max(first_s - outcome.last_token_s, step_s)
+            if gap_s > outcome.max_gap_s:
+                outcome.max_gap_s = gap_s
+            last_s = done_s
             if ended:
-                lasts[k] = (
-                    done_s
-                    if tokens == ran or not streams
-                    else min(self._reported(first_s, made_s(tokens)), done_s)
-                )
-                ledger.ok[k] = True
-            else:
-                lasts[k] = done_s
+                outcome.ok = True
+                if streams and tokens != ran:
+                    last_s = min(self._reported(first_s, made_s(tokens)), done_s)
+            outcome.last_token_s = last_s
 
     def _count_gaps(
-        self, batch: Batch, numbers: list[int], generated: list[int], first_s: float
+        self, batch: Batch, outcomes: list[RequestOutcome], generated: list[int], first_s: float
     ) -> None:
         """Count every gap of a slice and the gap since the slice before, by when the worker makes
         the tokens, not when it reports them.
         """
-        gaps, firsts, lasts = (
-            self._ledger.token_gaps,
-            self._ledger.first_token_s,
-            self._ledger.last_token_s,
-        )
+        gaps = self._ledger.token_gaps
         assert gaps is not None
-        for k in numbers:
-            if firsts[k] >= 0.0:
-                gaps.add(1, first_s - lasts[k], first_s - lasts[k])
+        for outcome in outcomes:
+            if outcome.first_token_s >= 0.0:
+                gap_s = first_s - outcome.last_token_s
+                gaps.add(1, gap_s, gap_s)
         if not self._streams:
             gaps.add_rows(generated, 0.0, 0.0)
             return

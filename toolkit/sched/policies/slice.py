@@ -22,6 +22,7 @@ from operator import attrgetter
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.sched.figures import WorkerFigure
 from toolkit.sched.kernels import split_by_serving_time
@@ -229,12 +230,41 @@ class SlicePolicy:
         lengths = lengths[order]
         max_batch = worker.memory.max_batch(lengths, self.slice_tokens, self.memory_reserve)
         largest = min(int(max_batch.max()), len(pool), self.max_batch_size or len(pool))
-        max_batch = np.clip(max_batch, 1, max(largest, 1))
+        # `np.clip` takes several times as long, which most pools of a large fleet would feel.
+        max_batch = np.minimum(np.maximum(max_batch, 1), max(largest, 1))
         # A power of two, so that the law caches few tables.
         table = worker.latency.serve_table(1 << max(largest, 1).bit_length(), self.slice_tokens)
         starts, total_s = split_by_serving_time(lengths, max_batch, table)
-        jobs = [pool[k] for k in order.tolist()]
-        return _walk_back(jobs, starts.tolist(), total_s.tolist(), self.slice_tokens)
+        return self._walk_back(pool, order.tolist(), lengths, starts.tolist(), total_s.tolist())
+
+    def _walk_back(
+        self,
+        pool: Sequence[Job],
+        order: list[int],
+        lengths: NDArray[np.int64],
+        starts: list[int],
+        total_s: list[float],
+    ) -> list[Batch]:
+        """The batches that the split positions of Algorithm 1 describe, for the jobs of `pool` in
+        this order.
+
+        It touches each job once: those of a long backlog come from memory each time.
+        """
+        batches = []
+        end = len(order)
+        while end > 0:
+            start = starts[end]
+            batches.append(
+                Batch(
+                    worker=-1,
+                    jobs=tuple([pool[k] for k in order[start:end]]),
+                    steps=self.slice_tokens,
+                    input_length=int(lengths[end - 1]),
+                    estimated_s=total_s[end] - total_s[start],
+                )
+            )
+            end = start
+        return batches
 
     def _alone(self, job: Job, worker: Worker) -> Batch:
         """Algorithm 1 over one job, which is most of what it is asked under little load."""
@@ -245,27 +275,6 @@ class SlicePolicy:
         if len(parts) > 3:
             seconds = max(seconds, parts[3] + length * (parts[4] + length * square))
         return Batch(-1, (job,), steps, length, seconds)
-
-
-def _walk_back(
-    jobs: list[Job], starts: list[int], total_s: list[float], slice_tokens: int
-) -> list[Batch]:
-    """The batches that the split positions of Algorithm 1 describe."""
-    batches = []
-    end = len(jobs)
-    while end > 0:
-        start = starts[end]
-        batches.append(
-            Batch(
-                worker=-1,
-                jobs=tuple(jobs[start:end]),
-                steps=slice_tokens,
-                input_length=jobs[end - 1].length,
-                estimated_s=total_s[end] - total_s[start],
-            )
-        )
-        end = start
-    return batches
 
 
 def _oldest(batches: Sequence[Batch], workers: Sequence[int]) -> list[Batch]:
