@@ -1,12 +1,18 @@
 """Workers on Ray: tests on one cluster of two nodes, and tests that need no cluster."""
 
 import asyncio
+import os
+import re
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import psutil
 import pytest
 import samples
 import tiny
@@ -14,13 +20,16 @@ from test_tuning import trace
 
 from benchmarks.common.serving import client
 from toolkit.cluster.connect import check_address, joined
-from toolkit.cluster.workers import KIND, RayWorkers, WorkerActor, WorkerPlacement, accelerator_type
+from toolkit.cluster.places import KIND, WorkerPlacement, accelerator_type
+from toolkit.cluster.servers import HostedServer, RayServers, ServerSeat, StartServer
+from toolkit.cluster.workers import RayWorkers, WorkerActor
 from toolkit.engines.protocol import Row, SamplingParams, make_engine
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
 from toolkit.workers.pool import WorkerSpec
+from toolkit.workers.process import GPUS_VARIABLE
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -175,7 +184,7 @@ def kinds_of_places(workers: RayWorkers) -> list[str]:
     import ray
 
     labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
-    chosen = ray.util.placement_group_table(workers._group)["bundles_to_node_id"]
+    chosen = ray.util.placement_group_table(workers._room.group)["bundles_to_node_id"]
     return [labels[chosen[index]][KIND] for index in range(workers.size)]
 
 
@@ -299,6 +308,130 @@ def test_an_actor_that_cannot_load_sends_the_reason() -> None:
         )
         assert isinstance(refused, Refused)
         assert exit_code.result() == 2
+
+
+def sleeper(faults: Sequence[str]) -> StartServer:
+    """Starts a process that ends with its parent, which is an actor. A local function: Ray sends it
+    whole, for its machines do not have the tests.
+    """
+
+    def start(seat: ServerSeat, folder: Path) -> tuple[HostedServer, list[str]]:
+        gpus = os.environ.get(GPUS_VARIABLE, "") if "gpus" in faults else ""
+
+        class Sleeper:
+            url = f"http://{seat.host}:1/{list(seat.cpus)}{gpus}"
+
+            def __init__(self) -> None:
+                self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, cwd=folder)
+
+            @property
+            def running(self) -> bool:
+                return self.child.poll() is None
+
+            def wait_until_ready(self) -> None:
+                if "dies" in faults:
+                    raise EngineError("it has no engine", "install one")
+
+            def stop(self) -> None:
+                self.child.communicate()
+
+        return Sleeper(), [f"{folder.name.partition('-')[0]} warns"]
+
+    return start
+
+
+def placed(count: int, kind: str = "") -> list[WorkerPlacement]:
+    engine = tiny.engine_spec("fake", threads=1)
+    labels = {KIND: kind} if kind else {}
+    return [WorkerPlacement(WorkerSpec(fake(), engine, tiny.CPU), labels)] * count
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_servers_run_in_actors_and_end_with_them(cluster) -> None:
+    servers, said = RayServers(placed(2)), list[str]()
+    try:
+        first, second = (servers.start(number, sleeper([]), said.append) for number in (0, 1))
+        assert first.running, "it has not ended"
+        for each in (first, second):
+            each.wait_until_ready()
+        cpus = [each.url.rpartition("/")[2] for each in (first, second)]
+        assert sorted(cpus) == ["[0]", "[1]"], "one machine, though two nodes"
+        assert re.fullmatch(r"on [0-9.]+: llmctl warns", said[0])
+        children = [one for one in psutil.process_iter() if _title(one) == "cat"]
+        assert len(children) == 2
+        for each in psutil.process_iter():
+            if _title(each).startswith("ray::ServerActor"):
+                each.kill()
+        until(lambda: not first.running and not second.running)
+        psutil.wait_procs(children, 30)
+        assert not any(child.is_running() for child in children)
+        first.stop()
+        second.stop()
+        again = servers.start(0, sleeper([]), said.append)
+        again.wait_until_ready()
+        assert again.url.endswith("[0]"), "its CPUs are free again"
+        again.stop()
+        until(lambda: not again.running)
+        bad = servers.start(0, sleeper(["dies"]), said.append)
+        with pytest.raises(EngineError, match=r"^on [0-9.]+: it has no engine$") as caught:
+            bad.wait_until_ready()
+        assert caught.value.hint == "install one"
+        bad.stop()
+    finally:
+        servers.close()
+
+
+def test_ray_divides_the_gpus_of_a_machine_between_servers(cluster) -> None:
+    labels = {KIND: "gpus"}
+    options = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80 << 20}
+    node = cluster.add_node(labels=labels, **options)
+    try:
+        hardware = tiny.CPU.model_copy(update={"device": "cuda"})
+        spec = WorkerSpec(fake(), tiny.engine_spec("fake", threads=1), hardware)
+        servers, said = RayServers([WorkerPlacement(spec, labels)] * 2), list[str]()
+        found = [servers.start(number, sleeper(["gpus"]), said.append) for number in (0, 1)]
+        for each in found:
+            each.wait_until_ready()
+        assert sorted(each.url.rpartition("/")[2] for each in found) == ["[]0", "[]1"]
+        for each in found:
+            each.stop()
+        servers.close()
+    finally:
+        cluster.remove_node(node)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return (process.cmdline() or [""])[0]
+    except psutil.Error:
+        return ""
+
+
+def test_a_server_without_room_says_what_there_is_and_its_wait_can_be_ended(cluster) -> None:
+    servers = RayServers(placed(1, "nowhere"), room_timeout_s=0.5)
+    try:
+        late = servers.start(0, sleeper([]), print)
+        with pytest.raises(EngineError, match=r"no room for 1 worker of 1 CPU each on machines"):
+            late.wait_until_ready()
+        late.stop()
+    finally:
+        servers.close()
+    servers = RayServers(placed(1, "nowhere"))
+    try:
+        ended = servers.start(0, sleeper([]), print)
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(ended.wait_until_ready)
+            ended.stop()
+            with pytest.raises(EngineError):
+                waiting.result(30)
+    finally:
+        servers.close()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import samples
 import tiny
 
-from toolkit.cluster.workers import (
+from toolkit.cluster.places import (
     Machine,
     MachineShare,
     WorkerPlacement,
@@ -15,6 +15,7 @@ from toolkit.cluster.workers import (
     node_labels,
     places,
 )
+from toolkit.cluster.servers import CpuShares
 from toolkit.errors import InputError
 from toolkit.files.plan import Kind
 from toolkit.workers.pool import WorkerSpec
@@ -132,3 +133,14 @@ def test_no_room_names_the_workers_and_the_cluster_s_resources(
     wanted: list[WorkerPlacement], message: str
 ) -> None:
     assert no_room(wanted, MACHINES) == f"the cluster has no room for {message}"
+
+
+def test_servers_of_one_machine_have_cpus_of_their_own_until_they_end() -> None:
+    shares = CpuShares()
+    assert shares.take("a", "here", 2) == ([0, 1], {0, 1})
+    assert shares.take("b", "here", 1) == ([2], {0, 1, 2})
+    assert shares.take("c", "there", 1) == ([0], {0})
+    shares.free("a")
+    shares.free("never there")
+    assert shares.take("d", "here", 3) == ([0, 1, 3], {0, 1, 2, 3})
+    assert shares.take("gpu", "here", 0) == ([], {0, 1, 2, 3})

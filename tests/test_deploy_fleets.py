@@ -310,3 +310,13 @@ def test_a_fleet_s_yaml_is_the_same_each_time(order: Order) -> None:
     files = render_target("kubernetes", order)
     resources = yaml.safe_load(files["core/kustomization.yaml"])["resources"]
     assert {f"core/{name}" for name in resources} <= files.keys()
+
+
+def test_a_fleet_on_ray_has_an_actor_for_each_server_on_machines_of_its_kind(order: Order) -> None:
+    files = render_target("ray", order)
+    told = files["EXPLAIN.md"]
+    for name, count, gpu in ((FAST, 1, "H200"), (SLOW, 2, "A100")):
+        where = f"fleet; on nodes of Ray with ray.io/accelerator-type={gpu}"
+        assert f"| actors of {name} | {count}, each with 1 CPU and 1 GPU | {where} |" in told
+    assert "--workers" not in files["serve.sh"]
+    assert "LlmctlReplicaQueue" not in files["alerts.yaml"], "one page has the queues of all kinds"

@@ -8,6 +8,7 @@ import orders
 import pytest
 
 import toolkit
+from toolkit.backends.vllm.backend import IMAGES
 from toolkit.deploy.manifests import PodSecurity
 from toolkit.deploy.order import llmctl_image
 from toolkit.deploy.targets.compose import ComposeService
@@ -16,6 +17,9 @@ from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+BESIDE = (ROOT / "Dockerfile.vllm").read_text(encoding="utf-8")
 
 
 def test_it_starts_from_a_pinned_version_and_runs_as_the_user_of_the_deployments() -> None:
@@ -58,6 +62,19 @@ def test_every_extra_of_an_image_is_one_of_the_package() -> None:
     ]
     needed = {traits.extra for traits in ENGINES.values()} - {""}
     assert {*needed, EXTRA} <= extras.keys()
+
+
+def test_beside_vllm_it_has_the_same_files_user_and_folders() -> None:
+    for pattern in (r"^COPY .+$", r"^USER 10001.+$", r"HOME=/tmp .+$", r"^CMD .+$"):
+        assert re.findall(pattern, BESIDE, re.MULTILINE) == re.findall(
+            pattern, DOCKERFILE, re.MULTILINE
+        )
+    assert re.findall(r"^FROM (.+)$", BESIDE, re.MULTILINE) == ["${BASE}"]
+    name = f"llmctl:{toolkit.__version__}-kuberay-vllm"
+    (build,) = re.findall(
+        r"docker build -t (\S+) -f Dockerfile.vllm --build-arg BASE=(\S+) \.", BESIDE
+    )
+    assert build == (name, IMAGES["cuda"])
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,21 @@ import kubernetes_validate
 import orders
 import pytest
 import samples
+import test_deploy_fleets
 import yaml
 
 import toolkit
+from toolkit.cli.basis import plan_of_fleet, plan_of_recipe
 from toolkit.cluster.linger import actors, main, peers, wait
-from toolkit.cluster.workers import MachineShare, node_labels
+from toolkit.cluster.places import MachineShare, node_labels
 from toolkit.deploy.operators import RayCluster
 from toolkit.deploy.render import render_target
 from toolkit.deploy.targets.raycluster import RAY
 from toolkit.errors import InputError
-from toolkit.files.plan import Plan, PlannedWorkload
+from toolkit.files.io import shipped_fit
+from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.recipe import VllmSpec
+from toolkit.files.shipped import recipe_path
 
 CRD = os.environ.get("KUBERAY_CRD", "")
 NEEDS_CRD = (
@@ -30,6 +35,8 @@ NEEDS_CRD = (
     "or newer"
 )
 Objects = dict[str, Any]
+VLLM = "llama-3.1-8b-h200"
+NAME = "llmctl-llama-3-1-8b-h200-1d7ac0"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +61,21 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return orders.fleet(tmp_path_factory.mktemp("fleet"))
 
 
-@pytest.fixture(params=["cpu", "gpu", "fleet"])
+@pytest.fixture(scope="module")
+def servers() -> Plan:
+    """Two servers of vLLM, with a shipped recipe and fit."""
+    plan = plan_of_recipe(recipe_path(VLLM), shipped_fit(VLLM), None)
+    return plan.model_copy(update={"workers": 2})
+
+
+@pytest.fixture(scope="module")
+def servers_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    path = tmp_path_factory.mktemp("servers") / "fleet.yaml"
+    path.write_text(test_deploy_fleets.FLEET)
+    return plan_of_fleet(path, None)[0]
+
+
+@pytest.fixture(params=["cpu", "gpu", "fleet", "servers", "servers_of_kinds"])
 def any_plan(request: pytest.FixtureRequest) -> Plan:
     found: Plan = request.getfixturevalue(request.param)
     return found
@@ -329,6 +350,72 @@ def test_the_front_connects_to_the_service_that_kuberay_makes_for_the_head(cpu: 
     assert container["command"] == ["bash", "/etc/llmctl/front.sh"]
 
 
+def test_servers_have_a_pod_each_with_room_for_their_processes_and_one_image_for_all(
+    servers: Plan,
+) -> None:
+    found = objects(servers, replicas=3)
+    head, workers = groups(found["core/raycluster.yaml"])
+    front = found["core/deployment.yaml"]["spec"]["template"]
+    assert workers["replicas"] == 3
+    assert (workers["rayStartParams"]["num-cpus"], workers["rayStartParams"]["num-gpus"]) == (
+        "1",
+        "1",
+    )
+    containers = [
+        each["spec"]["containers"][0] for each in (head["template"], workers["template"], front)
+    ]
+    assert {each["image"] for each in containers} == {f"llmctl:{toolkit.__version__}-kuberay-vllm"}
+    assert containers[1]["resources"]["requests"]["cpu"] == "3250m", "vLLM's processes, and Ray's"
+    assert {"name": "USER", "value": "llmctl"} in containers[1]["env"]
+    files = render_target("kuberay", orders.order(servers, replicas=3))
+    assert "  --workers 3 \\\n" in files["core/front.sh"]
+    assert "  --shutdown-timeout 36 \\\n" in files["core/front.sh"]
+    build = "-f Dockerfile.vllm --build-arg BASE=vllm/vllm-openai:v0.32.0 ."
+    assert build in files["EXPLAIN.md"]
+
+
+def test_prometheus_finds_the_servers_at_the_front(servers: Plan, servers_of_kinds: Plan) -> None:
+    found = objects(servers)
+    pages = found["podmonitor-replicas.yaml"]
+    assert pages["metadata"]["name"] == f"{NAME}-replica"
+    (endpoint,) = pages["spec"]["podMetricsEndpoints"]
+    assert endpoint["path"] == "/replicas/metrics"
+    assert endpoint["authorization"]["credentials"]["name"] == NAME
+    assert pages["spec"]["selector"] == found["podmonitor.yaml"]["spec"]["selector"]
+    rules = found["prometheusrule.yaml"]["spec"]["groups"][0]["rules"]
+    (queue,) = [one["expr"] for one in rules if one["alert"] == "LlmctlReplicaQueue"]
+    assert f'job="default/{NAME}-replica"' in queue
+    assert "LlmctlReplicaDown" in {one["alert"] for one in rules}
+    several = objects(servers_of_kinds)["prometheusrule.yaml"]["spec"]["groups"][0]["rules"]
+    assert "LlmctlReplicaQueue" not in {one["alert"] for one in several}
+
+
+def test_another_plan_of_servers_does_not_change_the_cluster(servers: Plan) -> None:
+    policy = PlannedPolicy(name="vllm", parameters={"max_num_seqs": 16})
+    other = servers.model_copy(update={"policy": policy})
+    assert cluster(servers)["spec"] == cluster(other)["spec"]
+
+
+def test_servers_that_one_image_cannot_have_are_refused(servers: Plan) -> None:
+    engine = servers.recipe.engine.model_copy(update={"vllm": VllmSpec(python="/opt/python")})
+    named = servers.model_copy(
+        update={"recipe": servers.recipe.model_copy(update={"engine": engine})}
+    )
+    with pytest.raises(InputError, match="names the engine's Python of a machine"):
+        render_target("kuberay", orders.order(named))
+    with pytest.raises(InputError, match="under KubeRay all pods have one image"):
+        render_target("kuberay", orders.order(servers, replica_image="vllm/vllm-openai:v0.32.0"))
+    hardware = servers.recipe.hardware.model_copy(update={"device": "cpu"})
+    slow = servers.recipe.model_copy(update={"hardware": hardware, "name": "slow"})
+    both = servers.model_copy(
+        update={"others": [servers.kinds[0].model_copy(update={"recipe": slow, "workers": 1})]}
+    )
+    with pytest.raises(InputError, match="all pods have one image, and the kinds need several"):
+        render_target("kuberay", orders.order(both))
+    files = render_target("kuberay", orders.order(both, image="registry/all:1"))
+    assert 'image: "registry/all:1"' in files["core/raycluster.yaml"]
+
+
 def test_replicas_are_refused(cpu: Plan) -> None:
     with pytest.raises(InputError, match="--replicas 2: under KubeRay one front has all workers"):
         render_target("kuberay", orders.order(cpu, replicas=2))
@@ -382,7 +469,7 @@ def stand_in(path: Path, body: str) -> None:
 
 def test_a_worker_waits_while_an_actor_runs() -> None:
     titles = ["raylet", "ray::WorkerActor.serve", "ray::WorkerActor", "ray::IDLE", "python"]
-    assert actors(titles) == 2
+    assert actors([*titles, "ray::ServerActor.ended"]) == 3
     left, slept = iter([True, True, False]), []
     wait(lambda: next(left), slept.append)
     assert len(slept) == 2

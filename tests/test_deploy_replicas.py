@@ -495,3 +495,23 @@ def test_a_replica_that_hangs_while_it_answers_health_is_restarted(order: Order)
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
     units = render_target("systemd", order)
     assert "\nWatchdogSec=60\n" in units[f"{order.name}-replica@.service"]
+
+
+def test_ray_runs_the_servers_of_a_plan_behind_a_front(shipped: Plan) -> None:
+    files = render_target("ray", orders.order(shipped, folder="/srv/llmctl"))
+    script = files["serve.sh"].replace("\\\n", " ")
+    words = shlex.split(script[script.index("exec llmctl ") :].replace('"$@"', ""))
+    found = parsed(words[2:])
+    assert (found["ray"], found["workers"], found["shutdown_timeout"]) == ("auto", None, 36)
+    told = files["EXPLAIN.md"]
+    assert "| actors of llama-3.1-8b-h200 | 1, each with 1 CPU and 1 GPU |" in told
+    assert "| LLMCTL_VLLM_PYTHON where Ray is started | on each machine |" in told
+    assert "| replicas: metrics | /replicas/metrics |" in told
+    rules = yaml.safe_load(files["alerts.yaml"])["groups"][0]["rules"]
+    (queue,) = [one["expr"] for one in rules if one["alert"] == "LlmctlReplicaQueue"]
+    assert queue.startswith(f'avg(vllm:num_requests_waiting{{job="{NAME}-replica"}}) > ')
+    assert f"| alerts.yaml: job | {NAME}-replica |" in told
+
+
+def test_ray_takes_as_many_servers_as_are_asked_for(order: Order) -> None:
+    assert "  --workers 3 \\\n" in render_target("ray", order)["serve.sh"]

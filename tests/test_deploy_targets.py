@@ -521,20 +521,6 @@ def test_vllms_own_policy_becomes_its_own_flags(tmp_path: Path) -> None:
     assert "--scheduler-cls" not in script
 
 
-@pytest.mark.parametrize("target", ["kuberay", "ray"])
-def test_vllm_s_own_server_is_refused_for_ray_which_runs_our_workers(
-    tmp_path: Path, target: str
-) -> None:
-    changes = orders.GPU | {"workers": 1, "sla": {}, "engine": {"name": "vllm"}}
-    plan = orders.plan(
-        tmp_path, PlannedPolicy(name="vllm", parameters={}), samples.fit(workers=1), **changes
-    )
-    with pytest.raises(
-        InputError, match=f"engine 'vllm' cannot be rendered for '{target}': a Ray "
-    ):
-        render_target(target, orders.order(plan))
-
-
 def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
     engine = {"name": "transformers", "tensor_parallel_size": 4}
     plan = orders.plan(tmp_path, **(orders.GPU | {"engine": engine}))

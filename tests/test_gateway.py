@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -781,6 +782,51 @@ def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
 
     run(test)
     assert any(re.match(r"replica 0: .*, for 0.3 s; restarting", line) for line in said), said
+
+
+def test_more_replicas_that_load_than_python_has_threads_for_all_end_at_once():
+    plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 40})
+    stopped: list[int] = []
+
+    class Loads:
+        """Never ready: its wait ends with it, as that of a server of a cluster without room."""
+
+        url, running = "", True
+
+        def __init__(self, number: int) -> None:
+            self.number, self.ended = number, threading.Event()
+
+        def wait_until_ready(self) -> None:
+            self.ended.wait()
+            raise EngineError("it ended while it loaded")
+
+        def stop(self) -> None:
+            stopped.append(self.number)
+            self.ended.set()
+
+    class Backend:
+        def __init__(self) -> None:
+            self.made: list[Loads] = []
+
+        def replica(self, order: ServerOrder, number: int, folder: Path) -> Loads:
+            self.made.append(Loads(number))
+            return self.made[-1]
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        backend = Backend()
+        own = own_replicas(plan, backend, front, [])
+        own.start()
+        try:
+            async with asyncio.timeout(20):
+                while len(backend.made) < plan.workers:
+                    await asyncio.sleep(0.005)
+                await own.stop()
+        finally:
+            for each in backend.made:
+                each.ended.set()
+        assert sorted(stopped) == list(range(plan.workers))
+
+    run(test)
 
 
 def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next():

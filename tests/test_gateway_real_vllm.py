@@ -1,4 +1,5 @@
-"""Two real vLLM servers behind the front: one is killed in the middle of a stream.
+"""Two real vLLM servers behind the front, here or in actors of Ray: one is killed in the middle of
+a stream.
 
 The test needs vLLM, or VLLM_PYTHON as the Python of an environment that has it.
 """
@@ -52,10 +53,14 @@ def kill_the_busy(url: str) -> None:
         except psutil.Error:
             continue
         if "toolkit.backends.vllm.child" in words and str(port) in words:
-            process.kill()
+            parent = process.parent()
+            assert parent is not None
+            in_actor = parent.cmdline()[0].startswith("ray::ServerActor")
+            (parent if in_actor else process).kill()
 
 
-def test_a_killed_server_costs_no_token_and_comes_back(tmp_path: Path):
+@pytest.mark.parametrize("where", [[], ["--ray", "local"]], ids=["here", "on Ray"])
+def test_a_killed_server_costs_no_token_and_comes_back(tmp_path: Path, where: list[str]):
     chosen = PlannedPolicy(name="vllm", parameters=parameters(make_any("vllm", {})))
     envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
     fit = samples.fit(workers=1)
@@ -66,7 +71,7 @@ def test_a_killed_server_costs_no_token_and_comes_back(tmp_path: Path):
         explained={},
     )  # fmt: skip
     write_file(plan, tmp_path / "plan.json")
-    words = ["serve", str(tmp_path / "plan.json"), "--port", "0", "--json"]
+    words = ["serve", str(tmp_path / "plan.json"), "--port", "0", "--json", *where]
     with (
         (tmp_path / "log").open("w") as log,
         subprocess.Popen(

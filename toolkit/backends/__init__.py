@@ -87,8 +87,25 @@ class Serves(Protocol):
         ...
 
 
+@dataclass(slots=True, frozen=True)
+class GivenDevices:
+    """The devices that one server was given. Its GPUs are those of the environment.
+
+    Attributes:
+        cpus: of its threads, by their positions among the machine's.
+        used_cpus: of the threads of all servers of the machine.
+    """
+
+    cpus: Sequence[int]
+    used_cpus: Sequence[int]
+
+
 class ReplicaServer(Protocol):
-    """One of several servers that llmctl starts."""
+    """One of several servers that llmctl starts.
+
+    Attributes:
+        url: its address, at the latest when it is ready.
+    """
 
     url: str
 
@@ -110,8 +127,11 @@ class ReplicaServer(Protocol):
 class StartsReplicas(Protocol):
     """A backend that starts one of several servers behind llmctl's front."""
 
-    def replica(self, order: ServerOrder, number: int, folder: Path) -> ReplicaServer:
-        """Start server `number` of the plan's `workers`, on a free port and its own devices.
+    def replica(
+        self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
+    ) -> ReplicaServer:
+        """Start server `number` of the plan's `workers`, on a free port of the order's host. Its
+        devices are `given`, or its share of the machine's.
 
         `folder` is empty, and lasts as long as the server.
         """

@@ -105,8 +105,8 @@ class ServeOptions:
         _plan(
             "--ray",
             metavar="local|auto|HOST:PORT",
-            help="Run the workers on a Ray cluster: a new one on this machine (local), the one "
-            "that runs on it (auto), or the one of a head node.",
+            help="Run the workers, or vLLM's servers, on a Ray cluster: a new one on this machine "
+            "(local), the one that runs on it (auto), or the one of a head node.",
         ),
     ] = ""
     room_timeout: Annotated[
@@ -342,7 +342,8 @@ def command(given: ServeOptions) -> None:
     at once. Files of keys and certificates are read again when they change.
 
     With --replica or --replicas the server is a front before replicas that run already; with
-    engine vllm and several workers it starts them. SIGHUP restarts its own one at a time.
+    engine vllm and several workers, or --ray, it starts them. SIGHUP restarts its own one at a
+    time.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
     from toolkit.serve.launch import Manager
@@ -365,13 +366,14 @@ def command(given: ServeOptions) -> None:
     serve_start.check_engine(plan, given.engine)
     ray = given.ray or ("auto" if location.target == "ray" else "")
     backend = backend_of(plan.recipe.engine.name)
-    own = backend if isinstance(backend, StartsReplicas) and plan.workers > 1 else None
+    several = plan.workers > 1 or bool(ray)
+    own = backend if isinstance(backend, StartsReplicas) and several else None
     if given.replica or given.replicas or own is not None:
         file = Path(location.plan) if location.plan else given.plan or Path(given.source or "")
-        gateway = _gateway(given, plan, access, manager, own, file)
+        gateway = _gateway(given, plan, access, manager, own, ray, file)
         serve_start.start_gateway(gateway, certificate=given.ssl_certfile, as_json=given.as_json)
     elif isinstance(backend, Serves):
-        order = _server_order(given, plan, access, ray)
+        order = _server_order(given, plan, access)
         serve_start.start_server(backend, order, manager, as_json=given.as_json)
     else:
         launch = _launch(given, plan, access, ray, manager)
@@ -421,7 +423,7 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
     )
 
 
-def _server_order(given: ServeOptions, plan: Plan, access: Access, ray: str) -> ServerOrder:
+def _server_order(given: ServeOptions, plan: Plan, access: Access) -> ServerOrder:
     """The server of an engine that is one itself. `InputError` for options that it does not
     have.
     """
@@ -431,8 +433,6 @@ def _server_order(given: ServeOptions, plan: Plan, access: Access, ray: str) -> 
 
     engine = plan.recipe.engine.name
     what, why = f"engine {engine}", ": it has a server of its own"
-    if ray:
-        raise InputError(f"{what} does not support --ray{why}", "leave it out")
     _refuse(given, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
             "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
             "--open-metrics", "--check", "--strict", "--status-page", why=why)  # fmt: skip
@@ -454,6 +454,7 @@ def _gateway(
     access: Access,
     manager: Manager,
     own: StartsReplicas | None,
+    ray: str,
     file: Path,
 ) -> GatewayLaunch:
     """The front before several servers. `InputError` for options that it does not have."""
@@ -468,9 +469,8 @@ def _gateway(
     from toolkit.serve.http import CLIENT_SHARE
     from toolkit.serve.server import Ending, is_loopback
 
-    _refuse(given, "a front before replicas", "--ray", "--allow-end-after", "--vllm-metrics",
-            "--check")  # fmt: skip
-    source = _replica_source(given)
+    _refuse(given, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check")
+    source = _replica_source(given, ray)
     (api_key, keys), watched_keys = access
     needs = replicas_like(plan, given.served_model_name, strict=given.strict)
     serve, (host, port) = plan.recipe.serve, _address(given, plan)
@@ -492,6 +492,8 @@ def _gateway(
         port=port,
         source=source,
         own=None if source is not None else own,
+        ray=ray,
+        room_timeout_s=given.room_timeout,
         reread=partial(_reread, given, file, plan) if file.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
         on_foreign=warn_of_foreign if given.force else None,
@@ -552,10 +554,15 @@ def _reread(given: ServeOptions, file: Path, before: Plan) -> Plan:
     return plan
 
 
-def _replica_source(given: ServeOptions) -> ReplicaSource | None:
+def _replica_source(given: ServeOptions, ray: str) -> ReplicaSource | None:
     """The replicas that run already; None: none was named."""
     from toolkit.gateway.sources import GivenReplicas, replica_source
 
+    if ray and (given.replica or given.replicas):
+        raise InputError(
+            f"--ray {ray}: the replicas of --replica and --replicas run already",
+            "leave one of the two out",
+        )
     if given.replica and given.replicas:
         raise InputError("both --replica and --replicas are given", "keep one of them")
     if given.replica:

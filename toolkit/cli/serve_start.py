@@ -343,8 +343,10 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
 
     plan = order.plan
     if order.own is not None:
-        note(f"starting {plan.workers} servers of {plan.recipe.engine.name}")
-    with remembering("local") as memory:
+        where = f" on Ray ({order.ray})" if order.ray else ""
+        servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
+        note(f"starting {servers} of {plan.recipe.engine.name}{where}")
+    with remembering("ray" if order.ray else "local") as memory:
 
         def on_ready(url: str) -> None:
             memory.ready(url, order.settings.model, plan, certificate)

@@ -1,7 +1,7 @@
 """The preStop hook of KubeRay's pods: a node of a Ray cluster that has to end waits until no other
 node needs it.
 
-    python -m toolkit.cluster.linger worker       until no worker actor runs on this machine
+    python -m toolkit.cluster.linger worker       until no actor of llmctl runs on this machine
     python -m toolkit.cluster.linger head PORT    until the machines that are connected to the
     head's
                                                   PORT now have left
@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable
 import psutil
 
 POLL_EVERY_S = 0.5
-ACTOR_TITLE = "ray::WorkerActor"  # Ray's title of the actors' processes, before the running call
+# Ray's titles of the actors' processes, before the running call
+ACTOR_TITLES = ("ray::WorkerActor", "ray::ServerActor")
 MAPPED_IPV4 = "::ffff:"  # prefix of an IPv4 address on a socket that takes both
 
 
 def actors(titles: Iterable[str]) -> int:
-    """The number of these process titles that belong to worker actors."""
-    return sum(title.startswith(ACTOR_TITLE) for title in titles)
+    """The number of these process titles that belong to actors of workers and servers."""
+    return sum(title.startswith(ACTOR_TITLES) for title in titles)
 
 
 def peers(connections: Iterable[tuple[int, str]], port: int, own: Iterable[str]) -> set[str]:

@@ -66,7 +66,11 @@ OF_REPLICAS: dict[str, Callable[[Order], Rendered]] = {
     "systemd": systemd.render_replicas,
     "compose": compose.render_replicas,
     "kubernetes": statefulset.render,
+    "kuberay": kuberay.render,
+    "ray": script.render_ray_replicas,
 }
+# Of these, those with replicas that Prometheus finds at the front alone, all kinds together.
+TOGETHER = ("ray",)
 # Targets with llmctl's metrics. Under MONITORED, Prometheus' operator reads rules from objects.
 OURS = ("local", "systemd", "compose", "ray")
 MONITORED = ("kubernetes", "kuberay")
@@ -78,12 +82,6 @@ DASHBOARDS: dict[str, Names] = {
 FOREIGN = ("vllm", "sglang")
 RENDER_FLAGS = "render its flags, for 'vllm' or 'sglang'"
 RENDER_SERVERS = "render it for 'kubernetes', 'compose', 'systemd' or 'local'"
-# why a target cannot run servers of an engine's own
-NO_ACTORS = (
-    "a Ray cluster runs llmctl's workers as its actors, and the engine's servers have processes of "
-    "their own"
-)
-NOT_FOR_SERVERS = {"kuberay": NO_ACTORS, "ray": NO_ACTORS}
 RENDER_FLEET = (
     "render it for 'local', 'ray' or 'kuberay', where one front serves all kinds of workers"
 )
@@ -121,11 +119,6 @@ def render_target(target: str, order: Order) -> dict[str, str]:
             "to start",
             RENDER_FLAGS,
         )
-    if own_server and target in NOT_FOR_SERVERS:
-        raise InputError(
-            f"engine '{engine.name}' cannot be rendered for '{target}': {NOT_FOR_SERVERS[target]}",
-            RENDER_SERVERS,
-        )
     rendered = (OF_REPLICAS if replicated else TARGETS)[target](order)
     files = dict(sorted(rendered.files.items()))
     plan_file = next((name for name in files if Path(name).name == "plan.json"), "plan.json")
@@ -133,7 +126,7 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     names: Names | None = traits.metrics if own_server else DASHBOARDS.get(target)
     behind = Replication(order).kinds if replicated else []
     if target in OURS and (replicated or names == "llmctl"):
-        alerts, lines = _alerts(order, behind)
+        alerts, lines = _alerts(order, behind, apart=target not in TOGETHER)
         files["alerts.yaml"] = dump_yaml([alerts], order.comment())
         rendered = replace(rendered, explained=[*rendered.explained, *lines])
     if names is not None:
@@ -149,20 +142,21 @@ def render_target(target: str, order: Order) -> dict[str, str]:
 
 
 def _alerts(
-    order: Order, replicas: Sequence[KindReplicas]
+    order: Order, replicas: Sequence[KindReplicas], *, apart: bool
 ) -> tuple[RulesFile, list[ExplainedValue]]:
     """The rules for Prometheus without its operator, for a server or for a front with `replicas`,
-    and their explanation.
+    and their explanation. Only kinds that are scraped `apart` have an alert about their queue.
     """
     own = series(order, monitored=False)
     why = "the job_name that Prometheus' scrape configuration must give"
     lines = [ExplainedValue("alerts.yaml: job", job(order, monitored=False), f"{why} this server")]
-    for kind in replicas:
+    scraped = replicas if apart or len(replicas) == 1 else []
+    for kind in scraped:
         line = ExplainedValue("alerts.yaml: job", kind.name, f"{why} its replicas")
         lines += kind.about([line])
     if replicas:
         queues = [
-            (series(order, monitored=False, of=kind.name), kind.threshold) for kind in replicas
+            (series(order, monitored=False, of=kind.name), kind.threshold) for kind in scraped
         ]
         return replica_rules(order, own, queues), lines
     threshold = waiting_threshold(order.plan, order.trace)

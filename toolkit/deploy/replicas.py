@@ -217,9 +217,17 @@ class KindReplicas:
         """Seconds that a replica's running requests get: the time of the longest, by targets,
         predictions and laws.
         """
+        most = self.own.plan.fit.decode.valid.batch_size_max
+        return self._drain(min(rows(self.own).value, most))
+
+    @cached_property
+    def longest_drain(self) -> Sourced[int]:
+        """The same with as many running requests as the laws are about: no plan needs more."""
+        return self._drain(self.own.plan.fit.decode.valid.batch_size_max)
+
+    def _drain(self, running: int) -> Sourced[int]:
         plan, found = self.own.plan, drain_s(self.own)
         laws, valid = laws_from_fit(plan.fit).rounds, plan.fit.decode.valid
-        running = min(rows(self.own).value, valid.batch_size_max)
         tokens, middle = plan.recipe.serve.max_new_tokens, valid.length_max // 2
         longest_s = laws.prefill_s(1, valid.length_max) + laws.decode_s(running, middle, tokens)
         if longest_s <= found.value:
@@ -359,6 +367,11 @@ class Replication:
         return max((kind.drain for kind in self.kinds), key=lambda drain: drain.value)
 
     @cached_property
+    def longest_drain(self) -> Sourced[int]:
+        """The same for any plan of these kinds."""
+        return max((kind.longest_drain for kind in self.kinds), key=lambda drain: drain.value)
+
+    @cached_property
     def startup(self) -> Sourced[int]:
         """Seconds that the load of all replicas may take."""
         return max((kind.startup for kind in self.kinds), key=lambda startup: startup.value)
@@ -397,6 +410,19 @@ class Replication:
                 "replicas ask for no key: only the front and Prometheus reach them",
             ),
             *(line for kind in self.kinds for line in kind.explained_queue()),
+        ]
+
+    def explained_on_ray(self) -> list[ExplainedValue]:
+        """The lines of targets with a front that starts the replicas on a Ray cluster."""
+        key = (
+            "of the front's run: only it and Ray's machines know it; /health and /metrics are open"
+        )
+        scraped = "the front's page for Prometheus' job of the replicas: their ports change"
+        return [
+            *(line for kind in self.kinds for line in kind.explained_first()),
+            explain_value("front: router", self.router),
+            ExplainedValue("replicas: key", "random", key),
+            ExplainedValue("replicas: metrics", "/replicas/metrics", scraped),
         ]
 
     def explained_flags(self) -> list[ExplainedValue]:

@@ -13,10 +13,13 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from ssl import SSLContext
+from typing import TypeVar
 
 import msgspec
 import uvloop
@@ -28,6 +31,7 @@ from toolkit.estimators.steps import PassTimes, law_of_steps
 from toolkit.files.plan import Kind, Plan
 from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway, GatewaySettings
+from toolkit.gateway.on_ray import replicas_on_ray
 from toolkit.gateway.replicas import LiveKind, LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
 from toolkit.gateway.status import GatewayExposition, GatewayStatus
@@ -65,6 +69,7 @@ POLL_EVERY_S = 0.2
 RESTART_S, RESTART_MAX_S = 1.0, 60.0  # before a replica that ended is started again
 KINDS_CHANGED = "the plan has other kinds of servers: restart llmctl serve for them"
 NO_LAW = "router 'by-law' needs the law of a pass of every replica"
+Result = TypeVar("Result")
 LOADED_S = 60.0  # one that ran for so long is started again at once
 
 
@@ -75,6 +80,9 @@ class GatewayLaunch:
     Attributes:
         source: the replicas; None: `own` starts them.
         own: starts the plan's number of servers.
+        ray: the Ray cluster that `own` starts them on (`toolkit.cluster.connect.joined` lists the
+            values); '': this machine.
+        room_timeout_s: how long the cluster may take to have room for all of them.
         kinds: of the replicas, as `kinds_of_replicas` gives them.
         reread: reads the plan again for `own`, at SIGHUP.
         key: sent to the replicas of `source`.
@@ -89,6 +97,8 @@ class GatewayLaunch:
     port: int
     source: ReplicaSource | None = None
     own: StartsReplicas | None = None
+    ray: str = ""
+    room_timeout_s: float = 60.0
     reread: Callable[[], Plan] | None = None
     key: str = ""
     # Called if an own replica's engine is not the fitted one; None: it is refused.
@@ -190,6 +200,9 @@ def launch_gateway(order: GatewayLaunch, on_ready: Callable[[str], None]) -> Map
         listener = stack.enter_context(listen(order.host, order.port))
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
         log = stack.enter_context(TraceLog(order.request_log)) if order.request_log else None
+        if order.ray:
+            there = replicas_on_ray(order.plan, order.ray, order.room_timeout_s)
+            order = replace(order, own=stack.enter_context(there))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         return runner.run(_serve(order, listener, events, log, on_ready))
 
@@ -360,6 +373,8 @@ class OwnReplicas:
         self._servers: dict[int, ReplicaServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
         self._renewed = [asyncio.Event() for _ in range(self._count)]  # restart it now
+        # One thread of a server may wait until it is ready, and another one stop it meanwhile.
+        self._threads = ThreadPoolExecutor(2 * self._count, "replica")
         self._tasks: list[asyncio.Task[None]] = []
         self._rolling: asyncio.Task[None] | None = None
 
@@ -399,8 +414,9 @@ class OwnReplicas:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        stops = [asyncio.to_thread(server.stop) for server in self._servers.values()]
+        stops = [self._in_thread(server.stop) for server in self._servers.values()]
         await asyncio.gather(*stops, return_exceptions=True)
+        self._threads.shutdown(wait=False)
 
     async def _roll(self, order: ServerOrder) -> None:
         for number in range(self._count):
@@ -446,6 +462,9 @@ class OwnReplicas:
             if why and self._loaded is not order:
                 return why
 
+    def _in_thread(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
     async def _keep(self, number: int) -> None:
         """Keep one server running, until cancelled."""
         loop, wait_s, was_up = asyncio.get_running_loop(), RESTART_S, False
@@ -453,11 +472,10 @@ class OwnReplicas:
             self._renewed[number].clear()
             begin_s, error, why, order = loop.time(), None, "", self._orders[number]
             with tempfile.TemporaryDirectory(prefix="llmctl-replica-") as name:
-                server: ReplicaServer | None = None
+                starting = self._in_thread(partial(self._own.replica, order, number, Path(name)))
                 try:
-                    server = await asyncio.to_thread(self._own.replica, order, number, Path(name))
-                    self._servers[number] = server
-                    await asyncio.to_thread(server.wait_until_ready)
+                    server = self._servers[number] = await asyncio.shield(starting)
+                    await self._in_thread(server.wait_until_ready)
                     was_up = True
                     kind = self._kinds[number]
                     replica = self._replicas[number] = self._pool.add(server.url, kind=kind)
@@ -467,9 +485,10 @@ class OwnReplicas:
                 except LlmctlError as found:
                     error, self._lost[number] = found, (order, found.message)
                 finally:
-                    if server is not None:
-                        await asyncio.shield(asyncio.to_thread(server.stop))
-                        self._servers.pop(number, None)
+                    # Also one that was still starting when this was cancelled.
+                    with suppress(LlmctlError):
+                        await asyncio.shield(self._in_thread((await starting).stop))
+                    self._servers.pop(number, None)
             if error is not None and not was_up:
                 self.error = error
                 self.failed.set()

@@ -24,7 +24,6 @@ from typing import Self
 import uvloop
 
 from toolkit.engines.tokenizer import load_tokenizer
-from toolkit.errors import InputError
 from toolkit.files.io import LineLog
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, OnForeign, identity, refuse_foreign
@@ -215,16 +214,11 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
         specs = [WorkerSpec.of(kind.recipe) for kind in plan.kinds for _ in range(kind.workers)]
         yield ProcessWorkers(specs, patience=patience)
         return
-    from toolkit.cluster.connect import LOCAL, joined
-    from toolkit.cluster.workers import RayWorkers, places
+    from toolkit.cluster.connect import joined
+    from toolkit.cluster.places import places, refuse_local_fleet
+    from toolkit.cluster.workers import RayWorkers
 
-    if plan.others and ray == LOCAL:
-        raise InputError(
-            f"--ray {LOCAL}: a cluster of this machine alone is one node of one kind; "
-            f"the fleet has {len(plan.kinds)}",
-            "leave --ray out to run workers of all kinds on this machine; "
-            "or join a cluster with --ray auto",
-        )
+    refuse_local_fleet(plan.kinds, ray)
     worker_places = places(plan.kinds)
     with joined(ray, sum(place.share.cpus for place in worker_places)):
         yield RayWorkers(worker_places, room_timeout_s=room_timeout_s, patience=patience)

@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 import toolkit
-from toolkit.backends import Check, ServerCommand, ServerOrder
+from toolkit.backends import Check, GivenDevices, ServerCommand, ServerOrder
 from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.child import SHUTDOWN
 from toolkit.backends.vllm.command import (
@@ -45,7 +45,7 @@ from toolkit.backends.vllm.setup import EVENT_LOG_VARIABLE, PLAN_VARIABLE
 from toolkit.errors import EngineError, ForeignError, LlmctlError
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.profile import refuse_foreign
+from toolkit.files.profile import OnForeign, refuse_foreign
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.run import ProfileBench
 from toolkit.serve.server import check_exposure, end_signals, listen
@@ -85,9 +85,11 @@ class VllmBackend:
         """See `Serves.launch`."""
         return launch_vllm(order, on_ready)
 
-    def replica(self, order: ServerOrder, number: int, folder: Path) -> VllmServer:
+    def replica(
+        self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
+    ) -> VllmServer:
         """See `StartsReplicas.replica`."""
-        return start_replica(order, number, folder)
+        return start_replica(order, number, folder, given)
 
     def check(self, recipe: Recipe) -> Check:
         """See `Checks.check`."""
@@ -102,7 +104,9 @@ class VllmBackend:
         return described(plan, served_model)
 
 
-def start_replica(order: ServerOrder, number: int, folder: Path) -> VllmServer:
+def start_replica(
+    order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
+) -> VllmServer:
     """Start server `number` of the plan's workers. Raises `InputError` for a plan that was fitted
     on another device or version of vLLM, and `EngineError` for too few GPUs or CPUs.
     """
@@ -113,8 +117,8 @@ def start_replica(order: ServerOrder, number: int, folder: Path) -> VllmServer:
     try:
         require_gpu([recipe])
         _refuse_other(order)
-        if whole.others:
-            _refuse_other_gpu(order.plan)
+        if whole.others or given is not None:
+            _refuse_other_gpu(order.plan, order.on_foreign if given is not None else None)
     except LlmctlError as error:
         if not whole.others:
             raise
@@ -125,9 +129,27 @@ def start_replica(order: ServerOrder, number: int, folder: Path) -> VllmServer:
     for part in ("plan", "server"):
         (folder / part).mkdir()
     command = command_of(order, folder / "plan")
-    variables = dict(command.variables)
+    if given is None:
+        command = _with_share(command, whole, number)
+    else:
+        command = replace(command, own_cpus=given.cpus, used_cpus=given.used_cpus)
+        if len(command.cpus[0]) < len(given.cpus):
+            raise EngineError(
+                f"a server needs the CPUs {', '.join(map(str, given.cpus))} of this machine, and "
+                f"it has {len(os.sched_getaffinity(0))}",
+                "start Ray with fewer CPUs there: ray start --num-cpus",
+            )
+    port = free_port(order.host)
+    return VllmServer(command, order.host, port, quiet=False, folder=folder / "server")
+
+
+def _with_share(command: VllmCommand, whole: Plan, number: int) -> VllmCommand:
+    """The command of server `number` with its share of this machine's devices, which all servers of
+    the plan divide. Raises `EngineError` for too few.
+    """
     recipes = [whole.kinds[each].recipe for each in whole.kind_numbers]
-    if recipe.hardware.device != "cpu":
+    variables = dict(command.variables)
+    if recipes[number].hardware.device != "cpu":
         sizes = [
             0 if each.hardware.device == "cpu" else each.engine.tensor_parallel_size
             for each in recipes
@@ -137,30 +159,31 @@ def start_replica(order: ServerOrder, number: int, folder: Path) -> VllmServer:
             variables[GPUS_VARIABLE] = names
             variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if whole.others else {}
     threads = [each.engine.threads or 0 if each.hardware.device == "cpu" else 0 for each in recipes]
-    command = replace(
-        command, variables=variables, first_cpu=sum(threads[:number]), used_cpus=sum(threads)
-    )
+    first = sum(threads[:number])
+    own, used = range(first, first + threads[number]), range(sum(threads))
+    command = replace(command, variables=variables, own_cpus=own, used_cpus=used)
     if len(command.cpus[0]) < threads[number]:
         raise EngineError(
             f"{whole.workers} servers of {threads[number]} threads need {sum(threads)} CPUs, and "
             f"this machine has {len(os.sched_getaffinity(0))}",
             "start fewer with --workers, or set fewer engine.threads in the recipe",
         )
-    host, port = "127.0.0.1", free_port("127.0.0.1")
-    return VllmServer(command, host, port, quiet=False, folder=folder / "server")
+    return command
 
 
-def _refuse_other_gpu(plan: Plan) -> None:
+def _refuse_other_gpu(plan: Plan, on_foreign: OnForeign | None) -> None:
     """Raise `ForeignError` for a fit of a GPU that this machine does not have, where the driver
-    says which it has.
+    says which it has; `on_foreign` gets the message instead.
     """
     device, found = plan.fit.engine.device, gpu_models()
     if plan.recipe.hardware.device == "cpu" or not found:
         return
-    if not any(_words(device) <= _words(model) for model in found):
-        raise ForeignError(
-            f"its fit is of {device}, and here are {', '.join(dict.fromkeys(found))}"
-        )
+    if any(_words(device) <= _words(model) for model in found):
+        return
+    message = f"its fit is of {device}, and here are {', '.join(dict.fromkeys(found))}"
+    if on_foreign is None:
+        raise ForeignError(message)
+    on_foreign(message)
 
 
 def _words(name: str) -> set[str]:

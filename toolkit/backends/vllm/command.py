@@ -74,8 +74,8 @@ class VllmCommand:
     """A server to start.
 
     `model` is a folder or a hub id, `flags` are the scheduler's, as vLLM spells them. `variables`
-    are added to its environment. Of the CPUs that this machine's servers use for their threads
-    (`used_cpus`; 0: only its own), it has those from `first_cpu` on.
+    are added to its environment. `own_cpus` are the CPUs of its threads, by their positions among
+    this machine's (none: the first), and `used_cpus` those of all servers here (none: its own).
     """
 
     recipe: Recipe
@@ -83,8 +83,8 @@ class VllmCommand:
     served_model: str
     flags: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    first_cpu: int = 0
-    used_cpus: int = 0
+    own_cpus: Sequence[int] = ()
+    used_cpus: Sequence[int] = ()
 
     def words(self, host: str, port: int) -> list[str]:
         """The command line, beginning with the Python."""
@@ -162,9 +162,13 @@ class VllmCommand:
         threads = self.recipe.engine.threads
         if self.recipe.hardware.device != "cpu" or threads is None:
             return [], []
-        available = sorted(os.sched_getaffinity(0))
-        first = self.first_cpu
-        return available[first : first + threads], available[self.used_cpus or threads :]
+        own = self.own_cpus or range(threads)
+        used = self.used_cpus or own
+        available = list(enumerate(sorted(os.sched_getaffinity(0))))
+        return (
+            [cpu for position, cpu in available if position in own],
+            [cpu for position, cpu in available if position not in used],
+        )
 
     @property
     def python_variable(self) -> str:

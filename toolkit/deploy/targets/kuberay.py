@@ -1,4 +1,5 @@
-"""Target `kuberay`: a front as a Deployment, which joins a RayCluster with pods for the workers.
+"""Target `kuberay`: a front as a Deployment, which joins a RayCluster with pods for the workers, or
+for the servers of an engine's own.
 
 The front is a Deployment of one pod that joins the cluster without offering it resources, and
 serves. docs/decisions/ says why it is not a container of the head's pod, and why there is no
@@ -12,8 +13,8 @@ import hashlib
 from pydantic import BaseModel
 
 from toolkit.deploy import manifests as k8s
-from toolkit.deploy import reckon
-from toolkit.deploy.alerts import drift_percent
+from toolkit.deploy import operators, reckon
+from toolkit.deploy.alerts import drift_percent, replica_rules, series
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
@@ -21,11 +22,17 @@ from toolkit.deploy.order import (
     Sourced,
     explain_value,
     fill,
-    llmctl_image,
 )
+from toolkit.deploy.replicas import Replication
 from toolkit.deploy.targets import objects as common
 from toolkit.deploy.targets import raycluster
-from toolkit.deploy.targets.kubernetes import cluster_policy, monitors, network_policy
+from toolkit.deploy.targets.kubernetes import (
+    cluster_policy,
+    monitors,
+    network_policy,
+    pod_monitor,
+)
+from toolkit.endpoints.target import REPLICA_METRICS
 from toolkit.errors import InputError
 from toolkit.units import MIB
 
@@ -43,7 +50,7 @@ def front_script(order: Order) -> str:
         ("--host", "0.0.0.0"),
         ("--port", common.PORT),
         ("--shutdown-notice", reckon.PROPAGATION_S),
-        ("--shutdown-timeout", reckon.drain_s(order).value),
+        ("--shutdown-timeout", raycluster.drain(order).value),
     ]
     return fill(
         SCRIPT,
@@ -83,7 +90,7 @@ def _pod(order: Order) -> k8s.PodSpec:
     )
     container = k8s.Container(
         name="llmctl",
-        image=llmctl_image(order, raycluster.EXTRA).value,
+        image=raycluster.image(order).value,
         command=["bash", f"{common.PLAN_FOLDER}/{SCRIPT}"],
         ports=[common.HTTP],
         env=[
@@ -104,7 +111,7 @@ def _pod(order: Order) -> k8s.PodSpec:
     )
     return k8s.PodSpec(
         termination_grace_period_seconds=reckon.grace_s(
-            reckon.drain_s(order), reckon.PROPAGATION_S
+            raycluster.drain(order), reckon.PROPAGATION_S
         ).value,
         containers=[container],
         volumes=[*common.volumes(order), shared],
@@ -135,7 +142,6 @@ def render(order: Order) -> Rendered:
     Raises `InputError` for options that do not suit this target.
     """
     _check(order)
-    threshold = reckon.waiting_threshold(order.plan, order.trace)
     core: dict[str, BaseModel] = {
         "raycluster.yaml": raycluster.ray_cluster(order),
         "deployment.yaml": front(order),
@@ -147,25 +153,64 @@ def render(order: Order) -> Rendered:
     }
     if raycluster.worker_count(order).value > 1:
         core["poddisruptionbudget.yaml"] = _budget(order)
-    operated = monitors(order, threshold)
+    operated = _operated(order)
     files = common.kustomized(order, core, operated, [common.plan_map(order, SCRIPT)])
     files |= common.claim_files(order, _mounting(order))
     files |= {"core/plan.json": order.text, f"core/{SCRIPT}": front_script(order)}
     return Rendered(files, _explained(order), _start(order), common.FORWARDED)
 
 
+def _operated(order: Order) -> dict[str, BaseModel]:
+    """The objects that need Prometheus' operator. Replicas are scraped at the front's own page, for
+    their ports change; without a fleet's kinds, so that no alert is about the queue of one.
+    """
+    behind = raycluster.replication(order)
+    if behind is None:
+        return monitors(order, reckon.waiting_threshold(order.plan, order.trace))
+    alone = behind.kinds if len(behind.kinds) == 1 else []
+    name = alone[0].name if alone else f"{order.name}-replicas"
+    queues = [(series(order, monitored=True, of=kind.name), kind.threshold) for kind in alone]
+    return {
+        "podmonitor.yaml": pod_monitor(order),
+        "podmonitor-replicas.yaml": pod_monitor(order, page=REPLICA_METRICS, name=name),
+        "prometheusrule.yaml": operators.PrometheusRule(
+            metadata=common.metadata(order),
+            spec=replica_rules(order, series(order, monitored=True), queues),
+        ),
+    }
+
+
 def _check(order: Order) -> None:
     reckon.check_podable(order)
-    if order.options.gpu_products and order.plan.others:
+    behind, options = raycluster.replication(order), order.options
+    if options.gpu_products and order.plan.others:
         raise InputError(
             "--gpu-product names the GPU of one kind of workers; the fleet has several",
             "name the nodes of each kind in the fleet: nodes",
         )
-    if order.options.replicas > 1:
+    if behind is not None:
+        _check_servers(order, behind)
+    elif options.replicas > 1:
         raise InputError(
-            f"--replicas {order.options.replicas}: under KubeRay one front has all workers",
+            f"--replicas {options.replicas}: under KubeRay one front has all workers",
             "tune with --workers auto for more workers, or render the target 'kubernetes'",
         )
+
+
+def _check_servers(order: Order, behind: Replication) -> None:
+    behind.check_containable()
+    if order.options.replica_image:
+        raise InputError(
+            f"--replica-image {order.options.replica_image}: under KubeRay all pods have one image",
+            "name it with --image; it has llmctl and Ray, too",
+        )
+    for kind in behind.kinds:
+        if not kind.server.python_variable:
+            raise InputError(
+                f"recipe '{kind.kind.recipe.name}' names the engine's Python of a machine, which a "
+                "pod does not have",
+                "leave engine.vllm.python out: the image says where it is",
+            )
 
 
 def _mounting(order: Order) -> Sourced[int]:
@@ -189,9 +234,11 @@ def _budget(order: Order) -> k8s.PodDisruptionBudget:
 
 
 def _explained(order: Order) -> list[ExplainedValue]:
-    drift = drift_percent(order)
+    drift, behind = drift_percent(order), raycluster.replication(order)
+    watched = [explain_value("drift alert", drift, f"{drift.value:g} %")] if behind is None else []
     return [
         *_explain_cluster(order),
+        *(behind.explained_on_ray() if behind else []),
         *_explain_front(order),
         *common.explain_models(order, _mounting(order)),
         ExplainedValue(
@@ -209,14 +256,14 @@ def _explained(order: Order) -> list[ExplainedValue]:
             "none",
             "the placement group has a fixed number of workers; render again to change it",
         ),
-        explain_value("drift alert", drift, f"{drift.value:g} %"),
+        *watched,
     ]
 
 
 def _explain_cluster(order: Order) -> list[ExplainedValue]:
     workers, head = raycluster.worker_grace_s(order), raycluster.head_grace_s(order)
     return [
-        explain_value("image", llmctl_image(order, raycluster.EXTRA)),
+        explain_value("image", raycluster.image(order)),
         ExplainedValue(
             "rayVersion",
             raycluster.RAY,
@@ -260,7 +307,7 @@ def _explain_cluster(order: Order) -> list[ExplainedValue]:
 
 
 def _explain_front(order: Order) -> list[ExplainedValue]:
-    drain, startup = reckon.drain_s(order), reckon.startup_s(order)
+    drain, startup = raycluster.drain(order), reckon.startup_s(order)
     grace, asked, limit = (
         reckon.grace_s(drain, reckon.PROPAGATION_S),
         front_memory(),

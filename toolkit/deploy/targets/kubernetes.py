@@ -136,16 +136,18 @@ def _egress(order: Order) -> list[k8s.Egress]:
     return [_to_dns(), *hub]
 
 
-def pod_monitor(order: Order, pods: str = "") -> operators.PodMonitor:
-    """Has Prometheus scrape /metrics of every pod with the API key, which /metrics needs too; those
-    named `pods` need none.
+def pod_monitor(
+    order: Order, pods: str = "", *, page: str = "/metrics", name: str = ""
+) -> operators.PodMonitor:
+    """Has Prometheus scrape `page` of every pod with the API key, which pages need too; those named
+    `pods` need none. It has the `name`, by default that of the pods.
     """
     key = k8s.TypedSecretKey(credentials=k8s.SecretKey(name=order.name, key=common.SECRET_KEY))
     endpoint = operators.MetricsEndpoint(
-        port="http", path="/metrics", interval="15s", authorization=None if pods else key
+        port="http", path=page, interval="15s", authorization=None if pods else key
     )
     return operators.PodMonitor(
-        metadata=common.metadata(order, pods, pods),
+        metadata=common.metadata(order, name or pods, pods),
         spec=operators.PodMonitorSpec(
             selector=common.selector(order, pods), pod_metrics_endpoints=[endpoint]
         ),

@@ -6,6 +6,9 @@ measured. Where neither is known, its pods may run on any machine; the front the
 that Ray gives the right label, and says so. Ray sets its label of the GPU; other labels are set
 here.
 
+The servers of an engine's own run in the same pods, each started by its actor: one image has the
+engine, llmctl and Ray.
+
 No work runs on the head. Commands, probes and the wait for the head are KubeRay's own. The
 objects here do not depend on the plan's settings; otherwise a new plan would rebuild the cluster.
 """
@@ -16,7 +19,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from toolkit.cluster.workers import MachineShare, node_labels
+import toolkit
+from toolkit.cluster.places import MachineShare, node_labels
 from toolkit.deploy import manifests as k8s
 from toolkit.deploy.operators import (
     AuthOptions,
@@ -43,6 +47,7 @@ from toolkit.deploy.reckon import (
     worker_extra_memory_mib,
     worker_memory_mib,
 )
+from toolkit.deploy.replicas import KindReplicas, Replication
 from toolkit.deploy.targets.objects import (
     FOLDERS,
     GPU,
@@ -56,9 +61,12 @@ from toolkit.deploy.targets.objects import (
     on_products,
     tolerations,
 )
+from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError
 from toolkit.files.plan import Kind
 from toolkit.units import MIB
 
+DOCKERFILE = "Dockerfile.vllm"
 EXTRA = "kuberay"  # of the package: Ray with the agents that KubeRay's probes query
 OBJECT_STORE_MIB = 256  # it holds only prompts and tokens
 NODE_MIB = 512  # raylet and agents of a machine; idle, those of Ray 2.60 used 250 MiB
@@ -78,7 +86,7 @@ STAYS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 @dataclass(frozen=True, slots=True)
 class RayWorkerGroup:
     """A kind's group: its name, its number of pods, and the labels by which the front finds its
-    nodes. `alone`: there is no other kind.
+    nodes. `alone`: there is no other kind. `servers`: its workers are servers of the engine's own.
     """
 
     kind: Kind
@@ -86,6 +94,7 @@ class RayWorkerGroup:
     count: Sourced[int]
     labels: Mapping[str, str]
     alone: bool
+    servers: KindReplicas | None = None
 
     @property
     def share(self) -> MachineShare:
@@ -95,9 +104,14 @@ class RayWorkerGroup:
     @property
     def memory(self) -> Sourced[int]:
         """MiB that a worker's pod requests."""
-        engine = worker_memory_mib(self.kind)
+        engine = self.servers.memory_mib if self.servers else worker_memory_mib(self.kind)
         ours = f"{NODE_MIB} MiB for Ray's processes and {OBJECT_STORE_MIB} MiB for its object store"
         return Sourced(engine.value + NODE_MIB + OBJECT_STORE_MIB, f"{engine.source} + {ours}")
+
+    @property
+    def cores(self) -> Sourced[int]:
+        """CPU cores of a worker without Ray's part."""
+        return self.servers.cores if self.servers else Sourced(self.share.cpus, "num-cpus")
 
     @property
     def memory_limit(self) -> Sourced[int]:
@@ -122,24 +136,61 @@ class RayWorkerGroup:
 def groups(order: Order) -> list[RayWorkerGroup]:
     """The groups, one per kind, in the plan's order."""
     kinds = order.plan.kinds
-    labels = node_labels(kinds)
+    labels, behind = node_labels(kinds), replication(order)
+    servers = [None for _ in kinds] if behind is None else behind.kinds
     if len(kinds) == 1:
-        return [RayWorkerGroup(kinds[0], "workers", worker_count(order), labels[0], alone=True)]
+        count = worker_count(order)
+        return [RayWorkerGroup(kinds[0], "workers", count, labels[0], True, servers[0])]
     return [
         RayWorkerGroup(
             kind,
             object_name(kind.recipe.name),
             Sourced(kind.workers, "fleet: workers"),
-            own,
+            labels[number],
             alone=False,
+            servers=servers[number],
         )
-        for kind, own in zip(kinds, labels, strict=True)
+        for number, kind in enumerate(kinds)
     ]
 
 
+def replication(order: Order) -> Replication | None:
+    """The plan's workers as servers of an engine's own; None: they are llmctl's."""
+    return Replication(order) if traits_of(order.plan.recipe.engine.name).server else None
+
+
+def drain(order: Order) -> Sourced[int]:
+    """Seconds that running requests get to end."""
+    behind = replication(order)
+    return drain_s(order) if behind is None else behind.drain
+
+
+def image(order: Order) -> Sourced[str]:
+    """The image of all pods: Ray and llmctl, with the engine.
+
+    Raises `InputError` where the image of the command line is not pinned, and where no image has
+    the engine for all kinds.
+    """
+    behind = replication(order)
+    if behind is None or order.options.image:
+        return llmctl_image(order, EXTRA)
+    bases = sorted({kind.server.image for kind in behind.kinds})
+    if len(bases) > 1:
+        raise InputError(
+            f"all pods have one image, and the kinds need several: {', '.join(bases)}",
+            "build one with llmctl, Ray and the engine for all kinds, and name it: --image",
+        )
+    name = f"llmctl:{toolkit.__version__}-{EXTRA}-{order.plan.recipe.engine.name}"
+    build = f"docker build -t {name} -f {DOCKERFILE} --build-arg BASE={bases[0]} ."
+    source = "the engine's own with llmctl and Ray beside it; it was not built here"
+    return Sourced(name, f"{source}: {build}")
+
+
 def worker_count(order: Order) -> Sourced[int]:
-    """The number of workers under the one scheduler: as the tuning found, or the plan's."""
-    workload = order.plan.workload
+    """The number of workers behind the one front: as the tuning found, or the plan's."""
+    workload, behind = order.plan.workload, replication(order)
+    if behind is not None and len(behind.kinds) == 1:
+        return behind.kinds[0].count
     if workload is None or workload.workers_needed is None:
         return Sourced(order.plan.workers, "plan: workers")
     source = "tuned: this number of workers under one scheduler keeps all limits"
@@ -194,6 +245,7 @@ def explain_group(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
             "recipe: engine.tensor_parallel_size, or none on CPUs",
         ),
         ExplainedValue(f"{group.name}: num-cpus", str(share.cpus), threads),
+        *([explain_value(f"{group.name}: cpu", group.cores)] if group.servers else []),
         explain_value(f"{group.name}: memory", group.memory, f"{group.memory.value:,} MiB"),
         explain_value(
             f"{group.name}: memory limit", group.memory_limit, f"{group.memory_limit.value:,} MiB"
@@ -240,12 +292,18 @@ def _affinity(order: Order, group: RayWorkerGroup) -> k8s.Affinity | None:
 def _container(order: Order, group: RayWorkerGroup, lifecycle: k8s.Lifecycle) -> k8s.Container:
     share = group.share
     devices = {GPU: str(share.gpus)} if share.gpus else {}
-    asked = {"cpu": f"{1000 * share.cpus + NODE_CPU_MILLI}m", "memory": f"{group.memory.value}Mi"}
+    cores = 1000 * group.cores.value + NODE_CPU_MILLI
+    asked = {"cpu": f"{cores}m", "memory": f"{group.memory.value}Mi"}
     limit = {"memory": f"{group.memory_limit.value}Mi"}
+    own = group.servers.environment if group.servers else {}
     return k8s.Container(
         name="ray-worker",
-        image=llmctl_image(order, EXTRA).value,
-        env=[*loading_environment(order), *RAY_ENVIRONMENT],
+        image=image(order).value,
+        env=[
+            *loading_environment(order),
+            *RAY_ENVIRONMENT,
+            *(k8s.EnvVar(name=name, value=value) for name, value in own.items()),
+        ],
         resources=k8s.Resources(requests=asked | devices, limits=limit | devices),
         lifecycle=lifecycle,
         volume_mounts=[MODELS_MOUNT, TMP_MOUNT],
@@ -284,7 +342,9 @@ def ray_member(order: Order) -> dict[str, str]:
 
 def worker_grace_s(order: Order) -> Sourced[int]:
     """Seconds that a worker's pod may wait for the front's drain."""
-    front = grace_s(drain_s(order), PROPAGATION_S).value
+    behind = replication(order)
+    longest = drain_s(order) if behind is None else behind.longest_drain
+    front = grace_s(longest, PROPAGATION_S).value
     source = f"the front's {front} + {AFTER_FRONT_S} for the end of the actor"
     return Sourced(front + AFTER_FRONT_S, source)
 
@@ -307,7 +367,7 @@ def _head(order: Order) -> HeadGroup:
     size = {"memory": f"{HEAD_MIB}Mi"}
     container = k8s.Container(
         name="ray-head",
-        image=llmctl_image(order, EXTRA).value,
+        image=image(order).value,
         ports=[
             k8s.ContainerPort(name="gcs-server", container_port=GCS_PORT),
             k8s.ContainerPort(name="metrics", container_port=8080),

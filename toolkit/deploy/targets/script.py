@@ -1,14 +1,23 @@
 """Targets `local` and `ray`: a script that runs `llmctl serve` in the foreground of a machine.
 
 For `ray` the machine belongs to a Ray cluster, and the workers are actors on the cluster's
-machines.
+machines, or actors there start the servers of an engine's own.
 """
 
 from __future__ import annotations
 
-from toolkit.cluster.workers import MachineShare, node_labels
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill
+from collections.abc import Mapping
+
+from toolkit.cluster.places import MachineShare, node_labels
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
 from toolkit.deploy.reckon import cpus, drain_s, gpus
+from toolkit.deploy.replicas import Replication
+from toolkit.files.plan import Kind
+
+RAY = ("--ray", "auto")
+JOINED = ExplainedValue(
+    "serve.sh --ray", "auto", "RAY_ADDRESS, or the cluster that the machine belongs to"
+)
 
 START = (
     "`./serve.sh` starts it, `llmctl status` shows it, Ctrl-C or `llmctl stop` drains and ends it."
@@ -21,7 +30,7 @@ cluster: `./serve.sh --ray HOST:6379`."""
 
 def render_local(order: Order) -> Rendered:
     """Render serve.sh for one machine."""
-    script, drain = _script(order)
+    script, drain = _script(order, drain_s(order))
     return Rendered({"serve.sh": script}, [drain], START)
 
 
@@ -29,9 +38,8 @@ def render_ray(order: Order) -> Rendered:
     """Render serve.sh for a Ray cluster. `InputError` if two kinds of machines in a fleet have the
     same labels.
     """
-    script, drain = _script(order, ("--ray", "auto"))
-    source = "RAY_ADDRESS, or the cluster that the machine belongs to"
-    lines, plan = [ExplainedValue("serve.sh --ray", "auto", source), drain], order.plan
+    script, drain = _script(order, drain_s(order), RAY)
+    lines, plan = [JOINED, drain], order.plan
     if not plan.others:
         workers = str(plan.workers)
         lines += [
@@ -41,17 +49,45 @@ def render_ray(order: Order) -> Rendered:
         ]
         return Rendered({"serve.sh": script}, lines, START_RAY)
     for kind, labels in zip(plan.kinds, node_labels(plan.kinds), strict=True):
-        share = MachineShare.of(kind.recipe.engine, kind.recipe.hardware)
-        nodes = ", ".join(f"{key}={value}" for key, value in labels.items())
-        actors = f"{kind.workers}, each with {share}"
-        source = f"fleet; on nodes of Ray with {nodes}"
-        lines.append(ExplainedValue(f"actors of {kind.recipe.name}", actors, source))
+        lines.append(_actors(kind, labels, kind.workers))
     return Rendered({"serve.sh": script}, lines, START_RAY)
 
 
-def _script(order: Order, *flags: tuple[str, object]) -> tuple[str, ExplainedValue]:
+def render_ray_replicas(order: Order) -> Rendered:
+    """Render serve.sh for a front with servers on a Ray cluster. `InputError` as for
+    `render_ray`.
+    """
+    replicas, kinds = Replication(order), order.plan.kinds
+    labels = node_labels(kinds)
+    counts = [kind.count.value for kind in replicas.kinds]
+    number = [("--workers", counts[0])] if sum(counts) != order.plan.workers else []
+    script, drain = _script(order, replicas.drain, RAY, *number)
+    lines = [JOINED, *replicas.explained_on_ray(), drain]
+    lines += [_actors(*each) for each in zip(kinds, labels, counts, strict=True)]
+    variables = {kind.server.python_variable for kind in replicas.kinds} - {""}
+    lines += [
+        ExplainedValue(
+            f"{name} where Ray is started",
+            "on each machine",
+            "the Python that has the engine there; not llmctl's own, which Ray's actors run",
+        )
+        for name in variables
+    ]
+    return Rendered({"serve.sh": script}, lines, START_RAY)
+
+
+def _actors(kind: Kind, labels: Mapping[str, str], count: int) -> ExplainedValue:
+    """The line about a kind's actors: how many, with what, and where."""
+    share = MachineShare.of(kind.recipe.engine, kind.recipe.hardware)
+    nodes = ", ".join(f"{key}={value}" for key, value in labels.items())
+    source = f"fleet; on nodes of Ray with {nodes}" if nodes else "spread over the machines"
+    return ExplainedValue(f"actors of {kind.recipe.name}", f"{count}, each with {share}", source)
+
+
+def _script(
+    order: Order, drain: Sourced[int], *flags: tuple[str, object]
+) -> tuple[str, ExplainedValue]:
     """The text of serve.sh, and its --shutdown-timeout."""
-    drain = drain_s(order)
     flags = (*flags, ("--shutdown-timeout", drain.value))
     script = fill("serve.sh", comment=order.comment(), flags=flags, allowances=order.allowances)
     return script, explain_value("serve.sh --shutdown-timeout", drain, f"{drain.value} s")

@@ -1,0 +1,122 @@
+"""Replicas on the machines of a Ray cluster: `StartsReplicas` for a front that keeps its own.
+
+The engine's backend starts each server on its machine, in an actor, as it would start it here. What
+is sent there is the plan as JSON and a few words; the machine needs the same llmctl, and the
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from toolkit.backends import (
+    GivenDevices,
+    ReplicaServer,
+    ServerOrder,
+    StartsReplicas,
+    backend_of,
+)
+from toolkit.cluster.connect import LOCAL, LOOPBACK, joined
+from toolkit.cluster.places import WorkerPlacement, places, refuse_local_fleet
+from toolkit.cluster.servers import RayServers, ServerSeat
+from toolkit.errors import InputError
+from toolkit.files.io import file_text
+from toolkit.files.plan import Plan
+from toolkit.serve.server import Ending
+
+
+@dataclass(slots=True, frozen=True)
+class DistantOrder:
+    """A server to start on another machine: what it needs of a `ServerOrder`.
+
+    Attributes:
+        plan: of its kind alone, as JSON.
+        timeout_s: what running requests get when it ends.
+        accepts_foreign: it starts with a warning where its engine is not the fitted one.
+    """
+
+    plan: str
+    served_model: str
+    api_key: str = field(repr=False)
+    timeout_s: float
+    accepts_foreign: bool
+
+
+def start_there(
+    order: DistantOrder, seat: ServerSeat, folder: Path
+) -> tuple[ReplicaServer, list[str]]:
+    """Start the server on this machine, inside an actor. Returns it with warnings.
+
+    Raises as `StartsReplicas.replica` of the plan's engine.
+    """
+    plan, warnings = Plan.model_validate_json(order.plan), list[str]()
+    backend = backend_of(plan.recipe.engine.name)
+    assert isinstance(backend, StartsReplicas)
+    here = ServerOrder(
+        plan,
+        order.served_model,
+        seat.host,
+        0,
+        Ending(timeout_s=order.timeout_s),
+        order.api_key,
+        on_foreign=warnings.append if order.accepts_foreign else None,
+    )
+    given = GivenDevices(seat.cpus, seat.used_cpus)
+    return backend.replica(here, 0, folder, given), warnings
+
+
+class RayReplicas:
+    """`StartsReplicas` in the cluster that this process has joined. `wanted` is the room that it
+    has there for each server.
+    """
+
+    def __init__(self, servers: RayServers, wanted: Sequence[WorkerPlacement]) -> None:
+        self._servers, self._wanted = servers, wanted
+
+    def replica(
+        self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
+    ) -> ReplicaServer:
+        """See `StartsReplicas.replica`. It returns at once: what can fail there, fails in
+        `wait_until_ready`. The server has a folder of its machine, and Ray's devices.
+
+        Raises `InputError` for a plan that needs other room than the one before.
+        """
+        plan = order.plan
+        share, room = places(plan.kinds)[number].share, self._wanted[number].share
+        if share != room:
+            raise InputError(
+                f"a server needs {share}, and has room for {room} in the Ray cluster",
+                "restart llmctl serve for that",
+            )
+        distant = DistantOrder(
+            file_text(plan.alone(plan.kind_numbers[number])),
+            order.served_model,
+            order.api_key,
+            order.ending.timeout_s,
+            order.on_foreign is not None,
+        )
+        say = order.on_foreign or order.ending.say
+        return self._servers.start(number, partial(start_there, distant), say)
+
+
+@contextmanager
+def replicas_on_ray(plan: Plan, address: str, room_timeout_s: float) -> Iterator[RayReplicas]:
+    """Join the cluster at `address`, as `toolkit.cluster.connect.joined`, and ask it for room for
+    the plan's servers, until the block ends.
+
+    Raises `InputError` for a cluster that cannot be joined, and as
+    `toolkit.cluster.places.node_labels`.
+    """
+    refuse_local_fleet(plan.kinds, address)
+    wanted = places(plan.kinds)
+    with joined(address, sum(place.share.cpus for place in wanted)):
+        host = LOOPBACK if address == LOCAL else ""
+        servers = RayServers(wanted, room_timeout_s=room_timeout_s, host=host)
+        try:
+            yield RayReplicas(servers, wanted)
+        finally:
+            servers.close()
