@@ -21,7 +21,7 @@ from toolkit.endpoints.target import cache_counts, find_target
 from toolkit.errors import EngineError, ForeignError, InputError
 from toolkit.estimators.steps import PassTimes, StepLaw
 from toolkit.files.fit import Fit
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.calls import GenerationCall
@@ -54,6 +54,7 @@ class Front:
 
     def __init__(self, http: httpx.AsyncClient, gateway: Gateway) -> None:
         self.http, self.gateway, self.pool = http, gateway, gateway.pool
+        self.shown: list[Plan] = []  # of `own_replicas`
 
     async def stream(self, body: dict[str, Any], *, chat: bool = False, on: Any = None) -> "Told":
         """Send a streamed request; `on` is called with each event's number."""
@@ -748,7 +749,7 @@ def own_replicas(plan: Plan, backend: StartsReplicas, front: Front, said: list[s
         plan, GatewaySettings(), make_router("round-robin", {}), ReplicaNeeds(MODEL),
         kinds_of_replicas(plan), "127.0.0.1", 0, own=backend, ending=Ending(0.0, 1.0, said.append),
     )  # fmt: skip
-    return OwnReplicas(order, front.pool, "")
+    return OwnReplicas(order, front.pool, "", front.shown.append)
 
 
 def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
@@ -884,6 +885,50 @@ def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next():
     assert started == [old, old, "broken", old, "better", "better"]
     assert [line for line in said if "goes on" in line] == [
         "replica 0: the model does not fit; the plan before goes on"
+    ]
+
+
+def test_a_plan_that_the_second_kind_cannot_load_is_taken_back_from_the_first():
+    first = fake_plan_of(samples.paged_fit())
+    second = first.recipe.model_copy(update={"name": "second"})
+    plan = first.model_copy(update={"others": [Kind(recipe=second, fit=first.fit, workers=1)]})
+    broken = plan.model_copy(update={"policy": PlannedPolicy(name="vllm", parameters={})})
+    made: list[OwnStandIn] = []
+    said: list[str] = []
+    started: list[tuple[int, bool]] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        spare = [StandIn() for _ in range(6)]
+        for each in spare:
+            await each.start()
+
+        class Backend:
+            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
+                is_new = order.plan is broken
+                started.append((number, is_new))
+                if is_new and number == 1:
+                    raise EngineError("the model does not fit", "")
+                return OwnStandIn(made, spare[len(made)])
+
+        own = own_replicas(plan, Backend(), front, said)
+        own.start()
+        async with asyncio.timeout(20):
+            await own.loaded()
+            own.renew(broken)
+            while len(made) < 5 or {each.url for each in front.pool.up} != {
+                made[-1].url, made[-2].url
+            }:  # fmt: skip
+                await asyncio.sleep(0.005)
+        assert [each is broken for each in front.shown] == [True, False]
+        await own.stop()
+        for each in spare:
+            each.kill()
+
+    run(test, kinds=kinds_of_replicas(plan), starts=())
+    assert sorted(started[:2]) == [(0, False), (1, False)]
+    assert started[2:] == [(0, True), (1, True), (1, False), (0, False)]
+    assert [line for line in said if "replica" in line] == [
+        "replica 1: the model does not fit; the plan before goes on"
     ]
 
 

@@ -60,7 +60,7 @@ from toolkit.serve.server import (
     url,
 )
 from toolkit.serve.stats import Stats
-from toolkit.serve.status import facts_of
+from toolkit.serve.status import Facts, facts_of
 from toolkit.traces.write import TraceLog
 
 INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
@@ -228,7 +228,12 @@ async def _serve(
     limits = WireLimits(client_share=order.client_share, descriptors_each=2)
     server = HttpServer(gateway.access, limits, on_share=stats.count_share)
     signals = Signals()
-    own = OwnReplicas(order, pool, key) if order.own is not None else None
+
+    def show(plan: Plan) -> None:
+        if gateway.status is not None:
+            gateway.status.facts = _facts(order, plan)
+
+    own = OwnReplicas(order, pool, key, show) if order.own is not None else None
     followed, tls = followed_files(order.callers, keyring.renew, order.certificate)
     if own is not None and order.reread is not None:
         followed.append(Followed(WatchedFiles([], order.reread), own.renew))  # at SIGHUP alone
@@ -276,6 +281,10 @@ def _balancer(order: GatewayLaunch, events: EventLog | None) -> Balancer:
     )
 
 
+def _facts(order: GatewayLaunch, plan: Plan) -> Facts:
+    return facts_of(plan, order.needs.model or model_name(plan))
+
+
 def _background(
     order: GatewayLaunch, gateway: Gateway, events: EventLog | None
 ) -> list[Coroutine[None, None, None]]:
@@ -283,8 +292,7 @@ def _background(
     pool = gateway.pool
     background = [order.manager.report_health(lambda: True), pool.sweep()]
     if order.settings.status_page:
-        name = order.needs.model or model_name(order.plan)
-        gateway.status = GatewayStatus(gateway, facts_of(order.plan, name))
+        gateway.status = GatewayStatus(gateway, _facts(order, order.plan))
         background.append(gateway.status.sampling())
     if order.router.reads_reports:
         background.append(pool.read_reports())
@@ -342,19 +350,21 @@ def _needs_laws(router: Router, kinds: Sequence[LiveKind]) -> bool:
 class OwnReplicas:
     """The servers that the gateway starts, each with its own port and devices.
 
-    A new plan reaches them one at a time. If the first of them cannot load it, the plan before goes
-    on.
+    A new plan reaches them one at a time. If the first of a kind cannot load it, the plan before
+    goes on. `show` is called with each plan that is taken.
 
     Attributes:
         failed: a replica could not be loaded the first time; `error` says why.
     """
 
-    def __init__(self, order: GatewayLaunch, pool: ReplicaPool, key: str) -> None:
+    def __init__(
+        self, order: GatewayLaunch, pool: ReplicaPool, key: str, show: Callable[[Plan], None]
+    ) -> None:
         assert order.own is not None
         self.failed = asyncio.Event()
         self.error: LlmctlError | None = None
         self._own, self._pool, self._say = order.own, pool, order.ending.say
-        self._ending = order.ending
+        self._ending, self._show = order.ending, show
         address = "127.0.0.1", 0
         made = ServerOrder(
             order.plan,
@@ -366,13 +376,14 @@ class OwnReplicas:
         )
         self._router, self._any_version = order.router, not any(k.version for k in order.kinds)
         self._count = order.plan.workers
-        self._order = self._loaded = made  # what all are to be, and what was loaded last
+        self._order = self._loaded = made  # what all are to be, and what each kind loaded last
         self._orders = [made] * self._count  # what each is to be now
         self._lost: dict[int, tuple[ServerOrder, str]] = {}  # what one could not load, and why
         self._kinds = order.plan.kind_numbers
         self._servers: dict[int, ReplicaServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
         self._renewed = [asyncio.Event() for _ in range(self._count)]  # restart it now
+        self._trial = -1  # the replica that tries a plan for its kind
         # One thread of a server may wait until it is ready, and another one stop it meanwhile.
         self._threads = ThreadPoolExecutor(2 * self._count, "replica")
         self._tasks: list[asyncio.Task[None]] = []
@@ -406,6 +417,7 @@ class OwnReplicas:
         """This is what all replicas are to be; routers know them by its plan."""
         if order.plan != self._order.plan:
             self._pool.renew_kinds(kinds_of_replicas(order.plan, any_version=self._any_version))
+            self._show(order.plan)
         self._order = order
 
     async def stop(self) -> None:
@@ -419,47 +431,48 @@ class OwnReplicas:
         self._threads.shutdown(wait=False)
 
     async def _roll(self, order: ServerOrder) -> None:
-        for number in range(self._count):
-            replica = self._replicas.get(number)
-            if replica is not None and replica.state != "gone":
-                self._pool.drain(replica)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._ending.timeout_s):
-                        while replica.attempts:
-                            await asyncio.sleep(POLL_EVERY_S / 4)
-                replica.cut_all("it is restarted")
-            self._restart(number, order)
-            why = await self._loads(number, order, replica)
+        before, loaded = self._loaded, set[int]()
+        for number, kind in enumerate(self._kinds):
+            why = await self._replace(number, order, is_trial=kind not in loaded)
             if why:
-                self._take(self._loaded)
+                self._take(before)
                 self._say(f"replica {number}: {why}; the plan before goes on")
-                for each, given in enumerate(self._orders):
-                    if given is not self._loaded:
-                        self._restart(each, self._loaded)
+                changed = [each for each, given in enumerate(self._orders) if given is not before]
+                for each in sorted(changed, key=lambda each: each != number):  # it is down: first
+                    await self._replace(each, before, is_trial=False)
                 return
-            self._loaded = order
+            loaded.add(kind)
+            if loaded == set(self._kinds):
+                self._loaded = order
         self._say("all replicas were restarted")
 
-    def _restart(self, number: int, order: ServerOrder) -> None:
+    async def _replace(self, number: int, order: ServerOrder, *, is_trial: bool) -> str:
+        """Drain a replica, and start one with `order` in its place. Waits until it is up; in a
+        trial, returns why it is not.
+        """
+        replica = self._replicas.get(number)
+        if replica is not None and replica.state != "gone":
+            self._pool.drain(replica)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._ending.timeout_s):
+                    while replica.attempts:
+                        await asyncio.sleep(POLL_EVERY_S / 4)
+            replica.cut_all("it is restarted")
         self._orders[number] = order
+        self._trial = number if is_trial else -1
         self._lost.pop(number, None)
         self._renewed[number].set()
-
-    async def _loads(self, number: int, order: ServerOrder, before: LiveReplica | None) -> str:
-        """Wait until a replica is up; why it is not, where no other one has loaded its plan, or
-        ''.
-        """
         while True:
             await asyncio.sleep(POLL_EVERY_S)
             now = self._replicas.get(number)
             lost, why = self._lost.get(number), ""
-            if now is not None and now is not before:
+            if now is not None and now is not replica:
                 if now.state == "up":
                     return ""
                 why = now.problem if now.state == "left out" else ""
             if lost is not None and lost[0] is order:
                 why = lost[1]
-            if why and self._loaded is not order:
+            if why and is_trial:
                 return why
 
     def _in_thread(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
@@ -495,7 +508,7 @@ class OwnReplicas:
                 return
             if self._renewed[number].is_set():
                 continue
-            if order is self._loaded:
+            if number != self._trial:
                 self._say(f"replica {number}: {error.message if error else why}; restarting")
             wait_s = RESTART_S if loop.time() - begin_s > LOADED_S else wait_s
             with suppress(TimeoutError):

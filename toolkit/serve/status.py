@@ -125,7 +125,7 @@ class StatusPage(ABC):
 
     def __init__(self, history: MetricHistory, facts: Facts) -> None:
         self.history = history
-        self._facts = facts
+        self.facts = facts  # a new plan may bring others
         # By this a page notices that another server answers than before.
         self._instance = secrets.token_hex(8)
         self._page = (shipped_templates() / "status.html").read_text(encoding="utf-8")
@@ -169,7 +169,7 @@ class StatusPage(ABC):
         )
 
     def _shown(self, since: int) -> dict[str, Any]:
-        history, facts = self.history, self._facts
+        history, facts = self.history, self.facts
         first = max(since, history.taken - len(history.points))
         skipped = first - (history.taken - len(history.points))
         return {
