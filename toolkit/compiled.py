@@ -43,6 +43,7 @@ MODULES = (
     "toolkit.sched.pool",
     "toolkit.sched.queues",
     "toolkit.sched.residents",
+    "toolkit.sched.rounds",
     "toolkit.sched.scheduler",
     "toolkit.sched.sorted_blocks",
     "toolkit.sched.types",

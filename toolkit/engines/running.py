@@ -15,7 +15,7 @@ that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -133,7 +133,7 @@ class Prefiller:
         cuts = cuts or parts > 1
         group = self._group = self._group or self._begin(bound, cuts)
         planned = self._passes.next(bound)
-        planned = replace(planned, end=planned.start - (planned.start - planned.end) // parts)
+        planned = planned.up_to(planned.start - (planned.start - planned.end) // parts)
         if cuts:
             planned = self._fitting(planned)
         group.batch.cache.keep(planned.start)
@@ -197,7 +197,7 @@ class Prefiller:
         start, end = planned.start, planned.end
         while end - start > 1 and self._pass_bytes(planned) > self._ledger.free_bytes:
             end = (start + end + 1) // 2
-            planned = replace(planned, end=end)
+            planned = planned.up_to(end)
         return planned
 
     def _pass_bytes(self, planned: PrefillPass[int]) -> int:

@@ -8,7 +8,6 @@ newcomers for one padded prefill, and `PrefillPasses` cuts prefills into passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 # Which newcomers share a padded prefill: those of similar length (BATON, section 4.2).
@@ -63,15 +62,17 @@ def groups_alike(lengths: Sequence[int]) -> list[list[int]]:
 Key = TypeVar("Key")  # identifies a newcomer: a number in an engine, a job in the scheduler
 
 
-@dataclass(slots=True, eq=False)
 class PrefillGroup(Generic[Key]):
     """Newcomers that are prefilled together, longest first and padded to it; `done` columns are
     cached.
     """
 
-    keys: list[Key]
-    lengths: list[int]
-    done: int = 0
+    __slots__ = ("done", "keys", "lengths")
+
+    def __init__(self, keys: list[Key], lengths: list[int], done: int = 0) -> None:
+        self.keys = keys
+        self.lengths = lengths
+        self.done = done
 
     @property
     def width(self) -> int:
@@ -79,18 +80,24 @@ class PrefillGroup(Generic[Key]):
         return self.lengths[0]
 
 
-@dataclass(slots=True, frozen=True)
 class PrefillPass(Generic[Key]):
     """Columns `start` to `end` of a group."""
 
-    group: PrefillGroup[Key]
-    start: int
-    end: int
+    __slots__ = ("end", "group", "start")
+
+    def __init__(self, group: PrefillGroup[Key], start: int, end: int) -> None:
+        self.group = group
+        self.start = start
+        self.end = end
 
     @property
     def completes(self) -> bool:
         """Whether the pass ends the group's prefill."""
         return self.end == self.group.width
+
+    def up_to(self, end: int) -> PrefillPass[Key]:
+        """The same pass with another end."""
+        return PrefillPass(self.group, self.start, end)
 
 
 class PrefillPasses(Generic[Key]):
