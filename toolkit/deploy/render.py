@@ -19,22 +19,27 @@ from pathlib import Path
 from typing import Literal
 
 import toolkit
-from toolkit.deploy.alerts import job, replica_rules, rules, series
-from toolkit.deploy.monitoring import Names, dashboard
-from toolkit.deploy.operators import RulesFile
+from toolkit.deploy.monitoring import (
+    Names,
+    RulesFile,
+    dashboard,
+    job,
+    replica_rules,
+    rules,
+    series,
+)
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill, inside
 from toolkit.deploy.plan import LIMITS
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.replicas import KindReplicas, Replication
 from toolkit.deploy.targets import (
     compose,
+    engine_flags,
     kuberay,
     kubernetes,
     script,
-    sglang,
     statefulset,
     systemd,
-    vllm,
 )
 from toolkit.deploy.targets.objects import DASHBOARD
 from toolkit.engine_traits import traits_of
@@ -58,8 +63,8 @@ TARGETS: dict[str, Callable[[Order], Rendered]] = {
     "kubernetes": kubernetes.render,
     "kuberay": kuberay.render,
     "ray": script.render_ray,
-    "vllm": vllm.render,
-    "sglang": sglang.render,
+    "vllm": engine_flags.render_vllm,
+    "sglang": engine_flags.render_sglang,
 }
 # The same targets for an engine that is a server of its own: replicas, and a front before them.
 OF_REPLICAS: dict[str, Callable[[Order], Rendered]] = {

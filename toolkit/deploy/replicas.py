@@ -34,7 +34,7 @@ from toolkit.deploy.reckon import (
     waiting_threshold,
     worker_memory_mib,
 )
-from toolkit.deploy.targets.vllm import check_servable_elsewhere, rows
+from toolkit.deploy.targets.engine_flags import check_servable_elsewhere, rows
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Kind

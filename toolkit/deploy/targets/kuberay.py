@@ -9,12 +9,10 @@ RayJob or RayService.
 from __future__ import annotations
 
 import hashlib
+import json
 
-from pydantic import BaseModel
-
-from toolkit.deploy import manifests as k8s
-from toolkit.deploy import operators, reckon
-from toolkit.deploy.alerts import drift_percent, replica_rules, series
+from toolkit.deploy import reckon
+from toolkit.deploy.monitoring import drift_percent, replica_rules, series
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
@@ -23,7 +21,6 @@ from toolkit.deploy.order import (
     explain_value,
     fill,
 )
-from toolkit.deploy.replicas import Replication
 from toolkit.deploy.targets import objects as common
 from toolkit.deploy.targets import raycluster
 from toolkit.deploy.targets.kubernetes import (
@@ -31,7 +28,9 @@ from toolkit.deploy.targets.kubernetes import (
     monitors,
     network_policy,
     pod_monitor,
+    prometheus_rule,
 )
+from toolkit.deploy.targets.objects import Object
 from toolkit.endpoints.target import REPLICA_METRICS
 from toolkit.errors import InputError
 from toolkit.units import MIB
@@ -39,101 +38,24 @@ from toolkit.units import MIB
 SCRIPT = "front.sh"
 TOKEN_KEY = "auth_token"  # KubeRay's name
 CPU = "2"  # for the server's loop and Ray's processes
+START = """\
+Needs KubeRay 1.6 or newer. One Secret has the clients' key and the token of Ray's own connections:
 
+```bash
+{preparation}
+kubectl apply -k .
+# This needs the CRDs of KubeRay and Prometheus' operator; without the latter: apply -k core
+kubectl -n {namespace} rollout status deployment/{name}
+kubectl -n {namespace} port-forward service/{name} 8000
+kubectl delete -k .         # the front drains, then the workers end, then the head
+```
 
-def front_script(order: Order) -> str:
-    """front.sh: joins the cluster and serves."""
-    flags: list[tuple[str, object]] = [
-        ("--ray", "auto"),
-        *([] if order.plan.others else [("--workers", raycluster.worker_count(order).value)]),
-        ("--room-timeout", reckon.startup_s(order).value),
-        ("--host", "0.0.0.0"),
-        ("--port", common.PORT),
-        ("--shutdown-notice", reckon.PROPAGATION_S),
-        ("--shutdown-timeout", raycluster.drain(order).value),
-    ]
-    return fill(
-        SCRIPT,
-        comment=order.comment(),
-        object_store_bytes=raycluster.OBJECT_STORE_MIB * MIB,
-        flags=flags,
-        allowances=order.allowances,
-    )
+A new plan replaces only the front, which drains first; new workers start on the existing pods.
+Another image or size replaces everything, in the order of `kubectl delete`. Other workers continue
+the requests of a lost worker; if the head or the front is lost, running requests are lost and both
+start again.
 
-
-def head_address(order: Order) -> str:
-    """The address of KubeRay's Service for the head."""
-    return f"{order.name}-head-svc.{order.options.namespace}.svc:{raycluster.GCS_PORT}"
-
-
-def front(order: Order) -> k8s.Deployment:
-    """The Deployment of the front. There is never a second pod: both would claim the same room."""
-    cluster = hashlib.sha256(raycluster.fingerprint(order).encode()).hexdigest()
-    about = common.pod_metadata(order, **{"llmctl.io/raycluster-sha256": cluster})
-    template = k8s.PodTemplate(
-        metadata=about.model_copy(
-            update={
-                "labels": about.labels | raycluster.member(order),
-                "annotations": (about.annotations or {}) | raycluster.STAYS,
-            }
-        ),
-        spec=_pod(order),
-    )
-    strategy = k8s.Strategy(type="Recreate")
-    return common.deployment(order, template, strategy, reckon.startup_s(order).value)
-
-
-def _pod(order: Order) -> k8s.PodSpec:
-    shared = k8s.Volume(
-        name="shm",
-        empty_dir=k8s.EmptyDir(medium="Memory", size_limit=f"{raycluster.OBJECT_STORE_MIB + 64}Mi"),
-    )
-    container = k8s.Container(
-        name="llmctl",
-        image=raycluster.image(order).value,
-        command=["bash", f"{common.PLAN_FOLDER}/{SCRIPT}"],
-        ports=[common.HTTP],
-        env=[
-            *common.environment(order),
-            k8s.EnvVar(name="RAY_ADDRESS", value=head_address(order)),
-            k8s.EnvVar(name="RAY_AUTH_MODE", value="token"),
-            common.by_reference(order, "RAY_AUTH_TOKEN", TOKEN_KEY),
-            *raycluster.RAY_ENVIRONMENT,
-        ],
-        resources=k8s.Resources(
-            requests={"cpu": CPU, "memory": f"{front_memory().value}Mi"},
-            limits={"memory": f"{front_memory_limit().value}Mi"},
-        ),
-        startup_probe=common.started(order),
-        readiness_probe=common.READY,
-        liveness_probe=common.ALIVE,
-        volume_mounts=[*common.mounts(), k8s.VolumeMount(name="shm", mount_path="/dev/shm")],
-    )
-    return k8s.PodSpec(
-        termination_grace_period_seconds=reckon.grace_s(
-            raycluster.drain(order), reckon.PROPAGATION_S
-        ).value,
-        containers=[container],
-        volumes=[*common.volumes(order), shared],
-    )
-
-
-def front_memory() -> Sourced[int]:
-    """MiB that the front's pod requests."""
-    ray = (
-        f"{raycluster.NODE_MIB} for its raylet, {raycluster.OBJECT_STORE_MIB} for the object store"
-    )
-    return Sourced(
-        reckon.FRONT_MIB + raycluster.NODE_MIB + raycluster.OBJECT_STORE_MIB,
-        f"{reckon.FRONT_MIB} MiB for the front, {ray}",
-    )
-
-
-def front_memory_limit() -> Sourced[int]:
-    """MiB at which the front's pod is killed."""
-    return Sourced(
-        reckon.LIMIT_FACTOR * front_memory().value, f"{reckon.LIMIT_FACTOR} times what it requests"
-    )
+{callers}"""
 
 
 def render(order: Order) -> Rendered:
@@ -142,25 +64,103 @@ def render(order: Order) -> Rendered:
     Raises `InputError` for options that do not suit this target.
     """
     _check(order)
-    core: dict[str, BaseModel] = {
-        "raycluster.yaml": raycluster.ray_cluster(order),
-        "deployment.yaml": front(order),
-        "service.yaml": common.service(order),
-        "networkpolicy.yaml": network_policy(order, raycluster.member(order)),
-        "networkpolicy-ray.yaml": cluster_policy(
-            order, raycluster.ray_member(order), raycluster.member(order)
-        ),
+    ours, rays = raycluster.member(order), raycluster.ray_member(order)
+    cluster, count = raycluster.ray_cluster(order), raycluster.worker_count(order).value
+    core = {
+        "raycluster.yaml": cluster,
+        "deployment.yaml": _front(order, cluster),
+        "service.yaml": common.service(common.metadata(order), {common.NAME: order.name}),
+        "networkpolicy.yaml": network_policy(order, ours),
+        "networkpolicy-ray.yaml": cluster_policy(order, rays, ours),
     }
-    if raycluster.worker_count(order).value > 1:
-        core["poddisruptionbudget.yaml"] = _budget(order)
-    operated = _operated(order)
-    files = common.kustomized(order, core, operated, [common.plan_map(order, SCRIPT)])
-    files |= common.claim_files(order, _mounting(order))
-    files |= {"core/plan.json": order.text, f"core/{SCRIPT}": front_script(order)}
-    return Rendered(files, _explained(order), _start(order), common.FORWARDED)
+    if count > 1:
+        # It disrupts one worker at a time. It is a number of pods that stay, because a RayCluster
+        # has no scale subresource, of which the number of disrupted pods could be taken.
+        workers = {**rays, "ray.io/node-type": "worker"}
+        core["poddisruptionbudget.yaml"] = common.disruption_budget(
+            common.metadata(order), workers, minAvailable=count - 1
+        )
+    pods = sum(group.count.value for group in raycluster.groups(order)) + 1
+    mounting = Sourced(pods, f"{pods} pods: the workers' and the front's")  # for the tokenizer
+    files = common.kustomized(order, core, _operated(order), [common.plan_map(order, SCRIPT)])
+    files |= common.claim_files(order, mounting)
+    # front.sh joins the cluster and serves.
+    flags: list[tuple[str, object]] = [
+        ("--ray", "auto"),
+        *([] if order.plan.others else [("--workers", count)]),
+        ("--room-timeout", reckon.startup_s(order).value),
+        ("--host", "0.0.0.0"),
+        ("--port", common.PORT),
+        ("--shutdown-notice", reckon.PROPAGATION_S),
+        ("--shutdown-timeout", raycluster.drain(order).value),
+    ]
+    files["core/plan.json"] = order.text
+    files[f"core/{SCRIPT}"] = fill(
+        SCRIPT,
+        comment=order.comment(),
+        object_store_bytes=raycluster.OBJECT_STORE_MIB * MIB,
+        flags=flags,
+        allowances=order.allowances,
+    )
+    start = START.format(
+        preparation=common.preparation(order, TOKEN_KEY),
+        namespace=order.options.namespace,
+        name=order.name,
+        callers=common.CALLERS,
+    )
+    return Rendered(files, _explained(order, mounting), start, common.FORWARDED)
 
 
-def _operated(order: Order) -> dict[str, BaseModel]:
+def _front(order: Order, cluster: Object) -> Object:
+    """The Deployment of the front. There is never a second pod: both would claim the same room."""
+    # For another spec of the cluster, the front must start again.
+    spec = json.dumps(cluster["spec"], sort_keys=True)
+    made_for = {"llmctl.io/raycluster-sha256": hashlib.sha256(spec.encode()).hexdigest()}
+    # The address of KubeRay's Service for the head.
+    head = f"{order.name}-head-svc.{order.options.namespace}.svc:{raycluster.GCS_PORT}"
+    store = {"medium": "Memory", "sizeLimit": f"{raycluster.OBJECT_STORE_MIB + 64}Mi"}
+    container = common.container(
+        "llmctl",
+        raycluster.image(order).value,
+        [*common.MOUNTS, common.SHARED_MOUNT],
+        command=["bash", f"{common.PLAN_FOLDER}/{SCRIPT}"],
+        ports=[common.HTTP],
+        env=[
+            *common.environment(order),
+            *common.variables({"RAY_ADDRESS": head, "RAY_AUTH_MODE": "token"}),
+            common.by_reference(order, "RAY_AUTH_TOKEN", TOKEN_KEY),
+            *common.variables(raycluster.RAY_ENVIRONMENT),
+        ],
+        resources=common.asked(CPU, _memory().value, _memory_limit().value),
+        **common.probes(order),
+    )
+    pod = common.pod_spec(
+        reckon.grace_s(raycluster.drain(order), reckon.PROPAGATION_S).value,
+        container,
+        [*common.volumes(order), {"name": "shm", "emptyDir": store}],
+    )
+    about = {
+        "labels": common.labels(order) | raycluster.member(order),
+        "annotations": common.digests(order) | made_for | raycluster.STAYS,
+    }
+    template = {"metadata": about, "spec": pod}
+    return common.deployment(order, template, {"type": "Recreate"}, reckon.startup_s(order).value)
+
+
+def _memory() -> Sourced[int]:
+    """MiB that the front's pod requests."""
+    front, ray, store = reckon.FRONT_MIB, raycluster.NODE_MIB, raycluster.OBJECT_STORE_MIB
+    source = f"{front} MiB for the front, {ray} for its raylet, {store} for the object store"
+    return Sourced(front + ray + store, source)
+
+
+def _memory_limit() -> Sourced[int]:
+    """MiB at which the front's pod is killed."""
+    factor = reckon.LIMIT_FACTOR
+    return Sourced(factor * _memory().value, f"{factor} times what it requests")
+
+
+def _operated(order: Order) -> dict[str, Object]:
     """The objects that need Prometheus' operator. Replicas are scraped at the front's own page, for
     their ports change; without a fleet's kinds, so that no alert is about the queue of one.
     """
@@ -170,17 +170,16 @@ def _operated(order: Order) -> dict[str, BaseModel]:
     alone = behind.kinds if len(behind.kinds) == 1 else []
     name = alone[0].name if alone else f"{order.name}-replicas"
     queues = [(series(order, monitored=True, of=kind.name), kind.threshold) for kind in alone]
+    rules = replica_rules(order, series(order, monitored=True), queues)
     return {
         "podmonitor.yaml": pod_monitor(order),
         "podmonitor-replicas.yaml": pod_monitor(order, page=REPLICA_METRICS, name=name),
-        "prometheusrule.yaml": operators.PrometheusRule(
-            metadata=common.metadata(order),
-            spec=replica_rules(order, series(order, monitored=True), queues),
-        ),
+        "prometheusrule.yaml": prometheus_rule(order, rules),
     }
 
 
 def _check(order: Order) -> None:
+    """Raise `InputError` for options that do not suit this target."""
     reckon.check_podable(order)
     behind, options = raycluster.replication(order), order.options
     if options.gpu_products and order.plan.others:
@@ -188,20 +187,17 @@ def _check(order: Order) -> None:
             "--gpu-product names the GPU of one kind of workers; the fleet has several",
             "name the nodes of each kind in the fleet: nodes",
         )
-    if behind is not None:
-        _check_servers(order, behind)
-    elif options.replicas > 1:
-        raise InputError(
-            f"--replicas {options.replicas}: under KubeRay one front has all workers",
-            "tune with --workers auto for more workers, or render the target 'kubernetes'",
-        )
-
-
-def _check_servers(order: Order, behind: Replication) -> None:
+    if behind is None:
+        if options.replicas > 1:
+            raise InputError(
+                f"--replicas {options.replicas}: under KubeRay one front has all workers",
+                "tune with --workers auto for more workers, or render the target 'kubernetes'",
+            )
+        return
     behind.check_containable()
-    if order.options.replica_image:
+    if options.replica_image:
         raise InputError(
-            f"--replica-image {order.options.replica_image}: under KubeRay all pods have one image",
+            f"--replica-image {options.replica_image}: under KubeRay all pods have one image",
             "name it with --image; it has llmctl and Ray, too",
         )
     for kind in behind.kinds:
@@ -213,34 +209,32 @@ def _check_servers(order: Order, behind: Replication) -> None:
             )
 
 
-def _mounting(order: Order) -> Sourced[int]:
-    """Pods that mount the volume of models: the workers', and the front's for the tokenizer."""
-    workers = sum(group.count.value for group in raycluster.groups(order))
-    return Sourced(workers + 1, f"{workers + 1} pods: the workers' and the front's")
-
-
-def _budget(order: Order) -> k8s.PodDisruptionBudget:
-    """Disrupts one worker at a time. It is a number of pods that stay, because a RayCluster has no
-    scale subresource, of which the number of disrupted pods could be taken.
-    """
-    workers = {**raycluster.ray_member(order), "ray.io/node-type": "worker"}
-    return k8s.PodDisruptionBudget(
-        metadata=common.metadata(order),
-        spec=k8s.DisruptionSpec(
-            min_available=raycluster.worker_count(order).value - 1,
-            selector=k8s.Selector(match_labels=workers),
-        ),
-    )
-
-
-def _explained(order: Order) -> list[ExplainedValue]:
+def _explained(order: Order, mounting: Sourced[int]) -> list[ExplainedValue]:
     drift, behind = drift_percent(order), raycluster.replication(order)
+    drain, startup = raycluster.drain(order), reckon.startup_s(order)
+    grace, asked = reckon.grace_s(drain, reckon.PROPAGATION_S), _memory()
+    limit = _memory_limit()
     watched = [explain_value("drift alert", drift, f"{drift.value:g} %")] if behind is None else []
     return [
         *_explain_cluster(order),
         *(behind.explained_on_ray() if behind else []),
-        *_explain_front(order),
-        *common.explain_models(order, _mounting(order)),
+        explain_value("front: memory", asked, f"{asked.value:,} MiB"),
+        explain_value("front: memory limit", limit, f"{limit.value:,} MiB"),
+        ExplainedValue(
+            "front: strategy",
+            "Recreate",
+            "the next front finds room only after the workers of this one have ended",
+        ),
+        ExplainedValue(
+            "front: --room-timeout",
+            f"{startup.value} s",
+            "until KubeRay's pods run; then loading begins",
+        ),
+        ExplainedValue("front: --shutdown-notice", *common.NOTICE),
+        explain_value("front: --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("front: terminationGracePeriodSeconds", grace, f"{grace.value} s"),
+        *common.explain_probes(order, "front: "),
+        *common.explain_models(order, mounting),
         ExplainedValue(
             "probes of Ray's pods",
             "KubeRay's",
@@ -304,56 +298,3 @@ def _explain_cluster(order: Order) -> list[ExplainedValue]:
             "head: preStop", "linger head", "the head stays until all connected nodes have left"
         ),
     ]
-
-
-def _explain_front(order: Order) -> list[ExplainedValue]:
-    drain, startup = raycluster.drain(order), reckon.startup_s(order)
-    grace, asked, limit = (
-        reckon.grace_s(drain, reckon.PROPAGATION_S),
-        front_memory(),
-        front_memory_limit(),
-    )
-    return [
-        explain_value("front: memory", asked, f"{asked.value:,} MiB"),
-        explain_value("front: memory limit", limit, f"{limit.value:,} MiB"),
-        ExplainedValue(
-            "front: strategy",
-            "Recreate",
-            "the next front finds room only after the workers of this one have ended",
-        ),
-        ExplainedValue(
-            "front: --room-timeout",
-            f"{startup.value} s",
-            "until KubeRay's pods run; then loading begins",
-        ),
-        ExplainedValue(
-            "front: --shutdown-notice",
-            f"{reckon.PROPAGATION_S} s",
-            "until the cluster's proxies know that the pod is leaving",
-        ),
-        explain_value("front: --shutdown-timeout", drain, f"{drain.value} s"),
-        explain_value("front: terminationGracePeriodSeconds", grace, f"{grace.value} s"),
-        *common.explain_probes(order, "front: "),
-    ]
-
-
-def _start(order: Order) -> str:
-    name, namespace = order.name, order.options.namespace
-    return f"""\
-Needs KubeRay 1.6 or newer. One Secret has the clients' key and the token of Ray's own connections:
-
-```bash
-{common.preparation(order, TOKEN_KEY)}
-kubectl apply -k .
-# This needs the CRDs of KubeRay and Prometheus' operator; without the latter: apply -k core
-kubectl -n {namespace} rollout status deployment/{name}
-kubectl -n {namespace} port-forward service/{name} 8000
-kubectl delete -k .         # the front drains, then the workers end, then the head
-```
-
-A new plan replaces only the front, which drains first; new workers start on the existing pods.
-Another image or size replaces everything, in the order of `kubectl delete`. Other workers continue
-the requests of a lost worker; if the head or the front is lost, running requests are lost and both
-start again.
-
-Pods of other namespaces may call it if their namespace has the label `llmctl.io/client: "true"`."""

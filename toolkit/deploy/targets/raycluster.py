@@ -15,21 +15,11 @@ objects here do not depend on the plan's settings; otherwise a new plan would re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import toolkit
 from toolkit.cluster.places import MachineShare, node_labels
-from toolkit.deploy import manifests as k8s
-from toolkit.deploy.operators import (
-    AuthOptions,
-    HeadGroup,
-    RayCluster,
-    RayClusterSpec,
-    UpgradeStrategy,
-    WorkerGroup,
-)
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
@@ -50,16 +40,21 @@ from toolkit.deploy.reckon import (
 from toolkit.deploy.replicas import KindReplicas, Replication
 from toolkit.deploy.targets.objects import (
     FOLDERS,
-    GPU,
     MODELS_MOUNT,
     TMP,
     TMP_MOUNT,
+    Object,
+    asked,
+    before_stop,
+    container,
     digests,
     loading_environment,
     metadata,
     models_volume,
     on_products,
+    pod_spec,
     tolerations,
+    variables,
 )
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -71,15 +66,14 @@ EXTRA = "kuberay"  # of the package: Ray with the agents that KubeRay's probes q
 OBJECT_STORE_MIB = 256  # it holds only prompts and tokens
 NODE_MIB = 512  # raylet and agents of a machine; idle, those of Ray 2.60 used 250 MiB
 NODE_CPU_MILLI = 250
-RAY_ENVIRONMENT = [
-    k8s.EnvVar(name="RAY_USAGE_STATS_ENABLED", value="0")
-]  # of all containers with Ray
+RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0"}  # of all containers with Ray
 RAY_LABELS = "ray.io/"  # prefix of the labels that Ray sets
 RAY = "2.60.0"  # the version that constraints.txt installs; KubeRay chooses its probes by it
 GCS_PORT = 6379
 HEAD_MIB = 4096  # 610 MiB when idle; its records of calls and lost actors grow
 HEAD_CPU = "1"
 AFTER_FRONT_S = 15  # for the end of an actor, and of a raylet
+LINGER = ("python", "-m", "toolkit.cluster.linger")  # ends a pod only after those that need it
 STAYS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 
 
@@ -197,38 +191,46 @@ def worker_count(order: Order) -> Sourced[int]:
     return Sourced(workload.workers_needed, source)
 
 
-def worker_group(
-    order: Order,
-    group: RayWorkerGroup,
-    member: dict[str, str],
-    grace_s: int,
-    lifecycle: k8s.Lifecycle,
-) -> WorkerGroup:
-    """The worker group of the RayCluster. Its pods have the labels of a `member`."""
-    count = group.count.value
-    return WorkerGroup(
-        group_name=group.name,
-        replicas=count,
-        min_replicas=count,
-        max_replicas=count,
-        labels=group.set_here or None,
-        ray_start_params={
-            "num-cpus": str(group.share.cpus),
-            "num-gpus": str(group.share.gpus),
+def _worker_group(order: Order, group: RayWorkerGroup) -> Object:
+    """The worker group of the RayCluster."""
+    count, share, kind = group.count.value, group.share, group.kind
+    # KubeRay refuses labels among the parameters.
+    labelled = {"labels": group.set_here} if group.set_here else {}
+    affinity = None
+    if share.gpus and not group.machines:
+        required = not kind.fit.engine.analytic and not group.alone
+        affinity = on_products(order, kind, required=required)
+    own = group.servers.environment if group.servers else {}
+    millicores = f"{1000 * group.cores.value + NODE_CPU_MILLI}m"
+    worker = container(
+        "ray-worker",
+        image(order).value,
+        [MODELS_MOUNT, TMP_MOUNT],
+        env=[*loading_environment(order), *variables(RAY_ENVIRONMENT | own)],
+        resources=asked(millicores, group.memory.value, group.memory_limit.value, share.gpus),
+        lifecycle=before_stop(*LINGER, "worker"),
+    )
+    spec = pod_spec(
+        worker_grace_s(order).value,
+        worker,
+        [models_volume(order, kind), TMP],
+        affinity=affinity,
+        nodes=group.machines,
+        tolerations=tolerations(kind.recipe),
+    )
+    return {
+        "groupName": group.name,
+        "replicas": count,
+        "minReplicas": count,
+        "maxReplicas": count,
+        **labelled,
+        "rayStartParams": {
+            "num-cpus": str(share.cpus),
+            "num-gpus": str(share.gpus),
             "object-store-memory": str(OBJECT_STORE_MIB * MIB),
         },
-        template=k8s.PodTemplate(
-            metadata=k8s.PodMetadata(labels=member),
-            spec=k8s.PodSpec(
-                termination_grace_period_seconds=grace_s,
-                affinity=_affinity(order, group),
-                node_selector=group.machines or None,
-                tolerations=tolerations(group.kind.recipe),
-                containers=[_container(order, group, lifecycle)],
-                volumes=[models_volume(order, group.kind), TMP],
-            ),
-        ),
-    )
+        "template": {"metadata": {"labels": member(order)}, "spec": spec},
+    }
 
 
 def explain_group(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
@@ -253,81 +255,71 @@ def explain_group(order: Order, group: RayWorkerGroup) -> list[ExplainedValue]:
     ]
     if group.labels:
         shown = ", ".join(f"{key}={value}" for key, value in group.labels.items())
-        lines.append(
-            ExplainedValue(
-                f"{group.name}: nodes of Ray",
-                shown,
-                "the front finds its kind's pods by these labels",
-            )
-        )
+        why = "the front finds its kind's pods by these labels"
+        lines.append(ExplainedValue(f"{group.name}: nodes of Ray", shown, why))
     if not group.alone or group.machines:
-        lines.append(ExplainedValue(f"{group.name}: machines", *_machines(group)))
+        engine_fit = group.kind.fit.engine
+        if group.machines:
+            named = ", ".join(f"{key}={value}" for key, value in group.machines.items())
+            where = Sourced(named, "fleet: nodes")
+        elif not share.gpus:
+            where = Sourced("any", "the fleet names no labels of its machines: nodes")
+        elif engine_fit.analytic:
+            why = (
+                "the fit is not measured, so the GPU's product is not known; name nodes in the "
+                "fleet"
+            )
+            where = Sourced("any with a GPU", why)
+        else:
+            product = engine_fit.device.replace(" ", "-")
+            where = Sourced(product, "only the GPU that was measured")
+        lines.append(explain_value(f"{group.name}: machines", where))
     elif share.gpus:
-        where = products(order, group.kind)
-        lines.append(explain_value(f"{group.name}: node affinity", where, ", ".join(where.value)))
+        known = products(order, group.kind)
+        lines.append(explain_value(f"{group.name}: node affinity", known, ", ".join(known.value)))
     return lines
 
 
-def _machines(group: RayWorkerGroup) -> tuple[str, str]:
-    """The machines on which its pods are scheduled, and why."""
-    if group.machines:
-        return ", ".join(f"{key}={value}" for key, value in group.machines.items()), "fleet: nodes"
-    if not group.share.gpus:
-        return "any", "the fleet names no labels of its machines: nodes"
-    if group.kind.fit.engine.analytic:
-        return (
-            "any with a GPU",
-            "the fit is not measured, so the GPU's product is not known; name nodes in the fleet",
-        )
-    return group.kind.fit.engine.device.replace(" ", "-"), "only the GPU that was measured"
+def ray_cluster(order: Order) -> Object:
+    """The RayCluster, which has the deployment's name.
 
-
-def _affinity(order: Order, group: RayWorkerGroup) -> k8s.Affinity | None:
-    if not group.share.gpus or group.machines:
-        return None
-    known = not group.kind.fit.engine.analytic
-    return on_products(order, group.kind, required=known and not group.alone)
-
-
-def _container(order: Order, group: RayWorkerGroup, lifecycle: k8s.Lifecycle) -> k8s.Container:
-    share = group.share
-    devices = {GPU: str(share.gpus)} if share.gpus else {}
-    cores = 1000 * group.cores.value + NODE_CPU_MILLI
-    asked = {"cpu": f"{cores}m", "memory": f"{group.memory.value}Mi"}
-    limit = {"memory": f"{group.memory_limit.value}Mi"}
-    own = group.servers.environment if group.servers else {}
-    return k8s.Container(
-        name="ray-worker",
-        image=image(order).value,
-        env=[
-            *loading_environment(order),
-            *RAY_ENVIRONMENT,
-            *(k8s.EnvVar(name=name, value=value) for name, value in own.items()),
+    Every connection to Ray needs the token in the Secret's key `auth_token`. A changed template
+    recreates all pods; by default, only newly made pods would get it.
+    """
+    size = f"{HEAD_MIB}Mi"
+    head = container(
+        "ray-head",
+        image(order).value,
+        [TMP_MOUNT],
+        ports=[
+            {"name": "gcs-server", "containerPort": GCS_PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": 8080, "protocol": "TCP"},
         ],
-        resources=k8s.Resources(requests=asked | devices, limits=limit | devices),
-        lifecycle=lifecycle,
-        volume_mounts=[MODELS_MOUNT, TMP_MOUNT],
+        env=variables({"HOME": FOLDERS["HOME"]} | RAY_ENVIRONMENT),
+        resources={"requests": {"cpu": HEAD_CPU, "memory": size}, "limits": {"memory": size}},
+        lifecycle=before_stop(*LINGER, "head", str(GCS_PORT)),
     )
-
-
-def ray_cluster(order: Order) -> RayCluster:
-    """The RayCluster, which has the deployment's name."""
-    about = metadata(order)
-    return RayCluster(
-        metadata=about.model_copy(update={"annotations": digests(order)}),
-        spec=RayClusterSpec(
-            ray_version=RAY,
-            auth_options=AuthOptions(secret_name=order.name),
-            upgrade_strategy=UpgradeStrategy(),
-            head_group_spec=_head(order),
-            worker_group_specs=[
-                worker_group(
-                    order, group, member(order), worker_grace_s(order).value, _lingering("worker")
-                )
-                for group in groups(order)
-            ],
-        ),
-    )
+    template = {
+        "metadata": {"labels": member(order), "annotations": STAYS},
+        "spec": pod_spec(head_grace_s(order).value, head, [TMP]),
+    }
+    parameters = {
+        "num-cpus": "0",  # no work runs on the head
+        "dashboard-host": "127.0.0.1",  # for `kubectl port-forward`
+        "object-store-memory": str(OBJECT_STORE_MIB * MIB),
+    }
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {**metadata(order), "annotations": digests(order)},
+        "spec": {
+            "rayVersion": RAY,
+            "authOptions": {"mode": "token", "secretName": order.name},
+            "upgradeStrategy": {"type": "Recreate"},
+            "headGroupSpec": {"rayStartParams": parameters, "template": template},
+            "workerGroupSpecs": [_worker_group(order, group) for group in groups(order)],
+        },
+    }
 
 
 def member(order: Order) -> dict[str, str]:
@@ -354,47 +346,3 @@ def head_grace_s(order: Order) -> Sourced[int]:
     workers = worker_grace_s(order).value
     source = f"the workers' {workers} + {AFTER_FRONT_S} for the end of their raylets"
     return Sourced(workers + AFTER_FRONT_S, source)
-
-
-def fingerprint(order: Order) -> str:
-    """The cluster's spec as text: for another spec, the front must start again."""
-    spec = ray_cluster(order).spec.model_dump(by_alias=True, exclude_none=True)
-    return json.dumps(spec, sort_keys=True)
-
-
-def _head(order: Order) -> HeadGroup:
-    folders = [k8s.EnvVar(name="HOME", value=FOLDERS["HOME"]), *RAY_ENVIRONMENT]
-    size = {"memory": f"{HEAD_MIB}Mi"}
-    container = k8s.Container(
-        name="ray-head",
-        image=image(order).value,
-        ports=[
-            k8s.ContainerPort(name="gcs-server", container_port=GCS_PORT),
-            k8s.ContainerPort(name="metrics", container_port=8080),
-        ],
-        env=folders,
-        resources=k8s.Resources(requests={"cpu": HEAD_CPU} | size, limits=size),
-        lifecycle=_lingering("head", str(GCS_PORT)),
-        volume_mounts=[TMP_MOUNT],
-    )
-    return HeadGroup(
-        ray_start_params={
-            "num-cpus": "0",  # no work runs on the head
-            "dashboard-host": "127.0.0.1",  # for `kubectl port-forward`
-            "object-store-memory": str(OBJECT_STORE_MIB * MIB),
-        },
-        template=k8s.PodTemplate(
-            metadata=k8s.PodMetadata(labels=member(order), annotations=STAYS),
-            spec=k8s.PodSpec(
-                termination_grace_period_seconds=head_grace_s(order).value,
-                containers=[container],
-                volumes=[TMP],
-            ),
-        ),
-    )
-
-
-def _lingering(*words: str) -> k8s.Lifecycle:
-    """The hook by which a pod ends only after the pods that need it."""
-    command = ["python", "-m", "toolkit.cluster.linger", *words]
-    return k8s.Lifecycle(pre_stop=k8s.Handler(exec=k8s.Exec(command=command)))
