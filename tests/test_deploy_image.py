@@ -12,7 +12,7 @@ from toolkit.backends.vllm.backend import IMAGES
 from toolkit.deploy.order import llmctl_image
 from toolkit.deploy.targets import compose
 from toolkit.deploy.targets.objects import POD_SECURITY as POD
-from toolkit.deploy.targets.raycluster import EXTRA
+from toolkit.deploy.targets.kuberay import EXTRA
 from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent

@@ -22,7 +22,7 @@ from toolkit.cli.basis import plan_of_fleet, plan_of_recipe
 from toolkit.cluster.linger import actors, main, peers, wait
 from toolkit.cluster.places import MachineShare, node_labels
 from toolkit.deploy.render import render_target
-from toolkit.deploy.targets.raycluster import RAY
+from toolkit.deploy.targets.kuberay import RAY
 from toolkit.errors import InputError
 from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload

@@ -172,7 +172,22 @@ def _alerts(
 
 def explanation(target: str, order: Order, rendered: Rendered) -> str:
     """EXPLAIN.md: every value of the files and the plan, and predictions with their errors."""
-    plan = order.plan
+    plan, engine, validation = order.plan, order.plan.fit.engine, order.validation
+    measured = f"with engine {engine.engine} {engine.engine_version}"
+    basis = f"The laws were measured on {engine.device} {measured}."
+    if engine.analytic:
+        basis = f"Nothing here was measured: {engine.analytic}."
+    errors: dict[str, str] = {}
+    if validation is None:
+        basis += " Predictions of this fit are not validated yet: `llmctl validate`."
+    else:
+        basis += f" {validation.summary().capitalize()}."
+        errors = {row.metric: f"{row.error_percent:+.1f} %" for row in validation.metrics}
+    predicted = [  # targets are among the limits
+        (name, f"{plan.predicted[name]:.4g}", errors.get(name, "not validated"))
+        for name in dict.fromkeys([*SHOWN, *errors])
+        if name in plan.predicted
+    ]
     allowances = []
     if target not in FOREIGN:
         because = "the plan is predicted to break limits and was rendered anyway"
@@ -190,7 +205,7 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
         version=toolkit.__version__,
         target=target,
         stamp=order.stamp(),
-        basis=_basis(order),
+        basis=basis,
         start=rendered.start,
         limits=[
             (limit.name, limit.allowed(), limit.prediction(), KEPT[limit.kept])
@@ -200,7 +215,7 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
         broken=bool(broken(plan.limits)),
         explained=[*rendered.explained, *allowances],
         planned=planned,
-        predicted=_predicted(order),
+        predicted=predicted,
         predicted_on=_predicted_on(plan),
     )
 
@@ -239,18 +254,6 @@ def shipped_trace(plan: Plan) -> str:
     return stem if (FOLDER / f"{stem}.jsonl").is_file() and stem else ""
 
 
-def _basis(order: Order) -> str:
-    """What the predictions rest on, in one or two sentences."""
-    engine = order.plan.fit.engine
-    version = f"{engine.engine} {engine.engine_version}"
-    measured = f"The laws were measured on {engine.device} with engine {version}."
-    if engine.analytic:
-        measured = f"Nothing here was measured: {engine.analytic}."
-    if order.validation is None:
-        return f"{measured} Predictions of this fit are not validated yet: `llmctl validate`."
-    return f"{measured} {order.validation.summary().capitalize()}."
-
-
 def _verdict(plan: Plan) -> str:
     """Whether the plan keeps its limits, in one or two sentences."""
     source = plan.explained[LIMITS].source if LIMITS in plan.explained else ""
@@ -259,19 +262,6 @@ def _verdict(plan: Plan) -> str:
     if any(limit.kept is None for limit in plan.limits):
         return f"Not predicted: {source}." if source else "Not predicted."
     return f"All are predicted to be kept. {_predicted_on(plan)}."
-
-
-def _predicted(order: Order) -> list[tuple[str, str, str]]:
-    """Metric, value, and the prediction's error, rates first. Targets are among the limits."""
-    plan, errors = order.plan, {}
-    if order.validation:
-        errors = {row.metric: f"{row.error_percent:+.1f} %" for row in order.validation.metrics}
-    wanted = [*SHOWN, *errors]
-    return [
-        (name, f"{plan.predicted[name]:.4g}", errors.get(name, "not validated"))
-        for name in dict.fromkeys(wanted)
-        if name in plan.predicted
-    ]
 
 
 def _predicted_on(plan: Plan) -> str:

@@ -82,7 +82,31 @@ def render_replicas(order: Order) -> Rendered:
     }
     front = _ours(order, command, image.value, replicas.drain, replicas=list(behind))
     text = _file(order, {"llmctl": front, PREPARES: prepares, **behind})
-    lines = [*replicas.explained(), *_explained_replicas(order, replicas)]
+    grace, startup, hang_s = grace_s(replicas.drain), replicas.startup, replicas.kinds[0].hang_s
+    checked = (
+        f"recipe: serve.hang_s; where a replica's figures in /metrics stand still for {hang_s} s "
+        "and it generates no token for as long, the check ends it, and Docker starts it again; the "
+        "front sends requests to the others"
+    )
+    first = "the front stops first, while it has its replicas"
+    made = f"ends at once; it makes the volume for user {USER_ID}"
+    lines = [
+        *replicas.explained(),
+        explain_value("front: image", image),
+        *replicas.explained_flags(),
+        explain_value("stop_grace_period", grace, f"{grace.value} s"),
+        explain_value("healthcheck.start_period", startup, f"{startup.value} s"),
+        ExplainedValue("healthcheck", f"/ready of the front, {ALIVE} in a replica", checked),
+        ExplainedValue("depends_on", "service_started", first),
+        ExplainedValue(f"service {PREPARES}", "true", made),
+        *_explained(order),
+    ]
+    for kind in replicas.kinds:
+        numbers = range(kind.count.value if kind.gpus.value else 0)
+        if shares := "; ".join(",".join(map(str, kind.devices(number))) for number in numbers):
+            line = explain_value("device_ids of the replicas", kind.gpus, shares)
+            lines += kind.about([line])
+    lines += _explained_token(order)
     return Rendered({"compose.yaml": text, ALIVE: replicas.alive}, lines, _start(order))
 
 
@@ -209,37 +233,6 @@ def _models(order: Order) -> list[Service]:
         folder = uninterpolated(source)
         mounts.append(_mount(folder, folder))
     return mounts
-
-
-def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedValue]:
-    grace = grace_s(replicas.drain)
-    hang_s = replicas.kinds[0].hang_s
-    lines = [
-        explain_value("front: image", replicas.front_image),
-        *replicas.explained_flags(),
-        explain_value("stop_grace_period", grace, f"{grace.value} s"),
-        explain_value("healthcheck.start_period", replicas.startup, f"{replicas.startup.value} s"),
-        ExplainedValue(
-            "healthcheck",
-            f"/ready of the front, {ALIVE} in a replica",
-            f"recipe: serve.hang_s; where a replica's figures in /metrics stand still for "
-            f"{hang_s} s and it generates no token for as long, the check ends it, and "
-            "Docker starts it again; the front sends requests to the others",
-        ),
-        ExplainedValue(
-            "depends_on", "service_started", "the front stops first, while it has its replicas"
-        ),
-        ExplainedValue(
-            f"service {PREPARES}", "true", "ends at once; it makes the volume for user 10001"
-        ),
-        *_explained(order),
-    ]
-    for kind in replicas.kinds:
-        numbers = range(kind.count.value if kind.gpus.value else 0)
-        if shares := "; ".join(",".join(map(str, kind.devices(number))) for number in numbers):
-            line = explain_value("device_ids of the replicas", kind.gpus, shares)
-            lines += kind.about([line])
-    return [*lines, *_explained_token(order)]
 
 
 def uninterpolated(text: str) -> str:

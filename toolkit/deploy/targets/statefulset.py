@@ -78,9 +78,24 @@ def render(order: Order) -> Rendered:
     files = common.kustomized(order, _core(replicas), operated, maps, scaled)
     files |= common.claim_files(order, _mounting(replicas)) | {"core/plan.json": order.text}
     files[f"core/{ALIVE_FILE}"] = replicas.alive
-    weights = _weights(order)
-    if weights is not None:
-        files[PICKER] = dump_yaml([_picker(weights)], order.comment())
+    weights: dict[str, float] = {}  # of a picker's scorers, where the plan's router is llm-d's
+    router = order.plan.replica_router
+    if router is not None and router.name == LlmdRouter.name:
+        given = router_defaults(LlmdRouter) | dict(router.parameters)
+        weights = {scorer: float(given[parameter]) for scorer, parameter in SCORERS.items()}
+        # What a Gateway's endpoint picker reads when it starts: no object of the cluster.
+        cache, *others = ({"type": scorer} for scorer in weights)
+        remembered = {"parameters": {"lruCapacityPerServer": LlmdRouter.index_blocks}}
+        more = [{"type": "max-score-picker"}, {"type": "single-profile-handler"}]
+        chosen = [{"pluginRef": scorer, "weight": weight} for scorer, weight in weights.items()]
+        profile = {"name": "default", "plugins": [*chosen, {"pluginRef": "max-score-picker"}]}
+        picker = {
+            "apiVersion": PICKER_API,
+            "kind": "EndpointPickerConfig",
+            "plugins": [cache | remembered, *others, *more],
+            "schedulingProfiles": [profile],
+        }
+        files[PICKER] = dump_yaml([picker], order.comment())
     namespace = order.options.namespace
     status = f"kubectl -n {namespace} rollout status statefulset/"
     start = START.format(
@@ -167,30 +182,6 @@ def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str,
         )
     rules = replica_rules(order, series(order, monitored=True), queues)
     return found | {"prometheusrule.yaml": prometheus_rule(order, rules)}, scaled
-
-
-def _weights(order: Order) -> dict[str, float] | None:
-    """The weight of each of a picker's scorers, where the plan's router is llm-d's."""
-    router = order.plan.replica_router
-    if router is None or router.name != LlmdRouter.name:
-        return None
-    given = router_defaults(LlmdRouter) | dict(router.parameters)
-    return {scorer: float(given[parameter]) for scorer, parameter in SCORERS.items()}
-
-
-def _picker(weights: Mapping[str, float]) -> Object:
-    """What a Gateway's endpoint picker reads when it starts: no object of the cluster."""
-    cache, *others = ({"type": scorer} for scorer in weights)
-    remembered = {"parameters": {"lruCapacityPerServer": LlmdRouter.index_blocks}}
-    more = [{"type": "max-score-picker"}, {"type": "single-profile-handler"}]
-    chosen = [{"pluginRef": scorer, "weight": weight} for scorer, weight in weights.items()]
-    plugins = [*chosen, {"pluginRef": "max-score-picker"}]
-    return {
-        "apiVersion": PICKER_API,
-        "kind": "EndpointPickerConfig",
-        "plugins": [cache | remembered, *others, *more],
-        "schedulingProfiles": [{"name": "default", "plugins": plugins}],
-    }
 
 
 def _address(replicas: KindReplicas) -> str:
@@ -353,9 +344,7 @@ def _mounting(replicas: Replication) -> Sourced[int]:
     return Sourced(highest, f"up to {highest} replicas")
 
 
-def _explained(
-    replicas: Replication, weights: Mapping[str, float] | None
-) -> list[ExplainedValue]:
+def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[ExplainedValue]:
     order, kinds = replicas.order, replicas.kinds
     addresses = " ".join(kind.at(_address(kind)) for kind in kinds)
     services = "the headless Service" if len(kinds) == 1 else "each kind's headless Service"
@@ -398,7 +387,7 @@ def _explained(
         ]
     else:
         lines += common.explain_models(order, _mounting(replicas))
-    if weights is not None:
+    if weights:
         whole = "a file for the picker of Gateway API's inference extension, instead of the front"
         lines.append(ExplainedValue(PICKER, PICKER_API, f"{whole}; llm-d 0.8: llm-d.ai/v1alpha1"))
         for scorer, weight in weights.items():
