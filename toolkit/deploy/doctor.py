@@ -41,7 +41,8 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
     python = Check("python", "ok", version)
     if version not in wanted:
         python = Check("python", "missing", version, f"use Python {wanted}")
-    cpus = f"{usable_cpus()} CPUs usable; memory {size(memory.total)}, {size(memory.available)} free"
+    free_memory = f"memory {size(memory.total)}, {size(memory.available)} free"
+    processor = Check("cpu", "ok", f"{usable_cpus()} CPUs usable; {free_memory}")
     try:
         import toolkit.sched.kernels  # noqa: F401  (the import makes numba look for a cache folder)
 
@@ -71,7 +72,6 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
         models = Check("model cache", "note", f"{cache} cannot be written", remedy)
     else:
         models = Check("model cache", "ok", f"{cache} ({size(free)} free)")
-    processor = Check("cpu", "ok", cpus)
     packages, device = _check_packages(), _check_devices(devices)
     return [python, packages, device, processor, kernels, scheduler, disk, models]
 
@@ -256,7 +256,8 @@ def _check_model(model: ModelSpec) -> Check:
         weights = f", {size(model.weight_bytes)}"
     revision = f" --revision {model.revision}" if model.revision else ""
     found = f"{model.source}: not in {model_cache()}; from the hub{weights}"
-    return Check("model", "missing", found, f"fetch it once with: hf download {model.source}{revision}")
+    remedy = f"fetch it once with: hf download {model.source}{revision}"
+    return Check("model", "missing", found, remedy)
 
 
 def _folder_problem(folder: Path, model: ModelSpec) -> str:

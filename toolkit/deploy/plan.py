@@ -132,7 +132,7 @@ def make_plan(
         policy=policy,
         predicted=dict(choice.predicted),
         limits=list(choice.limits),
-        explained=explained | explain(kinds, policy, choice) | explain_replicas(router, kinds, choice),
+        explained=explained | explain(kinds, policy, choice, router),
         workload=workload,
         others=list(others),
         replica_router=router,
@@ -342,6 +342,12 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
         left_out = [kind.recipe for kind in tuning.sizing.kinds if not kind.workers]
         without = f", without {' and '.join(left_out)}" if left_out else ""
         workers_source = f"tuning: the {tuning.sizing.found} that keep all limits{without}"
+    # A further kind's flags that the search varied, unless they are kept as its recipe has them.
+    of_kinds: dict[str, dict[str, str]] = {}
+    for kind in outcome.kind_parameters:
+        tried = _values_of([trial.outcome.kind_parameters.get(kind, {}) for trial in tuning.trials])
+        varied = [name for name, values in tried.items() if len(values) > 1]
+        of_kinds[kind] = {} if tuning.keep_defaults else dict.fromkeys(varied, source)
     return Choice(
         outcome.policy,
         outcome.parameters,
@@ -354,7 +360,7 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
         router=outcome.replica_router,
         workers_source=workers_source,
         kinds=outcome.kind_parameters,
-        kind_sources=_sources_of_kinds(tuning, source),
+        kind_sources=of_kinds,
     )
 
 
@@ -380,18 +386,6 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
     return sources
 
 
-def _sources_of_kinds(tuning: Tuning, source: str) -> dict[str, dict[str, str]]:
-    """The sources of the recommended flags of a fleet's further kinds of servers: the search, for
-    those that it varied and that are not kept as the recipe has them.
-    """
-    found = {}
-    for kind in tuning.recommended.kind_parameters:
-        among = [trial.outcome.kind_parameters.get(kind, {}) for trial in tuning.trials]
-        varied = [name for name, values in _values_of(among).items() if len(values) > 1]
-        found[kind] = {} if tuning.keep_defaults else dict.fromkeys(varied, source)
-    return found
-
-
 def _values_of(settings: Sequence[Mapping[str, ParameterValue]]) -> dict[str, set[object]]:
     """The values that each parameter has."""
     found: dict[str, set[object]] = {}
@@ -410,8 +404,11 @@ def _trial(tuning: Tuning, outcome: Outcome) -> str:
     return "the best"
 
 
-def explain(kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice) -> Explained:
-    """Explain each value of the plan: policy, parameters, laws, predictions.
+def explain(
+    kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice, router: RouterSpec | None
+) -> Explained:
+    """Explain each value of the plan: policy, parameters, laws, predictions, the router before
+    replicas.
 
     The keys of laws of a fleet's further kinds begin with the names of their recipes.
     """
@@ -435,7 +432,7 @@ def explain(kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice) -> Exp
         explained["workers"] = Explanation(value=str(total), source=source)
     for name, metric in choice.predicted.items():
         explained[PREDICTED + name] = Explanation(value=_text(metric), source=choice.predicted_on)
-    return explained
+    return explained | ({} if router is None else _explain_router(router, kinds, choice))
 
 
 def explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str]) -> Explained:
@@ -447,12 +444,10 @@ def explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str
     return explained
 
 
-def explain_replicas(router: RouterSpec | None, kinds: Sequence[Kind], choice: Choice) -> Explained:
+def _explain_router(router: RouterSpec, kinds: Sequence[Kind], choice: Choice) -> Explained:
     """Explain the router before replicas of a server, its parameters, the replicas' number, and the
-    flags of a fleet's further kinds; empty where there is no router.
+    flags of a fleet's further kinds.
     """
-    if router is None:
-        return {}
     workers = sum(kind.workers for kind in kinds)
     source = RECIPE if router.name != RouterSpec().name else NO_ROUTER
     if choice.router is not None:

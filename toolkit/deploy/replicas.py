@@ -347,11 +347,6 @@ class Replication:
             check_servable_elsewhere(kind.kind.recipe, kind.kind.recipe.engine.name)
 
     @property
-    def gpus(self) -> int:
-        """GPUs of all replicas."""
-        return sum(kind.count.value * kind.gpus.value for kind in self.kinds)
-
-    @property
     def alive(self) -> str:
         """The program that finds out whether a replica hangs."""
         return self.kinds[0].server.alive

@@ -206,9 +206,9 @@ def _model_lines(order: Order, engine: str) -> list[ExplainedValue]:
         ExplainedValue("--port", str(recipe.serve.port or 8000), "recipe: serve.port"),
         ExplainedValue("--dtype", model.dtype, "recipe: model.dtype"),
     ]
-    lines += [
-        ExplainedValue(flag, value, f"recipe: {key}") for flag, (value, key) in given.items() if value
-    ]
+    for flag, (value, key) in given.items():
+        if value:
+            lines.append(ExplainedValue(flag, value, f"recipe: {key}"))
     if model.trust_remote_code:
         lines.append(ExplainedValue("--trust-remote-code", "", "recipe: model.trust_remote_code"))
     return lines
@@ -321,6 +321,6 @@ def conservativeness(order: Order) -> Sourced[float]:
     if evicted is None:
         return Sourced(1.0, "SGLang's default: the plan predicts no evictions, or is not tuned")
     if evicted > OFTEN_EVICTED_PERCENT:
-        source = f"plan: {evicted:.2g} evictions predicted per 100 requests; SGLang advises 1.3 then"
-        return Sourced(CONSERVATIVE, source)
+        often = f"plan: {evicted:.2g} evictions predicted per 100 requests"
+        return Sourced(CONSERVATIVE, f"{often}; SGLang advises 1.3 then")
     return Sourced(1.0, f"SGLang's default: {evicted:.2g} evictions predicted per 100 requests")

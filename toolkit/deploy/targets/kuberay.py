@@ -459,12 +459,13 @@ def _worker_group(order: Order, group: RayWorkerGroup) -> Object:
         affinity = common.on_products(order, kind, required=required)
     own = group.servers.environment if group.servers else {}
     millicores = f"{1000 * group.cores.value + NODE_CPU_MILLI}m"
+    memory, limit = group.memory.value, group.memory_limit.value
     worker = common.container(
         "ray-worker",
         image(order).value,
         [common.MODELS_MOUNT, common.TMP_MOUNT],
         env=[*common.loading_environment(order), *common.variables(RAY_ENVIRONMENT | own)],
-        resources=common.asked(millicores, group.memory.value, group.memory_limit.value, share.gpus),
+        resources=common.asked(millicores, memory, limit, share.gpus),
         lifecycle=common.before_stop(*LINGER, "worker"),
     )
     spec = common.pod_spec(
