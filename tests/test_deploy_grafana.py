@@ -170,3 +170,15 @@ def test_the_shipped_file_is_the_dashboard(names):
     assert (
         shipped.read_text(encoding="utf-8") == json.dumps(dashboard(names=names), indent=1) + "\n"
     )
+
+
+def test_panels_with_vllm_s_names_are_among_the_others_with_the_same_unit():
+    units = [
+        {
+            panel["title"]: panel["fieldConfig"]["defaults"]["unit"]
+            for panel in dashboard(names=names)["panels"]
+            if panel["type"] == "timeseries"
+        }
+        for names in NAMES
+    ]
+    assert units[1].items() < units[0].items()

@@ -227,14 +227,14 @@ def render(order: Order) -> Rendered:
         ),
         "networkpolicy.yaml": network_policy(order),
     }
-    operated, scaled = monitors(order, threshold), []
-    most = pods if threshold.value is None else max_replicas(order, pods.value)
+    operated, most = monitors(order, threshold), pods
     if threshold.value is not None:
+        most = max_replicas(order, pods.value)
         waiting = f"llmctl_requests_waiting{{{series(order, monitored=True)}}}"
         operated["scaledobject.yaml"] = scaled_object(
             order, {"name": order.name}, waiting, threshold.value, pods.value
         )
-        scaled = [("Deployment", order.name)]
+    scaled = [("Deployment", order.name)] if threshold.value is not None else []
     count = most.value + surge
     why = f"up to {count} pods at once: replicas and those of a rollout"
     mounting = Sourced(count, "one pod at a time" if count == 1 else why)

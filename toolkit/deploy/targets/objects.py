@@ -416,7 +416,7 @@ def kustomized(
     outer = {"resources": ["core", *sorted(operated)], "configMapGenerator": [board]}
     remove = json.dumps([{"op": "remove", "path": "/spec/replicas"}])
     patches = [{"target": {"kind": kind, "name": name}, "patch": remove} for kind, name in scaled]
-    objects = {
+    objects: dict[str, Object] = {
         **{f"core/{name}": content for name, content in core.items()},
         **operated,
         "core/kustomization.yaml": {
