@@ -188,12 +188,21 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
         for name in dict.fromkeys([*SHOWN, *errors])
         if name in plan.predicted
     ]
-    allowances = []
-    if target not in FOREIGN:
-        because = "the plan is predicted to break limits and was rendered anyway"
-        allowances = [
-            ExplainedValue(f"serve {option}", "given", because) for option in order.allowances
-        ]
+    # What the predictions rest on, as the beginning of a sentence.
+    sources = [each.source for key, each in plan.explained.items() if key.startswith(PREDICTED)]
+    predicted_on = sources[0].capitalize() if sources else ""
+    if plan.workload is not None:
+        rate = f"{plan.workload.request_rate_rps:.4g} requests/s"
+        predicted_on += f" {plan.workload.trace}, at {rate}"
+    verdict = f"All are predicted to be kept. {predicted_on}."
+    if broken(plan.limits):
+        verdict = f"The plan is predicted to {breaks(plan.limits)}. It was rendered anyway."
+    elif any(limit.kept is None for limit in plan.limits):
+        source = plan.explained[LIMITS].source if LIMITS in plan.explained else ""
+        verdict = f"Not predicted: {source}." if source else "Not predicted."
+    because = "the plan is predicted to break limits and was rendered anyway"
+    given = [] if target in FOREIGN else order.allowances
+    allowances = [ExplainedValue(f"serve {option}", "given", because) for option in given]
     planned = [
         ExplainedValue(key, one.value, one.source)
         for key, one in plan.explained.items()
@@ -211,12 +220,12 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
             (limit.name, limit.allowed(), limit.prediction(), KEPT[limit.kept])
             for limit in plan.limits
         ],
-        verdict=_verdict(plan),
+        verdict=verdict,
         broken=bool(broken(plan.limits)),
         explained=[*rendered.explained, *allowances],
         planned=planned,
         predicted=predicted,
-        predicted_on=_predicted_on(plan),
+        predicted_on=predicted_on,
     )
 
 
@@ -252,25 +261,6 @@ def shipped_trace(plan: Plan) -> str:
     """The name of the trace that the plan was tuned on, if it ships with the package; else ''."""
     stem = plan.workload.trace.removesuffix(".jsonl") if plan.workload else ""
     return stem if (FOLDER / f"{stem}.jsonl").is_file() and stem else ""
-
-
-def _verdict(plan: Plan) -> str:
-    """Whether the plan keeps its limits, in one or two sentences."""
-    source = plan.explained[LIMITS].source if LIMITS in plan.explained else ""
-    if broken(plan.limits):
-        return f"The plan is predicted to {breaks(plan.limits)}. It was rendered anyway."
-    if any(limit.kept is None for limit in plan.limits):
-        return f"Not predicted: {source}." if source else "Not predicted."
-    return f"All are predicted to be kept. {_predicted_on(plan)}."
-
-
-def _predicted_on(plan: Plan) -> str:
-    """What the predictions rest on, as the beginning of a sentence."""
-    sources = [each.source for key, each in plan.explained.items() if key.startswith(PREDICTED)]
-    source = sources[0].capitalize() if sources else ""
-    if plan.workload is None:
-        return source
-    return f"{source} {plan.workload.trace}, at {plan.workload.request_rate_rps:.4g} requests/s"
 
 
 # A folder of rendered files: writing it without losing edits, and comparing it with new files.
