@@ -237,7 +237,6 @@ class Kustomization(StrictObject):
     patches: list[Patch] | None = None
 
 
-
 OWN_MODELS: dict[str, type[BaseModel]] = {
     "Kustomization": Kustomization,
     "PodMonitor": PodMonitor,

@@ -11,8 +11,8 @@ import toolkit
 from toolkit.backends.vllm.backend import IMAGES
 from toolkit.deploy.order import llmctl_image
 from toolkit.deploy.targets import compose
-from toolkit.deploy.targets.objects import POD_SECURITY as POD
 from toolkit.deploy.targets.kuberay import EXTRA
+from toolkit.deploy.targets.objects import POD_SECURITY as POD
 from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent

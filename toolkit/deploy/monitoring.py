@@ -196,9 +196,7 @@ def replica_rules(
 
 def _file(order: Order, found: Sequence[Rule]) -> RulesFile:
     """The rules in one group, with the deployment's name as a label."""
-    named = [
-        rule | {"labels": rule["labels"] | {"deployment": order.name}} for rule in found
-    ]
+    named = [rule | {"labels": rule["labels"] | {"deployment": order.name}} for rule in found]
     return {"groups": [{"name": order.name, "rules": named}]}
 
 

@@ -307,11 +307,7 @@ def _explain_cluster(order: Order) -> list[ExplainedValue]:
             "Recreate",
             "all pods have one image: another image replaces all of Ray's pods and the front",
         ),
-        *[
-            line
-            for group in groups(order)
-            for line in explain_group(order, group)
-        ],
+        *[line for group in groups(order) for line in explain_group(order, group)],
         explain_value("workers: terminationGracePeriodSeconds", workers, f"{workers.value} s"),
         ExplainedValue(
             "workers: preStop",

@@ -62,9 +62,7 @@ def network_policy(order: Order, members: Mapping[str, str] | None = None) -> Ob
     return _policy(order, order.name, common.selector(order), ways_in, ways_out)
 
 
-def cluster_policy(
-    order: Order, cluster: Mapping[str, str], members: Mapping[str, str]
-) -> Object:
+def cluster_policy(order: Order, cluster: Mapping[str, str], members: Mapping[str, str]) -> Object:
     """For the pods of a Ray cluster: only the deployment's `members` may connect, since every
     connection to Ray can run code.
     """
@@ -89,9 +87,7 @@ def replica_policies(order: Order, replicas: Mapping[str, str]) -> dict[str, Obj
     ways_out = [TO_DNS, to_servers, {"to": behind, "ports": WEB}]
     ways_in = [{"from": _callers(order), "ports": WEB}]
     found = {
-        "networkpolicy.yaml": _policy(
-            order, order.name, common.selector(order), ways_in, ways_out
-        )
+        "networkpolicy.yaml": _policy(order, order.name, common.selector(order), ways_in, ways_out)
     }
     for file, name in replicas.items():
         ours = [{"from": [front, *_prometheus(order)], "ports": WEB}]
@@ -132,9 +128,7 @@ def _egress(order: Order) -> list[Object]:
     return [TO_DNS, hub] if reckon.from_hub(order.plan.recipe) else [TO_DNS]
 
 
-def pod_monitor(
-    order: Order, pods: str = "", *, page: str = "/metrics", name: str = ""
-) -> Object:
+def pod_monitor(order: Order, pods: str = "", *, page: str = "/metrics", name: str = "") -> Object:
     """Has Prometheus scrape `page` of every pod with the API key, which pages need too; those named
     `pods` need none. It has the `name`, by default that of the pods.
     """

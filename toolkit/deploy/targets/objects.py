@@ -20,7 +20,6 @@ from toolkit.deploy.order import (
     Order,
     Sourced,
     explain_value,
-    llmctl_image,
     products,
 )
 from toolkit.files.plan import Kind
@@ -238,9 +237,7 @@ def on_products(order: Order, kind: Kind, *, required: bool = False) -> Object:
         "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "preference": term}]
     }
     if required or order.options.gpu_products:
-        found = {
-            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}
-        }
+        found = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
     return {"nodeAffinity": found}
 
 
@@ -420,7 +417,9 @@ def kustomized(
         **{f"core/{name}": content for name, content in core.items()},
         **operated,
         "core/kustomization.yaml": {
-            **head, "resources": sorted(core), "configMapGenerator": list(maps)
+            **head,
+            "resources": sorted(core),
+            "configMapGenerator": list(maps),
         },
         "kustomization.yaml": head | outer | ({"patches": patches} if patches else {}),
     }
