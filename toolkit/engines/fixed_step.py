@@ -192,7 +192,13 @@ class FixedSteps:
         try:
             found = self._capture(shape)
         except RuntimeError as error:
-            self._give_up(error)
+            self._captures = False
+            self.clear()
+            ran_out = is_out_of_memory(error)
+            why = "memory ran out" if ran_out else str(error).splitlines()[0]
+            _logger.warning(
+                "decode steps are not captured as CUDA graphs, and run eagerly: %s", why
+            )
             return None
         self._graphs[shape] = found
         if len(self._graphs) > GRAPHS_MAX:
@@ -207,9 +213,3 @@ class FixedSteps:
         if self._pool is None:
             self._pool = graph.pool()
         return graph
-
-    def _give_up(self, error: RuntimeError) -> None:
-        self._captures = False
-        self.clear()
-        why = "memory ran out" if is_out_of_memory(error) else str(error).splitlines()[0]
-        _logger.warning("decode steps are not captured as CUDA graphs, and run eagerly: %s", why)

@@ -86,8 +86,12 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._window.fixed is not None:
-            return self._update_fixed(self._window.fixed, key_states, value_states)
+        fixed = self._window.fixed
+        if fixed is not None:
+            columns, at = slice(fixed.first, fixed.last), fixed.column - fixed.first
+            keys = self.key_slab[: fixed.rows, :, columns].index_copy_(2, at, key_states)
+            values = self.value_slab[: fixed.rows, :, columns].index_copy_(2, at, value_states)
+            return keys, values
         start, old, first = self._window.start, self._window.end, self._window.first_row
         rows = slice(first, first + key_states.shape[0])
         end = old + key_states.shape[-2]
@@ -96,17 +100,6 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
         self.key_slab[rows, :, old:end] = key_states
         self.value_slab[rows, :, old:end] = value_states
         return self.key_slab[rows, :, start:end], self.value_slab[rows, :, start:end]
-
-    def _update_fixed(
-        self, fixed: FixedPass, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (
-            slab[: fixed.rows, :, fixed.first : fixed.last]
-            for slab in (self.key_slab, self.value_slab)
-        )
-        keys.index_copy_(2, fixed.column - fixed.first, key_states)
-        values.index_copy_(2, fixed.column - fixed.first, value_states)
-        return keys, values
 
     def get_seq_length(self) -> int:
         fixed = self._window.fixed
@@ -274,8 +267,15 @@ class RebatchCache(Cache):  # type: ignore[misc]
         for index in sorted(indices, reverse=True):
             last = len(order) - 1
             if index != last:
-                self._copy_row(last, index)
-                order[index], self._begin[index] = order[last], self._begin[last]
+                begin, end, start = self._begin[last], self._window.end, self._window.start
+                # Methods that need no memory; an assignment of a scalar does.
+                for slab in self._slabs():
+                    if self._whole_rows:
+                        slab[index].copy_(slab[last])
+                    else:
+                        slab[index, :, begin:end].copy_(slab[last, :, begin:end])
+                        slab[index, :, start:begin].zero_()
+                order[index], self._begin[index] = order[last], begin
             order.pop()
             self._begin.pop()
         self._release()
@@ -491,17 +491,6 @@ class RebatchCache(Cache):  # type: ignore[misc]
         if start < begin:
             for slab in self._slabs():
                 slab[index, :, start:begin].zero_()
-
-    def _copy_row(self, source: int, target: int) -> None:
-        """Copy with methods that need no memory; an assignment of a scalar does."""
-        if self._whole_rows:
-            for slab in self._slabs():
-                slab[target].copy_(slab[source])
-            return
-        begin, end, start = self._begin[source], self._window.end, self._window.start
-        for slab in self._slabs():
-            slab[target, :, begin:end].copy_(slab[source, :, begin:end])
-            slab[target, :, start:begin].zero_()
 
     def _release(self) -> None:
         """Remove columns that no row needs from the window."""

@@ -98,20 +98,18 @@ class HostArena:
             wanted = min(wanted, self._bound_bytes - self.held_bytes)
         if wanted < size or not size:
             return None
-        self._pieces.append(self._allocate(wanted))
-        place = (len(self._pieces) - 1, 0, wanted)
-        insort(self._free, place)
-        return place
-
-    def _allocate(self, size: int) -> torch.Tensor:
+        piece = None
         if self._pin:
             try:
-                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                piece = torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
                 self._pin = False
                 why = str(error).splitlines()[0]
                 _logger.warning("host memory cannot be pinned, so swaps are slower: %s", why)
-        return torch.empty(size, dtype=torch.uint8)
+        self._pieces.append(torch.empty(wanted, dtype=torch.uint8) if piece is None else piece)
+        place = (len(self._pieces) - 1, 0, wanted)
+        insort(self._free, place)
+        return place
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +135,7 @@ class SuspendedRow:
 
 
 class SuspendedRows:
-    """SuspendedRow rows by number.
+    """Suspended rows by number.
 
     Args:
         shapes: what each layer caches.
@@ -181,10 +179,6 @@ class SuspendedRows:
     @property
     def device_tokens(self) -> int:
         return sum(row.length for row in self._rows.values() if not row.on_host)
-
-    @property
-    def host_tokens(self) -> int:
-        return sum(row.length for row in self._rows.values() if row.on_host)
 
     def copy_of(self, live: LiveRow, cached: RowKV | None) -> SuspendedRow:
         """A row that leaves the batch, with a copy of its cache in a block. `cached` is None for a
@@ -236,10 +230,6 @@ class SuspendedRows:
         self._ledgers[row.on_host].take(-row.size_bytes)
         if row.on_host:
             self._give_back(row.block)
-
-    def settle(self) -> None:
-        """End a round: wait for transfers to the host."""
-        self.wait()
 
     def unpause(self, number: int) -> SuspendedRow:
         """Remove a paused row and return it."""

@@ -225,19 +225,18 @@ class WindowDetokenizer:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that is certain after these tokens."""
-        return "".join([self._next(token) for token in tokens])
+        found = ""
+        for token in tokens:
+            self._window.append(token)
+            text = self._tokenizer.decode(self._window)
+            certain = len(text) > len(self._emitted_text) and not text.endswith(REPLACEMENT)
+            if certain or len(self._window) - self._emitted >= MAX_HELD_TOKENS:
+                found += self._emit(text)
+        return found
 
     def flush(self) -> str:
         """The text that was held back."""
         return self._emit(self._tokenizer.decode(self._window))
-
-    def _next(self, token: int) -> str:
-        self._window.append(token)
-        text = self._tokenizer.decode(self._window)
-        certain = len(text) > len(self._emitted_text) and not text.endswith(REPLACEMENT)
-        if certain or len(self._window) - self._emitted >= MAX_HELD_TOKENS:
-            return self._emit(text)
-        return ""
 
     def _emit(self, text: str) -> str:
         new = text[len(self._emitted_text) :]
@@ -335,9 +334,12 @@ class ChatTemplate:
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _to_json
+        # Plain JSON, not escaped for HTML, as in transformers.
+        environment.filters["tojson"] = lambda value, indent=None, **_: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -389,12 +391,3 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    """Plain JSON, not escaped for HTML, as in transformers."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
