@@ -19,7 +19,7 @@ from typing import Any
 from toolkit.cluster.places import ROOM_TIMEOUT_S, Room, WorkerPlacement, reason
 from toolkit.workers.child import serve
 from toolkit.workers.lifeline import LifeSigns
-from toolkit.workers.pool import PATIENCE, Body, WorkerPool
+from toolkit.workers.pool import PATIENCE, Body, Patience, WorkerPool
 from toolkit.workers.process import OnFrame, engine_variables
 from toolkit.workers.protocol import (
     Alive,
@@ -34,7 +34,6 @@ from toolkit.workers.protocol import (
     pack,
     worker_side,
 )
-from toolkit.workers.supervisor import Patience
 
 # Threads of an actor: the loop, a batch's call, the end of the call before it, and other frames.
 THREADS = 4

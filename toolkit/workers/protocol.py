@@ -9,7 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -19,7 +19,6 @@ from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.types import Failure
 from toolkit.workers.lifeline import FrontSocket
-from toolkit.workers.supervisor import SilentWorker
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,6 +107,39 @@ class RoundDone:
 
 WorkerEvent = WorkerReady | WorkerLost | WorkersFailed | BatchProgress | BatchDone | RoundDone
 OnEvent = Callable[[WorkerEvent], None]
+
+
+WorkerState = Literal["away", "starting", "loading", "idle", "running"]
+WHILE: dict[WorkerState, str] = {
+    "away": "",
+    "starting": "while it started",
+    "loading": "while it loaded",
+    "idle": "while it was idle",
+    "running": "in a batch",
+}
+
+
+class SilentWorker(NamedTuple):
+    """A worker that has taken too long: it was silent for `seconds`, or, with `loading`, gave signs
+    of life but did not finish loading in `seconds`.
+    """
+
+    worker: int
+    state: WorkerState
+    seconds: float
+    loading: bool = False
+
+    def __str__(self) -> str:
+        if self.loading:
+            return f"worker {self.worker} has not loaded after {self.seconds:.0f} s"
+        return f"worker {self.worker} has been silent for {self.seconds:.0f} s {WHILE[self.state]}"
+
+    @property
+    def reason(self) -> str:
+        """Why it was killed."""
+        if self.loading:
+            return f"killed: it had not loaded after {self.seconds:.0f} s"
+        return f"killed: it was silent for {self.seconds:.0f} s {WHILE[self.state]}"
 
 
 class BatchRunner(Protocol):
