@@ -228,8 +228,8 @@ class SuspendedRows:
         """Forget a row."""
         row = self._rows.pop(number)
         self._ledgers[row.on_host].take(-row.size_bytes)
-        if row.on_host:
-            self._give_back(row.block)
+        if row.on_host and row.block is not None and self._arena is not None:
+            self._arena.give(row.block)
 
     def unpause(self, number: int) -> SuspendedRow:
         """Remove a paused row and return it."""
@@ -251,15 +251,8 @@ class SuspendedRows:
             self.wait()  # its transfer to the host may not have ended
             block = self._like.new_empty(row.block.shape)
             row.arrival = self._transfer(row.block, block)
-            self._give_back(row.block)
+            self._arena.give(row.block)  # its next transfers come after, on the same stream
             row.block = block
-
-    def _give_back(self, block: torch.Tensor | None) -> None:
-        """Free a block in host memory. The transfers that still read or write it come before those
-        of the block's next row, which are on the same stream.
-        """
-        if block is not None and self._arena is not None:
-            self._arena.give(block)
 
     def wait(self) -> None:
         """Wait until all transfers to the host have ended."""

@@ -65,8 +65,6 @@ WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicate")
 # How long to wait for a rank that still loads; a rank that has ended is noticed at once.
 RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=30)
 
-Hook = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
-
 
 @dataclass(slots=True)
 class RankShare:
@@ -149,7 +147,7 @@ def cut(model: Any, share: RankShare) -> None:
         elif module.bias is not None and share.rank:  # outputs are summed: one rank adds the bias
             module.register_parameter("bias", None)
         if style in GATHERED:
-            module.register_forward_hook(_gather(share.size))
+            module.register_forward_hook(_gather)
         elif not by_output:
             module.register_forward_hook(_sum)
 
@@ -170,13 +168,10 @@ def _sum(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor
     return output
 
 
-def _gather(size: int) -> Hook:
-    def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(output) for _ in range(size)]
-        dist.all_gather(parts, output.contiguous())
-        return torch.cat(parts, dim=-1)
-
-    return hook
+def _gather(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(output) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, output.contiguous())
+    return torch.cat(parts, dim=-1)
 
 
 RANK_COMMAND = (sys.executable, "-m", "toolkit.engines.tensor_parallel")

@@ -143,11 +143,9 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens."""
         return self._decoder.decode(_bytes_of(tokens))
 
     def flush(self) -> str:
-        """The text that was held back, at the end of the output."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -224,7 +222,6 @@ class WindowDetokenizer:
         self._emitted_text = ""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens."""
         found = ""
         for token in tokens:
             self._window.append(token)
@@ -235,7 +232,6 @@ class WindowDetokenizer:
         return found
 
     def flush(self) -> str:
-        """The text that was held back."""
         return self._emit(self._tokenizer.decode(self._window))
 
     def _emit(self, text: str) -> str:

@@ -142,8 +142,18 @@ class SilentWorker(NamedTuple):
         return f"killed: it was silent for {self.seconds:.0f} s {WHILE[self.state]}"
 
 
-class BatchRunner(Protocol):
-    """What workers do with batches: each runs one slice or round at a time."""
+class Workers(Protocol):
+    """N workers on one asyncio loop; each runs one slice or round at a time. Events arrive through
+    `on_event`.
+    """
+
+    size: int
+
+    async def start(self, on_event: OnEvent) -> None:
+        """Start all workers and return when each has reported `WorkerReady`. Raises `EngineError`
+        if one cannot load its engine.
+        """
+        ...
 
     def run(
         self,
@@ -171,18 +181,6 @@ class BatchRunner(Protocol):
 
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
         """Cancel rows of a slice; it stops early when no row is wanted."""
-        ...
-
-
-class Workers(BatchRunner, Protocol):
-    """N workers on one asyncio loop. Events arrive through `on_event`."""
-
-    size: int
-
-    async def start(self, on_event: OnEvent) -> None:
-        """Start all workers and return when each has reported `WorkerReady`. Raises `EngineError`
-        if one cannot load its engine.
-        """
         ...
 
     def kill(self, worker: int) -> None:
@@ -417,7 +415,7 @@ class Channel(Protocol):
 
 
 class SocketChannel:
-    """Blocking frames over a socket."""
+    """`Channel` over a socket."""
 
     def __init__(self, line: FrontSocket) -> None:
         self._line = line
@@ -432,13 +430,11 @@ class SocketChannel:
             raise FrontGoneError from None
 
     def receive(self) -> ToWorker:
-        """Wait for the next frame."""
         while not self._waiting:
             self._receive(0)
         return self._waiting.popleft()
 
     def poll(self) -> list[ToWorker]:
-        """The frames that have arrived, without waiting."""
         try:
             while True:
                 self._receive(socket.MSG_DONTWAIT)
@@ -449,7 +445,6 @@ class SocketChannel:
         return frames
 
     def put_back(self, frame: ToWorker) -> None:
-        """Let `receive` return this frame next."""
         self._waiting.appendleft(frame)
 
     def _receive(self, flags: int) -> None:
