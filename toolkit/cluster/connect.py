@@ -127,9 +127,7 @@ def _load() -> Any:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Discard what Ray's C++ libraries write to file descriptor 2, a line for each retry; errors
-    are raised too.
-    """
+    """Discard what Ray's C++ libraries write to file descriptor 2; errors are raised too."""
     sys.stderr.flush()
     stderr = os.dup(2)
     try:
@@ -142,9 +140,7 @@ def _silent() -> Iterator[None]:
 
 
 def _find(address: str) -> str:
-    """HOST:PORT of a cluster, also for 'auto'. Raises `InputError` if no process listens there; Ray
-    would retry for a minute.
-    """
+    """HOST:PORT of a cluster. Raises `InputError` if none listens; Ray would retry for a minute."""
     if address == AUTO:
         from ray._private.services import canonicalize_bootstrap_address
 

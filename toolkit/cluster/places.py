@@ -135,9 +135,7 @@ def node_labels(kinds: Sequence[Kind]) -> list[dict[str, str]]:
 
 
 def accelerator_type(device: str) -> str:
-    """Ray's name of a GPU that its driver or a data sheet calls `device`: A100 for NVIDIA
-    A100-SXM4-80GB.
-    """
+    """Ray's name of a GPU, from its driver's or data sheet's: A100 for NVIDIA A100-SXM4-80GB."""
     name = device if " " in device else f"NVIDIA {device}"
     match = DATA_CENTRE.match(name)
     if match and len(match[1]) > 1:

@@ -147,9 +147,7 @@ class RayWorkers(WorkerPool):
         self._room: Room | None = None
 
     async def start(self, on_event: OnEvent) -> None:
-        """See `WorkerPool.start`. Raises `EngineError` also if the cluster has no room for all
-        workers.
-        """
+        """See `WorkerPool.start`. Raises `EngineError` also if the cluster lacks room for them."""
         room = self._room = Room(self._places)
         try:
             await asyncio.wait_for(room.ready, self._room_timeout_s)

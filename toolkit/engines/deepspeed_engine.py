@@ -46,9 +46,7 @@ LOGITS_TOLERANCE = 0.05  # of the logits' standard deviation: more than rounding
 
 
 class DeepSpeedEngine(TransformersEngine):
-    """See `TransformersEngine`. Raises `EngineError` also if DeepSpeed is missing or does not
-    support the recipe.
-    """
+    """See `TransformersEngine`. Raises `EngineError` also if DeepSpeed cannot run the recipe."""
 
     name = "deepspeed"
 

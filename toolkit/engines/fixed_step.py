@@ -165,9 +165,7 @@ class FixedSteps:
         return logits
 
     def _run(self, shape: FixedShape) -> torch.Tensor:
-        """Logits [R, V] of a step of this shape over the inputs. Nothing in it waits for the
-        device.
-        """
+        """Logits [R, V] of a step of this shape over the inputs. Nothing waits for the device."""
         rows, first, last = shape
         columns = torch.arange(first, last, device=self._column.device)
         begins = self._begins[:rows]

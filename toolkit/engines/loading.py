@@ -88,9 +88,7 @@ def load_model(
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The model's config: built from `spec.config`, or the stored one, which must agree with
-    `spec.config`.
-    """
+    """The model's config: built from `spec.config`, or the stored one, which must agree with it."""
     if spec.source == "random" or (spec.load_format == "dummy" and "model_type" in spec.config):
         return _built_config(spec)
     folder = Path(spec.source)
@@ -127,17 +125,13 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def config_digest(config: PreTrainedConfig) -> str:
-    """The sha256 of what a model's config says about the model, without its path and the version
-    that saved it.
-    """
+    """The sha256 of what a config says about its model, without path and version."""
     content = {key: value for key, value in config.to_dict().items() if key not in UNRELATED_KEYS}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a text, from the generation config, which may name several, or from the
-    config.
-    """
+    """The tokens that end a text: from the generation config, perhaps several, or the config."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)

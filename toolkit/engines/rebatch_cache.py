@@ -73,9 +73,7 @@ class ColumnWindow:
 
 
 class WindowLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's slabs. A pass reads the window and writes after its end; the window moves after
-    the pass.
-    """
+    """One layer's slabs. A pass reads the window and writes after it; then the window moves."""
 
     def __init__(self, window: ColumnWindow) -> None:
         super().__init__()
@@ -226,9 +224,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
         )
 
     def growth_bytes(self, newcomers: int, width: int) -> int:
-        """Bytes that `make_room` takes at least for `newcomers` more rows of at most `width`
-        tokens.
-        """
+        """Bytes that `make_room` takes at least for `newcomers` rows of at most `width` tokens."""
         rows, columns = self.rows + newcomers, max(width, self.width) + 1
         if rows <= self.row_capacity and columns <= self.columns:
             return 0

@@ -202,9 +202,7 @@ class RebatchEngine(TransformersEngine):
     @raises_out_of_memory
     @torch.inference_mode()
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_prefill`: from newcomers of similar length to the first token of each,
-        before they join.
-        """
+        """See `Engine.time_prefill`: from newcomers of similar length to their first tokens."""
         rows = self._timed_rows(batch_size, input_length)
         newcomers = [(number, _timed_row(tokens)) for number, tokens in enumerate(rows)]
 
@@ -248,9 +246,7 @@ class RebatchEngine(TransformersEngine):
         return bool(numbers)
 
     def _drop_last(self, progress: _Progress) -> None:
-        """Drop the last admitted row, of the paused rows if there are any: no client waits for
-        their next tokens.
-        """
+        """Drop the last admitted row, a paused one if there is any: no client waits for it."""
         number = max(self._suspended.on_device or self._batch.numbers)
         self._evict(number)
         progress.dropped.append(number)
@@ -368,9 +364,7 @@ class RebatchEngine(TransformersEngine):
     def _finish_prefill(
         self, group: PrefillBatch, logits: torch.Tensor, progress: _Progress
     ) -> None:
-        """Give the rows of a prefilled group their first tokens, and let those that go on join the
-        batch.
-        """
+        """Give the rows of a group their first tokens, and let those that go on join the batch."""
         newcomers = group.newcomers
         step = progress.retries.make(
             lambda _: self._batch.first_tokens(newcomers, logits), parts_max=1
@@ -412,9 +406,7 @@ class RebatchEngine(TransformersEngine):
     def _make_cache(
         self, engine: EngineSpec, like: torch.Tensor
     ) -> tuple[BatchCache, FixedSteps | None]:
-        """The cache, and what makes its steps in fixed shapes, if anything does: on a GPU by
-        default, where the model can.
-        """
+        """The cache, and what makes steps of fixed shapes: by default on a GPU, if possible."""
         wanted = engine.cuda_graphs
         if engine.kv_layout != "slab":
             if self._shapes_in:
@@ -457,16 +449,12 @@ class RebatchEngine(TransformersEngine):
         return clock() - start
 
     def _fill(self, rows: int, length: int) -> None:
-        """Let `rows` rows join the empty batch, the first with `length` tokens, the last with a
-        quarter of them.
-        """
+        """Let `rows` rows join the empty batch, of `length` tokens down to a quarter of that."""
         caches = self._caches(rows, length, max(length // SHORTEST_DIVISOR, 1))
         self._batch.join(_newcomers(caches, 0), caches)
 
     def _caches(self, rows: int, length: int, shortest: int) -> list[RowKV]:
-        """Views of one row of random keys and values: the first has `length` tokens, and the
-        lengths decrease to `shortest`.
-        """
+        """Views of one row of random keys and values, of `length` tokens down to `shortest`."""
         like = torch.empty(0, dtype=self._dtype, device=self._device)
         whole = [
             tuple(like.new_empty(heads, length, dim).normal_() for _, heads, _, dim in pair)

@@ -214,9 +214,7 @@ class RowCache(Cache):  # type: ignore[misc]
             yield self._like.new_empty(2 * len(self.layers), self._heads, room, self._dim)
 
     def _refresh(self) -> None:
-        """Discard the tensors that a step needs. The next step makes them, so leaving needs no
-        memory.
-        """
+        """Discard a step's tensors. The next step makes them, so leaving needs no memory."""
         self._positions = None
         self._written = None
 

@@ -162,9 +162,7 @@ class Prefiller:
             self._group = None
 
     def _begin(self, bound: int, cuts: bool) -> PrefillBatch:
-        """A group of the first waiting newcomer and similar ones (or all, with `mixes`), as many as
-        the bound and memory allow.
-        """
+        """A group of the first waiting newcomer and as many similar ones as the limits allow."""
         formed = self._passes.form(bound, lambda lengths: self._fits(lengths, bound, cuts))
         held = len(formed.keys) * formed.width * self._cache.bytes_per_token
         newcomers = [(number, self._rows[number]) for number in formed.keys]

@@ -240,9 +240,7 @@ class SuspendedRows:
         return row
 
     def swap_in(self, number: int) -> None:
-        """Move the row from host memory to the device, where it is paused. On CUDA this starts the
-        transfer.
-        """
+        """Move the row from host memory to the device, paused. On CUDA this starts the transfer."""
         row = self._rows[number]
         self._ledgers[0].take(row.size_bytes)
         self._ledgers[1].take(-row.size_bytes)

@@ -223,9 +223,7 @@ _DECODER = msgspec.json.Decoder(Line)
 
 
 class TensorParallelEngine:
-    """`RoundEngine` on several processes, of which this is rank 0. Raises the errors of the engine
-    that it loads.
-    """
+    """`RoundEngine` on several processes; this is rank 0. Raises the errors of its engine."""
 
     def __init__(self, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
         size = engine.tensor_parallel_size

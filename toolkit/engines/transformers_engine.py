@@ -244,9 +244,7 @@ class TransformersEngine:
         return logits[:, -1]
 
     def _timed_rows(self, batch_size: int, length: int) -> list[list[int]]:
-        """Random tokens; the first row has `length` tokens, and the lengths decrease to 3/4 of it,
-        so that there is padding.
-        """
+        """Random tokens, with padding: lengths decrease from `length` to 3/4 of it."""
         shortest = length - length // SPREAD_DIVISOR
         step, generator = max(batch_size - 1, 1), torch.Generator().manual_seed(length)
         tokens: list[list[int]] = torch.randint(

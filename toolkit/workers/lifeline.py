@@ -33,9 +33,7 @@ class FrontSocket:
         self._lock = threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Send all of `data`. Raises `BrokenPipeError` or `ConnectionResetError` if the front is
-        gone.
-        """
+        """Send `data`. Raises `BrokenPipeError` or `ConnectionResetError` if the front is gone."""
         with self._lock:
             self.socket.sendall(data)
 
@@ -107,9 +105,7 @@ class LifeSigns:
 
 
 def _bytes_read() -> int:
-    """Bytes that all threads except this one have read, by any system call; 0 if the system does
-    not count them.
-    """
+    """Bytes that all other threads have read, by any system call; 0 if that is not counted."""
 
     def read_by(task: str) -> int:
         with open(f"/proc/{task}/io", "rb", buffering=0) as file:

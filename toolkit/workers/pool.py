@@ -179,9 +179,7 @@ class Supervisor:
 
 
 class BatchRecord:
-    """The front's copy of a slice that runs on a worker, from the reported steps: what is left if
-    the worker ends.
-    """
+    """The front's copy of a running slice, from the reported steps: what a lost worker leaves."""
 
     def __init__(self, batch_id: int, size: int) -> None:
         self.batch_id = batch_id
@@ -213,9 +211,7 @@ class Body(Protocol):
         ...
 
     async def gone(self) -> str:
-        """Wait until it has ended and nothing of it is left. Returns one line that says why it
-        ended.
-        """
+        """Wait until it has ended and nothing of it is left. Returns in one line why it ended."""
         ...
 
 
@@ -355,9 +351,7 @@ class WorkerPool:
             body.send(Cancel(batch_id, tuple(request_ids)))
 
     async def stop(self) -> None:
-        """End all workers at their next step, or kill them after `stop_timeout_s`. No more events
-        follow.
-        """
+        """End all workers at a step, or kill them after `stop_timeout_s`. No event follows."""
         self._stopping.set()
         self.supervisor.stop()
         self._on_event = None
@@ -381,9 +375,7 @@ class WorkerPool:
             body.kill()
 
     async def _keep(self, slot: _Slot) -> None:
-        """Restart one worker until the pool stops, its first load fails, or no worker can be
-        loaded.
-        """
+        """Restart one worker until the pool stops, its first load fails, or none can be loaded."""
         while not self._stopping.is_set():
             slot.refusal, slot.kill_reason = None, ""
             reason = await self._run_body(slot)

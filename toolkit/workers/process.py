@@ -187,9 +187,7 @@ class WorkerProcess:
         gpus: str | None = None,
         device: str = "cpu",
     ) -> WorkerProcess:
-        """Start a child that sees only these `gpus` (None: all), and send it `start`. `on_frame`
-        receives its frames.
-        """
+        """Start a child that sees only these `gpus` (None: all). `on_frame` gets its frames."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         loop = asyncio.get_running_loop()

@@ -143,9 +143,7 @@ class SilentWorker(NamedTuple):
 
 
 class Workers(Protocol):
-    """N workers on one asyncio loop; each runs one slice or round at a time. Events arrive through
-    `on_event`.
-    """
+    """N workers on one loop; each runs one slice or round at a time, and events report it."""
 
     size: int
 
@@ -359,9 +357,7 @@ class FrameReader(Generic[Frame]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete now. Raises `ValueError` (or msgspec's subclasses) for an
-        invalid frame.
-        """
+        """The frames that are complete now. Raises `ValueError` for an invalid frame."""
         self._buffer += data
         while len(self._buffer) >= _HEAD_BYTES:
             size = int.from_bytes(self._buffer[:_HEAD_BYTES], "big")
