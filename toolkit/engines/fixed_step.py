@@ -27,12 +27,12 @@ import logging
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from toolkit.engines.memory import is_out_of_memory
-from toolkit.engines.rebatch_cache import COLUMN_STEP, RebatchCache
+from toolkit.engines.rebatch_cache import COLUMN_STEP, FixedShape, RebatchCache
 from toolkit.engines.slab import additive
 
 EAGER_RUNS = 2
@@ -45,14 +45,6 @@ COLUMN_PARTS = 8  # columns are rounded up by at most one part in so many, or `C
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RebatchCache], torch.Tensor]
 
 _logger = logging.getLogger(__name__)
-
-
-class FixedShape(NamedTuple):
-    """`rows` rows, and the columns from `first` up to, and without, `last`."""
-
-    rows: int
-    first: int
-    last: int
 
 
 def shape_for(cache: RebatchCache, rows: int, ahead: int = 0) -> FixedShape:
@@ -172,7 +164,7 @@ class FixedSteps:
         visible = (columns >= begins) & (columns <= self._column)
         mask = additive(visible, self._dtype)
         positions = self._column - begins
-        with self._cache.fixed(rows, first, last, self._column):
+        with self._cache.fixed(shape, self._column):
             return self._forward(self._tokens[:rows, None], mask, positions, self._cache)
 
     def _graph(self, shape: FixedShape) -> torch.cuda.CUDAGraph | None:

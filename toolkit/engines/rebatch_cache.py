@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -46,30 +46,27 @@ LEFT_SHARE = 4
 COLUMN_STEP = 64  # with `whole_rows`, slabs have multiples of this many columns
 
 
-@dataclass(slots=True, frozen=True)
-class FixedPass:
-    """A pass of one token per row that writes the column `column` [1], on the device, and reads the
-    columns `first` up to `last` of the first `rows` rows.
-    """
+class FixedShape(NamedTuple):
+    """`rows` rows, and the columns from `first` up to, and without, `last`."""
 
     rows: int
     first: int
     last: int
-    column: torch.Tensor
 
 
 class ColumnWindow:
     """The columns that the rows use now, the same for all layers, and the next pass's first row.
 
     Attributes:
-        fixed: the pass in progress, if it is one of fixed shape.
+        fixed: of the pass in progress, if its shape is fixed: what it reads, and the column [1] that
+            it writes, on the device.
     """
 
     __slots__ = ("end", "first_row", "fixed", "start")
 
     def __init__(self) -> None:
         self.start = self.end = self.first_row = 0
-        self.fixed: FixedPass | None = None
+        self.fixed: tuple[FixedShape, torch.Tensor] | None = None
 
 
 class WindowLayer(DynamicLayer):  # type: ignore[misc]
@@ -84,11 +81,11 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        fixed = self._window.fixed
-        if fixed is not None:
-            columns, at = slice(fixed.first, fixed.last), fixed.column - fixed.first
-            keys = self.key_slab[: fixed.rows, :, columns].index_copy_(2, at, key_states)
-            values = self.value_slab[: fixed.rows, :, columns].index_copy_(2, at, value_states)
+        if self._window.fixed is not None:
+            shape, column = self._window.fixed
+            columns, at = slice(shape.first, shape.last), column - shape.first
+            keys = self.key_slab[: shape.rows, :, columns].index_copy_(2, at, key_states)
+            values = self.value_slab[: shape.rows, :, columns].index_copy_(2, at, value_states)
             return keys, values
         start, old, first = self._window.start, self._window.end, self._window.first_row
         rows = slice(first, first + key_states.shape[0])
@@ -100,9 +97,9 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
         return self.key_slab[rows, :, start:end], self.value_slab[rows, :, start:end]
 
     def get_seq_length(self) -> int:
-        fixed = self._window.fixed
-        if fixed is not None:
-            return fixed.last - fixed.first - 1
+        if self._window.fixed is not None:
+            shape, _ = self._window.fixed
+            return shape.last - shape.first - 1
         return self._window.end - self._window.start
 
     def narrow(self, start: int, end: int) -> None:
@@ -287,9 +284,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
             self._window.first_row = 0
 
     @contextmanager
-    def fixed(self, rows: int, first: int, last: int, column: torch.Tensor) -> Iterator[None]:
-        """In this context, a pass is a `FixedPass`."""
-        self._window.fixed = FixedPass(rows, first, last, column)
+    def fixed(self, shape: FixedShape, column: torch.Tensor) -> Iterator[None]:
+        """In this context, a pass of one token per row reads `shape` and writes `column` [1]."""
+        self._window.fixed = shape, column
         try:
             yield
         finally:

@@ -21,6 +21,7 @@ state of one round.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -501,6 +502,7 @@ def _timed_row(tokens: Sequence[int]) -> LiveRow:
     return LiveRow(row, ())
 
 
+@dataclass(slots=True)
 class _Progress:
     """What a round has done so far, and whether it goes on.
 
@@ -508,23 +510,23 @@ class _Progress:
         joined, ended, dropped: as in `RoundOutput`.
         is_short: memory has no room for more steps or newcomers, so the round ends and the
             scheduler decides again.
+        is_wanted: False once `on_step` has stopped the round.
     """
 
-    def __init__(self, plan: Round, on_step: OnStep, retries: Retries) -> None:
-        self.plan = plan
-        self.retries = retries
-        self._on_step = on_step
-        self._is_wanted = True
-        self.steps = 0
-        self.joined: list[tuple[int, int]] = []
-        self.ended: list[int] = []
-        self.dropped: list[int] = []
-        self.is_short = False
+    plan: Round
+    on_step: OnStep
+    retries: Retries
+    steps: int = 0
+    joined: list[tuple[int, int]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    is_short: bool = False
+    is_wanted: bool = True
 
     def is_over(self) -> bool:
         """Whether the round ends here."""
         may_stop = (self.plan.steps_before + self.steps) % self.plan.stop_every == 0
-        stopped = may_stop and not self._is_wanted
+        stopped = may_stop and not self.is_wanted
         if self.plan.chunk_tokens and not self.steps:
             stopped = False  # a bounded pass is followed by its step
         return self.is_short or bool(self.ended) or self.steps >= self.plan.steps or stopped
@@ -537,7 +539,7 @@ class _Progress:
     def report(self, step: StepOutput) -> None:
         """Report tokens to the caller, which may stop the round."""
         self.ended += [number for number, _ in step.ended]
-        self._is_wanted = self._on_step(step) and self._is_wanted
+        self.is_wanted = self.on_step(step) and self.is_wanted
 
     def count_joined(self, numbers: Sequence[int]) -> None:
         """Count rows that got their first token now."""
