@@ -1,8 +1,8 @@
 """Workers as Ray actors: the pool of `toolkit.workers`, with actors as bodies.
 
-In this order: the actor, which runs on a machine of the cluster, and the pool (`RayWorkers`), which
-runs in the front. `toolkit.cluster.places` says which machine each worker takes; when one is lost
-and Ray has moved its bundles, the pool starts their workers there.
+The actor runs on a machine of the cluster, and the pool (`RayWorkers`) in the front.
+`toolkit.cluster.places` says which machine each worker takes; when one is lost and Ray has moved
+its bundles, the pool starts their workers there.
 """
 
 from __future__ import annotations

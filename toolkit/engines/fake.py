@@ -202,21 +202,22 @@ class Text:
         return token
 
 
-class FakeRow:
+class FakeRow(LiveRow):
     """A row in a round, and the length of the cache that it would have."""
 
+    __slots__ = ("_text",)
+
     def __init__(self, row: Row, config: FakeConfig) -> None:
-        self._live = LiveRow(row, (config.eos_token_id,))
+        super().__init__(row, (config.eos_token_id,))
         self._text = Text(row, config)
-        self._prompt = len(row.tokens)
 
     @property
     def length(self) -> int:
-        return self._prompt + len(self._live.tokens)
+        return len(self.row.tokens) + len(self.tokens)
 
     def next(self) -> tuple[int, FinishReason]:
         """The next token, and why the row ends with it ("" if it does not)."""
-        return self._live.advance(self._text.next())
+        return self.advance(self._text.next())
 
 
 class FakeRoundEngine(FakeEngine):

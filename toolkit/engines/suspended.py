@@ -6,8 +6,6 @@ memory come from an arena that is pinned in few large pieces, since pinning take
 transfer and stops the thread; transfers run on their own stream in parallel with computation. On a
 CPU, device and host memory are the same: a swap only changes which ledger is charged, and the only
 copy is the one out of the batch.
-
-In this order: the arena, a suspended row, and all of them.
 """
 
 from __future__ import annotations

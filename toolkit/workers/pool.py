@@ -377,9 +377,8 @@ class WorkerPool:
     async def _keep(self, slot: _Slot) -> None:
         """Restart one worker until the pool stops, its first load fails, or none can be loaded."""
         while not self._stopping.is_set():
-            slot.refusal, slot.kill_reason = None, ""
-            reason = await self._run_body(slot)
-            reason = slot.kill_reason or reason
+            ended = await self._run_body(slot)
+            reason = slot.kill_reason or ended
             was_ready, refusal = slot.facts is not None, slot.refusal
             slot.body = slot.facts = None
             slot.exits += 1
@@ -415,7 +414,7 @@ class WorkerPool:
     async def _run_body(self, slot: _Slot) -> str:
         """Run one body of a worker from its start to its end. Returns why it ended."""
         loop = asyncio.get_running_loop()
-        slot.load_began_s = loop.time()
+        slot.refusal, slot.kill_reason, slot.load_began_s = None, "", loop.time()
         spawning = self._spawn(slot.index, lambda frame: self._receive(slot, frame))
         try:
             slot.body = await asyncio.wait_for(spawning, SPAWN_S)
