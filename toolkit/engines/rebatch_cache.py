@@ -58,7 +58,7 @@ class ColumnWindow:
     """The columns that the rows use now, the same for all layers, and the next pass's first row.
 
     Attributes:
-        fixed: of the pass in progress, if its shape is fixed: what it reads, and the column [1] that
+        fixed: of a pass of fixed shape that is in progress: what it reads, and the column [1] that
             it writes, on the device.
     """
 
