@@ -183,11 +183,15 @@ class RebatchEngine(TransformersEngine):
                 shortest = length - int(PADDING_SHARE * length)  # of rows prefilled together
                 caches = self._caches(rows, length, shortest)
                 cache.make_room(others + rows, length, ahead=1)
-                newcomers = _newcomers(caches, others)
-                return self._time(lambda: batch.join(newcomers, caches), clock)
+                return self._time(lambda: batch.join(_newcomers(caches, others), caches), clock)
             self._fill(rows + others, length)
             if part == "leave":
-                return self._time(lambda: [batch.drop(number) for number in range(rows)], clock)
+
+                def leave() -> None:
+                    for number in range(rows):
+                        batch.drop(number)
+
+                return self._time(leave, clock)
             if part == "grow":  # per step, a move to slabs that are as large as memory allows
                 ahead = cache.columns - cache.width + 1
                 seconds = self._time(lambda: cache.make_room(rows + others, length, ahead), clock)
