@@ -40,8 +40,14 @@ from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.profiling.process import Unmeasurable, visit
 from toolkit.profiling.run import ProfileBench
 from toolkit.units import MIB
-from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady, Workers
-from toolkit.workers.supervisor import SilentWorker
+from toolkit.workers.protocol import (
+    BatchDone,
+    OnEvent,
+    SilentWorker,
+    Times,
+    WorkerReady,
+    Workers,
+)
 
 KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
 # Tokens of a request with timed decode steps. Servers may hold the last one back for a while.
