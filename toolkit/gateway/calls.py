@@ -39,47 +39,16 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 MAX_CHOICES = 1024
 # Fields with which an answer depends on more than its prompt's tokens.
 STATEFUL = (
-    "tools",
-    "functions",
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "echo",
-    "suffix",
-    "use_beam_search",
-    "best_of",
-)
+    "tools functions response_format structured_outputs guided_json guided_regex guided_choice "
+    "guided_grammar logprobs top_logprobs prompt_logprobs echo suffix use_beam_search best_of"
+).split()
 # Fields of a chat request that /v1/completions has, too.
 SAMPLING = (
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "include_stop_str_in_output",
-    "stop_token_ids",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "cache_salt",
-    "priority",
-    "user",
-    "vllm_xargs",
-)
+    "model temperature top_p top_k min_p seed stop include_stop_str_in_output stop_token_ids "
+    "ignore_eos repetition_penalty presence_penalty frequency_penalty logit_bias "
+    "skip_special_tokens spaces_between_special_tokens bad_words allowed_token_ids cache_salt "
+    "priority user vllm_xargs"
+).split()
 # Values with which a field asks for nothing.
 EMPTY = (b"null", b"false", b"[]", b"{}", b'"none"', b"0", b'{"type":"text"}')
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
@@ -115,18 +84,17 @@ class GenerationCall:
             raise ApiError(f"the body is not a JSON object: {str(error)[:200]}") from None
         self.chat = chat
         self.stream = self._value("stream", bool) or False
-        options = self._value("stream_options", dict[str, Any]) or {}
-        self.wants_usage = options.get("include_usage") is True
-        self._options = options
+        self._options = self._value("stream_options", dict[str, Any]) or {}
+        self.wants_usage = self._options.get("include_usage") is True
         self.wants_ids = self._value("return_token_ids", bool) or False
         self.model = self._value("model", str) or ""
         limit = self._value("max_completion_tokens", int) if chat else None
         limit = self._value("max_tokens", int) if limit is None else limit
         self.max_tokens = limit if limit is not None or chat else COMPLETION_TOKENS
         self.prompt: Prompt = prompt_content(body)
-        prompts = 1 if self.prompt is not None else self._prompts()
-        rows = self._value("n", int) or 1
-        self.choices = min(max(rows, 1), MAX_CHOICES) * prompts
+        several = [] if self.prompt is not None else self._value("prompt", list[Raw]) or []
+        prompts = max(sum(bytes(each[:1]) in (b"[", b'"') for each in several), 1)
+        self.choices = min(max(self._value("n", int) or 1, 1), MAX_CHOICES) * prompts
         self.greedy = self._value("temperature", float) == 0
         stops = self._value("stop", list[str]) or [self._value("stop", str) or ""]
         begun = max(map(len, stops)) - 1 if self._has("stop") else 0  # most of a stop string
@@ -136,24 +104,18 @@ class GenerationCall:
 
     def mode(self, *, speaks_ids: bool, done: ClientProgress) -> Mode:
         """How to continue on a server; `speaks_ids`: it takes and gives token ids."""
-        if not done.tokens:
-            return "again"
-        if self.choices > 1 or any(self._has(name) for name in STATEFUL):
+        if not done.tokens or self.choices > 1 or any(self._has(name) for name in STATEFUL):
             return "again"
         if speaks_ids and done.ids and done.prompt_ids and (self.greedy or not done.overlap):
             return "ids"
         if self.reread and self.greedy:
             return "again"
-        if self.chat or isinstance(self._value("prompt", str), str):
-            return "text"
-        return "again"
+        return "text" if self.chat or self._value("prompt", str) is not None else "again"
 
     def first(self, *, speaks_ids: bool) -> tuple[bytes, bytes]:
         """The path and the body of a whole request: of a stream, with its usage and token ids."""
-        path = CHAT if self.chat else COMPLETIONS
-        if not self.stream:
-            return path, msgspec.json.encode(self.fields)
-        return path, msgspec.json.encode({**self.fields, **self._asks(speaks_ids=speaks_ids)})
+        asked = self._asks(speaks_ids=speaks_ids) if self.stream else {}
+        return CHAT if self.chat else COMPLETIONS, msgspec.json.encode({**self.fields, **asked})
 
     def continued(
         self, mode: Mode, done: ClientProgress, *, speaks_ids: bool, max_model_len: int | None
@@ -187,13 +149,9 @@ class GenerationCall:
         return path, msgspec.json.encode({**fields, **self._asks(speaks_ids=speaks_ids)})
 
     def _asks(self, *, speaks_ids: bool) -> dict[str, Any]:
-        asked: dict[str, Any] = {
-            "stream": True,
-            "stream_options": {**self._options, "include_usage": True},
-        }
-        if speaks_ids:
-            asked["return_token_ids"] = True
-        return asked
+        options = {**self._options, "include_usage": True}
+        asked: dict[str, Any] = {"stream": True, "stream_options": options}
+        return asked | ({"return_token_ids": True} if speaks_ids else {})
 
     def _has(self, name: str) -> bool:
         return name in self.fields and bytes(self.fields[name]).strip() not in EMPTY
@@ -206,10 +164,6 @@ class GenerationCall:
             return msgspec.json.decode(self.fields[name], type=kind)
         except (msgspec.DecodeError, RecursionError):
             return None
-
-    def _prompts(self) -> int:
-        several = self._value("prompt", list[Raw]) or []
-        return max(sum(bytes(each[:1]) in (b"[", b'"') for each in several), 1)
 
 
 class PromptGauge:

@@ -4,6 +4,11 @@
 that the balancer names, and to another one when that fails, until the client has the whole answer
 (`toolkit.gateway.passing`). Nothing that was accepted is lost as long as a replica is up, or comes
 back within the time that a request waits for one.
+
+`GatewayExposition` and `GatewayStatus` show its metrics and its status page. A metric or a figure
+that the server of one engine also has, has the same name here. Metrics of replicas are called
+`llmctl_replica_*`, with the replica's URL as a label. The status page numbers replicas in the order
+of /replicas, since it shows no address.
 """
 
 from __future__ import annotations
@@ -12,12 +17,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -34,15 +44,15 @@ from toolkit.gateway.passing import (
     send_whole,
     whole_body,
 )
-from toolkit.gateway.replicas import ReplicaPool
-from toolkit.gateway.status import merged_metrics
+from toolkit.gateway.replicas import LiveReplica, ReplicaPool
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import router_parameters
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
 from toolkit.serve.forms import read_body, read_json_bytes
+from toolkit.serve.metrics import Gauges, by_label, family_of, histogram_family, usage_of_keys
 from toolkit.serve.stats import Stats
-from toolkit.serve.status import DATA, PAGE, StatusPage
+from toolkit.serve.status import DATA, PAGE, Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
 
 _logger = logging.getLogger(__name__)
@@ -51,6 +61,11 @@ METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 WAIT_UP_S = 60.0  # an accepted request waits this long for a replica to be up
 # The path of a request passes only where it is one of these.
 RELAYED = ("/tokenize", "/detokenize", "/v1/embeddings")
+OUT = {  # states of replicas that the history notes
+    "down": "replica {} is down",
+    "hung": "replica {} hangs",
+    "left out": "replica {} is left out",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +116,14 @@ class Gateway:
         self.pool, self.balancer, self.settings = pool, balancer, settings
         self.stats, self.gauge = stats or Stats(), gauge or PromptGauge()
         self.budget = RetryBudget()
-        self.running = 0
         self.leaving = self.draining = False
-        self.idle = asyncio.Event()
+        self.running, self.idle = 0, asyncio.Event()
         self.idle.set()
         self.moved: dict[str, int] = {}
         self.now_s, self.keyring = now_s, keyring
-        self.log, self._start_s = log, now_s()
-        self.numbers = count(1)  # of the requests
+        self.log, self.numbers = log, count(1)  # of the requests
         self._created = int(time.time())
-        self.metrics: Callable[[], bytes] = lambda: b""
+        self._exposition = GatewayExposition(self)
         self.status: StatusPage | None = None
         open_paths = ["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])]
         self.access: ASGIApp = AccessGate(
@@ -141,49 +154,64 @@ class Gateway:
             await asyncio.wait_for(self.idle.wait(), timeout_s)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
         try:
-            await self._route(scope, receive, send)
+            if path in ("/v1/completions", "/v1/chat/completions") and method == "POST":
+                await self._generate(scope, receive, send)
+            elif path in RELAYED and method == "POST":
+                await self._relay(scope, receive, send)
+            elif path == REPLICA_METRICS and method == "GET":
+                content = await asyncio.to_thread(merged_metrics, await self.pool.read_metrics())
+                await send_whole(send, 200, [(b"content-type", METRICS_TYPE)], content)
+            elif method not in ("GET", "HEAD"):
+                raise ApiError(f"there is no such route: {method} {path[:80]}", status=404)
+            elif self.status is not None and path in (PAGE, DATA):
+                show = self.status.page if path == PAGE else self.status.data
+                response = await show(Request(scope, receive))
+                await response(scope, receive, send)
+            else:
+                status, kind, content = self._page(path)
+                await send_whole(send, status, [(b"content-type", kind)], content)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, method = scope["path"], scope["method"]
-        if path in ("/v1/completions", "/v1/chat/completions") and method == "POST":
-            await self._generate(scope, receive, send)
-        elif path in RELAYED and method == "POST":
-            await self._relay(scope, receive, send)
-        elif path == REPLICA_METRICS and method == "GET":
-            content = await asyncio.to_thread(merged_metrics, await self.pool.read_metrics())
-            await send_whole(send, 200, [(b"content-type", METRICS_TYPE)], content)
-        elif method not in ("GET", "HEAD"):
-            raise ApiError(f"there is no such route: {method} {path[:80]}", status=404)
-        elif self.status is not None and path in (PAGE, DATA):
-            show = self.status.page if path == PAGE else self.status.data
-            response = await show(Request(scope, receive))
-            await response(scope, receive, send)
-        else:
-            status, kind, content = self._page(path)
-            await send_whole(send, status, [(b"content-type", kind)], content)
-
     def _page(self, path: str) -> tuple[int, bytes, bytes]:
         """The status, the content type and the content of a page."""
-        kind, encode = b"application/json", msgspec.json.encode
+        status, shown = 200, dict[str, object]()
         match path:
-            case "/health":
-                return 200, kind, encode({"status": "ok"})
-            case "/ready":
-                return (200 if self.state == "ready" else 503), kind, encode({"status": self.state})
-            case "/version":
-                return 200, kind, encode({"version": toolkit.__version__})
             case "/metrics":
-                return 200, METRICS_TYPE, self.metrics()
+                return 200, METRICS_TYPE, self._exposition.text()
+            case "/health":
+                shown = {"status": "ok"}
+            case "/ready":
+                status, shown = 200 if self.state == "ready" else 503, {"status": self.state}
+            case "/version":
+                shown = {"version": toolkit.__version__}
             case "/v1/models":
-                return 200, kind, encode({"object": "list", "data": [self._model()]})
+                shown = {"object": "list", "data": [self._model()]}
             case "/replicas":
-                return 200, kind, encode(self._shown())
-        if path.removeprefix("/v1/models/") == self.model and self.model:
-            return 200, kind, encode(self._model())
-        raise ApiError(f"there is no such route: GET {path[:80]}", status=404)
+                router, several = self.balancer.router, len(self.pool.kinds) > 1
+                about = {"router": router.name, "parameters": router_parameters(router)}
+                replicas = [
+                    {
+                        "url": each.url,
+                        "state": each.state,
+                        "problem": each.problem,
+                        "version": each.version,
+                        "running": len(each.attempts),
+                        "requests": each.requests,
+                        "failures": each.failures,
+                        "moved": each.moved,
+                    }
+                    | ({"kind": self.pool.kind_of(each)} if several else {})
+                    for each in self.pool.replicas
+                ]
+                shown = about | {"state": self.state, "replicas": replicas}
+            case _ if self.model and path.removeprefix("/v1/models/") == self.model:
+                shown = self._model()
+            case _:
+                raise ApiError(f"there is no such route: GET {path[:80]}", status=404)
+        return status, b"application/json", msgspec.json.encode(shown)
 
     @property
     def model(self) -> str:
@@ -194,26 +222,6 @@ class Gateway:
         about = {"id": self.model, "object": "model", "created": self._created}
         about |= {"owned_by": "llmctl", "replicas": len(self.pool.up)}
         return about | {"max_model_len": min(lengths, default=None)}
-
-    def _shown(self) -> dict[str, object]:
-        """The state of all replicas."""
-        shown = [
-            {
-                "url": each.url,
-                "state": each.state,
-                "problem": each.problem,
-                "version": each.version,
-                "running": len(each.attempts),
-                "requests": each.requests,
-                "failures": each.failures,
-                "moved": each.moved,
-            }
-            | ({"kind": self.pool.kind_of(each)} if self.pool.kinds[1:] else {})
-            for each in self.pool.replicas
-        ]
-        router = self.balancer.router
-        about = {"router": router.name, "parameters": router_parameters(router)}
-        return about | {"state": self.state, "replicas": shown}
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a small request to any replica, and its whole answer back."""
@@ -265,3 +273,165 @@ class Gateway:
             self.running -= 1
             if not self.running:
                 self.idle.set()
+
+
+class GatewayExposition:
+    """A collector for a registry of prometheus-client."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        text: bytes = generate_latest(self._registry)
+        return text
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry calls this at each scrape."""
+        gateway, stats, replicas = self._gateway, self._gateway.stats, self._gateway.pool.replicas
+        labels = {"model_name": gateway.model, "router": gateway.balancer.router.name}
+        for name, text, value in (
+            ("running", "Requests for tokens that have not ended.", gateway.running),
+            ("waiting", "Requests beyond the rows that replicas run at once.", gateway.waiting),
+        ):
+            yield family_of(GaugeMetricFamily, f"llmctl_requests_{name}", text, labels, value)
+        refused = "Requests that got 503 because of overload, or without a replica."
+        within = "Requests that met every target."
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of ended requests.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("requests_within_targets", within, stats.within_targets),
+            ("refused", refused, stats.refused),
+        ):
+            yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
+        name, text = "llmctl_requests", "Requests that ended, and how."
+        yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", dict(stats.ended))
+        text = "Answers that a second replica continued, by how."
+        yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", gateway.moved)
+        for name, text, histogram in (
+            ("ttft", "Arrival to first token, of streams.", stats.ttft),
+            ("itl", "Time between tokens of streams.", stats.itl),
+            ("tpot", "First to last token, per token after the first.", stats.tpot),
+            ("e2e", "Arrival to last token.", stats.e2e),
+        ):
+            yield histogram_family(f"llmctl_{name}_seconds", text, labels, histogram)
+        reports = {one.url: gateway.balancer.replicas[one.index].report for one in replicas}
+        usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
+        up = {one.url: float(one.state == "up") for one in replicas}
+        running = {one.url: float(len(one.attempts)) for one in replicas}
+        for name, text, values in (
+            ("up", "1 while a replica may be sent requests.", up),
+            ("running", "Requests that a replica has.", running),
+            ("kv_usage", "Share of its KV cache that a replica reported last.", usage),
+        ):
+            name = f"llmctl_replica_{name}"
+            yield by_label(GaugeMetricFamily, name, text, labels, "replica", values)
+        for attribute, text in (
+            ("requests", "Attempts sent to a replica."),
+            ("failures", "Attempts that failed there."),
+            ("moved", "Answers that went on elsewhere."),
+        ):
+            values = {one.url: float(getattr(one, attribute)) for one in replicas}
+            name = f"llmctl_replica_{attribute}"
+            yield by_label(CounterMetricFamily, name, text, labels, "replica", values)
+        yield from usage_of_keys(labels, gateway.keyring.named)
+
+
+class _Families:
+    """Families for `generate_latest`."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def merged_metrics(texts: Mapping[str, str]) -> bytes:
+    """The metrics of several servers, by URL, as one text with the URLs as the label `replica`.
+
+    A text that is not in Prometheus' format is left out.
+    """
+    found: dict[str, Metric] = {}
+    for url, text in texts.items():
+        try:
+            families = list(text_string_to_metric_families(text))
+        except ValueError:
+            continue
+        for family in families:
+            known = found.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            known.samples += [
+                Sample(one.name, {"replica": url, **one.labels}, one.value)
+                for one in family.samples
+            ]
+    text_of_all: bytes = generate_latest(_Families(found.values()))
+    return text_of_all
+
+
+class GatewayStatus(StatusPage):
+    """The status page of a gateway: that of one engine, with replicas for workers."""
+
+    def __init__(self, gateway: Gateway, facts: Facts) -> None:
+        self._gateway, self._start_s = gateway, gateway.now_s()
+        self._states: dict[LiveReplica, str] = {}
+        super().__init__(MetricHistory(gateway.stats, self._gauges, lambda: self._uptime_s), facts)
+
+    def sample(self) -> None:
+        """See `StatusPage.sample`. Replicas that went down since the last one are noted."""
+        before, self._states = self._states, {}
+        for number, replica in enumerate(self._gateway.pool.replicas):
+            self._states[replica] = replica.state
+            if replica.state in OUT and before.get(replica) != replica.state:
+                self.history.note(OUT[replica.state].format(number))
+        if self._gateway.pool.up or self._gateway.stats.ended:
+            self.history.sample()
+
+    @property
+    def _uptime_s(self) -> float:
+        return self._gateway.now_s() - self._start_s
+
+    def _gauges(self) -> Gauges:
+        gateway = self._gateway
+        known = [gateway.balancer.replicas[replica.index] for replica in gateway.pool.up]
+        usage = sum(each.kv_usage for each in known) / max(len(known), 1)
+        waiting = gateway.waiting
+        return Gauges(gateway.running - waiting, waiting, usage, 0, (), 0.0, {})
+
+    def _now(self) -> dict[str, Any]:
+        gateway, stats = self._gateway, self._gateway.stats
+        router, known = gateway.balancer.router, gateway.balancer.replicas
+        replicas = [
+            {
+                "kind": gateway.pool.kind_of(one),
+                "state": one.state,
+                "running": max(len(one.attempts) - known[one.index].waiting, 0),
+                "waiting": known[one.index].waiting,
+                "kv_share": known[one.index].kv_usage,
+                "cached_share": one.cached_share,
+                "requests": one.requests,
+                "failures": one.failures,
+                "moved": one.moved,
+            }
+            for one in gateway.pool.replicas
+        ]
+        return {
+            "state": gateway.state,
+            "problem": NO_REPLICA if gateway.state == NO_REPLICA else "",
+            "uptime_s": round(self._uptime_s, 1),
+            "router": router.name,
+            "knobs": router_parameters(router),
+            "workers": [],
+            "replicas": replicas,
+            "totals": {
+                "ended": dict(stats.ended),
+                "input_tokens": stats.prompt_tokens,
+                "output_tokens": stats.generation_tokens,
+                "refused": stats.refused,
+                "continued": sum(gateway.moved.values()),
+                "retry_budget": gateway.budget.share,
+            },
+        }

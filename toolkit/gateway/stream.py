@@ -68,6 +68,8 @@ class _Event(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(_Event).decode
 _encode = msgspec.json.Encoder().encode
+DIVERGED = "another replica generated another text"
+EMPTY_CALLS = (b"null", b"[]")
 
 
 class PassingAnswer:
@@ -153,11 +155,15 @@ class PassingAnswer:
         else:
             if mode == "text":
                 done.tokens += self._tokens_of_overlap(done)
-            self._base_tokens = self.tokens = done.tokens
-            if mode == "ids":
-                self._go_on_from(done)
-            else:
                 self._ids = None  # the tokens of the text so far may be others there
+            else:  # the next attempt begins behind the client's ids
+                assert done.ids is not None
+                has = len(done.text) - done.overlap
+                self._ids, self._length = list(done.ids), has
+                self._marks = [mark for mark in self._marks if mark[0] <= done.tokens]
+                self._texts = {(0, TEXT): [done.text[:has]]}
+                self._skip = {(0, TEXT): done.text[has:]} if done.overlap else {}
+            self._base_tokens = self.tokens = done.tokens
         self.mode = mode
         return call.continued(mode, done, speaks_ids=speaks_ids, max_model_len=max_model_len)
 
@@ -170,16 +176,6 @@ class PassingAnswer:
         characters = self._length + self._call.held_back
         share = math.ceil(done.overlap * len(self._ids) / characters)
         return min(share, len(self._ids) - done.tokens)
-
-    def _go_on_from(self, done: ClientProgress) -> None:
-        """The next attempt begins behind these ids."""
-        assert done.ids is not None
-        has = len(done.text) - done.overlap
-        self._ids, self._length = list(done.ids), has
-        self._marks = [mark for mark in self._marks if mark[0] <= done.tokens]
-        self._texts = {(0, TEXT): [done.text[:has]]}
-        if done.overlap:
-            self._skip = {(0, TEXT): done.text[has:]}
 
     def falls_back(self) -> bool:
         """A server refused to continue: whether to ask for the whole answer again."""
@@ -203,11 +199,9 @@ class PassingAnswer:
         passed = []
         for event in head.split(b"\n\n"):
             out = self._event(event)
-            if self.failure:
-                break
-            if out:
+            if not self.failure:
                 passed.append(out)
-            if self.ended:
+            if self.failure or self.ended:
                 break
         return b"".join(passed)
 
@@ -238,7 +232,10 @@ class PassingAnswer:
 
     def _event(self, event: bytes) -> bytes:
         """Read one event; returns what of it passes on."""
-        data = event[6:] if event.startswith(b"data: ") else _data(event)
+        data = event[6:]
+        if not event.startswith(b"data: "):  # it has other lines than one
+            lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+            data = b"\n".join(lines)
         if not data:
             return event + b"\n\n"  # a comment keeps connections alive
         if data == b"[DONE]":
@@ -395,11 +392,3 @@ class PassingAnswer:
         return b"data: " + _encode(about | fields) + b"\n\n"
 
 
-DIVERGED = "another replica generated another text"
-EMPTY_CALLS = (b"null", b"[]")
-
-
-def _data(event: bytes) -> bytes:
-    """The data of an event in other lines than one."""
-    lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-    return b"\n".join(lines)

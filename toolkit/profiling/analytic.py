@@ -57,12 +57,10 @@ def basis_of(measured: Profile, recipe: Recipe) -> Basis:
     Raises `InputError` for a profile that is analytic itself.
     """
     if measured.engine.analytic:
-        raise InputError(
-            "the profile to learn from is analytic itself", "give one that was measured"
-        )
-    efficiency, error = fit_efficiency(
-        peaks_of(recipe), sizes_of(recipe), measured.prefill, measured.decode
-    )
+        why = "the profile to learn from is analytic itself"
+        raise InputError(why, "give one that was measured")
+    peaks, sizes = peaks_of(recipe), sizes_of(recipe)
+    efficiency, error = fit_efficiency(peaks, sizes, measured.prefill, measured.decode)
     return Basis(efficiency, f"fitted to {measured.recipe_name}, median error {error:.0f} %")
 
 
@@ -75,10 +73,12 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
     line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
     facts = _facts(recipe, line.sizes, basis.text())
     points, skipped = grid(recipe.profile, facts)
-    probes = [
-        _probe(length, steps, facts.capacity_tokens)
-        for length, steps in probe_shapes(recipe.profile, facts)
-    ]
+    probes = []
+    for length, steps in probe_shapes(recipe.profile, facts):
+        rows = facts.capacity_tokens // (length + steps)
+        probes.append(
+            MemoryPoint(input_length=length, steps=steps, largest_ok=rows, smallest_oom=rows + 1)
+        )
     shapes = slice_shapes(recipe.profile, safe_tokens(probes, facts), facts.max_model_len)
     return Profile(
         **head,
@@ -103,16 +103,11 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
 
 def peaks_of(recipe: Recipe) -> Peaks:
     """The device's peak compute and bandwidth, from the recipe."""
-    hardware = recipe.hardware
-    _require(
-        {
-            "hardware.peak_tflops": hardware.peak_tflops,
-            "hardware.bandwidth_gb_s": hardware.bandwidth_gb_s,
-        }
-    )
-    assert hardware.peak_tflops is not None
-    assert hardware.bandwidth_gb_s is not None
-    return Peaks(hardware.peak_tflops * 1e12, hardware.bandwidth_gb_s * 1e9)
+    tflops, gb_s = recipe.hardware.peak_tflops, recipe.hardware.bandwidth_gb_s
+    _require({"hardware.peak_tflops": tflops, "hardware.bandwidth_gb_s": gb_s})
+    assert tflops is not None
+    assert gb_s is not None
+    return Peaks(tflops * 1e12, gb_s * 1e9)
 
 
 def sizes_of(recipe: Recipe) -> ModelSizes:
@@ -138,11 +133,9 @@ def sizes_of(recipe: Recipe) -> ModelSizes:
 
 
 def _require(values: dict[str, object]) -> None:
-    missing = [name for name, value in values.items() if value is None]
-    if missing:
-        raise InputError(
-            f"an analytic profile needs {', '.join(missing)}", "see the data sheet and the model"
-        )
+    if missing := [name for name, value in values.items() if value is None]:
+        why = f"an analytic profile needs {', '.join(missing)}"
+        raise InputError(why, "see the data sheet and the model")
 
 
 def _facts(recipe: Recipe, sizes: ModelSizes, analytic: str) -> EngineFacts:
@@ -175,15 +168,9 @@ def _kv_budget_bytes(recipe: Recipe, sizes: ModelSizes) -> int:
     budget = int(memory_gib * GIB * engine.gpu_memory_utilization) - sizes.weight_bytes
     if budget < sizes.kv_bytes_per_token:
         share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
-        raise InputError(
-            f"the weights, {sizes.weight_bytes / GIB:.1f} GiB, leave no KV cache in {share}"
-        )
+        weights = f"the weights, {sizes.weight_bytes / GIB:.1f} GiB"
+        raise InputError(f"{weights}, leave no KV cache in {share}")
     return budget
-
-
-def _probe(length: int, steps: int, capacity: int) -> MemoryPoint:
-    rows = capacity // (length + steps)
-    return MemoryPoint(input_length=length, steps=steps, largest_ok=rows, smallest_oom=rows + 1)
 
 
 def _of(points: Sequence[GridPoint], kind: Kind) -> list[tuple[int, int]]:
@@ -236,10 +223,6 @@ def _step(line: Roofline, rows: int, cached: int, chunks: int, length: int) -> S
 
 def _slice(shape: SliceShape, line: Roofline) -> SlicePoint:
     n, length = shape.batch_size, shape.input_length
-    decoded = sum(line.decode_s(n, length + step) for step in range(1, shape.steps))
-    return SlicePoint(
-        batch_size=n,
-        input_length=length,
-        steps=shape.steps,
-        seconds=line.prefill_s(n, length) + decoded,
-    )
+    decoded_s = sum(line.decode_s(n, length + step) for step in range(1, shape.steps))
+    seconds = line.prefill_s(n, length) + decoded_s
+    return SlicePoint(batch_size=n, input_length=length, steps=shape.steps, seconds=seconds)

@@ -31,11 +31,6 @@ from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.workers.process import engine_environment
 from toolkit.workers.protocol import Workers
 
-# What profiling needs of an engine: time a point, and test whether a batch fits.
-#
-# `LocalTimedEngine` uses an engine in this process, `toolkit.profiling.process.EngineProcess` one
-# in a process of its own.
-
 Clock = Literal["cpu", "wall"]
 CLOCKS: dict[Clock, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 
@@ -128,21 +123,20 @@ class LocalTimedEngine:
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`."""
+        kind, rows, length, clock = point.kind, point.batch_size, point.length, self._clock
+
+        def run() -> float:
+            if kind == "prefill":
+                return self._engine.time_prefill(rows, length, clock)
+            if kind == "decode":
+                return self._engine.time_decode(rows, length, clock)
+            assert kind not in ("mix", "traffic", "hit")
+            return self._round_engine.time_part(kind, rows, length, point.others, clock)
+
         try:
-            return visit(lambda: self._run(point), warmups, self._now_s)
+            return visit(run, warmups, self._now_s)
         except OutOfMemory:
             raise Unmeasurable("out of memory") from None
-
-    def _run(self, point: GridPoint) -> float:
-        rows, length, clock = point.batch_size, point.length, self._clock
-        if point.kind == "prefill":
-            return self._engine.time_prefill(rows, length, clock)
-        if point.kind == "decode":
-            return self._engine.time_decode(rows, length, clock)
-        assert point.kind != "mix"
-        assert point.kind != "traffic"
-        assert point.kind != "hit"
-        return self._round_engine.time_part(point.kind, rows, length, point.others, clock)
 
     @property
     def _round_engine(self) -> RoundEngine:
@@ -180,13 +174,7 @@ def slice_rows(shape: SliceShape, vocab_size: int = 2) -> list[Row]:
     lengths = [shape.input_length - number * spread // last for number in range(shape.batch_size)]
     sampling = SamplingParams(ignore_eos=True)
     return [
-        Row(
-            f"profile-{number}",
-            tokens[:length],
-            generated=0,
-            max_new_tokens=shape.steps,
-            sampling=sampling,
-        )
+        Row(f"profile-{number}", tokens[:length], 0, shape.steps, sampling)
         for number, length in enumerate(lengths)
     ]
 
@@ -335,14 +323,12 @@ class EngineProcess:
         try:
             reply = read_reply(self._replies)
         except EOFError:
-            raise EngineError(
-                f"the engine's process ended while it loaded: {self._end()}"
-            ) from None
+            why = f"the engine's process ended while it loaded: {self._end()}"
+            raise EngineError(why) from None
         if isinstance(reply, Failed):
             self.stop()
-            raise (InputError if reply.exit_code == InputError.exit_code else EngineError)(
-                reply.message, reply.hint
-            )
+            is_input = reply.exit_code == InputError.exit_code
+            raise (InputError if is_input else EngineError)(reply.message, reply.hint)
         assert isinstance(reply, Loaded)
         self.facts = EngineFacts.model_validate_json(reply.facts_json)
         return self.facts
@@ -394,22 +380,18 @@ class EngineProcess:
         try:
             reply = read_reply(self._replies)
         except EOFError:
-            reason = self._end()
-            self._restart(reason)
+            reason, self._deaths = self._end(), self._deaths + 1
+            if self._deaths >= DEATHS_MAX:
+                raise EngineError(
+                    f"the engine's process ended {self._deaths} times, the last time: {reason}",
+                    "look at its output above; smaller profile.batch_sizes may help",
+                ) from None
+            self.start()
+            self.wait()
             raise Died(f"the engine's process ended: {reason}") from None
         if isinstance(reply, Failed):
             raise Unmeasurable(reply.message)
         return reply
-
-    def _restart(self, reason: str) -> None:
-        self._deaths += 1
-        if self._deaths >= DEATHS_MAX:
-            message = f"the engine's process ended {self._deaths} times, the last time: {reason}"
-            raise EngineError(
-                message, "look at its output above; smaller profile.batch_sizes may help"
-            )
-        self.start()
-        self.wait()
 
     def _send(self, request: Request) -> None:
         # A dead child is noticed by the end of file in the place of its reply.
