@@ -175,17 +175,14 @@ class PromptGauge:
     this process, so that nothing can be looked up in a log of them.
     """
 
-    def __init__(self, bytes_per_token: float | None = None) -> None:
+    def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
         self._bytes, self._tokens, self._counted = 0, 0, 0
-        self._known = bytes_per_token
-        self._block_bytes = round(BLOCK_TOKENS * (bytes_per_token or BYTES_PER_TOKEN))
+        self._block_bytes = round(BLOCK_TOKENS * BYTES_PER_TOKEN)
 
     @property
     def bytes_per_token(self) -> float:
-        if self._known is not None or not self._tokens:
-            return self._known or BYTES_PER_TOKEN
-        return self._bytes / self._tokens
+        return self._bytes / self._tokens if self._tokens else BYTES_PER_TOKEN
 
     def tokens(self, prompt: Prompt) -> int:
         """About how many tokens a prompt has."""
@@ -215,5 +212,5 @@ class PromptGauge:
         self._bytes += len(prompt)
         self._tokens += tokens
         self._counted += 1
-        if self._counted == COUNTED_PROMPTS and self._known is None:
+        if self._counted == COUNTED_PROMPTS:
             self._block_bytes = max(round(BLOCK_TOKENS * self._bytes / self._tokens), 1)

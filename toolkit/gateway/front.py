@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -109,18 +109,16 @@ class Gateway:
         keyring: Keyring,
         *,
         stats: Stats | None = None,
-        gauge: PromptGauge | None = None,
         log: TraceLog | None = None,
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool, self.balancer, self.settings = pool, balancer, settings
-        self.stats, self.gauge = stats or Stats(), gauge or PromptGauge()
+        self.stats, self.gauge = stats or Stats(), PromptGauge()
         self.budget = RetryBudget()
         self.leaving = self.draining = False
         self.running, self.idle = 0, asyncio.Event()
         self.idle.set()
         self.moved: dict[str, int] = {}
-        self.now_s, self.keyring = now_s, keyring
+        self.now_s, self.keyring = time.monotonic, keyring
         self.log, self.numbers = log, count(1)  # of the requests
         self._created = int(time.time())
         self._exposition = GatewayExposition(self)
@@ -129,7 +127,7 @@ class Gateway:
         self.access: ASGIApp = AccessGate(
             self._answer,
             keyring,
-            now_s,
+            self.now_s,
             open_paths=open_paths,
             local_paths=[PAGE, DATA] if settings.status_page else [],
             local_hosts_only=settings.local_hosts_only,

@@ -138,11 +138,8 @@ class PassedRequest:
 
     async def _until_answered(self, gone: asyncio.Task[None]) -> None:
         strikes = 0
-        while True:
+        while (replica := await self._choose(gone)) is not None:
             tokens = self._passing.tokens
-            replica = await self._choose(gone)
-            if replica is None:
-                return
             try:
                 if await self._attempt(replica, gone):
                     return

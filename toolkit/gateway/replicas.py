@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -160,7 +160,6 @@ class ReplicaPool:
         hang_s: float,
         key: str = "",
         say: Callable[[str], None] = lambda _: None,
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replicas: list[LiveReplica] = []  # without those that are gone
         self.by_index: dict[int, LiveReplica] = {}
@@ -169,7 +168,7 @@ class ReplicaPool:
         self.changed = asyncio.Event()  # a replica came up, or one was refused
         self.headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self._balancer, self.kinds, self._needs = balancer, kinds, needs
-        self._hang_s, self._say, self._now_s = hang_s, say, now_s
+        self._hang_s, self._say = hang_s, say
         # for each kind, indexes of the balancer: their replicas are gone
         self._free: list[list[int]] = [[] for _ in kinds]
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
@@ -272,7 +271,7 @@ class ReplicaPool:
         """Replicas that came back shortly and have their share for now."""
         if not self._slow:
             return []
-        now_s, up, found = self._now_s(), self.up, []
+        now_s, up, found = time.monotonic(), self.up, []
         mean = sum(len(replica.attempts) for replica in up) / max(len(up), 1)
         for replica in list(self._slow):
             part = (now_s - replica.slow_since_s) / SLOW_START_S
@@ -299,7 +298,7 @@ class ReplicaPool:
         """Find answers that stand still, and replicas that are silent, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
-            now_s = self._now_s()
+            now_s = time.monotonic()
             for replica in list(self.by_index.values()):
                 for attempt in list(replica.attempts):
                     late = attempt.waiting and now_s - attempt.heard_s > self._hang_s
@@ -317,9 +316,9 @@ class ReplicaPool:
     async def read_reports(self) -> None:
         """Give the balancer the replicas' own figures, until cancelled."""
         while True:
-            start_s = self._now_s()
+            start_s = time.monotonic()
             await asyncio.gather(*(self._report(replica) for replica in self.up))
-            await asyncio.sleep(max(REPORT_EVERY_S - (self._now_s() - start_s), 0.01))
+            await asyncio.sleep(max(REPORT_EVERY_S - (time.monotonic() - start_s), 0.01))
 
     async def read_metrics(self) -> dict[str, str]:
         """The pages /metrics of the replicas that are up and have one, by URL."""
@@ -361,9 +360,26 @@ class ReplicaPool:
                     if failed >= FAILED_PROBES:
                         self.failed(replica, problem)
                 case _ if problem:
-                    self._note(replica, problem)
+                    foreign = problem.startswith(("it serves ", "it runs ", "its kind "))
+                    if problem != replica.problem:
+                        left_out = " is left out" if foreign else ""
+                        self._say(f"replica {replica.url}{left_out}: {problem}")
+                    if replica.state != "hung":
+                        replica.state = "left out" if foreign else "down"
+                    replica.problem = problem
+                    if foreign and self._needs.strict and self.refused is None:
+                        hint = "leave it out of the list, or drop --strict"
+                        self.refused = InputError(f"replica {replica.url}: {problem}", hint)
+                        self.changed.set()
                 case _:
-                    self._come_up(replica)
+                    first = replica.state == "joining"
+                    if any(other.requests for other in self.replicas):
+                        replica.slow_since_s = time.monotonic()
+                        self._slow.add(replica)
+                    replica.state, replica.problem, replica.failed_answers = "up", "", 0
+                    self._balancer.change(replica.index, is_up=True, is_fresh=not first)
+                    self._say(f"replica {replica.url} is up")
+                    self.changed.set()
             if replica.state == "up":
                 pause_s = PROBE_UP_S if not failed else PROBE_DOWN_S
             else:
@@ -374,35 +390,11 @@ class ReplicaPool:
                 await asyncio.sleep(PROBE_DOWN_S / 5)  # what has just failed needs a moment
                 wait_s = PROBE_DOWN_S
 
-    def _note(self, replica: LiveReplica, problem: str) -> None:
-        foreign = problem.startswith(("it serves ", "it runs ", "its kind "))
-        if problem != replica.problem:
-            left_out = " is left out" if foreign else ""
-            self._say(f"replica {replica.url}{left_out}: {problem}")
-        if replica.state != "hung":
-            replica.state = "left out" if foreign else "down"
-        replica.problem = problem
-        if foreign and self._needs.strict and self.refused is None:
-            self.refused = InputError(
-                f"replica {replica.url}: {problem}", "leave it out of the list, or drop --strict"
-            )
-            self.changed.set()
-
-    def _come_up(self, replica: LiveReplica) -> None:
-        first = replica.state == "joining"
-        if any(other.requests for other in self.replicas):
-            replica.slow_since_s = self._now_s()
-            self._slow.add(replica)
-        replica.state, replica.problem, replica.failed_answers = "up", "", 0
-        self._balancer.change(replica.index, is_up=True, is_fresh=not first)
-        self._say(f"replica {replica.url} is up")
-        self.changed.set()
-
     async def _probe(self, replica: LiveReplica) -> str:
         """Why a replica cannot serve; '' if it can."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                status, _ = await self._get(replica, b"/health")
+                status, _ = await self._ask(replica, b"/health")
                 if status not in (200, 404):
                     return f"/health answered {status}"
                 if replica.state == "up" and status == 200:
@@ -419,7 +411,7 @@ class ReplicaPool:
 
     async def _identify(self, replica: LiveReplica) -> str:
         """What is wrong with a replica's model, context or version; '' if nothing is."""
-        status, body = await self._get(replica, b"/v1/models")
+        status, body = await self._ask(replica, b"/v1/models")
         if status != 200:
             return f"/v1/models answered {status}"
         try:
@@ -436,7 +428,7 @@ class ReplicaPool:
         length = model.max_model_len
         if needs.max_model_len and length is not None and length < needs.max_model_len:
             return f"it serves {length} tokens of context, fewer than {needs.max_model_len}"
-        status, body = await self._get(replica, b"/version")
+        status, body = await self._ask(replica, b"/version")
         replica.version = ""
         if status == 200:
             with suppress(msgspec.DecodeError):
@@ -475,8 +467,13 @@ class ReplicaPool:
             self.by_index[replica.index] = replica
         return ""
 
-    async def _get(self, replica: LiveReplica, path: bytes) -> tuple[int, bytes]:
-        answer = await replica.upstream.send("GET", path, self.headers, b"")
+    async def _ask(
+        self, replica: LiveReplica, path: bytes, asked: dict[str, Any] | None = None
+    ) -> tuple[int, bytes]:
+        """The status and the body of an answer: to a POST of `asked` as JSON, else to a GET."""
+        kind = [] if asked is None else [(b"content-type", b"application/json")]
+        method, content = ("GET", b"") if asked is None else ("POST", msgspec.json.encode(asked))
+        answer = await replica.upstream.send(method, path, [*self.headers, *kind], content)
         body = bytearray()
         try:
             async for piece in answer.body():
@@ -489,17 +486,11 @@ class ReplicaPool:
 
     async def _generates(self, replica: LiveReplica) -> bool:
         """Whether a replica generates a token within `hang_s`."""
-        headers = [*self.headers, (b"content-type", b"application/json")]
-        body = msgspec.json.encode({"model": self.model, "prompt": "a", "max_tokens": 1})
+        asked = {"model": self.model, "prompt": "a", "max_tokens": 1}
         try:
             async with asyncio.timeout(self._hang_s):
-                answer = await replica.upstream.send("POST", b"/v1/completions", headers, body)
-                try:
-                    async for _ in answer.body():
-                        pass
-                finally:
-                    await answer.close()
-                return answer.status < 500
+                status, _ = await self._ask(replica, b"/v1/completions", asked)
+                return status < 500
         except (TimeoutError, UpstreamError):
             return False
 
@@ -512,7 +503,7 @@ class ReplicaPool:
             replica.wake.set()
 
     async def _report(self, replica: LiveReplica) -> None:
-        at_s = self._now_s()
+        at_s = time.monotonic()
         body = await self._metrics_page(replica)
         if body is not None and replica.state == "up" and (found := report_of(body, at_s)):
             self._balancer.report(replica.index, found)
@@ -521,7 +512,7 @@ class ReplicaPool:
         """A replica's /metrics; None where it has none."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                status, body = await self._get(replica, b"/metrics")
+                status, body = await self._ask(replica, b"/metrics")
         except (TimeoutError, UpstreamError):
             return None
         return body if status == 200 else None

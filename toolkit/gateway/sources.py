@@ -29,6 +29,7 @@ WATCH_S = 290  # then the API server ends a watch, which begins again
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0  # before a watch or a list that failed is tried again
 ANSWER_S = 10.0
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+RIGHTS = "its service account needs `list` and `watch` on endpointslices of discovery.k8s.io"
 KINDS = "FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
 
 
@@ -230,36 +231,29 @@ class SlicedReplicas:
     async def read(self) -> list[str]:
         """See `ReplicaSource.read`."""
         if not self._version:
+            self._fail()  # unless they can be listed
             try:
-                await self._list()
-            except InputError:
-                self._fail()
-                raise
+                async with asyncio.timeout(ANSWER_S):
+                    answer = await self._ask("")
+                    body = b"".join([piece async for piece in answer.body()])
+                    await answer.close()
+                if answer.status != 200:
+                    why = f"the API server answered {answer.status} for {self._where}"
+                    raise InputError(why, RIGHTS)
+                slices = msgspec.json.decode(body, type=_Slices)
+            except (TimeoutError, UpstreamError, msgspec.DecodeError):
+                why = f"the API server gave no EndpointSlices of {self._where}"
+                raise InputError(why, RIGHTS) from None
+            self._slices = {one.metadata.name or str(k): one for k, one in enumerate(slices.items)}
+            self._version, self._pause_s = slices.metadata.resource_version or "0", 0.0
         found = [one for each in self._slices.values() for one in each.endpoints or ()]
         staying = [one for one in found if not one.conditions.terminating]
         serving = [one for one in found if one.conditions.serving]  # until others are there
-        return sorted(
-            {_url(address, self._port) for one in staying or serving for address in one.addresses}
-        )
+        addresses = {address for one in staying or serving for address in one.addresses}
+        return sorted(_url(address, self._port) for address in addresses)
 
     def _fail(self) -> None:
         self._pause_s = min(max(2 * self._pause_s, PAUSE_S), PAUSE_MAX_S)
-
-    async def _list(self) -> None:
-        hint = "its service account needs `list` and `watch` on endpointslices of discovery.k8s.io"
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                answer = await self._ask("")
-                body = b"".join([piece async for piece in answer.body()])
-                await answer.close()
-            if answer.status != 200:
-                raise InputError(f"the API server answered {answer.status} for {self._where}", hint)
-            slices = msgspec.json.decode(body, type=_Slices)
-        except (TimeoutError, UpstreamError, msgspec.DecodeError):
-            why = f"the API server gave no EndpointSlices of {self._where}"
-            raise InputError(why, hint) from None
-        self._slices = {one.metadata.name or str(k): one for k, one in enumerate(slices.items)}
-        self._version, self._pause_s = slices.metadata.resource_version or "0", 0.0
 
     async def _watch(self) -> AsyncGenerator[None, None]:
         """Yield after each change. Ends where the watch does; the slices are to be listed again if

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Literal, Protocol, cast, runtime_checkable
+from typing import IO, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
 
@@ -246,6 +246,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 Request = LoadEngine | Time | Fits | Admit | KeepBusy
 Reply = Loaded | RunTimes | Tried | Admitted | Failed
+ReplyT = TypeVar("ReplyT", RunTimes, Tried, Admitted)
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -341,9 +342,7 @@ class EngineProcess:
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`. Raises `Died` if the point killed the process."""
-        reply = self._request(Time(point, warmups))
-        assert isinstance(reply, RunTimes)
-        return list(reply.seconds)
+        return list(self._request(Time(point, warmups), RunTimes).seconds)
 
     def fits(self, shape: SliceShape) -> bool:
         """See `TimedEngine.fits`. A shape that kills the process did not fit.
@@ -351,11 +350,9 @@ class EngineProcess:
         The kernel kills a process when memory is short.
         """
         try:
-            reply = self._request(Fits(shape))
+            return self._request(Fits(shape), Tried).fitted
         except Died:
             return False
-        assert isinstance(reply, Tried)
-        return reply.fitted
 
     def workers(self, recipe: Recipe) -> Workers:
         """The processes that will serve: several equal workers."""
@@ -367,15 +364,14 @@ class EngineProcess:
         """See `TimedRoundEngine.admit`. Raises `Died` if it killed the process: the rows are then
         unknown.
         """
-        reply = self._request(Admit(length, limit))
-        assert isinstance(reply, Admitted)
+        reply = self._request(Admit(length, limit), Admitted)
         return reply.rows, reply.ran_out
 
     def keep_busy(self, shapes: Sequence[SliceShape]) -> None:
         """Serve these slices over and over until `stop`."""
         self._send(KeepBusy(tuple(shapes)))
 
-    def _request(self, request: Request) -> Reply:
+    def _request(self, request: Request, kind: type[ReplyT]) -> ReplyT:
         self._send(request)
         try:
             reply = read_reply(self._replies)
@@ -391,6 +387,7 @@ class EngineProcess:
             raise Died(f"the engine's process ended: {reason}") from None
         if isinstance(reply, Failed):
             raise Unmeasurable(reply.message)
+        assert isinstance(reply, kind)
         return reply
 
     def _send(self, request: Request) -> None:

@@ -261,18 +261,18 @@ class VllmServer:
         self._reader = threading.Thread(target=self._keep_output, daemon=True)
         self._reader.start()
 
-    def wait_until_ready(self, limit_s: float = LOAD_S) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until it answers.
 
         Raises `EngineError` with its own error line if it ends before, or takes longer than
-        `limit_s`.
+        `LOAD_S`.
         """
-        deadline_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + LOAD_S
         while not self.healthy():
             if self._child.poll() is not None:
                 raise self.died("while it loaded")
             if time.monotonic() > deadline_s:
-                raise EngineError(f"vLLM was not ready within {limit_s:g} s: {self._error_line()}")
+                raise EngineError(f"vLLM was not ready within {LOAD_S:g} s: {self._error_line()}")
             time.sleep(POLL_READY_S)
         self._ready = True
         self._keep_engine_cpus_free()
@@ -293,7 +293,7 @@ class VllmServer:
         """Whether the process has not ended."""
         return self._child.poll() is None
 
-    def wait(self, timeout_s: float | None = None) -> int | None:
+    def wait(self, timeout_s: float) -> int | None:
         """Its exit code; None if it has not ended within `timeout_s`."""
         try:
             return self._child.wait(timeout_s)

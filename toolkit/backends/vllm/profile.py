@@ -211,7 +211,9 @@ class VllmBench(ServerBench):
         return fmean(hits or [one.seconds for one in passes])
 
     def _requests(self, point: GridPoint) -> list[Sample]:
-        """The requests of a point, with their times."""
+        """The requests of a point, with their times. Those of traffic have exponential gaps, at a
+        rate at which about N of them run at once.
+        """
         length, longest = point.length, self.facts.max_model_len
         if point.kind == "prefill":
             return [Sample(0.0, length, 1) for _ in range(point.batch_size)]
@@ -221,23 +223,18 @@ class VllmBench(ServerBench):
             return [Sample(0.0, prompt, steps) for _ in range(point.batch_size)]
         if not self._step_s:
             self._measure(GridPoint("decode", point.batch_size, MIX_STEPS))
-        if point.kind == "traffic":
-            return self._traffic(point)
-        decoding = [Sample(0.0, MIX_STEPS, MIX_STEPS) for _ in range(point.batch_size)]
-        gap_s = STAGGER * MIX_STEPS * self._step_s / point.others
-        return decoding + [Sample((k + 1) * gap_s, length, 1) for k in range(point.others)]
-
-    def _traffic(self, point: GridPoint) -> list[Sample]:
-        """Requests with exponential gaps, at a rate at which about N of them run at once."""
-        most, around = self.facts.max_model_len, [point.length // 2 + 1, 2 * point.length]
-        prompts = [min(log_uniform(around, self._rng), most - 1) for _ in range(point.others)]
-        sizes = 8, self._longest
-        outputs = [min(log_uniform(sizes, self._rng), most - prompt) for prompt in prompts]
+        if point.kind != "traffic":
+            decoding = [Sample(0.0, MIX_STEPS, MIX_STEPS) for _ in range(point.batch_size)]
+            gap_s = STAGGER * MIX_STEPS * self._step_s / point.others
+            return decoding + [Sample((k + 1) * gap_s, length, 1) for k in range(point.others)]
+        around, sizes, rng = (length // 2 + 1, 2 * length), (8, self._longest), self._rng
+        prompts = [min(log_uniform(around, rng), longest - 1) for _ in range(point.others)]
+        outputs = [min(log_uniform(sizes, rng), longest - prompt) for prompt in prompts]
         rate = point.batch_size / (fmean(outputs) * self._step_s)
         start_s, samples = 0.0, []
         for prompt, output in zip(prompts, outputs, strict=True):
             samples.append(Sample(start_s, prompt, output))
-            start_s += self._rng.expovariate(rate)
+            start_s += rng.expovariate(rate)
         return samples
 
 

@@ -121,7 +121,18 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         self.deciding_s += time.perf_counter() - start_s
         if not self._paused:
             return super().schedule(throttle_prefills)
-        return self._schedule_others(throttle_prefills)
+        # Paused requests keep their blocks and their rows: vLLM's newer model runner holds a row
+        # for each request that was not preempted, in a pass or not, up to --max-num-seqs of them.
+        paused = [request for request in self.running if request.request_id in self._paused]
+        self.running = [one for one in self.running if one.request_id not in self._paused]
+        self.max_num_active_reqs -= len(paused)
+        output = super().schedule(throttle_prefills)
+        self.max_num_active_reqs += len(paused)
+        if paused and not output.total_num_scheduled_tokens:
+            # The paused requests hold the memory that all others lack.
+            self._preempt_request(paused.pop(), time.monotonic())
+        self.running += paused
+        return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
@@ -175,23 +186,6 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
                 self.ran_out += 1
                 self.steps.drop(request_id)
         super()._preempt_request(request, timestamp, drop_stale_output)
-
-    def _schedule_others(self, throttle_prefills: bool) -> SchedulerOutput:
-        """Run vLLM's own `schedule` without the paused requests.
-
-        They keep their blocks and their rows: vLLM's newer model runner holds a row for each
-        request that was not preempted, in a pass or not, up to --max-num-seqs of them.
-        """
-        paused = [request for request in self.running if request.request_id in self._paused]
-        self.running = [one for one in self.running if one.request_id not in self._paused]
-        self.max_num_active_reqs -= len(paused)
-        output = super().schedule(throttle_prefills)
-        self.max_num_active_reqs += len(paused)
-        if paused and not output.total_num_scheduled_tokens:
-            # The paused requests hold the memory that all others lack.
-            self._preempt_request(paused.pop(), time.monotonic())
-        self.running += paused
-        return output
 
     def _submit(self, request: VllmRequest) -> bool:
         """Submit a request to the policy's scheduler. False if it does not fit there.
