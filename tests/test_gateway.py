@@ -24,11 +24,10 @@ from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import replicas as pools
-from toolkit.gateway.calls import GenerationCall
+from toolkit.gateway.calls import GenerationCall, PassingAnswer
 from toolkit.gateway.front import Gateway, GatewaySettings, GatewayStatus
 from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, kinds_of_replicas
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
-from toolkit.gateway.stream import PassingAnswer
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import (
     Balancer,

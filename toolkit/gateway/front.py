@@ -5,7 +5,10 @@ that the balancer names, and to another one when that fails, until the client ha
 (`toolkit.gateway.passing`). Nothing that was accepted is lost as long as a replica is up, or comes
 back within the time that a request waits for one.
 
-`GatewayExposition` and `GatewayStatus` show its metrics and its status page. A metric or a figure
+`PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
+prefixes, both from bytes: a gateway does not tokenize.
+
+`families_of` and `GatewayStatus` show its metrics and its status page. A metric or a figure
 that the server of one engine also has, has the same name here. Metrics of replicas are called
 `llmctl_replica_*`, with the replica's URL as a label. The status page numbers replicas in the order
 of /replicas, since it shows no address.
@@ -14,17 +17,19 @@ of /replicas, since it shows no address.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
+import secrets
 import time
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import count
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -35,7 +40,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import toolkit
 from toolkit.endpoints.target import REPLICA_METRICS
 from toolkit.endpoints.upstream import UpstreamError
-from toolkit.gateway.calls import GenerationCall, PromptGauge
+from toolkit.gateway.calls import GenerationCall, Prompt
 from toolkit.gateway.passing import (
     NO_REPLICA,
     PassedRequest,
@@ -47,6 +52,7 @@ from toolkit.gateway.passing import (
 from toolkit.gateway.replicas import LiveReplica, ReplicaPool
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import router_parameters
+from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
 from toolkit.serve.forms import read_body, read_json_bytes
@@ -55,10 +61,10 @@ from toolkit.serve.stats import Stats
 from toolkit.serve.status import DATA, PAGE, Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
 
-_logger = logging.getLogger(__name__)
-
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 WAIT_UP_S = 60.0  # an accepted request waits this long for a replica to be up
+BYTES_PER_TOKEN = 4.0  # of text, before any was counted
+COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
 # The path of a request passes only where it is one of these.
 RELAYED = ("/tokenize", "/detokenize", "/v1/embeddings")
 OUT = {  # states of replicas that the history notes
@@ -88,6 +94,56 @@ class GatewaySettings:
     status_page: bool = False
     local_hosts_only: bool = False
     wait_up_s: float = WAIT_UP_S
+
+
+class PromptGauge:
+    """Estimates of prompts from their bytes.
+
+    Text counts as many tokens as its bytes make at the mean of the prompts that servers have
+    counted. A block is a piece of as many bytes as 64 tokens have in the first prompts; equal
+    hashes stand for equal bytes in it and in all before it. The hashes are keyed by a secret of
+    this process, so that nothing can be looked up in a log of them.
+    """
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._bytes, self._tokens, self._counted = 0, 0, 0
+        self._block_bytes = round(BLOCK_TOKENS * BYTES_PER_TOKEN)
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self._bytes / self._tokens if self._tokens else BYTES_PER_TOKEN
+
+    def tokens(self, prompt: Prompt) -> int:
+        """About how many tokens a prompt has."""
+        if isinstance(prompt, list):
+            return max(len(prompt), 1)
+        return max(round(len(prompt or b"") / self.bytes_per_token), 1)
+
+    def blocks(self, prompt: Prompt) -> tuple[int, ...]:
+        """The hashes of a prompt's full blocks."""
+        if isinstance(prompt, list):
+            try:
+                content, size = array("q", prompt).tobytes(), 8 * BLOCK_TOKENS
+            except OverflowError:
+                return ()
+        else:
+            content, size = prompt or b"", self._block_bytes
+        found, before, key = [], b"", self._key
+        for at in range(0, len(content) - size + 1, size):
+            before = blake2b(before + content[at : at + size], digest_size=8, key=key).digest()
+            found.append(int.from_bytes(before, "big") >> 1)
+        return tuple(found)
+
+    def count(self, prompt: Prompt, tokens: int) -> None:
+        """A server counted a prompt's tokens."""
+        if not isinstance(prompt, bytes) or tokens < 1:
+            return
+        self._bytes += len(prompt)
+        self._tokens += tokens
+        self._counted += 1
+        if self._counted == COUNTED_PROMPTS:
+            self._block_bytes = max(round(BLOCK_TOKENS * self._bytes / self._tokens), 1)
 
 
 class Gateway:
@@ -121,7 +177,6 @@ class Gateway:
         self.now_s, self.keyring = time.monotonic, keyring
         self.log, self.numbers = log, count(1)  # of the requests
         self._created = int(time.time())
-        self._exposition = GatewayExposition(self)
         self.status: StatusPage | None = None
         open_paths = ["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])]
         self.access: ASGIApp = AccessGate(
@@ -178,7 +233,7 @@ class Gateway:
         status, shown = 200, dict[str, object]()
         match path:
             case "/metrics":
-                return 200, METRICS_TYPE, self._exposition.text()
+                return 200, METRICS_TYPE, text_of(families_of(self))
             case "/health":
                 shown = {"status": "ok"}
             case "/ready":
@@ -273,78 +328,54 @@ class Gateway:
                 self.idle.set()
 
 
-class GatewayExposition:
-    """A collector for a registry of prometheus-client."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        text: bytes = generate_latest(self._registry)
-        return text
-
-    def collect(self) -> Iterator[Metric]:
-        """The registry calls this at each scrape."""
-        gateway, stats, replicas = self._gateway, self._gateway.stats, self._gateway.pool.replicas
-        labels = {"model_name": gateway.model, "router": gateway.balancer.router.name}
-        for name, text, value in (
-            ("running", "Requests for tokens that have not ended.", gateway.running),
-            ("waiting", "Requests beyond the rows that replicas run at once.", gateway.waiting),
-        ):
-            yield family_of(GaugeMetricFamily, f"llmctl_requests_{name}", text, labels, value)
-        refused = "Requests that got 503 because of overload, or without a replica."
-        within = "Requests that met every target."
-        for name, text, value in (
-            ("prompt_tokens", "Prompt tokens of ended requests.", stats.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", stats.generation_tokens),
-            ("requests_within_targets", within, stats.within_targets),
-            ("refused", refused, stats.refused),
-        ):
-            yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
-        name, text = "llmctl_requests", "Requests that ended, and how."
-        yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", dict(stats.ended))
-        text = "Answers that a second replica continued, by how."
-        yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", gateway.moved)
-        for name, text, histogram in (
-            ("ttft", "Arrival to first token, of streams.", stats.ttft),
-            ("itl", "Time between tokens of streams.", stats.itl),
-            ("tpot", "First to last token, per token after the first.", stats.tpot),
-            ("e2e", "Arrival to last token.", stats.e2e),
-        ):
-            yield histogram_family(f"llmctl_{name}_seconds", text, labels, histogram)
-        reports = {one.url: gateway.balancer.replicas[one.index].report for one in replicas}
-        usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
-        up = {one.url: float(one.state == "up") for one in replicas}
-        running = {one.url: float(len(one.attempts)) for one in replicas}
-        for name, text, values in (
-            ("up", "1 while a replica may be sent requests.", up),
-            ("running", "Requests that a replica has.", running),
-            ("kv_usage", "Share of its KV cache that a replica reported last.", usage),
-        ):
-            name = f"llmctl_replica_{name}"
-            yield by_label(GaugeMetricFamily, name, text, labels, "replica", values)
-        for attribute, text in (
-            ("requests", "Attempts sent to a replica."),
-            ("failures", "Attempts that failed there."),
-            ("moved", "Answers that went on elsewhere."),
-        ):
-            values = {one.url: float(getattr(one, attribute)) for one in replicas}
-            name = f"llmctl_replica_{attribute}"
-            yield by_label(CounterMetricFamily, name, text, labels, "replica", values)
-        yield from usage_of_keys(labels, gateway.keyring.named)
-
-
-class _Families:
-    """Families for `generate_latest`."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+def families_of(gateway: Gateway) -> Iterator[Metric]:
+    """The gateway's own metrics, at the moment of a scrape."""
+    stats, replicas = gateway.stats, gateway.pool.replicas
+    labels = {"model_name": gateway.model, "router": gateway.balancer.router.name}
+    for name, text, value in (
+        ("running", "Requests for tokens that have not ended.", gateway.running),
+        ("waiting", "Requests beyond the rows that replicas run at once.", gateway.waiting),
+    ):
+        yield family_of(GaugeMetricFamily, f"llmctl_requests_{name}", text, labels, value)
+    refused = "Requests that got 503 because of overload, or without a replica."
+    within = "Requests that met every target."
+    for name, text, value in (
+        ("prompt_tokens", "Prompt tokens of ended requests.", stats.prompt_tokens),
+        ("generation_tokens", "Tokens generated.", stats.generation_tokens),
+        ("requests_within_targets", within, stats.within_targets),
+        ("refused", refused, stats.refused),
+    ):
+        yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
+    name, text = "llmctl_requests", "Requests that ended, and how."
+    yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", dict(stats.ended))
+    text = "Answers that a second replica continued, by how."
+    yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", gateway.moved)
+    for name, text, histogram in (
+        ("ttft", "Arrival to first token, of streams.", stats.ttft),
+        ("itl", "Time between tokens of streams.", stats.itl),
+        ("tpot", "First to last token, per token after the first.", stats.tpot),
+        ("e2e", "Arrival to last token.", stats.e2e),
+    ):
+        yield histogram_family(f"llmctl_{name}_seconds", text, labels, histogram)
+    reports = {one.url: gateway.balancer.replicas[one.index].report for one in replicas}
+    usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
+    up = {one.url: float(one.state == "up") for one in replicas}
+    running = {one.url: float(len(one.attempts)) for one in replicas}
+    for name, text, values in (
+        ("up", "1 while a replica may be sent requests.", up),
+        ("running", "Requests that a replica has.", running),
+        ("kv_usage", "Share of its KV cache that a replica reported last.", usage),
+    ):
+        yield by_label(GaugeMetricFamily, f"llmctl_replica_{name}", text, labels, "replica", values)
+    for name, text in (
+        ("requests", "Attempts sent to a replica."),
+        ("failures", "Attempts that failed there."),
+        ("moved", "Answers that went on elsewhere."),
+    ):
+        values = {one.url: float(getattr(one, name)) for one in replicas}
+        family = f"llmctl_replica_{name}"
+        yield by_label(CounterMetricFamily, family, text, labels, "replica", values)
+    yield from usage_of_keys(labels, gateway.keyring.named)
 
 
 def merged_metrics(texts: Mapping[str, str]) -> bytes:
@@ -359,15 +390,28 @@ def merged_metrics(texts: Mapping[str, str]) -> bytes:
         except ValueError:
             continue
         for family in families:
-            known = found.setdefault(
-                family.name, Metric(family.name, family.documentation, family.type)
-            )
-            known.samples += [
+            empty = Metric(family.name, family.documentation, family.type)
+            found.setdefault(family.name, empty).samples += [
                 Sample(one.name, {"replica": url, **one.labels}, one.value)
                 for one in family.samples
             ]
-    text_of_all: bytes = generate_latest(_Families(found.values()))
-    return text_of_all
+    return text_of(found.values())
+
+
+class _Families:
+    """What `generate_latest` takes."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def text_of(families: Iterable[Metric]) -> bytes:
+    """Metrics in Prometheus' text format."""
+    text: bytes = generate_latest(_Families(families))
+    return text
 
 
 class GatewayStatus(StatusPage):

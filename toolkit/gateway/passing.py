@@ -12,9 +12,8 @@ import msgspec
 from starlette.types import Receive, Send
 
 from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
-from toolkit.gateway.calls import GenerationCall
+from toolkit.gateway.calls import DIVERGED, GenerationCall, PassingAnswer, StreamedUsage
 from toolkit.gateway.replicas import LiveReplica
-from toolkit.gateway.stream import DIVERGED, PassingAnswer, StreamedUsage
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late
