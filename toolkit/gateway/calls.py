@@ -407,11 +407,8 @@ class PassingAnswer:
         if self._prompt_ids is None and self.mode != "text":  # there it is a longer prompt
             first = read.choices[0].prompt_token_ids if read.choices else None
             self._prompt_ids = read.prompt_token_ids or first
-        if not read.choices:
-            return self._on_usage(event, read)
-        return self._on_choices(event, read)
-
-    def _on_usage(self, event: bytes, read: _Event) -> bytes:
+        if read.choices:
+            return self._on_choices(event, read)
         if read.usage is None:
             return event + b"\n\n"
         usage = read.usage

@@ -116,7 +116,14 @@ class Journal:
         lines = self._stream.read().splitlines(keepends=True)
         # Without a line break a kill has torn the first line, and none follows.
         if lines and lines[0].endswith(b"\n"):
-            self.set_aside = "--fresh was given" if fresh else _why_not(lines[0], conditions)
+            self.set_aside = "--fresh was given"
+            if not fresh:
+                try:
+                    then = JournalConditions.model_validate_json(lines[0])
+                    changed = ", ".join(then.differences(conditions))
+                    self.set_aside = f"changed since: {changed}" if changed else ""
+                except ValidationError:
+                    self.set_aside = "its first line cannot be read"
             if not self.set_aside:
                 self._load(lines)
                 return
@@ -199,16 +206,6 @@ def _open_locked(path: Path) -> IO[bytes]:
         raise InputError(why, "wait for it, or choose another --out") from None
     stream.seek(0)
     return stream
-
-
-def _why_not(first_line: bytes, now: JournalConditions) -> str:
-    """Why the file with this first line cannot be resumed under the conditions `now`, or ''."""
-    try:
-        then = JournalConditions.model_validate_json(first_line)
-    except ValidationError:
-        return "its first line cannot be read"
-    changed = then.differences(now)
-    return f"changed since: {', '.join(changed)}" if changed else ""
 
 
 def of_kind(kind: type[ResultT], results: Iterable[object]) -> list[ResultT]:
