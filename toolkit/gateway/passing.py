@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-MAX_STRIKES = 4  # attempts in a row that failed without a new token, of one request
+MAX_FAILURES = 4  # attempts in a row that failed without a new token, of one request
 RETRY_SHARE = 0.2  # of all requests may be tried again after an answer of 500 and above
 RETRY_BURST = 20.0
 BUSY = (429, 503)  # a replica refuses a request; another one may take it
@@ -61,12 +61,11 @@ class RetryBudget:
 
 
 class PassFailedError(Exception):
-    """An attempt failed. `struck`: it had reached the replica, which may have failed because of
-    it."""
+    """An attempt failed. `counts`: the replica may have failed because of the request."""
 
-    def __init__(self, why: str, *, struck: bool = True) -> None:
+    def __init__(self, why: str, *, counts: bool = True) -> None:
         super().__init__(why)
-        self.struck = struck
+        self.counts = counts
 
 
 class PassedRequest:
@@ -136,7 +135,7 @@ class PassedRequest:
             self._record()
 
     async def _until_answered(self, gone: asyncio.Task[None]) -> None:
-        strikes = 0
+        failures = 0
         while (replica := await self._choose(gone)) is not None:
             tokens = self._passing.tokens
             try:
@@ -152,9 +151,9 @@ class PassedRequest:
                 if str(failed) == DIVERGED:
                     await self._give_up(f"the answer broke off, and {failed}")
                     return
-                strikes = 1 if self._passing.tokens > tokens else strikes + failed.struck
-                if strikes >= MAX_STRIKES:
-                    text = f"the request failed on {strikes} replicas; the last: {failed}"
+                failures = 1 if self._passing.tokens > tokens else failures + failed.counts
+                if failures >= MAX_FAILURES:
+                    text = f"the request failed on {failures} replicas; the last: {failed}"
                     await self._give_up(text)
                     return
                 self._excluded.add(replica.index)
@@ -272,7 +271,7 @@ class PassedRequest:
             reached = answer is not None or "lost" in str(error)
             why = "the connection broke off" if reached else "it cannot be reached"
             gateway.pool.failed(replica, why)
-            raise PassFailedError(why, struck=reached) from None
+            raise PassFailedError(why, counts=reached) from None
         finally:
             if answer is not None:
                 await answer.close()
@@ -286,10 +285,10 @@ class PassedRequest:
             listed = gateway.pool.replicas
             if any(each.max_model_len and each.max_model_len > size for each in listed):
                 self._outgrown = max(self._outgrown, size)
-                raise PassFailedError("the request does not fit into its context", struck=False)
+                raise PassFailedError("the request does not fit into its context", counts=False)
         if self._head_sent:
             if status >= 500 or status in BUSY:
-                raise PassFailedError(f"it answered {status}", struck=status not in BUSY)
+                raise PassFailedError(f"it answered {status}", counts=status not in BUSY)
             if self._passing.falls_back():
                 return False
             begun = self._passing.begun
@@ -299,7 +298,7 @@ class PassedRequest:
         if status in BUSY or (status >= 500 and gateway.budget.take()):
             self._refusal = refusal
             self._excluded.add(replica.index)
-            raise PassFailedError(f"it answered {status}", struck=status not in BUSY)
+            raise PassFailedError(f"it answered {status}", counts=status not in BUSY)
         self._status = f"HTTP {status}"
         await send_whole(self._send, *refusal)
         return True

@@ -287,6 +287,7 @@ def scheduler_flags(plan: Plan, *, counted: bool) -> list[str]:
         flags += ["--no-async-scheduling"]
     return flags
 
+
 def _count_ended(metrics: Path) -> dict[str, int]:
     """The number of ended requests by vLLM's finish reasons, from the files that vLLM leaves."""
     if not metrics.is_dir():  # a signal came before the server
