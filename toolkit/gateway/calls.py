@@ -37,16 +37,18 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 MAX_CHOICES = 1024
 # Fields with which an answer depends on more than its prompt's tokens.
 STATEFUL = (
-    "tools functions response_format structured_outputs guided_json guided_regex guided_choice "
-    "guided_grammar logprobs top_logprobs prompt_logprobs echo suffix use_beam_search best_of"
-).split()
+    "tools", "functions", "response_format", "structured_outputs", "guided_json",
+    "guided_regex", "guided_choice", "guided_grammar", "logprobs", "top_logprobs",
+    "prompt_logprobs", "echo", "suffix", "use_beam_search", "best_of",
+)  # fmt: skip
 # Fields of a chat request that /v1/completions has, too.
 SAMPLING = (
-    "model temperature top_p top_k min_p seed stop include_stop_str_in_output stop_token_ids "
-    "ignore_eos repetition_penalty presence_penalty frequency_penalty logit_bias "
-    "skip_special_tokens spaces_between_special_tokens bad_words allowed_token_ids cache_salt "
-    "priority user vllm_xargs"
-).split()
+    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+    "include_stop_str_in_output", "stop_token_ids", "ignore_eos", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "logit_bias", "skip_special_tokens",
+    "spaces_between_special_tokens", "bad_words", "allowed_token_ids", "cache_salt", "priority",
+    "user", "vllm_xargs",
+)  # fmt: skip
 # Values with which a field asks for nothing.
 EMPTY = (b"null", b"false", b"[]", b"{}", b'"none"', b"0", b'{"type":"text"}')
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
@@ -534,5 +536,3 @@ class PassingAnswer:
         kind = "chat.completion.chunk" if self._call.chat else "text_completion"
         about = {"id": self._id, "object": kind, "created": self._created, "model": self.model}
         return b"data: " + _encode(about | fields) + b"\n\n"
-
-

@@ -330,9 +330,7 @@ class OwnReplicas:
         self._own, self._pool, self._say = order.own, pool, order.ending.say
         self._ending, self._show = order.ending, show
         model, foreign = order.needs.model, order.on_foreign
-        made = ServerOrder(
-            order.plan, model, "127.0.0.1", 0, order.ending, key, on_foreign=foreign
-        )
+        made = ServerOrder(order.plan, model, "127.0.0.1", 0, order.ending, key, on_foreign=foreign)
         self._router, self._any_version = order.router, not any(k.version for k in order.kinds)
         self._count = order.plan.workers
         self._order = self._loaded = made  # what all are to be, and what each kind loaded last

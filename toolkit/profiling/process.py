@@ -130,7 +130,9 @@ class LocalTimedEngine:
                 return self._engine.time_prefill(rows, length, clock)
             if kind == "decode":
                 return self._engine.time_decode(rows, length, clock)
-            assert kind not in ("mix", "traffic", "hit")
+            assert kind != "mix"
+            assert kind != "traffic"
+            assert kind != "hit"
             return self._round_engine.time_part(kind, rows, length, point.others, clock)
 
         try:

@@ -145,7 +145,7 @@ def _line_through(points: Sequence[GridPoint], bench: TimedEngine) -> Callable[[
     which are timed; 0 without any.
     """
     if not points:
-        return lambda tokens: 0.0
+        return lambda _: 0.0
     ends = sorted(points, key=lambda point: point.tokens)
     small, large = ends[0], ends[-1]
     small_s = _wall_s(small, bench)
