@@ -319,7 +319,7 @@ def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipp
     assert rules.keys() >= {"LlmctlDown", "LlmctlNoReplica", "LlmctlTargetTtftP99S"}
 
 
-GATEWAY = Path(toolkit.__file__).parent / "gateway" / "status.py"
+GATEWAY = Path(toolkit.__file__).parent / "gateway" / "front.py"
 
 
 def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:

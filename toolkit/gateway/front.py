@@ -332,49 +332,50 @@ def families_of(gateway: Gateway) -> Iterator[Metric]:
     """The gateway's own metrics, at the moment of a scrape."""
     stats, replicas = gateway.stats, gateway.pool.replicas
     labels = {"model_name": gateway.model, "router": gateway.balancer.router.name}
+    beyond = "Requests beyond the rows that replicas run at once."
     for name, text, value in (
-        ("running", "Requests for tokens that have not ended.", gateway.running),
-        ("waiting", "Requests beyond the rows that replicas run at once.", gateway.waiting),
+        ("llmctl_requests_running", "Requests for tokens that have not ended.", gateway.running),
+        ("llmctl_requests_waiting", beyond, gateway.waiting),
     ):
-        yield family_of(GaugeMetricFamily, f"llmctl_requests_{name}", text, labels, value)
+        yield family_of(GaugeMetricFamily, name, text, labels, value)
     refused = "Requests that got 503 because of overload, or without a replica."
     within = "Requests that met every target."
     for name, text, value in (
-        ("prompt_tokens", "Prompt tokens of ended requests.", stats.prompt_tokens),
-        ("generation_tokens", "Tokens generated.", stats.generation_tokens),
-        ("requests_within_targets", within, stats.within_targets),
-        ("refused", refused, stats.refused),
+        ("llmctl_prompt_tokens", "Prompt tokens of ended requests.", stats.prompt_tokens),
+        ("llmctl_generation_tokens", "Tokens generated.", stats.generation_tokens),
+        ("llmctl_requests_within_targets", within, stats.within_targets),
+        ("llmctl_refused", refused, stats.refused),
     ):
-        yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
+        yield family_of(CounterMetricFamily, name, text, labels, value)
     name, text = "llmctl_requests", "Requests that ended, and how."
     yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", dict(stats.ended))
     text = "Answers that a second replica continued, by how."
     yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", gateway.moved)
     for name, text, histogram in (
-        ("ttft", "Arrival to first token, of streams.", stats.ttft),
-        ("itl", "Time between tokens of streams.", stats.itl),
-        ("tpot", "First to last token, per token after the first.", stats.tpot),
-        ("e2e", "Arrival to last token.", stats.e2e),
+        ("llmctl_ttft_seconds", "Arrival to first token, of streams.", stats.ttft),
+        ("llmctl_itl_seconds", "Time between tokens of streams.", stats.itl),
+        ("llmctl_tpot_seconds", "First to last token, per token after the first.", stats.tpot),
+        ("llmctl_e2e_seconds", "Arrival to last token.", stats.e2e),
     ):
-        yield histogram_family(f"llmctl_{name}_seconds", text, labels, histogram)
+        yield histogram_family(name, text, labels, histogram)
     reports = {one.url: gateway.balancer.replicas[one.index].report for one in replicas}
     usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
+    reported = "Share of its KV cache that a replica reported last."
     up = {one.url: float(one.state == "up") for one in replicas}
     running = {one.url: float(len(one.attempts)) for one in replicas}
     for name, text, values in (
-        ("up", "1 while a replica may be sent requests.", up),
-        ("running", "Requests that a replica has.", running),
-        ("kv_usage", "Share of its KV cache that a replica reported last.", usage),
+        ("llmctl_replica_up", "1 while a replica may be sent requests.", up),
+        ("llmctl_replica_running", "Requests that a replica has.", running),
+        ("llmctl_replica_kv_usage", reported, usage),
     ):
-        yield by_label(GaugeMetricFamily, f"llmctl_replica_{name}", text, labels, "replica", values)
-    for name, text in (
-        ("requests", "Attempts sent to a replica."),
-        ("failures", "Attempts that failed there."),
-        ("moved", "Answers that went on elsewhere."),
+        yield by_label(GaugeMetricFamily, name, text, labels, "replica", values)
+    for name, text, attribute in (
+        ("llmctl_replica_requests", "Attempts sent to a replica.", "requests"),
+        ("llmctl_replica_failures", "Attempts that failed there.", "failures"),
+        ("llmctl_replica_moved", "Answers that went on elsewhere.", "moved"),
     ):
-        values = {one.url: float(getattr(one, name)) for one in replicas}
-        family = f"llmctl_replica_{name}"
-        yield by_label(CounterMetricFamily, family, text, labels, "replica", values)
+        values = {one.url: float(getattr(one, attribute)) for one in replicas}
+        yield by_label(CounterMetricFamily, name, text, labels, "replica", values)
     yield from usage_of_keys(labels, gateway.keyring.named)
 
 
