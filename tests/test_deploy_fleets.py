@@ -16,7 +16,7 @@ import yaml
 from operator_kinds import check_object
 from test_deploy_replicas import NEWER, command_in, fronts, objects, parsed, services, with_engine
 
-from toolkit.backends.vllm.backend import described
+from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.cli.basis import plan_of_fleet
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import waiting_threshold
@@ -149,7 +149,7 @@ def test_compose_gives_each_replica_its_kind_s_flags_and_gpu(order: Order, fleet
     for name, number, device in zip(names, (0, 1, 1), "012", strict=True):
         (reserved,) = found[name]["deploy"]["resources"]["reservations"]["devices"]
         assert reserved["device_ids"] == [device]
-        own = described(fleet.alone(number), model_name(fleet))
+        own = VllmBackend().described(fleet.alone(number), model_name(fleet))
         flags = [word for words, _ in own.flags for word in words]
         command = found[name]["command"]
         assert command[: len(own.command) + len(flags)] == [*own.command, *flags]

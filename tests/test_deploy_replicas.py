@@ -19,7 +19,7 @@ from operator_kinds import check_object
 import toolkit
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import alive
-from toolkit.backends.vllm.backend import command_of, described
+from toolkit.backends.vllm.backend import VllmBackend, command_of
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_of_recipe
 from toolkit.deploy.monitoring import replica_rules
@@ -312,7 +312,7 @@ def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipp
     assert rules.keys() >= {"LlmctlDown", "LlmctlNoReplica", "LlmctlTargetTtftP99S"}
 
 
-GATEWAY = Path(toolkit.__file__).parent / "gateway" / "status.py"
+GATEWAY = Path(toolkit.__file__).parent / "gateway" / "front.py"
 
 
 def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
@@ -344,7 +344,7 @@ def test_a_container_gets_the_flags_that_llmctl_serve_gives(
     monkeypatch.setattr("toolkit.engines.loading.saved_model", lambda model, _: model.source)
     order = ServerOrder(plan, "m", "127.0.0.1", 8000, Ending(0, 30))
     words = command_of(order, tmp_path).words("127.0.0.1", 8000)
-    found = [word for flag, _ in described(plan, "m").flags for word in flag]
+    found = [word for flag, _ in VllmBackend().described(plan, "m").flags for word in flag]
     counted = ["--scheduler-cls", "toolkit.backends.vllm.iterations.counted_scheduler"]
     rest = [word for word in words[words.index("--served-model-name") :] if word not in counted]
     assert found == rest[: rest.index("--shutdown-timeout")]
