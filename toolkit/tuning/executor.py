@@ -160,8 +160,14 @@ class ProcessPool:
                 running[pipe] = piece
                 return
 
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks of other threads
         try:
-            self._start(len(pieces))
+            while len(self._children) < min(self.jobs, len(pieces)):
+                pipe, childs_end = context.Pipe()
+                process = context.Process(target=_child, args=(childs_end,), daemon=True)
+                process.start()
+                childs_end.close()
+                self._children.append((process, pipe))
             for _, pipe in self._children[: len(pieces)]:
                 send_next(pipe)
             while running:
@@ -178,15 +184,6 @@ class ProcessPool:
         finally:
             if running:  # stopped early: these results must not be taken for those of later tasks
                 self._end()
-
-    def _start(self, wanted: int) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks of other threads
-        while len(self._children) < min(self.jobs, wanted):
-            pipe, childs_end = context.Pipe()
-            process = context.Process(target=_child, args=(childs_end,), daemon=True)
-            process.start()
-            childs_end.close()
-            self._children.append((process, pipe))
 
 
 class ClusterRunner:
@@ -315,8 +312,8 @@ class JournalFile:
         self.known = _read(path, fingerprint)
         if not self.known:
             path.write_text(json.dumps(fingerprint) + "\n")
-        else:
-            _drop_torn_line(path)
+        else:  # drop a torn last line
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
         """See `EvaluationStore.keep`."""
@@ -373,10 +370,3 @@ def evaluation_of(outcome: object, ratios: object, stopped_after: object = None)
     if "goodput_rps" not in found.outcome.metrics:
         raise ValueError("an evaluation without goodput_rps")
     return found
-
-
-def _drop_torn_line(path: Path) -> None:
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        os.truncate(path, end)
