@@ -32,14 +32,7 @@ from toolkit.estimators.part_fits import (
 )
 from toolkit.estimators.steps import law_of_steps
 from toolkit.files.fit import (
-    Candidate,
-    Fit,
-    HeldOutError,
-    LatencyFit,
-    MemoryFit,
-    OverheadFit,
-    Range,
-    StepsFit,
+    Candidate, Fit, HeldOutError, LatencyFit, MemoryFit, OverheadFit, Range, StepsFit
 )
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
@@ -152,8 +145,7 @@ def _check_points(name: str, points: Points) -> None:
             remedy.format(lengths),
         )
     for what, values, key in (
-        ("batch size", points.batch_size, "batch_sizes"),
-        ("length", points.length, lengths),
+        ("batch size", points.batch_size, "batch_sizes"), ("length", points.length, lengths)
     ):
         if len(np.unique(values)) < 2:
             only = int(values[0])
@@ -224,8 +216,8 @@ def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fi
         law = SegmentedLaw(
             tuple(prefill.segments), tuple(decode.segments), fit.engine.prefill_emits_token
         )
-        slices = _picked(profile.slices, rng)
-        overhead = _with_line(fit.overhead, forms.refit_overhead(slices, law))
+        served_s, seconds = forms.slice_times(_picked(profile.slices, rng), law)
+        overhead = _with_line(fit.overhead, forms.fit_line(served_s, seconds))
         rounds, steps = fit.rounds, fit.steps
         if rounds and profile.rounds:
             # The parts of a round stay as fitted: they are a few percent of a round.

@@ -442,8 +442,7 @@ def _check_passes(points: Sequence[StepPoint]) -> None:
         )
     if not any(point.prefills for point in points) or all(point.prefills for point in points):
         raise InputError(
-            "steps: passes with chunks of prompts and passes without are both needed",
-            MEASURE_AGAIN,
+            "steps: passes with chunks of prompts and passes without are both needed", MEASURE_AGAIN
         )
     if any(not point.seconds or min(point.seconds) <= 0.0 for point in points):
         raise InputError("steps: a pass took no time", MEASURE_AGAIN)

@@ -390,8 +390,7 @@ def detect(found: Collection[str], source: str) -> Format:
     missing = [column for column in nearest.required if column not in found]
     if len(missing) == len(nearest.required):
         raise InputError(
-            f"{source}: not a trace: none of the known columns, found {columns or 'none'}",
-            KNOWN,
+            f"{source}: not a trace: none of the known columns, found {columns or 'none'}", KNOWN
         )
     named = " and ".join(f"'{column}'" for column in missing)
     raise InputError(

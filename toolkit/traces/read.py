@@ -223,8 +223,7 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     if not kept:
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
         raise InputError(
-            problem,
-            "correct these rows; docs/reference/traces.md, 'Invalid rows', has the limits",
+            problem, "correct these rows; docs/reference/traces.md, 'Invalid rows', has the limits"
         )
     return _ordered(kept, sharing, report)
 

@@ -41,13 +41,7 @@ from toolkit.sim.replicas import Routing
 from toolkit.sim.world import World, reflagged, world_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import (
-    TraceWindow,
-    Windows,
-    cut,
-    fit_windows,
-    mean_rate,
-    prepare,
-    scale_rate,
+    TraceWindow, Windows, cut, fit_windows, mean_rate, prepare, scale_rate
 )
 
 # Blocks per window. Of 5, 8, 10 and 15, five cover best where requests are late in long stretches.
@@ -289,7 +283,8 @@ class Task:
         rest = sum(map(len, windows[len(results) :]))
         if limits is None or not results or not rest:
             return False
-        none, two = np.zeros(rest), np.full(rest, 2)  # fewer tokens have no time per output token
+        # The others are served at once; fewer than 2 tokens have no time per output token.
+        none, two = np.zeros(rest), np.full(rest, 2)
         perfect = Served(none, none, none, two, none, np.ones(rest, dtype=np.bool_))
         served = _joined([*(result.served for result in results), perfect])
         late = sum(int(np.count_nonzero(~meets_sla(result.served, sla))) for result in results)

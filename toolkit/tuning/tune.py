@@ -66,22 +66,9 @@ from toolkit.tuning.evaluate import (
 )
 from toolkit.tuning.executor import Runner, collect
 from toolkit.tuning.search import (
-    LATENCY,
-    Found,
-    Progress,
-    SearchSettings,
-    front,
-    importance,
-    search,
-    sensitivity,
+    LATENCY, Found, Progress, SearchSettings, front, importance, search, sensitivity
 )
-from toolkit.tuning.spaces import (
-    PolicySpace,
-    make_spaces,
-    router_spaces,
-    sweeps,
-    with_kinds,
-)
+from toolkit.tuning.spaces import (PolicySpace, make_spaces, router_spaces, sweeps, with_kinds)
 
 # limits with a key in `Evaluation.usage` that differs from their metric
 USAGE_KEYS = {ATTAINMENT_LOWER: ATTAINMENT}
