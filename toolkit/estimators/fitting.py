@@ -32,7 +32,14 @@ from toolkit.estimators.part_fits import (
 )
 from toolkit.estimators.steps import law_of_steps
 from toolkit.files.fit import (
-    Candidate, Fit, HeldOutError, LatencyFit, MemoryFit, OverheadFit, Range, StepsFit
+    Candidate,
+    Fit,
+    HeldOutError,
+    LatencyFit,
+    MemoryFit,
+    OverheadFit,
+    Range,
+    StepsFit,
 )
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
@@ -145,7 +152,8 @@ def _check_points(name: str, points: Points) -> None:
             remedy.format(lengths),
         )
     for what, values, key in (
-        ("batch size", points.batch_size, "batch_sizes"), ("length", points.length, lengths)
+        ("batch size", points.batch_size, "batch_sizes"),
+        ("length", points.length, lengths),
     ):
         if len(np.unique(values)) < 2:
             only = int(values[0])

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from toolkit.estimators.laws import (
-    LinearSwap, SegmentedLaw, WithOverhead, law_of_rounds, swap_from_fit
+    LinearSwap,
+    SegmentedLaw,
+    WithOverhead,
+    law_of_rounds,
+    swap_from_fit,
 )
 from toolkit.estimators.memory import MemoryEdge, RuleEdge, RuleMemory, ZetaEdge, ZetaMemory
 from toolkit.files.fit import Fit, MemoryFit

@@ -20,7 +20,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.io import fit_path
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import (MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Labels, Recipe, Workers)
+from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Labels, Recipe, Workers
 from toolkit.files.shipped import AnyPath, recipe_path
 from toolkit.files.strict import Strict, load_yaml, validate
 from toolkit.files.tuning import Tuning

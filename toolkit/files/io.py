@@ -37,7 +37,12 @@ from toolkit.files.plan import Kind, Plan
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import NAME_PATTERN, Recipe
 from toolkit.files.shipped import (
-    AnyPath, load_recipe, nearest_shipped, shipped_profiles, shipped_recipes, siblings
+    AnyPath,
+    load_recipe,
+    nearest_shipped,
+    shipped_profiles,
+    shipped_recipes,
+    siblings,
 )
 from toolkit.files.strict import Envelope, Environment, Input, read_bytes, validate
 from toolkit.files.tuning import Tuning

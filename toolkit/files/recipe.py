@@ -176,9 +176,7 @@ class HardwareSpec(Strict):
 
     device: Literal["cpu", "cuda"] = Field(description="where workers run")
     name: str = Field(description="for readers and for doctor's check, like 'A100-80GB'")
-    memory_gib: PositiveFloat | None = Field(
-        default=None, description="of one device"
-    )
+    memory_gib: PositiveFloat | None = Field(default=None, description="of one device")
     peak_tflops: PositiveFloat | None = Field(
         default=None,
         description="dense, in model.dtype, from the data sheet; for analytic profiles",

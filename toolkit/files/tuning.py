@@ -467,7 +467,11 @@ class Tuning(Envelope):
 
     remake: ClassVar[str] = "llmctl tune RECIPE --fit FIT --trace TRACE"
     recipe_sections: ClassVar[tuple[str, ...]] = (
-        *MEASURED_SECTIONS, "sla", "policy", "tune", "serve"
+        *MEASURED_SECTIONS,
+        "sla",
+        "policy",
+        "tune",
+        "serve",
     )
 
     recipe_name: str

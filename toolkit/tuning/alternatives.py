@@ -30,7 +30,12 @@ from toolkit.sim.api import usual_policies
 from toolkit.sim.world import world_of
 from toolkit.traces.types import Trace
 from toolkit.tuning.evaluate import (
-    ATTAINMENT, CandidateLimits, Evaluation, EvaluationSetup, Task, capacity_rps
+    ATTAINMENT,
+    CandidateLimits,
+    Evaluation,
+    EvaluationSetup,
+    Task,
+    capacity_rps,
 )
 from toolkit.tuning.executor import Runner, collect
 

@@ -41,7 +41,13 @@ from toolkit.sim.replicas import Routing
 from toolkit.sim.world import World, reflagged, world_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import (
-    TraceWindow, Windows, cut, fit_windows, mean_rate, prepare, scale_rate
+    TraceWindow,
+    Windows,
+    cut,
+    fit_windows,
+    mean_rate,
+    prepare,
+    scale_rate,
 )
 
 # Blocks per window. Of 5, 8, 10 and 15, five cover best where requests are late in long stretches.

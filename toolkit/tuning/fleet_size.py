@@ -42,7 +42,13 @@ from toolkit.tuning.evaluate import CandidateLimits, EvaluationSetup, Task
 from toolkit.tuning.executor import Runner, collect
 from toolkit.tuning.search import Found, Progress
 from toolkit.tuning.tune import (
-    Inputs, best_trial, limits_of, reported, search_of, settings_name, settings_of
+    Inputs,
+    best_trial,
+    limits_of,
+    reported,
+    search_of,
+    settings_name,
+    settings_of,
 )
 
 ALL_AT_MOST = 64  # counts that are all tried where none of the first ones keeps

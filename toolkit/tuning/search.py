@@ -22,7 +22,13 @@ import optuna
 
 from toolkit.files.tuning import ParameterValue, Sensitivity, Trial
 from toolkit.tuning.evaluate import (
-    SCREEN_SHARE, CandidateLimits, Evaluation, EvaluationSetup, Screen, Task, make_screen
+    SCREEN_SHARE,
+    CandidateLimits,
+    Evaluation,
+    EvaluationSetup,
+    Screen,
+    Task,
+    make_screen,
 )
 from toolkit.tuning.executor import Runner, collect
 from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweep, sweeps

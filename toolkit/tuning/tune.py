@@ -66,9 +66,16 @@ from toolkit.tuning.evaluate import (
 )
 from toolkit.tuning.executor import Runner, collect
 from toolkit.tuning.search import (
-    LATENCY, Found, Progress, SearchSettings, front, importance, search, sensitivity
+    LATENCY,
+    Found,
+    Progress,
+    SearchSettings,
+    front,
+    importance,
+    search,
+    sensitivity,
 )
-from toolkit.tuning.spaces import (PolicySpace, make_spaces, router_spaces, sweeps, with_kinds)
+from toolkit.tuning.spaces import PolicySpace, make_spaces, router_spaces, sweeps, with_kinds
 
 # limits with a key in `Evaluation.usage` that differs from their metric
 USAGE_KEYS = {ATTAINMENT_LOWER: ATTAINMENT}
@@ -365,9 +372,7 @@ def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | No
     )
 
 
-def _judge(
-    runs: AlternativeRuns, found: Found, spaces: Sequence[PolicySpace]
-) -> list[Evaluation]:
+def _judge(runs: AlternativeRuns, found: Found, spaces: Sequence[PolicySpace]) -> list[Evaluation]:
     """The recipe's settings and the best trial of each searched policy, held out."""
     best = [found.best([space.key]) for space in spaces]
     outcomes = [found.evaluations[number].outcome for number in best if number is not None]
