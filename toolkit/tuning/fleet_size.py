@@ -218,7 +218,7 @@ class FleetCounts:
                 if (end is None or self.mixes.rank(counts) < end) and settings.work.allows(counts)
             ]
             ray += ray[-1:] * WORKERS_MAX  # beyond the end of a line its last counts
-            if ray and (place := fewest(lambda n, ray=ray: self.keeps(settings, ray[n - 1]))):
+            if ray and (place := fewest(lambda n: self.keeps(settings, ray[n - 1]))):  # noqa: B023
                 best = ray[place - 1]
         return best
 
