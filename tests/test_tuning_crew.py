@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -97,13 +99,17 @@ def test_a_bug_in_a_child_is_raised_with_its_traceback(bench: EvaluationSetup):
     assert "in _candidate" in str(caught.value.__cause__)
 
 
-def test_a_child_ends_with_its_killed_parent():
+def test_a_child_ends_with_its_killed_parent(bench: EvaluationSetup, tmp_path: Path):
+    (tmp_path / "tasks").write_bytes(pickle.dumps([Task(bench, "slice")]))
     code = (
-        "import os, sys; from toolkit.tuning.executor import ProcessPool; pool = ProcessPool(1); "
-        "print(pool._pool.submit(os.getpid).result(), flush=True); sys.stdin.read()"
+        "import multiprocessing, pathlib, pickle, sys; from toolkit.tuning.executor import *; "
+        "tasks = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); pool = ProcessPool(1); "
+        "collect(pool, tasks); print(multiprocessing.active_children()[0].pid, flush=True); "
+        "sys.stdin.read()"
     )
+    command = [sys.executable, "-c", code, str(tmp_path / "tasks")]
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as parent:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()

@@ -120,24 +120,24 @@ class Pieces:
 
 
 class ProcessPool:
-    """Runs tasks in `jobs` processes, started as tasks need them. Its `with` block ends them.
+    """Runs tasks in `jobs` processes, started when tasks need them. Its `with` block ends them.
 
     An error in a task is raised here. `RuntimeError` is raised where a process dies.
     """
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks of other threads
-        self._pool = ProcessPoolExecutor(jobs, context, _tie_to_parent)
+        self._pool: ProcessPoolExecutor | None = None
         self._others = set(multiprocessing.active_children())
 
     def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in set(multiprocessing.active_children()) - self._others:
-            child.terminate()  # also in the middle of a window, which may take minutes
-        self._pool.shutdown(cancel_futures=True)
+        if self._pool is not None:
+            for child in set(multiprocessing.active_children()) - self._others:
+                child.terminate()  # also in the middle of a window, which may take minutes
+            self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         pieces = Pieces(tasks)
@@ -146,6 +146,9 @@ class ProcessPool:
 
         def submit(most: int) -> None:
             for piece in islice(waiting, most):
+                if self._pool is None:  # a fork would copy locks of other threads
+                    context = multiprocessing.get_context("spawn")
+                    self._pool = ProcessPoolExecutor(self.jobs, context, _tie_to_parent)
                 running[self._pool.submit(_simulate, piece)] = piece
 
         try:
