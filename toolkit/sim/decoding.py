@@ -20,8 +20,7 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
-from toolkit.estimators.laws import SegmentedLaw
-from toolkit.estimators.times import LawTimes
+from toolkit.estimators.laws import LawTimes, SegmentedLaw
 from toolkit.sched.kernels import future_peak
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Job, Moves
