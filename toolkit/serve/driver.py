@@ -16,14 +16,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from toolkit.engines.protocol import FinishReason, Round, RoundOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Failure, Job, Request, RoundResult
+from toolkit.sched.types import Batch, BatchResult, Failure, Job, Moves, Request, RoundResult
 from toolkit.serve.forecast import Forecast
 from toolkit.serve.live import (
     ActiveRequest,
@@ -81,10 +81,9 @@ class Driver:
         limits: LatencyLimits = UNLIMITED,
         accept: Callable[[list[EngineFacts]], None] | None = None,
     ) -> None:
-        if workers.size != len(scheduler.workers):
-            raise ValueError(
-                f"{workers.size} workers, and the scheduler has {len(scheduler.workers)}"
-            )
+        expected = len(scheduler.workers)
+        if workers.size != expected:
+            raise ValueError(f"{workers.size} workers, and the scheduler has {expected}")
         self.scheduler = scheduler
         self.stats = stats
         self.forecast = Forecast(scheduler, limits)
@@ -179,16 +178,11 @@ class Driver:
             raise ValueError(f"submitted while the driver is {self.state}")
         now_s = self.now_s
         predicted = self.forecast.predict_by_laws(now_s)
-        refusal = self.scheduler.submit(
-            Request(
-                request.request_id,
-                now_s,
-                len(request.prompt),
-                request.max_new_tokens,
-                request.priority,
-            ),
-            now_s,
+        prompt_tokens, max_new_tokens = len(request.prompt), request.max_new_tokens
+        submitted = Request(
+            request.request_id, now_s, prompt_tokens, max_new_tokens, request.priority
         )
+        refusal = self.scheduler.submit(submitted, now_s)
         if refusal:
             raise RefusedError(refusal.reason)
         self.stats.arrived += 1
@@ -358,12 +352,7 @@ class Driver:
             raise
 
 
-class RowOutput(NamedTuple):
-    """New tokens of a request, and how it ended, or ''."""
-
-    active: ActiveRequest
-    tokens: list[int]
-    finish: FinishReason
+RowOutput = tuple[ActiveRequest, list[int], FinishReason]  # new tokens, and how it ended, or ''
 
 
 class WorkerActivity:
@@ -401,8 +390,7 @@ class WorkerActivity:
                 plan = self._resident[worker].begin(batch, self._find)
                 self._workers.run_round(worker, batch.batch_id, plan, batch.estimated_s)
                 continue
-            received = [0] * len(requests)
-            flight = InFlightBatch(batch, requests, received, follows, submitted)
+            flight = InFlightBatch(batch, requests, [0] * len(requests), follows, submitted)
             self.flights[worker] = flight
             for active in requests:
                 active.flight = flight
@@ -426,7 +414,7 @@ class WorkerActivity:
         flight = self.flights.get(event.worker)
         if flight is None or flight.batch.batch_id != event.batch_id:
             return []
-        output = []
+        output: list[RowOutput] = []
         for row, (tokens, finish) in merge(event.steps).items():
             if flight.batch.keep_cache:
                 resident = self._resident[event.worker]
@@ -434,7 +422,7 @@ class WorkerActivity:
             else:
                 flight.received[row] += len(tokens)
                 active = flight.requests[row]
-            output.append(RowOutput(active, tokens, finish))
+            output.append((active, tokens, finish))
         return output
 
     def slice_done(self, event: BatchDone) -> tuple[InFlightBatch, list[RowOutput]]:
@@ -446,7 +434,7 @@ class WorkerActivity:
             flight.requests, flight.received, event.output.tokens, event.output.finish, strict=True
         )
         return flight, [
-            RowOutput(active, list(tokens[received:]), finish)
+            (active, list(tokens[received:]), finish)
             for active, received, tokens, finish in rows
         ]
 
@@ -460,6 +448,9 @@ class WorkerActivity:
     def _take(self, worker: int) -> InFlightBatch:
         self._just_freed.add(worker)
         return self.flights.pop(worker)
+
+
+NO_MOVES = Moves()
 
 
 class ResidentRows:
@@ -495,17 +486,17 @@ class ResidentRows:
         def numbers(jobs: Iterable[Job]) -> tuple[int, ...]:
             return tuple(self._numbers[job.request_id] for job in jobs)
 
-        moves = batch.moves
+        moves = batch.moves or NO_MOVES
         return Round(
             batch.steps,
             tuple(active.row() for active in entering),
             entered,
             evicted,
-            numbers(moves.pause) if moves else (),
-            numbers(moves.swap_out) if moves else (),
-            numbers(moves.swap_in) if moves else (),
-            numbers(moves.resume) if moves else (),
-            bool(moves and moves.overlap),
+            numbers(moves.pause),
+            numbers(moves.swap_out),
+            numbers(moves.swap_in),
+            numbers(moves.resume),
+            moves.overlap,
             batch.stop_every,
             batch.chunk_tokens,
             self._steps,
@@ -528,15 +519,8 @@ class ResidentRows:
         failure: Failure = "oom" if output.is_short else ""
         self._steps += output.steps
         ended = tuple([self._remove(number) for number in output.ended])
-        return RoundResult(
-            batch.batch_id,
-            batch.worker,
-            output.steps,
-            ended,
-            joined,
-            failure,
-            dropped=dropped,
-        )
+        ran = batch.batch_id, batch.worker, output.steps
+        return RoundResult(*ran, ended, joined, failure, dropped=dropped)
 
     def crashed(self, batch: Batch) -> RoundResult:
         """The result of a round that lost its worker, from the tokens that arrived before.
@@ -556,30 +540,24 @@ class ResidentRows:
         self._steps += steps
         return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, "crashed")
 
-    def _joined(self, steps_before: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
+    def _joined(self, before: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
         """After how many steps each prefill ended, by request id.
 
         None means that every prefill ended before the first step.
         """
-        if len(steps_before) == len(self._prefilling_before) and not any(steps_before.values()):
+        if len(before) == len(self._prefilling_before) and not any(before.values()):
             return None
-        return tuple(
-            [
-                (self._requests[number].request.request_id, steps)
-                for number, steps in steps_before.items()
-            ]
-        )
+        requests = self._requests
+        return tuple([(requests[row].request.request_id, steps) for row, steps in before.items()])
 
     def _forget(self, jobs: Iterable[Job]) -> list[int]:
         """Remove the rows of jobs with dropped caches, and return their numbers.
 
         Jobs that have no row any more are skipped.
         """
-        numbers = []
-        for job in jobs:
-            if job.request_id in self._numbers:
-                numbers.append(self._numbers[job.request_id])
-                self._remove(numbers[-1])
+        numbers = [self._numbers[job.request_id] for job in jobs if job.request_id in self._numbers]
+        for number in numbers:
+            self._remove(number)
         return numbers
 
     def _remove(self, number: int) -> str:

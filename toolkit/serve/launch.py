@@ -172,18 +172,14 @@ def launch(
         # Imported objects stay: no later collection should pause all streams to walk over them.
         gc.freeze()
 
-        background: list[Coroutine[None, None, None]] = [
+        background = [
             server.follow(followed, order.ending.say),
             order.manager.report_health(lambda: not driver.bug),
+            *([flush(events)] if events else []),
+            *([status.sampling()] if status else []),
         ]
-        if events:
-            background.append(flush(events))
-        if status:
-            background.append(status.sampling())
-        limits, address = (
-            WireLimits(client_share=order.client_share),
-            server.url(listener, tls=bool(tls)),
-        )
+        limits = WireLimits(client_share=order.client_share)
+        address = server.url(listener, tls=bool(tls))
         serving = server.serve(
             driver, app, listener, order.ending, lambda: on_ready(address), tls, limits
         )

@@ -117,23 +117,18 @@ class StopFinder:
         if found:
             self._held = ""
             return text[: min(found)[1]], True
-        keep = self._partial_match(text)
+        # Hold back the longest suffix that some stop string begins with.
+        for keep in range(max(len(text) - self._longest + 1, 0), len(text)):
+            if any(stop.startswith(text[keep:]) for stop in self._stops):
+                break
+        else:
+            keep = len(text)
         self._held = text[keep:]
         return text[:keep], False
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
-
-    def _partial_match(self, text: str) -> int:
-        """Where the longest suffix of `text` starts that some stop string begins with.
-
-        Returns the length of `text` if there is no such suffix.
-        """
-        for start in range(max(len(text) - self._longest + 1, 0), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._stops):
-                return start
-        return len(text)
 
 
 @dataclass(slots=True, frozen=True)
@@ -256,9 +251,8 @@ class InFlightBatch:
     batch: Batch
     requests: tuple[ActiveRequest, ...]
     received: list[int]
-    # The batch was sent as soon as the worker's last batch had ended.
-    follows: bool = False
-    submitted_before: int = 0  # requests that had been submitted when it started
+    follows: bool  # it was sent as soon as the worker's last batch had ended
+    submitted_before: int  # requests that had been submitted when it started
 
 
 def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:

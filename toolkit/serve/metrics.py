@@ -54,7 +54,7 @@ class Gauges(NamedTuple):
 
 
 class Exposition:
-    """A collector for a registry of prometheus-client."""
+    """A collector for a registry of prometheus_client."""
 
     def __init__(
         self,
@@ -147,11 +147,8 @@ class Exposition:
         text = "Choices of a key that run or wait."
         running = {account.name: account.running for account in accounts}
         yield by_label(GaugeMetricFamily, "llmctl_key_running", text, labels, "key", running)
-        limited = CounterMetricFamily(
-            "llmctl_key_limited",
-            "Requests of a key that got 429, by limit.",
-            labels=[*labels, "key", "limit"],
-        )
+        name, text = "llmctl_key_limited", "Requests of a key that got 429, by limit."
+        limited = CounterMetricFamily(name, text, labels=[*labels, "key", "limit"])
         for account in accounts:
             for limit in LIMITS:
                 limited.add_metric([*labels.values(), account.name, limit], account.refused[limit])
@@ -221,10 +218,7 @@ _HISTOGRAMS = {
     "llmctl_mtpot_seconds": ("mtpot", "The longest time between two tokens of a request."),
     "llmctl_e2e_seconds": ("e2e", "Arrival to last token."),
     "llmctl_queue_seconds": ("queue", "Arrival to the start of the first batch."),
-    "llmctl_deciding_seconds": (
-        "deciding",
-        "Time of one call of the scheduler.",
-    ),
+    "llmctl_deciding_seconds": ("deciding", "Time of one call of the scheduler."),
     "llmctl_hop_seconds": (
         "hop",
         "From the end of a worker's batch to the start of the next, if one was ready.",
