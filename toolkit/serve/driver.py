@@ -99,7 +99,7 @@ class Driver:
         self._on_end = on_end
         self._accept = accept
         self._active = ActiveRequests(stats, self.forecast, self._ended)
-        self._activity = WorkerActivity(workers, self._active.__getitem__)
+        self._activity = WorkerActivity(workers, self._active.by_id.__getitem__)
         self._start_s = 0.0
         self._next_tick: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
@@ -132,7 +132,7 @@ class Driver:
     @property
     def waiting(self) -> int:
         """Requests that no worker runs now: new ones, and ones between two slices."""
-        return len(self._active) - self.running
+        return len(self._active.by_id) - self.running
 
     async def start(self) -> None:
         """Load the workers. Raises `EngineError` if one cannot load, and what `accept` raises."""
@@ -151,7 +151,7 @@ class Driver:
         try:
             await asyncio.wait_for(self._active.empty.wait(), timeout_s)
         except TimeoutError:
-            late = list(self._active)
+            late = list(self._active.by_id.values())
             for active in late:
                 self._fail(active, SHUTTING_DOWN)
             return len(late)
@@ -160,7 +160,7 @@ class Driver:
     async def stop(self) -> None:
         """Stop the workers. Requests that have not ended fail."""
         self.state = "stopped"
-        for active in self._active:
+        for active in list(self._active.by_id.values()):
             self._fail(active, SHUTTING_DOWN)
         for handle in (self._next_tick, self._wake):
             if handle:
@@ -244,8 +244,8 @@ class Driver:
             for worker in self.scheduler.take_interrupts():
                 self._activity.interrupt(worker)
             for refusal in self.scheduler.take_refusals():
-                if refusal.request_id in self._active:
-                    self._active.fail(self._active[refusal.request_id], refusal.reason)
+                if refused := self._active.by_id.get(refusal.request_id):
+                    self._active.fail(refused, refusal.reason)
             if self._wake:
                 self._wake.cancel()
                 self._wake = None

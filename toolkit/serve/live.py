@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -267,7 +267,7 @@ def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReaso
 
 
 class ActiveRequests:
-    """The requests that have not ended, by id.
+    """The requests that have not ended: `by_id` holds them.
 
     Args:
         stats: counts tokens, latencies and ends.
@@ -280,28 +280,15 @@ class ActiveRequests:
     ) -> None:
         self.empty = asyncio.Event()  # set while there are no requests
         self.empty.set()
-        self._by_id: dict[str, ActiveRequest] = {}
+        self.by_id: dict[str, ActiveRequest] = {}
         self._stats = stats
         self._forecast = forecast
         self._on_end = on_end
 
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[ActiveRequest]:
-        """The requests at this moment; they may end during the iteration."""
-        return iter(list(self._by_id.values()))
-
-    def __getitem__(self, request_id: str) -> ActiveRequest:
-        return self._by_id[request_id]
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._by_id
-
     def begin(self, active: ActiveRequest) -> None:
         """The scheduler has accepted a request."""
         self._forecast.submitted(len(active.request.prompt))
-        self._by_id[active.request.request_id] = active
+        self.by_id[active.request.request_id] = active
         self.empty.clear()
         self._stats.prompt_tokens += len(active.request.prompt)
 
@@ -344,8 +331,8 @@ class ActiveRequests:
     def end(self, active: ActiveRequest, status: Status) -> None:
         """Remove a request that has ended, and count it."""
         active.status = status
-        del self._by_id[active.request.request_id]
-        if not self._by_id:
+        del self.by_id[active.request.request_id]
+        if not self.by_id:
             self.empty.set()
         self._stats.count_end(
             status,

@@ -120,25 +120,15 @@ class Exposition:
         The quotient of the last two is actual over predicted batch time.
         """
 
-        def by_worker(kind: FamilyKind, name: str, text: str, values: Sequence[float]) -> Metric:
-            numbered = {str(worker): value for worker, value in enumerate(values)}
-            return by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", numbered)
-
-        text = "Estimated seconds of work given to a worker (SCLS Eq. 11)."
-        loads_s = [worker.load_s for worker in workers]
-        yield by_worker(GaugeMetricFamily, "load_seconds", text, loads_s)
-        rows = [worker.rows for worker in workers]
-        yield by_worker(GaugeMetricFamily, "requests_running", "Requests in a worker.", rows)
-        text = "Share of a worker's KV cache that its batches may fill."
-        usages = [worker.kv_usage for worker in workers]
-        yield by_worker(GaugeMetricFamily, "kv_cache_usage_ratio", text, usages)
         compared = [self._stats.compared[index] for index in range(len(workers))]
-        took_s = [worker.took_s for worker in compared]
-        text = "As llmctl_batch_seconds_total."
-        yield by_worker(CounterMetricFamily, "batch_seconds", text, took_s)
-        predicted_s = [worker.predicted_s for worker in compared]
-        text = "As llmctl_predicted_batch_seconds_total."
-        yield by_worker(CounterMetricFamily, "predicted_batch_seconds", text, predicted_s)
+        kinds: tuple[tuple[FamilyKind, Sequence[object], tuple[tuple[str, str, str], ...]], ...] = (
+            (GaugeMetricFamily, workers, _WORKER_GAUGES),
+            (CounterMetricFamily, compared, _WORKER_COUNTERS),
+        )
+        for kind, found, metrics in kinds:
+            for name, text, attribute in metrics:
+                values = {str(worker): getattr(one, attribute) for worker, one in enumerate(found)}
+                yield by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", values)
 
     def _keys(self, labels: Labels) -> Iterator[Metric]:
         """The usage of each key of a keys file, with one series per name."""
@@ -206,6 +196,16 @@ _COUNTERS = (
         "Time between steps for reports; part of llmctl_engine_seconds_total.",
         "reporting_s",
     ),
+)
+# Of workers: name, help text and attribute.
+_WORKER_GAUGES = (
+    ("load_seconds", "Estimated seconds of work given to a worker (SCLS Eq. 11).", "load_s"),
+    ("requests_running", "Requests in a worker.", "rows"),
+    ("kv_cache_usage_ratio", "Share of a worker's KV cache that its batches may fill.", "kv_usage"),
+)
+_WORKER_COUNTERS = (
+    ("batch_seconds", "As llmctl_batch_seconds_total.", "took_s"),
+    ("predicted_batch_seconds", "As llmctl_predicted_batch_seconds_total.", "predicted_s"),
 )
 # Attribute of `Stats` and help text, by name.
 _HISTOGRAMS = {

@@ -35,9 +35,9 @@ from toolkit.errors import InputError
 from toolkit.serve.access import check_local_host
 from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.forms import read_body
-from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, work
+from toolkit.serve.helper import LARGE_BODY_BYTES, ReadingProcess, work
 from toolkit.serve.http import HttpServer, WireLimits
-from toolkit.serve.prompt_blocks import JOB, PromptBlocks, answer_job
+from toolkit.serve.prompt_blocks import BLOCKS, PromptBlocks, answer_job
 from toolkit.serve.server import (
     LAST_BYTES_S,
     Signals,
@@ -58,7 +58,7 @@ MAX_COUNTED_PROMPTS = 1024
 MAX_ROWS = 1024  # written per request; servers accept fewer
 UNCOUNTED = "uncounted"
 UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options`
-READ, WITH_USAGE = "read", "with usage"  # jobs of the process
+READ, WITH_USAGE = "read", "with usage"  # jobs about a body, beside `BLOCKS`
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 # One of several prompts in a list: a string or a list of tokens.
@@ -185,7 +185,8 @@ class TraceRecorder:
         self._local_hosts_only = local_hosts_only
         self._asks_usage = True  # until the upstream turns out not to support it
         self._running = 0
-        self._requests = RequestReading(block_tokens)
+        self._requests = RequestReading()
+        self._blocks = PromptBlocks(block_tokens, self._requests.ask)
         self._block_tokens = block_tokens
         self.idle.set()
 
@@ -216,8 +217,11 @@ class TraceRecorder:
             check_local_host(asked.headers.get("host", ""))
         body = await read_body(asked, MAX_BODY_BYTES)
         asks_tokens = asked.method == "POST" and scope["path"].endswith(TOKEN_PATHS)
-        request = await self._requests.read(body) if asks_tokens else None
-        recorded = RecordedRequest(request, arrival_s) if request else None
+        recorded = None
+        if asks_tokens:
+            read = await self._requests.ask(READ, body)
+            request = msgspec.msgpack.decode(read, type=TokenRequest | None)
+            recorded = RecordedRequest(request, arrival_s) if request else None
         passing = asyncio.ensure_future(self._pass(scope, body, recorded, send))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
@@ -264,7 +268,7 @@ class TraceRecorder:
         adds = self._asks_usage and request.stream and not request.usage
         if adds:
             changed = _without(headers, b"content-length")
-            with_usage = await self._requests.with_usage(body)
+            with_usage = await self._requests.ask(WITH_USAGE, body)
             answer = await self._upstream.send(scope["method"], target, changed, with_usage)
             if answer.status not in UNSUPPORTED_STATUSES:
                 recorded.reader = StreamReader(strip=True)
@@ -311,7 +315,7 @@ class TraceRecorder:
         self.ended[recorded.status] += 1
         lines = recorded.lines(self._log.timestamp(recorded.arrival_s))
         if self._block_tokens and recorded.status == "ok" and len(lines) == 1:
-            ids = await self._requests.blocks.ids(body, lines[0].input_length)
+            ids = await self._blocks.ids(body, lines[0].input_length)
             size = self._block_tokens if self._block_tokens != MOONCAKE_BLOCK else None
             lines = [replace(lines[0], hash_ids=ids, block_tokens=size if ids else None)]
         for line in lines:
@@ -327,29 +331,20 @@ def _piece(body: bytes, *, more: bool) -> Message:
 
 
 class RequestReading:
-    """Reads requests; a body above `LARGE_BODY_BYTES` in a process.
+    """Answers jobs about bodies of requests; for a body above `LARGE_BODY_BYTES` a process does.
 
     Raises `ApiError` if the process has died, or has too many bodies to read.
     """
 
-    def __init__(self, block_tokens: int = 0) -> None:
+    def __init__(self) -> None:
         key = secrets.token_bytes(32)  # of this recording only, and never stored
         self._process = ReadingProcess("toolkit.serve.recording", key)
-        self.blocks = PromptBlocks(block_tokens, LARGE_BODY_BYTES, self._process.ask, key)
+        self._read_body = _prepare(key)
 
-    async def read(self, body: bytes) -> TokenRequest | None:
-        """As `read_request`."""
+    async def ask(self, job: str, body: bytes) -> bytes:
         if len(body) <= LARGE_BODY_BYTES:
-            return read_request(body)
-        answer = await self._process.ask(READ, body)
-        assert isinstance(answer, bytes)
-        return msgspec.msgpack.decode(answer, type=TokenRequest | None)
-
-    async def with_usage(self, body: bytes) -> bytes:
-        """As `ask_for_usage`."""
-        if len(body) <= LARGE_BODY_BYTES:
-            return ask_for_usage(body)
-        answer = await self._process.ask(WITH_USAGE, body)
+            return self._read_body(job, body)
+        answer = await self._process.ask(job, body)
         assert isinstance(answer, bytes)
         return answer
 
@@ -357,12 +352,12 @@ class RequestReading:
         await self._process.stop()
 
 
-def _prepare(key: bytes) -> ReadBody:
-    def read_body(kind: str, body: bytes) -> bytes:
-        if kind == READ:
+def _prepare(key: bytes) -> Callable[[str, bytes], bytes]:
+    def read_body(job: str, body: bytes) -> bytes:
+        if job == READ:
             return msgspec.msgpack.encode(read_request(body))
-        if kind.startswith(JOB):
-            return answer_job(kind, body, key)
+        if job.startswith(BLOCKS):
+            return answer_job(job, body, key)
         return ask_for_usage(body)
 
     return read_body
