@@ -261,8 +261,8 @@ class Measurement:
         cost_s = times.arrivals.cost_s if times else 0.0
         hindsight: dict[str, float] = {}
         if self._plan and slowdown:
-            meanwhile = conditions(slowdown, front, self._finished, cost_s)
-            hindsight = predict(self._plan, self._part, self._sla, meanwhile)
+            during_replay = conditions(slowdown, front, self._finished, cost_s)
+            hindsight = predict(self._plan, self._part, self._sla, during_replay)
         return report(
             replay,
             head(dict(inputs)),
@@ -382,8 +382,8 @@ class Session:
         slowdown = times.slowdown if times else None
         hindsight: dict[str, float] = {}
         if times and slowdown:
-            meanwhile = conditions(slowdown, times.front, current.finished, times.arrivals.cost_s)
-            hindsight = predicted(self._plan, trace, meanwhile).metrics(sla)
+            during_replay = conditions(slowdown, times.front, current.finished, times.arrivals.cost_s)
+            hindsight = predicted(self._plan, trace, during_replay).metrics(sla)
         self.results.append(
             WindowResult(
                 start_s=window.start_s,

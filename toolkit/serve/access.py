@@ -177,10 +177,10 @@ class AccessGate:
                 what = "the status page" if is_local else UNKEYED
                 check_local_host(headers.get("host", ""), what)
             if account is None and not is_open:
-                bears = headers.get("authorization", "").lower().startswith("bearer ")
+                has_key = headers.get("authorization", "").lower().startswith("bearer ")
                 missing = "this server needs its API key, as 'Authorization: Bearer KEY'"
                 raise ApiError(
-                    "the API key is not one of this server's" if bears else missing,
+                    "the API key is not one of this server's" if has_key else missing,
                     status=401,
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},

@@ -79,7 +79,7 @@ class Generation:
         self._admit(form, len(form.prompt if prompts is None else prompts), form.max_tokens, keyed)
         prompts = self._reader.prompts(form.prompt) if prompts is None else prompts
         limits = [self._limit(len(prompt), form.max_tokens, 16) for prompt in prompts]
-        return self._submit(form, prompts, limits, CompletionFormat(self._head("cmpl")), keyed)
+        return self._submit(form, prompts, limits, CompletionFormat(*self._head("cmpl")), keyed)
 
     def chat(self, form: ChatForm, keyed: KeyedRequest, prompts: Prompts | None = None) -> Exchange:
         """As `completion`, for a chat. `prompts` has one element."""
@@ -87,7 +87,7 @@ class Generation:
         self._admit(form, 1, max_tokens, keyed)
         prompts = [self._reader.chat_tokens(form.messages)] if prompts is None else prompts
         limits = [self._limit(len(prompts[0]), max_tokens, self._settings.max_new_tokens)]
-        return self._submit(form, prompts, limits, ChatFormat(self._head("chatcmpl")), keyed)
+        return self._submit(form, prompts, limits, ChatFormat(*self._head("chatcmpl")), keyed)
 
     def check_room(self, choices: int = 1) -> None:
         """Raise `ApiError` if the server does not accept `choices` more requests now."""
@@ -135,9 +135,9 @@ class Generation:
                 headers["Connection"] = "close"
             raise ApiError(text, status=503, code="unavailable", headers=headers)
 
-    def _head(self, prefix: str) -> ResponseHead:
-        name = f"{prefix}-{secrets.token_hex(12)}"
-        return ResponseHead(name, int(time.time()), self._settings.model)
+    def _head(self, prefix: str) -> tuple[str, int, str]:
+        """The id of a response, when it was created, and the model."""
+        return f"{prefix}-{secrets.token_hex(12)}", int(time.time()), self._settings.model
 
     def _submit(
         self,
@@ -169,7 +169,7 @@ class Generation:
                     seed = (sampling.seed + index % n) & MAX_SEED
                     own = msgspec.structs.replace(sampling, seed=seed)
                 request = GenerationRequest(
-                    f"{shape.head.id}-{index}",
+                    f"{shape.id}-{index}",
                     tokens[index // n],
                     limits[index // n],
                     own,
@@ -411,47 +411,43 @@ class ResponseHead:
         return _encode(Completion(self.id, kind, self.created, self.model, choices, usage))
 
 
-@dataclass(slots=True, frozen=True)
-class CompletionFormat:
+class CompletionFormat(ResponseHead):
     """/v1/completions."""
-
-    head: ResponseHead
 
     def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
         choice = TextChoice(delta.index, delta.text, delta.finish or None)
-        return self.head.encode("text_completion", [choice], usage)
+        return self.encode("text_completion", [choice], usage)
 
     def last_chunk(self, usage: Usage) -> bytes:
-        return self.head.encode("text_completion", [], usage)
+        return self.encode("text_completion", [], usage)
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         texts = [TextChoice(choice.index, choice.text, choice.finish or None) for choice in choices]
-        return self.head.encode("text_completion", texts, usage)
+        return self.encode("text_completion", texts, usage)
 
 
 @dataclass(slots=True, frozen=True)
-class ChatFormat:
+class ChatFormat(ResponseHead):
     """/v1/chat/completions.
 
     A choice's first chunk carries the role with the first text, because clients count the first
     chunk as the first token.
     """
 
-    head: ResponseHead
     _begun: set[int] = field(default_factory=set)
 
     def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
         role = UNSET if delta.index in self._begun else "assistant"
         self._begun.add(delta.index)
         choice = ChatDeltaChoice(delta.index, ChatDelta(delta.text, role), delta.finish or None)
-        return self.head.encode("chat.completion.chunk", [choice], usage)
+        return self.encode("chat.completion.chunk", [choice], usage)
 
     def last_chunk(self, usage: Usage) -> bytes:
-        return self.head.encode("chat.completion.chunk", [], usage)
+        return self.encode("chat.completion.chunk", [], usage)
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         messages = [
             ChatChoice(choice.index, ChatMessage(choice.text), choice.finish or None)
             for choice in choices
         ]
-        return self.head.encode("chat.completion", messages, usage)
+        return self.encode("chat.completion", messages, usage)

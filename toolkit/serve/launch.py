@@ -276,9 +276,9 @@ class EventLog:
     the disk raises nothing here.
     """
 
-    def __init__(self, path: Path, max_bytes: int = EVENT_LOG_BYTES_MAX) -> None:
+    def __init__(self, path: Path) -> None:
         self._pending = bytearray()
-        self._log = LineLog(path, max_bytes, lost_line)
+        self._log = LineLog(path, EVENT_LOG_BYTES_MAX, lost_line)
 
     def __enter__(self) -> Self:
         return self

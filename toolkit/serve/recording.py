@@ -212,11 +212,11 @@ class TraceRecorder:
         if self.leaving:
             headers = {"Retry-After": "5"}
             raise ApiError("the recorder is shutting down", status=503, headers=headers)
-        asked = Request(scope, receive)
+        http_request = Request(scope, receive)
         if self._local_hosts_only:
-            check_local_host(asked.headers.get("host", ""))
-        body = await read_body(asked, MAX_BODY_BYTES)
-        asks_tokens = asked.method == "POST" and scope["path"].endswith(TOKEN_PATHS)
+            check_local_host(http_request.headers.get("host", ""))
+        body = await read_body(http_request, MAX_BODY_BYTES)
+        asks_tokens = scope["method"] == "POST" and scope["path"].endswith(TOKEN_PATHS)
         recorded = None
         if asks_tokens:
             read = await self._requests.ask(READ, body)

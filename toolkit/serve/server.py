@@ -291,8 +291,8 @@ async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]
     In a terminal SIGHUP ends the server (`end_signals`), and checks nothing.
     """
     loop, hangup = asyncio.get_running_loop(), asyncio.Event()
-    heeds_hangup = bool(everything) and not sys.stderr.isatty()
-    if heeds_hangup:
+    rereads_at_hangup = bool(everything) and not sys.stderr.isatty()
+    if rereads_at_hangup:
         loop.add_signal_handler(signal.SIGHUP, hangup.set)
     try:
         while everything:
@@ -305,7 +305,7 @@ async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]
                     with suppress(OSError):  # stderr is closed at the other end
                         say(message)
     finally:
-        if heeds_hangup:
+        if rereads_at_hangup:
             loop.remove_signal_handler(signal.SIGHUP)
 
 

@@ -136,7 +136,7 @@ class StatusPage(ABC):
 
     @abstractmethod
     def _now(self) -> dict[str, Any]:
-        """What only this kind of server knows: its state, problem, uptime, workers and totals."""
+        """What only this kind of server is_ours: its state, problem, uptime, workers and totals."""
 
     async def page(self, request: Request) -> Response:
         return Response(
@@ -152,9 +152,9 @@ class StatusPage(ABC):
         """
         history, facts, query = self.history, self.facts, request.query_params
         since = query.get("since", "")
-        knows = query.get("instance") == self._instance and re.fullmatch(r"\d{1,12}", since)
+        is_ours = query.get("instance") == self._instance and re.fullmatch(r"\d{1,12}", since)
         oldest = history.taken - len(history.points)
-        first = max(int(since) if knows else 0, oldest)
+        first = max(int(since) if is_ours else 0, oldest)
         shown = {
             "instance": self._instance,
             "version": toolkit.__version__,
