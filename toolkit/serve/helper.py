@@ -229,7 +229,7 @@ def work(prepare: Callable[[bytes], ReadBody]) -> None:
             answers.write(_framed(data, is_content=is_content))
             answers.flush()
             if len(frame) > TRIM_BYTES:
-                del frame, job
+                del frame, job, answer, data
                 gc.collect()
                 with contextlib.suppress(OSError, AttributeError):
                     ctypes.CDLL(None).malloc_trim(0)
