@@ -84,7 +84,9 @@ def test_the_servers_deadline_is_the_default_and_the_longest() -> None:
             for more in ({}, {"timeout": 500}, {"timeout": 2})
         ]
         await turns(60)
-        assert sorted(active.request.timeout_s for active in http.driver._active.by_id.values()) == [2, 60, 60]
+        assert sorted(
+            active.request.timeout_s for active in http.driver._active.by_id.values()
+        ) == [2, 60, 60]
         await expire(http)
         assert [(await one).status_code for one in asking] == [504] * 3
 

@@ -382,7 +382,9 @@ class Session:
         slowdown = times.slowdown if times else None
         hindsight: dict[str, float] = {}
         if times and slowdown:
-            during_replay = conditions(slowdown, times.front, current.finished, times.arrivals.cost_s)
+            during_replay = conditions(
+                slowdown, times.front, current.finished, times.arrivals.cost_s
+            )
             hindsight = predicted(self._plan, trace, during_replay).metrics(sla)
         self.results.append(
             WindowResult(

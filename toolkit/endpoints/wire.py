@@ -365,6 +365,7 @@ def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     }
     return [(key, value) for key, value in headers if key.lower() not in HOP_BY_HOP | named]
 
+
 MAX_ERROR_BYTES = 1 << 16
 OVERLOADED = (429, 503)  # statuses of a server that refuses load
 

@@ -434,8 +434,7 @@ class WorkerActivity:
             flight.requests, flight.received, event.output.tokens, event.output.finish, strict=True
         )
         return flight, [
-            (active, list(tokens[received:]), finish)
-            for active, received, tokens, finish in rows
+            (active, list(tokens[received:]), finish) for active, received, tokens, finish in rows
         ]
 
     def round_done(self, event: RoundDone) -> tuple[InFlightBatch, RoundResult]:

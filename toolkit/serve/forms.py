@@ -273,9 +273,7 @@ class Message(Form):
     content: Annotated[str, PlainValidator(_content), WithJsonSchema(CONTENT_SCHEMA)]
 
 
-Messages = Annotated[
-    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatForm(GenerationForm):

@@ -117,9 +117,7 @@ async def _record(
             )
         await upstream.check_certificate()
         local, block_tokens = is_loopback(order.host), order.block_tokens
-        recorder = TraceRecorder(
-            upstream, log, local_hosts_only=local, block_tokens=block_tokens
-        )
+        recorder = TraceRecorder(upstream, log, local_hosts_only=local, block_tokens=block_tokens)
         limits = WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2)
         signals, server = Signals(), HttpServer(recorder, limits, dated=False)
         try:
