@@ -6,8 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from toolkit.endpoints.upstream import Upstream, UpstreamError
-from toolkit.endpoints.wire import MAX_HELD_BYTES
+from toolkit.endpoints.wire import MAX_HELD_BYTES, Upstream, UpstreamError
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 

@@ -27,7 +27,7 @@ def ask(scenario, workers=None, **settings) -> None:
 
 async def expire(http: httpx.AsyncClient) -> None:
     """Let the deadlines of all active requests pass now."""
-    for active in list(http.driver._active):
+    for active in list(http.driver._active.by_id.values()):
         assert active.deadline is not None
         http.driver._expire(active)
     await turns()
@@ -84,7 +84,9 @@ def test_the_servers_deadline_is_the_default_and_the_longest() -> None:
             for more in ({}, {"timeout": 500}, {"timeout": 2})
         ]
         await turns(60)
-        assert sorted(active.request.timeout_s for active in http.driver._active) == [2, 60, 60]
+        assert sorted(
+            active.request.timeout_s for active in http.driver._active.by_id.values()
+        ) == [2, 60, 60]
         await expire(http)
         assert [(await one).status_code for one in asking] == [504] * 3
 

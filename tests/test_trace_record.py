@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
 from sse_server import sse_server as serving
 
-from toolkit.endpoints.upstream import Upstream
+from toolkit.endpoints.wire import Upstream
 from toolkit.serve import recording as large
 from toolkit.serve.recording import (
     Recording,

@@ -37,15 +37,15 @@ import psutil
 from benchmarks.common import fuzzing
 from benchmarks.common.command import make_parser
 from benchmarks.common.serving import Server, fake_plan
-from toolkit.serve import http as wire
+from toolkit.serve.http import WireLimits
 
 AT_ONCE = 100
 # connections of silent clients at a time; beyond that the oldest is dropped
 MAX_SILENT = 400
 MEMORY_MIB = 50
-SILENCE_S = (
-    max(wire.HEAD_TIMEOUT_S, wire.BODY_TIMEOUT_S, wire.IDLE_TIMEOUT_S) + wire.WRITE_TIMEOUT_S + 10
-)
+LIMITS = WireLimits()
+SILENCE_S = 10 + LIMITS.write_timeout_s
+SILENCE_S += max(LIMITS.head_timeout_s, LIMITS.body_timeout_s, LIMITS.idle_timeout_s)
 
 STREAM = b'{"prompt": "hello", "max_tokens": 64, "stream": true}'
 LONG = b'{"prompt": "hello", "max_tokens": 250, "stream": true, "n": 16}'

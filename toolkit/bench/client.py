@@ -167,13 +167,8 @@ def try_out(target: Target, lengths: Lengths | None, max_tokens: int) -> tuple[L
         raise refusal(target, "/v1/completions", status, body)
     if lengths is None:
         return "given", learn(target)
-    raise refusal(
-        target,
-        "/v1/completions",
-        status,
-        body,
-        "start it with: llmctl serve --allow-end-after; or leave out --lengths hidden",
-    )
+    hint = "start it with: llmctl serve --allow-end-after; or leave out --lengths hidden"
+    raise refusal(target, "/v1/completions", status, body, hint)
 
 
 class LengthLimits(NamedTuple):
@@ -189,9 +184,9 @@ def limits_of(
 ) -> LengthLimits:
     """The given limits, else the plan's, else the server's, else limits that any server accepts."""
     if plan is not None:
-        recipe = plan.recipe
-        given = recipe.model.max_model_len, recipe.serve.max_new_tokens, plan.fit.engine.vocab_size
-        return LengthLimits(given[0], output or given[1], vocabulary or given[2])
+        model, serve, engine = plan.recipe.model, plan.recipe.serve, plan.fit.engine
+        output, vocabulary = output or serve.max_new_tokens, vocabulary or engine.vocab_size
+        return LengthLimits(model.max_model_len, output, vocabulary)
     context = target.max_model_len
     usual = DEFAULT_LIMIT if context is None else min(DEFAULT_LIMIT, context // 2)
     return LengthLimits(context, output or usual, vocabulary or SAFE_VOCABULARY)
@@ -335,7 +330,12 @@ class _Sender:
             if after is None or sample.failure == INTERRUPTED:
                 return
             if sample.failure:
-                self._give_up(after, on_done)
+                left: int | None = after
+                while left is not None:
+                    self._samples[left].scheduled_s = self.clock()
+                    self._samples[left].failure = NOT_CONTINUED
+                    on_done()
+                    left = self._next.get(left)
                 return
             row, before = after, sample
             prompt = self._prompts.next_prompt(row, prompt, before)
@@ -346,13 +346,6 @@ class _Sender:
                 sample.prompt_tokens = len(prompt)
             request = self._request(row, prompt)
             await asyncio.sleep(sample.scheduled_s - self.clock())
-
-    def _give_up(self, row: int | None, on_done: Callable[[], None]) -> None:
-        while row is not None:
-            self._samples[row].scheduled_s = self.clock()
-            self._samples[row].failure = NOT_CONTINUED
-            on_done()
-            row = self._next.get(row)
 
 
 def send_lag_s(samples: list[Sample]) -> float:

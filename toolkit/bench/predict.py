@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import RoundRobinRouter, Router, make_router, router_parameters
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.serve.stats import SliceSums
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
@@ -78,8 +79,7 @@ def predicted(plan: Plan, trace: Trace, conditions: ServerConditions = AS_FITTED
     recipe = plan.recipe
     world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
     policy = make_any(plan.policy.name, plan.policy.parameters)
-    world = world.under(policy)
-    world = fleet([_slowed(kind, conditions) for kind in world.kinds])
+    world = fleet([_slowed(kind, conditions) for kind in world.under(policy).kinds])
     front = world.front if conditions.front is None else conditions.front
     world = replace(world, finished=conditions.finished, front=front)
     if isinstance(policy, VllmPolicy) and routes(plan):
@@ -141,14 +141,16 @@ def seen_by_clients(
     low, high = 1.0 / FACTOR_MAX, FACTOR_MAX
     for _ in range(HALVINGS):
         slowdown = math.sqrt(low * high)
-        simulated = predicted(
-            plan, trace, ServerConditions(slowdown, NO_DELAY, tuple(finished))
-        ).served
+        slowed = ServerConditions(slowdown, NO_DELAY, tuple(finished))
+        simulated = predicted(plan, trace, slowed).served
         if _streamed_s(simulated, both) < seconds:
             low = slowdown
         else:
             high = slowdown
-    left_s = max(_first_s(measured, both) - _first_s(simulated, both), 0.0)
+    first_s, simulated_s = (
+        float((one.first_token_s - one.arrival_s)[both].mean()) for one in (measured, simulated)
+    )
+    left_s = max(first_s - simulated_s, 0.0)
     return Warmup(
         requests=len(samples),
         batch_s=seconds,
@@ -160,10 +162,6 @@ def seen_by_clients(
 
 def _streamed_s(requests: Served, chosen: Chosen) -> float:
     return float((requests.finish_s - requests.first_token_s)[chosen].sum())
-
-
-def _first_s(requests: Served, chosen: Chosen) -> float:
-    return float((requests.first_token_s - requests.arrival_s)[chosen].mean())
 
 
 COUNTED = {  # field of `Scheduling`: the growth of this series (docs/how-to/serve.md)
@@ -208,13 +206,7 @@ def scheduling(before: dict[str, float], after: dict[str, float]) -> Scheduling 
 
 
 TOOK, PREDICTED = "llmctl_batch_seconds_total", "llmctl_predicted_batch_seconds_total"
-SUM_NAMES = (
-    *("batches", "took", "expected", "arrived", "due"),
-    *("took_took", "took_expected", "took_arrived"),
-    *("expected_expected", "expected_arrived", "arrived_arrived"),
-    *("due_took", "due_expected", "due_arrived", "due_due"),
-)
-SUMS = {name: f"llmctl_slice_sums_total:{name}" for name in SUM_NAMES}
+SUMS = {one.name: f"llmctl_slice_sums_total:{one.name}" for one in fields(SliceSums)}
 MIN_BATCHES = 40  # over fewer batches the machine's own drift looks like the cost of arrivals
 ROUNDING = 1e-9  # a smaller share of a sum is the rounding error of a difference of equals
 SURE = 2.0  # a cost must be above 0 by so many standard errors
@@ -266,9 +258,8 @@ class ServerTimes:
         """
         if self.predicted_batch_s <= 0.0:
             return None
-        return (
-            self.batch_s - self.arrivals.cost_s * self.arrivals.arrived
-        ) / self.predicted_batch_s
+        arrivals_s = self.arrivals.cost_s * self.arrivals.arrived
+        return (self.batch_s - arrivals_s) / self.predicted_batch_s
 
 
 def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
@@ -281,9 +272,8 @@ def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
     seem to cost that. Where the cost is below `SURE` standard errors, as where requests arrive so
     evenly that the two cannot be separated, it is 0, and the slowdown covers everything.
     """
-    count, took, expected, arrived = (
-        sums[name] for name in ("batches", "took", "expected", "arrived")
-    )
+    count, took = sums["batches"], sums["took"]
+    expected, arrived = sums["expected"], sums["arrived"]
     if count < MIN_BATCHES or expected <= 0.0 or arrived <= 0.0:
         return NO_COST
     mean_due = sums["due_expected"] / expected
@@ -292,11 +282,8 @@ def arrival_cost_of(sums: Mapping[str, float]) -> ArrivalCost:
         return NO_COST
     cost_s = (sums["due_took"] - mean_due * took) / covariance
     slowdown = (took - cost_s * arrived) / expected
-    residual = (
-        sums["took_took"]
-        + slowdown**2 * sums["expected_expected"]
-        + cost_s**2 * sums["arrived_arrived"]
-    )
+    residual = sums["took_took"] + slowdown**2 * sums["expected_expected"]
+    residual += cost_s**2 * sums["arrived_arrived"]
     residual -= 2.0 * (slowdown * sums["took_expected"] + cost_s * sums["took_arrived"])
     residual += 2.0 * slowdown * cost_s * sums["expected_arrived"]
     spread = sums["due_due"] - 2.0 * mean_due * sums["due"] + count * mean_due**2
@@ -337,12 +324,12 @@ def _front_delay(
         return None
     delays_s = []
     for name, seen_s in zip((TTFT, E2E), np.mean(clients, axis=0).tolist(), strict=True):
-        grown = [
+        count, total_s = (
             after.get(key, 0.0) - before.get(key, 0.0) for key in (f"{name}_count", f"{name}_sum")
-        ]
-        if grown[0] != len(clients):
+        )
+        if count != len(clients):
             return None
-        delays_s.append(max(seen_s - grown[1] / grown[0], 0.0))
+        delays_s.append(max(seen_s - total_s / count, 0.0))
     return Front(first_s=delays_s[0], last_s=delays_s[1])
 
 
@@ -395,17 +382,15 @@ def warm_up(
     times = times_between(before, counts_of_times(target), replay.samples)
     if times is None or times.slowdown is None:
         return None, False
-    return (
-        Warmup(
-            requests=requests,
-            batch_s=times.batch_s,
-            predicted_batch_s=times.predicted_batch_s,
-            slowdown=times.slowdown,
-            arrival_cost_s=times.arrivals.cost_s,
-            front=times.front,
-        ),
-        False,
+    warm = Warmup(
+        requests=requests,
+        batch_s=times.batch_s,
+        predicted_batch_s=times.predicted_batch_s,
+        slowdown=times.slowdown,
+        arrival_cost_s=times.arrivals.cost_s,
+        front=times.front,
     )
+    return warm, False
 
 
 def conditions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -131,20 +132,16 @@ def cache_use(
     ok = [one for one in samples if not one.failure]
     said = any(one.cached_tokens is not None for one in ok)
     before, after = counted
-    grown = (
-        (after.queries - before.queries, after.hits - before.hits)
-        if before and after
-        else (None, None)
-    )
+    grown = after.queries - before.queries if before and after else None
     queries = predicted.get("query_tokens")
     blind = bool(predicted) and queries is None and trace.shared is not None
-    if not (said or grown[0] or queries or blind):
+    if not (said or grown or queries or blind):
         return None
     return CacheUse(
         prompt_tokens=sum(one.counted_prompt_tokens or one.prompt_tokens for one in ok),
         hit_tokens=sum(one.cached_tokens or 0 for one in ok) if said else None,
-        counter_queries=grown[0],
-        counter_hits=grown[1],
+        counter_queries=grown,
+        counter_hits=after.hits - before.hits if before and after else None,
         predicted_percent=100.0 * predicted["hit_tokens"] / queries if queries else None,
         blind=blind,
     )
@@ -175,12 +172,11 @@ def _failures(reasons: Iterable[str]) -> dict[str, int]:
     """Reason to count. Reasons that differ only in numbers, such as forecast seconds, are counted
     together, with dots for the numbers.
     """
-    by_form: dict[str, list[str]] = {}
+    by_form: defaultdict[str, list[str]] = defaultdict(list)
     for reason in reasons:
         status, _, words = reason.partition(": ")
-        by_form.setdefault(f"{status}: {NUMBER.sub('...', words)}" if words else reason, []).append(
-            reason
-        )
+        form = f"{status}: {NUMBER.sub('...', words)}" if words else reason
+        by_form[form].append(reason)
     return {(same[0] if len(set(same)) == 1 else form): len(same) for form, same in by_form.items()}
 
 

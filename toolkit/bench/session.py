@@ -30,7 +30,6 @@ from toolkit.bench.client import (
 from toolkit.bench.predict import (
     SEEDS,
     ServerConditions,
-    ServerTimes,
     check_server,
     conditions,
     counts_or_none,
@@ -49,7 +48,6 @@ from toolkit.endpoints.target import CacheCounts, Target, cache_counts, with_ans
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.bench import (
     BenchReport,
-    CacheUse,
     MetricError,
     RequestError,
     Validation,
@@ -60,7 +58,6 @@ from toolkit.files.io import head
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.metrics import Served, summarize
-from toolkit.sim.api import SimResult
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.traces.write import to_ms
@@ -116,13 +113,12 @@ class Subject:
     @property
     def notes(self) -> list[str]:
         """What a reader must know of the requests."""
-        lacks = self.load.dialect.lacks
-        given = self.load.lengths == "given"
+        sessions, dialect = self.trace.sessions, self.load.dialect
         found = [
             f"the server does not take {lacking}: lengths may differ from the trace's"
-            for lacking in lacks
-        ] + [f"replay: {GIVEN if given else HIDDEN}"]
-        sessions, dialect = self.trace.sessions, self.load.dialect
+            for lacking in dialect.lacks
+        ]
+        found.append(f"replay: {GIVEN if self.load.lengths == 'given' else HIDDEN}")
         if sessions is not None:
             later = int((sessions.previous >= 0).sum())
             found.append(
@@ -161,12 +157,10 @@ def look_at(
     lengths, dialect = try_out(target, settings.lengths, limits.output)
     if whole.sessions is not None:
         dialect = with_answer_ids(target, dialect)
-    limits_named = (
-        whole.output_tokens
-        if lengths == "given"
-        else np.where(whole.max_tokens, whole.max_tokens, limits.output)
-    )
-    whole = replace(whole, max_tokens=limits_named)
+    named = whole.output_tokens
+    if lengths == "hidden":
+        named = np.where(whole.max_tokens, whole.max_tokens, limits.output)
+    whole = replace(whole, max_tokens=named)
     load = LoadSpec(
         lengths, limits.output, limits.vocabulary, settings.timeout_s, settings.seed, dialect
     )
@@ -209,11 +203,9 @@ class Measurement:
             return True
         found = predicted(self._plan, self._part)
         as_fitted = found.metrics(self._sla)
-        count = (
-            round(about_s * as_fitted["throughput_rps"])
-            if reports_batch_times(self._plan, self._target)
-            else 0
-        )
+        count = 0
+        if reports_batch_times(self._plan, self._target):
+            count = round(about_s * as_fitted["throughput_rps"])
         trace = other_requests(self._whole, after_s, count)
         warm, interrupted = self._warm_up(trace, about_s) if count else (None, False)
         if interrupted:
@@ -233,19 +225,14 @@ class Measurement:
         with self._progress("warming up", len(trace)) as advance:
             warm, interrupted = warm_up(self._target, trace, self._load, advance)
         if warm:
-            slow = f"batches take {warm.slowdown:.2f} times as long as fitted"
-            each = seconds(warm.arrival_cost_s)
-            more = (
-                f", and {each} more for each request that arrives meanwhile"
-                if warm.arrival_cost_s
-                else ""
-            )
-            self._note(f"warm-up: {slow}{more}; the prediction includes that")
+            shown = f"batches take {warm.slowdown:.2f} times as long as fitted"
+            if warm.arrival_cost_s:
+                each = seconds(warm.arrival_cost_s)
+                shown += f", and {each} more for each request that arrives meanwhile"
+            self._note(f"warm-up: {shown}; the prediction includes that")
         if warm and warm.front:
-            delays = (
-                f"{seconds(warm.front.first_s)} to first tokens and"
-                f" {seconds(warm.front.last_s)} to last ones"
-            )
+            first, last = seconds(warm.front.first_s), seconds(warm.front.last_s)
+            delays = f"{first} to first tokens and {last} to last ones"
             self._note(f"warm-up: HTTP and the front add {delays}; the prediction includes that")
         return warm, interrupted
 
@@ -274,12 +261,8 @@ class Measurement:
         cost_s = times.arrivals.cost_s if times else 0.0
         hindsight: dict[str, float] = {}
         if self._plan and slowdown:
-            hindsight = predict(
-                self._plan,
-                self._part,
-                self._sla,
-                conditions(slowdown, front, self._finished, cost_s),
-            )
+            during_replay = conditions(slowdown, front, self._finished, cost_s)
+            hindsight = predict(self._plan, self._part, self._sla, during_replay)
         return report(
             replay,
             head(dict(inputs)),
@@ -381,25 +364,46 @@ class Session:
         self, number: int, count: int, window: TraceWindow, current: ServerConditions
     ) -> bool:
         """Replay one window of `count`; whether that was interrupted."""
-        simulated = predicted(self._plan, window.trace, current)
+        trace, sla = window.trace, self._plan.recipe.sla
+        simulated = predicted(self._plan, trace, current)
         before = counts_or_none(self._target) if self._reports_batches else {}
         cached = cache_counts(self._target)
-        with self._progress(f"window {number} of {count}", len(window.trace)) as advance:
-            replay = run(self._target, window.trace, self._load_of(number), advance)
+        with self._progress(f"window {number} of {count}", len(trace)) as advance:
+            replay = run(self._target, trace, self._load_of(number), advance)
         if replay.interrupted:
             return True
-        times = (
-            times_between(before, counts_or_none(self._target), replay.samples)
-            if self._reports_batches
-            else None
-        )
+        after = counts_or_none(self._target) if before else {}
+        times = times_between(before, after, replay.samples)
         pair = Pair(served(replay.samples), simulated.served)
-        self._finished += window.trace.output_tokens.tolist()
+        self._finished += trace.output_tokens.tolist()
         self._pairs.append(pair)
-        self.lines += request_lines(number, "window", window.trace, pair)
+        self.lines += request_lines(number, "window", trace, pair)
         counted = cached, cache_counts(self._target) if cached else None
-        cache = cache_use(replay.samples, window.trace, counted, simulated.metrics({}))
-        self.results.append(self._result(window, replay, simulated, current, times, cache))
+        slowdown = times.slowdown if times else None
+        hindsight: dict[str, float] = {}
+        if times and slowdown:
+            during_replay = conditions(
+                slowdown, times.front, current.finished, times.arrivals.cost_s
+            )
+            hindsight = predicted(self._plan, trace, during_replay).metrics(sla)
+        self.results.append(
+            WindowResult(
+                start_s=window.start_s,
+                end_s=window.end_s,
+                requests=len(replay.samples),
+                failed=sum(bool(sample.failure) for sample in replay.samples),
+                refused=sum(sample.refused for sample in replay.samples),
+                slowdown=current.slowdown,
+                arrival_cost_s=current.arrival_cost_s,
+                front_first_s=current.front.first_s if current.front else 0.0,
+                front_last_s=current.front.last_s if current.front else 0.0,
+                measured=summarize(pair.measured, sla),
+                predicted=simulated.metrics(sla),
+                slowdown_meanwhile=slowdown,
+                cache=cache_use(replay.samples, trace, counted, simulated.metrics({})),
+                predicted_in_hindsight=hindsight,
+            )
+        )
         return False
 
     def _load_of(self, number: int) -> LoadSpec:
@@ -407,39 +411,6 @@ class Session:
         the server's cache would hold what the windows before have in common with it.
         """
         return replace(self._load, seed=self._load.seed + SEEDS * (number - 1))
-
-    def _result(
-        self,
-        window: TraceWindow,
-        replay: Replay,
-        simulated: SimResult,
-        current: ServerConditions,
-        times: ServerTimes | None,
-        cache: CacheUse | None,
-    ) -> WindowResult:
-        sla, replay_slowdown = self._plan.recipe.sla, times.slowdown if times else None
-        hindsight: dict[str, float] = {}
-        if times and replay_slowdown:
-            during_replay = conditions(
-                replay_slowdown, times.front, current.finished, times.arrivals.cost_s
-            )
-            hindsight = predicted(self._plan, window.trace, during_replay).metrics(sla)
-        return WindowResult(
-            start_s=window.start_s,
-            end_s=window.end_s,
-            requests=len(replay.samples),
-            failed=sum(bool(sample.failure) for sample in replay.samples),
-            refused=sum(sample.refused for sample in replay.samples),
-            slowdown=current.slowdown,
-            arrival_cost_s=current.arrival_cost_s,
-            front_first_s=current.front.first_s if current.front else 0.0,
-            front_last_s=current.front.last_s if current.front else 0.0,
-            measured=summarize(served(replay.samples), sla),
-            predicted=simulated.metrics(sla),
-            slowdown_meanwhile=replay_slowdown,
-            cache=cache,
-            predicted_in_hindsight=hindsight,
-        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -475,7 +446,15 @@ def request_errors(pairs: Sequence[Pair]) -> list[RequestError]:
     """TTFT and E2E of every request that was served in both."""
     found = []
     for name in ("ttft", "e2e"):
-        errors = np.concatenate([_errors(pair, name) for pair in pairs]) if pairs else np.empty(0)
+        parts: list[Floats] = [np.empty(0)]
+        for pair in pairs:
+            both = pair.measured.ok & pair.predicted.ok
+            measured, predicted = (
+                _latency(one, name)[both] for one in (pair.measured, pair.predicted)
+            )
+            seen = measured > 0.0
+            parts.append(100.0 * (predicted[seen] / measured[seen] - 1.0))
+        errors = np.concatenate(parts)
         if not errors.size:
             continue
         found.append(
@@ -540,15 +519,6 @@ def hold(errors: Iterable[tuple[str, float | None]], limit_percent: float) -> No
     if wrong:
         found = f"beyond {limit_percent:g} %: {', '.join(wrong)}"
         raise TargetMissedError(found, "profile and fit again, on the machine as it is now")
-
-
-def _errors(pair: Pair, name: str) -> Floats:
-    both = pair.measured.ok & pair.predicted.ok
-    measured, predicted = (
-        _latency(served, name)[both] for served in (pair.measured, pair.predicted)
-    )
-    seen = measured > 0.0
-    return np.asarray(100.0 * (predicted[seen] / measured[seen] - 1.0))
 
 
 def _latency(served: Served, name: str) -> Floats:

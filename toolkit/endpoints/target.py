@@ -9,6 +9,7 @@ authorities are OpenSSL's: SSL_CERT_FILE and SSL_CERT_DIR name others.
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -71,9 +72,7 @@ def distrusted(error: BaseException) -> str:
 
 
 class Model(msgspec.Struct):
-    """A model in /v1/models; only OpenAI's `id` is always there. Our front before replicas says how
-    many serve it.
-    """
+    """A model in /v1/models; only OpenAI's `id` is always there. Our front adds its `replicas`."""
 
     id: str
     owned_by: str = ""
@@ -121,11 +120,6 @@ class Target:
     own: bool
     key_variable: str = KEY_VARIABLE
     front: bool = False
-
-    @property
-    def metrics_url(self) -> str:
-        """Where the engines' metrics are: of a front, those of its replicas."""
-        return f"{self.url}{REPLICA_METRICS if self.front else '/metrics'}"
 
     @property
     def headers(self) -> dict[str, str]:
@@ -209,14 +203,13 @@ def error_text(body: bytes) -> str:
 
 def server_url(url: str) -> httpx.URL:
     """The URL of a server, parsed. Raises `InputError` for any other text."""
+    example = "for example http://127.0.0.1:8000"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise InputError(
-            f"'{url}' is not a URL: {error}", "for example http://127.0.0.1:8000"
-        ) from error
+        raise InputError(f"'{url}' is not a URL: {error}", example) from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InputError(f"'{url}' is not the URL of a server", "for example http://127.0.0.1:8000")
+        raise InputError(f"'{url}' is not the URL of a server", example)
     return parsed
 
 
@@ -227,13 +220,13 @@ def base_url(url: str) -> str:
 
 def post(target: Target, path: str, fields: dict[str, object]) -> tuple[int, bytes]:
     """Status and body of the answer, with any status. Raises `InputError` if there is no answer."""
-    answer = _answer(target, "POST", path, fields)
+    answer = _answer(target, path, fields)
     return answer.status_code, answer.content
 
 
 def get(target: Target, path: str) -> bytes:
     """The body of the answer. Raises `InputError` if there is none, or its status is not 200."""
-    answer = _answer(target, "GET", path, None)
+    answer = _answer(target, path)
     if answer.status_code != 200:
         raise refusal(target, path, answer.status_code, answer.content)
     return answer.content
@@ -249,18 +242,22 @@ def refusal(target: Target, path: str, status: int, body: bytes, hint: str = "")
 
 
 def _answer(
-    target: Target, method: str, path: str, fields: dict[str, object] | None
+    target: Target,
+    path: str,
+    fields: dict[str, object] | None = None,
+    certificate: Path | None = None,
 ) -> httpx.Response:
+    """The answer to a POST of `fields`, or to a GET without any."""
     url = target.url + path
     try:
         return httpx.request(
-            method,
+            "GET" if fields is None else "POST",
             url,
             headers=target.headers,
             json=fields,
             timeout=ANSWER_TIMEOUT_S,
             trust_env=False,
-            verify=verify(url),
+            verify=verify(url, certificate),
         )
     except httpx.HTTPError as error:
         if untrusted := distrusted(error):
@@ -401,9 +398,8 @@ def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
     if not dialect.token_ids:
         return dialect
     fuller = replace(dialect, answer_ids=True)
-    status, body = post(
-        target, COMPLETIONS, fuller.request(target.model, [1], 1, stream=False, keep=True)
-    )
+    fields = fuller.request(target.model, [1], 1, stream=False, keep=True)
+    status, body = post(target, COMPLETIONS, fields)
     try:
         choices = msgspec.json.decode(body, type=AnswerWithIds).choices if status == 200 else []
     except msgspec.DecodeError:
@@ -455,13 +451,8 @@ def cache_counts(target: Target) -> CacheCounts | None:
         metrics = scrape(target)
     except InputError:
         return None
-    sums = {
-        name: [metric.value for metric in metrics if metric.name == name]
-        for name in (CACHE_QUERIES, CACHE_HITS)
-    }
-    if not all(sums.values()):
-        return None
-    return CacheCounts(sum(sums[CACHE_QUERIES]), sum(sums[CACHE_HITS]))
+    queries, hits = (total(metrics, name) for name in (CACHE_QUERIES, CACHE_HITS))
+    return None if queries is None or hits is None else CacheCounts(queries, hits)
 
 
 class Metric(NamedTuple):
@@ -477,17 +468,18 @@ def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
 
     Raises `InputError` if the server does not answer. `certificate` is the server's own, if known.
     """
-    url = target.metrics_url
-    try:
-        trusted = verify(url, certificate)
-        answer = httpx.get(
-            url, headers=target.headers, timeout=ANSWER_TIMEOUT_S, trust_env=False, verify=trusted
-        )
-    except httpx.HTTPError as error:
-        raise InputError(f"{url} does not answer: {error}") from error
-    if answer.status_code != 200:
-        return []
-    return parsed_metrics(answer.text)
+    # The engines' metrics: of a front, those of its replicas.
+    path = REPLICA_METRICS if target.front else "/metrics"
+    answer = _answer(target, path, certificate=certificate)
+    return parsed_metrics(answer.text) if answer.status_code == OK else []
+
+
+def total(metrics: Sequence[Metric], *names: str) -> float | None:
+    """The sum over the labels of the first of these metrics that is there; None if none is."""
+    for name in names:
+        if values := [metric.value for metric in metrics if metric.name == name]:
+            return sum(values)
+    return None
 
 
 def parsed_metrics(text: str) -> list[Metric]:
@@ -540,12 +532,8 @@ class Look:
         return "ready" if self.ready else "not ready"
 
     def total(self, *names: str) -> float | None:
-        """The sum over the labels of the first of these metrics that is there; None if none is."""
-        for name in names:
-            values = [metric.value for metric in self.metrics if metric.name == name]
-            if values:
-                return sum(values)
-        return None
+        """As the module's `total`, of these metrics."""
+        return total(self.metrics, *names)
 
     @property
     def ended(self) -> dict[str, int]:

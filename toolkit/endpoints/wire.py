@@ -1,10 +1,12 @@
 """HTTP/1.1 on the wire, as asyncio protocols over httptools' parser, for little CPU per event.
 
-`Link` is one connection of a proxy to its server. Requests go out as bytes and answers come back in
-pieces as they arrive. With httpx and h11 an event of a stream costs 130 us of CPU
-(`benchmarks/serving/record_proxy.py`). Pieces that arrive before the last one was read are merged.
-When more than `MAX_HELD_BYTES` of an answer is held, reading from the server pauses. `Link` decodes
-no body and follows no redirect.
+`Upstream` is a proxy's client: it passes requests on to one server, and the answers come back byte
+for byte. Nothing is decoded or followed: compression and redirects are between the client and the
+server. Its connections (`Link`) are kept and reused, so that a request does not pay for a
+handshake. Requests go out as bytes and answers come back in pieces as they arrive. With httpx and
+h11 an event of a stream costs 130 us of CPU (`benchmarks/serving/record_proxy.py`). Pieces that
+arrive before the last one was read are merged. When more than `MAX_HELD_BYTES` of an answer is
+held, reading from the server pauses.
 
 `StreamCall` is one streaming request of the load generator, on its own connection, which notes the
 times of its tokens in a `Sample`. The load generator shares the machine with the server that it
@@ -17,26 +19,48 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import cast
+from pathlib import Path
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
-from toolkit.endpoints.target import Problem, Target, error_text
+from toolkit.endpoints.target import Problem, Target, distrusted, error_text, server_url, trust
+from toolkit.errors import InputError
 
 MAX_HELD_BYTES = 1 << 18
 MAX_HEAD_BYTES = 1 << 18
-RawHeaders = list[tuple[bytes, bytes]]
+CONNECT_S = 10.0
+IDLE_S = 4.0  # servers close theirs after five seconds or more
+MAX_IDLE = 256
+LINE_BREAKS = re.compile(rb"[\r\n\0]")
+# The proxy sets these itself. It sends a body at once, so it does not pass `expect` on.
+SET_BY_PROXY = (b"host", b"content-length", b"expect")
+LOST = "the connection to the server behind this one was lost"
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+# RFC 9110, 7.6.1: these headers are about one connection, not about the message.
+HOP_BY_HOP = frozenset(
+    (
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization"),
+        *(b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+    )
+)
 
 
-class WireError(Exception):
-    """The answer did not arrive, or not completely. `timed_out`: the server was silent too long."""
+class UpstreamError(Exception):
+    """The answer did not arrive, or not completely. `timed_out`: the server was silent too long.
 
-    def __init__(self, *, timed_out: bool = False) -> None:
-        super().__init__()
+    The message may be shown to a proxy's client: it names no address of the server.
+    """
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
         self.timed_out = timed_out
 
 
@@ -45,7 +69,7 @@ class Link(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.status = 0
-        self.headers: RawHeaders = []
+        self.headers: list[tuple[bytes, bytes]] = []
         self.idle_since_s = 0.0
         self.heard = False  # a byte has arrived since the last request
         self._parser = httptools.HttpResponseParser(self)
@@ -68,21 +92,22 @@ class Link(asyncio.Protocol):
     async def ask(self, request: bytes, silence_s: float, *, bodyless: bool) -> None:
         """Send a request and wait for the head of its answer; `bodyless`: it is a HEAD request.
 
-        Raises `WireError` if no head arrives.
+        Raises `UpstreamError` if no head arrives.
         """
         self.status, self.headers, self._pieces = 0, [], []
         self._held_bytes = self._head_bytes = 0
         self.heard = self._has_head = self._complete = self._kept = False
         self._ends_with_connection, self._bodyless = True, bodyless
         if self._transport is None or self._closed:
-            raise WireError
+            raise UpstreamError(LOST)
         self._transport.write(request)
         while not self._has_head:
             await self._wait(silence_s)
 
     async def body(self, silence_s: float) -> AsyncIterator[bytes]:
-        """Yield the body in pieces, each all that has arrived since the last one. Raises
-        `WireError` if the rest does not arrive.
+        """Yield the body in pieces, each all that has arrived since the last one.
+
+        Raises `UpstreamError` if the rest does not arrive.
         """
         while True:
             if self._pieces:
@@ -106,7 +131,7 @@ class Link(asyncio.Protocol):
     async def _wait(self, silence_s: float) -> None:
         """Wait for the next bytes, or for the end of the connection."""
         if self._closed:
-            raise WireError
+            raise UpstreamError(LOST)
         self._event.clear()
         if silence_s == math.inf:  # the caller watches the time itself
             await self._event.wait()
@@ -115,7 +140,8 @@ class Link(asyncio.Protocol):
             async with asyncio.timeout(silence_s):
                 await self._event.wait()
         except TimeoutError:
-            raise WireError(timed_out=True) from None
+            text = "the server behind this one was silent for too long"
+            raise UpstreamError(text, timed_out=True) from None
 
     # asyncio's callbacks
 
@@ -174,6 +200,170 @@ class Link(asyncio.Protocol):
             return
         self._complete = True
         self._kept = not self._bodyless and self._parser.should_keep_alive()
+
+
+class UpstreamAnswer:
+    """An answer: its head has arrived, its body is still to come."""
+
+    def __init__(self, link: Link, upstream: Upstream) -> None:
+        self._link = link
+        self._upstream = upstream
+        self.status = link.status
+        self.headers = _end_to_end(link.headers)
+
+    def header(self, name: str) -> str:
+        """The value of a header; '' if it is absent."""
+        wanted = name.lower().encode("latin-1")
+        found = (value for key, value in self.headers if key.lower() == wanted)
+        return next(found, b"").decode("latin-1")
+
+    def body(self) -> AsyncIterator[bytes]:
+        """Pieces as they arrive. Raises `UpstreamError` if the rest does not arrive."""
+        return self._link.body(self._upstream.silence_s)
+
+    async def close(self) -> None:
+        """Release the connection.
+
+        If the answer was not read to its end the connection is closed, which tells the server to
+        stop.
+        """
+        self._upstream.release(self._link)
+
+
+class Upstream:
+    """The server at `url`; a path in it is put before the paths of requests. Times are in seconds.
+
+    Raises `InputError` for an invalid `url`. `silence_s` bounds the wait for the start of an answer
+    and for each next piece. `authorities` is a file of the authorities that may have signed its
+    certificate, by default the system's.
+    """
+
+    def __init__(self, url: str, silence_s: float, authorities: Path | None = None) -> None:
+        self._url = server_url(url)
+        if self._url.userinfo or self._url.query or self._url.fragment:
+            text = "the URL of the server holds more than its address and a path"
+            raise InputError(text, "leave the rest out")
+        self.silence_s = silence_s
+        self._prefix = self._url.raw_path.rstrip(b"/").removesuffix(b"/v1")
+        if authorities is not None and self._url.scheme != "https":
+            text = f"'{url}' shows no certificate that {authorities} could have signed"
+            raise InputError(text, "https://, or none")
+        self._tls = trust(authorities) if self._url.scheme == "https" else None
+        self._idle: list[Link] = []  # the most recently used is last
+        self._busy: set[Link] = set()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._url.host, self._url.port or (443 if self._url.scheme == "https" else 80)
+
+    @property
+    def shown(self) -> str:
+        """The URL for people, without secrets."""
+        return str(self._url)
+
+    async def send(
+        self, method: str, target: bytes, headers: RawHeaders, body: bytes
+    ) -> UpstreamAnswer:
+        """Pass a request on; `target` is its path and query as the client sent them.
+
+        Raises `UpstreamError` if there is no answer. The server may close a kept connection at the
+        moment of its reuse: if it ends without a byte of an answer, the request is sent once more
+        on a new one, as curl does.
+        """
+        request, bodyless = self._request(method, target, headers, body), method == "HEAD"
+        if kept := self._kept():
+            try:
+                return await self._ask(kept, request, bodyless=bodyless)
+            except UpstreamError as error:
+                if kept.heard or error.timed_out:
+                    raise
+        try:
+            link = await self._open()
+        except OSError as error:
+            untrusted = "shows a certificate that is not trusted"
+            problem = untrusted if distrusted(error) else "cannot be reached"
+            raise UpstreamError(f"the server behind this one {problem}") from None
+        return await self._ask(link, request, bodyless=bodyless)
+
+    async def _ask(self, link: Link, request: bytes, *, bodyless: bool) -> UpstreamAnswer:
+        self._busy.add(link)
+        try:
+            await link.ask(request, self.silence_s, bodyless=bodyless)
+        except (UpstreamError, asyncio.CancelledError):
+            self.release(link)
+            raise
+        return UpstreamAnswer(link, self)
+
+    def release(self, link: Link) -> None:
+        """Keep a connection for the next request if its answer was read; close any other."""
+        self._busy.discard(link)
+        if link.reusable and len(self._idle) < MAX_IDLE:
+            link.idle_since_s = asyncio.get_running_loop().time()
+            self._idle.append(link)
+        else:
+            link.close()
+
+    def _request(self, method: str, target: bytes, headers: RawHeaders, body: bytes) -> bytes:
+        kept = [pair for pair in _end_to_end(headers) if pair[0].lower() not in SET_BY_PROXY]
+        if body or method not in ("GET", "HEAD", "OPTIONS"):
+            kept.append((b"content-length", b"%d" % len(body)))
+        lines = [
+            b"%s %s HTTP/1.1" % (method.encode("ascii"), self._prefix + target),
+            b"host: " + self._url.netloc,
+        ]
+        lines += [b"%s: %s" % pair for pair in kept]
+        if any(LINE_BREAKS.search(line) for line in lines) or b" " in target:
+            raise UpstreamError("the server behind this one does not accept this path")
+        return b"\r\n".join([*lines, b"", body])
+
+    def _kept(self) -> Link | None:
+        """A kept connection that the server has not closed and is not about to close."""
+        oldest_s = asyncio.get_running_loop().time() - IDLE_S
+        while self._idle:
+            link = self._idle.pop()
+            if link.reusable and link.idle_since_s > oldest_s:
+                return link
+            link.close()
+        return None
+
+    async def _open(self) -> Link:
+        """Open a connection. Raises `OSError`, for a timeout or an untrusted certificate too."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_S):
+            _, link = await loop.create_connection(Link, *self.address, ssl=self._tls)
+        return link
+
+    async def check_certificate(self) -> None:
+        """Raises `InputError` for a certificate that is not trusted.
+
+        A server that cannot be reached is no error: it may start later.
+        """
+        if self._tls is None:
+            return
+        try:
+            (await self._open()).close()
+        except OSError as error:
+            if untrusted := distrusted(error):
+                hint = "--upstream-ca FILE names the authority that signed it"
+                raise InputError(f"{self.shown}: {untrusted}", hint) from None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for link in (*self._idle, *self._busy):
+            link.close()
+
+
+def _end_to_end(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+    """The headers of the message, without those of the connection and those that it names."""
+    named = {
+        name.strip().lower()
+        for key, value in headers
+        if key.lower() == b"connection"
+        for name in value.split(b",")
+    }
+    return [(key, value) for key, value in headers if key.lower() not in HOP_BY_HOP | named]
 
 
 MAX_ERROR_BYTES = 1 << 16
@@ -312,33 +502,24 @@ class StreamCall(asyncio.Protocol):
             return
         if chunk.error is not None:
             self.end(f"error in the stream: {error_text(data)}")
+        sample, now_s = self._sample, self._now_s
         if chunk.choices:
-            self._on_tokens()
-            if self._sample.keeps_answer:
-                self._keep(chunk.choices[0])
+            if math.isnan(sample.first_token_s):
+                sample.first_token_s = now_s
+            else:
+                sample.max_gap_s = max(sample.max_gap_s, now_s - sample.last_token_s)
+            sample.last_token_s = now_s
+            if sample.keeps_answer:
+                with suppress(msgspec.DecodeError):
+                    kept = _decode_choice(chunk.choices[0])
+                    sample.answer_text += [kept.text] if kept.text else []
+                    sample.answer_ids += kept.token_ids or []
         if chunk.usage is not None:
             self._counted = True
-            self._sample.output_tokens = chunk.usage.completion_tokens
-            self._sample.counted_prompt_tokens = chunk.usage.prompt_tokens
+            sample.output_tokens = chunk.usage.completion_tokens
+            sample.counted_prompt_tokens = chunk.usage.prompt_tokens
             details = chunk.usage.prompt_tokens_details
-            self._sample.cached_tokens = details.cached_tokens if details else None
-
-    def _keep(self, choice: msgspec.Raw) -> None:
-        try:
-            found = _decode_choice(choice)
-        except msgspec.DecodeError:
-            return
-        if found.text:
-            self._sample.answer_text.append(found.text)
-        self._sample.answer_ids.extend(found.token_ids or ())
-
-    def _on_tokens(self) -> None:
-        sample, now_s = self._sample, self._now_s
-        if math.isnan(sample.first_token_s):
-            sample.first_token_s = now_s
-        else:
-            sample.max_gap_s = max(sample.max_gap_s, now_s - sample.last_token_s)
-        sample.last_token_s = now_s
+            sample.cached_tokens = details.cached_tokens if details else None
 
     def _finish(self, *, cut_off: bool) -> None:
         """End the call with what has arrived.
@@ -354,12 +535,10 @@ class StreamCall(asyncio.Protocol):
             self.end(f"HTTP {self._status}: {error_text(self._rest)}")
         elif self._counted and self._sample.output_tokens > 0 and has_tokens:
             self.end()
+        elif cut_off:
+            self.end("the connection was lost")
         else:
-            self.end(
-                "the connection was lost"
-                if cut_off
-                else "the stream ended without tokens or their usage"
-            )
+            self.end("the stream ended without tokens or their usage")
 
 
 INTERRUPTED = "interrupted"

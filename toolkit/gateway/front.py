@@ -39,7 +39,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import toolkit
 from toolkit.endpoints.target import REPLICA_METRICS
-from toolkit.endpoints.upstream import UpstreamError
+from toolkit.endpoints.wire import UpstreamError
 from toolkit.gateway.calls import GenerationCall, Prompt
 from toolkit.gateway.passing import (
     NO_REPLICA,

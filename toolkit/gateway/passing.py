@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from starlette.types import Receive, Send
 
-from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
+from toolkit.endpoints.wire import UpstreamAnswer, UpstreamError
 from toolkit.gateway.calls import DIVERGED, GenerationCall, PassingAnswer, StreamedUsage
 from toolkit.gateway.replicas import LiveReplica
 from toolkit.routing.admission import Overload

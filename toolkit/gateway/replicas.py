@@ -22,7 +22,7 @@ import msgspec
 
 from toolkit.backends.openai import kv_tokens
 from toolkit.endpoints.target import Models, Version, parsed_metrics
-from toolkit.endpoints.upstream import Upstream, UpstreamError
+from toolkit.endpoints.wire import Upstream, UpstreamError
 from toolkit.errors import InputError
 from toolkit.gateway.sources import split_kind
 from toolkit.routing.balancer import Balancer

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from toolkit.endpoints.upstream import Upstream, UpstreamAnswer, UpstreamError
+from toolkit.endpoints.wire import Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.files.recipe import NAME_PATTERN
 from toolkit.serve.server import WatchedFiles

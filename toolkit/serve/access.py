@@ -155,10 +155,11 @@ class AccessGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        request_id = _request_id(headers)
-
-        account, keyed, status = self._keyring.find(headers), None, 0
+        headers, status = Headers(scope=scope), 0
+        account, keyed = self._keyring.find(headers), None
+        # The client's request id, if it is plain, only goes back in a header.
+        given = headers.get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -170,30 +171,31 @@ class AccessGate:
             await send(message)
 
         is_local = scope["path"] in self._local_paths
-        if is_local or (self._local_hosts_only and scope["path"] not in self._open_paths):
-            try:
-                check_local_host(
-                    headers.get("host", ""), "the status page" if is_local else UNKEYED
-                )
-            except ApiError as refusal:
-                await error_response(refusal)(scope, receive, send_with_id)
-                return
-        if account is None and scope["path"] not in self._open_paths:
-            await error_response(_denied(headers))(scope, receive, send_with_id)
-            return
-        if account is None or scope["method"] != "POST":
-            await self._app(scope, receive, send_with_id)
-            return
-        keyed = KeyedRequest(account, self._now_s)
+        is_open = scope["path"] in self._open_paths
         try:
-            keyed.enter(scope)
+            if is_local or (self._local_hosts_only and not is_open):
+                what = "the status page" if is_local else UNKEYED
+                check_local_host(headers.get("host", ""), what)
+            if account is None and not is_open:
+                has_key = headers.get("authorization", "").lower().startswith("bearer ")
+                missing = "this server needs its API key, as 'Authorization: Bearer KEY'"
+                raise ApiError(
+                    "the API key is not one of this server's" if has_key else missing,
+                    status=401,
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            if account is not None and scope["method"] == "POST":
+                keyed = KeyedRequest(account, self._now_s)
+                keyed.enter(scope)
         except ApiError as refusal:
             await error_response(refusal)(scope, receive, send_with_id)
             return
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            keyed.leave(status)
+            if keyed:
+                keyed.leave(status)
 
 
 def check_local_host(host: str, what: str = UNKEYED) -> None:
@@ -201,8 +203,8 @@ def check_local_host(host: str, what: str = UNKEYED) -> None:
 
     Addresses and an empty Host pass, because no web page has them. `what` names what refuses.
     """
-    if not _is_local_name(host):
-        name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+    name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+    if not _is_local_name(name):
         raise ApiError(
             f"{what} answers to addresses and to localhost, not to the Host {name[:80]!r}; "
             f"{'start it with an API key, or ' if what == UNKEYED else ''}"
@@ -213,30 +215,12 @@ def check_local_host(host: str, what: str = UNKEYED) -> None:
 
 
 @lru_cache(256)
-def _is_local_name(host: str) -> bool:
-    """Whether a Host is an address, localhost or nothing."""
-    name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+def _is_local_name(name: str) -> bool:
+    """Whether a Host without its port is an address, localhost or nothing."""
     with suppress(ValueError):
         ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
         return True
     return name.lower().rstrip(".") in ("localhost", "")
-
-
-def _denied(headers: Headers) -> ApiError:
-    given = headers.get("authorization", "").lower().startswith("bearer ")
-    missing = "this server needs its API key, as 'Authorization: Bearer KEY'"
-    return ApiError(
-        "the API key is not one of this server's" if given else missing,
-        status=401,
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    )
-
-
-def _request_id(headers: Headers) -> str:
-    """The client's request id if it is plain, else a new one. It only goes back in a header."""
-    given = headers.get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 class Account:
@@ -334,9 +318,8 @@ class KeyedRequest:
         account, bucket, now_s = self._account, self._account.requests, self._now_s()
         wait_s = bucket.wait_s(1, now_s) if bucket else 0.0
         if bucket and wait_s:
-            raise self._refusal(
-                "requests", f"sends at most {bucket.size} requests a minute", wait_s
-            )
+            text = f"sends at most {bucket.size} requests a minute"
+            raise self._refusal("requests", text, wait_s)
         if account.running >= account.max_concurrent:
             raise self._too_many_choices(1)
         if bucket:
@@ -385,16 +368,12 @@ class KeyedRequest:
 
     def headers(self) -> dict[str, str]:
         """Response headers with the remaining limits, under OpenAI's names."""
-        found, now_s = {}, self._now_s()
-        for name, bucket in (
-            ("requests", self._account.requests),
-            ("tokens", self._account.tokens),
-        ):
+        found, now_s, account = {}, self._now_s(), self._account
+        for name, bucket in (("requests", account.requests), ("tokens", account.tokens)):
             if bucket:
+                left = max(math.floor(bucket.level(now_s)), 0)
                 found[f"x-ratelimit-limit-{name}"] = str(bucket.size)
-                found[f"x-ratelimit-remaining-{name}"] = str(
-                    max(math.floor(bucket.level(now_s)), 0)
-                )
+                found[f"x-ratelimit-remaining-{name}"] = str(left)
                 found[f"x-ratelimit-reset-{name}"] = _duration(bucket.wait_s(bucket.size, now_s))
         return found
 
@@ -410,11 +389,12 @@ class KeyedRequest:
 
     def _too_many_choices(self, choices: int) -> ApiError:
         account = self._account
-        text = f"has at most {account.max_concurrent} choices at once; {account.running} are there"
-        never = choices > account.max_concurrent
-        return self._refusal(
-            "concurrent", f"{text}, and this request asks for {choices}", math.inf if never else 1.0
+        text = (
+            f"has at most {account.max_concurrent} choices at once; {account.running} are there, "
+            f"and this request asks for {choices}"
         )
+        wait_s = math.inf if choices > account.max_concurrent else 1.0
+        return self._refusal("concurrent", text, wait_s)
 
     def _refusal(self, limit: Limit, text: str, wait_s: float) -> ApiError:
         """An error in OpenAI's format.
@@ -422,7 +402,6 @@ class KeyedRequest:
         OpenAI's client waits as long as it says, and does not retry what can never succeed.
         """
         self._account.refused[limit] += 1
-        kind = "tokens" if limit == "tokens" else "requests"
         if math.isinf(wait_s):
             remedy, headers = "ask for less", {"x-should-retry": "false"}
         else:
@@ -431,7 +410,7 @@ class KeyedRequest:
         return ApiError(
             f"rate limit reached: the key '{self._account.name}' {text}; {remedy}",
             status=429,
-            kind=kind,
+            kind="tokens" if limit == "tokens" else "requests",
             code="rate_limit_exceeded",
             headers=headers,
         )

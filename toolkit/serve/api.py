@@ -29,6 +29,7 @@ from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError, ErrorBody, on_api_error, on_bug, on_http_exception
 from toolkit.serve.forms import (
+    MAX_MESSAGES,
     BodyReader,
     ChatForm,
     CompletionForm,
@@ -231,11 +232,8 @@ class Routes:
     ) -> Response:
         if not form.stream:
             return await json_response(exchange, request.receive)
-        return EventStream(
-            exchange,
-            include_usage=form.include_usage,
-            keepalive_s=self._settings.keepalive_s,
-        )
+        keepalive_s = self._settings.keepalive_s
+        return EventStream(exchange, include_usage=form.include_usage, keepalive_s=keepalive_s)
 
     def _model(self) -> dict[str, object]:
         return {
@@ -296,43 +294,33 @@ def _schemas(settings: FrontSettings) -> Json:
     prompt = schemas["CompletionForm"]["properties"]["prompt"]["anyOf"]
     single_tokens = [prompt[2]["items"], prompt[3]["items"]["items"], detokenized["items"]]
     for name in ("CompletionForm", "ChatForm"):
+        # This server's model and bounds, and the harmless values of unsupported parameters.
         properties = schemas[name]["properties"]
-        _limit(properties, settings, chat=name == "ChatForm")
+        for parameter, values in harmless_values(chat=name == "ChatForm").items():
+            properties[parameter] = {"enum": list(values)}
+        properties["model"] = {"enum": [settings.model, None]}
+        for parameter in {"max_tokens", "max_completion_tokens", "min_tokens"} & properties.keys():
+            properties[parameter]["anyOf"][0]["maximum"] = settings.max_new_tokens
+        if not settings.allow_end_after:
+            properties["llmctl_end_after"] = {"type": "null"}
         single_tokens.append(properties["stop_token_ids"]["anyOf"][0]["items"])
     for token in single_tokens:
         token["maximum"] = settings.vocab_size - 1
+    null: Json = {"type": "null"}
+    model: Json = {"type": ["string", "null"]}
+    messages: Json = {"type": "array", "items": _ref("Message")}
+    messages |= {"minItems": 1, "maxItems": MAX_MESSAGES}
+    with_prompt = {"model": model, "prompt": {"type": "string"}, "messages": null}
+    with_messages = {"model": model, "prompt": null, "messages": messages}
+    prompt_or_messages = [
+        {"type": "object", "properties": with_prompt, "required": ["prompt"]},
+        {"type": "object", "properties": with_messages, "required": ["messages"]},
+    ]
     return schemas | {
-        "TokenizeForm": _tokenize_form(),
+        "TokenizeForm": {"anyOf": prompt_or_messages},
         "Completion": _response("text_completion", "TextChoice"),
         "ChatCompletion": _response("chat.completion", "ChatChoice"),
         "Model": _object(id={"const": settings.model}, object={"const": "model"}),
-    }
-
-
-def _limit(properties: Json, settings: FrontSettings, *, chat: bool) -> None:
-    """Set this server's model and bounds, and the harmless values of unsupported parameters."""
-    for name, values in harmless_values(chat=chat).items():
-        properties[name] = {"enum": list(values)}
-    properties["model"] = {"enum": [settings.model, None]}
-    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
-        if name in properties:
-            properties[name]["anyOf"][0]["maximum"] = settings.max_new_tokens
-    if not settings.allow_end_after:
-        properties["llmctl_end_after"] = {"type": "null"}
-
-
-def _tokenize_form() -> Json:
-    """Either a prompt or messages."""
-    null: Json = {"type": "null"}
-    messages: Json = {"type": "array", "items": _ref("Message"), "minItems": 1, "maxItems": 2048}
-    model: Json = {"type": ["string", "null"]}
-    with_prompt = {"model": model, "prompt": {"type": "string"}, "messages": null}
-    with_messages = {"model": model, "prompt": null, "messages": messages}
-    return {
-        "anyOf": [
-            {"type": "object", "properties": with_prompt, "required": ["prompt"]},
-            {"type": "object", "properties": with_messages, "required": ["messages"]},
-        ]
     }
 
 
@@ -359,9 +347,8 @@ def _post(form: str, response: Json, *, streams: bool = False) -> Json:
     body = {"required": True, "content": {"application/json": {"schema": _ref(form)}}}
     operation = _get(response, *_REASONS)
     if streams:
-        operation["responses"]["200"]["content"]["text/event-stream"] = {
-            "schema": {"type": "string"}
-        }
+        content = operation["responses"]["200"]["content"]
+        content["text/event-stream"] = {"schema": {"type": "string"}}
     return {"requestBody": body, **operation}
 
 
@@ -371,11 +358,9 @@ def _get(response: Json, *statuses: str, kind: str = "application/json") -> Json
     error = _ref("ErrorBody")
     if statuses == ("503",):
         error = {"anyOf": [error, response]}
+    content = {"application/json": {"schema": error}}
     others = {
-        status: {
-            "description": _REASONS[status],
-            "content": {"application/json": {"schema": error}},
-        }
+        status: {"description": _REASONS[status], "content": content}
         for status in ("401", *statuses)
     }
     return {"responses": {"200": ok, **others}}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -102,13 +103,8 @@ class DriftCheck:
         rows, length, steps = point
         if not self.in_rounds:
             return serving_s(self.law, rows, length, steps)
-        leave_s = rows * self.law.leave_s(length + steps)
-        return (
-            self.law.round_s
-            + self.law.prefill_s(rows, length)
-            + self.law.decode_s(rows, length, steps)
-            + leave_s
-        )
+        run_s = self.law.prefill_s(rows, length) + self.law.decode_s(rows, length, steps)
+        return self.law.round_s + run_s + rows * self.law.leave_s(length + steps)
 
     def rows(self, point: DriftPoint, first: int) -> list[Row]:
         """The rows of a point, with ids from `first`. In a round all end at its last step."""
@@ -150,14 +146,9 @@ def _check_of(kind: Kind, policy: Policy, budget_s: float, workers: tuple[int, .
         return rows <= int(memory.max_batch(np.array([length]), steps, 0.0)[0])
 
     sizes, lengths = sorted(spec.batch_sizes), sorted(spec.input_lengths)
-    middle_size, middle_length = sizes[len(sizes) // 2], lengths[len(lengths) // 2]
+    size, length = sizes[len(sizes) // 2], lengths[len(lengths) // 2]
     wanted = dict.fromkeys(
-        [
-            (sizes[0], middle_length),
-            (middle_size, lengths[0]),
-            (middle_size, middle_length),
-            (sizes[-1], lengths[0]),
-        ]
+        [(sizes[0], length), (size, lengths[0]), (size, length), (sizes[-1], lengths[0])]
     )
     check = DriftCheck(
         points=(),
@@ -240,27 +231,26 @@ class CheckedWorkers(WrappedWorkers):
 
         measuring = True
         await self.workers.start(route)
-        found = [measured for check in self.checks for measured in await self._measure(check)]
+        found: list[MeasuredPoint] = []
+        for check in self.checks:
+            times: defaultdict[DriftPoint, list[float]] = defaultdict(list)
+            for point in check.points * check.runs:
+                seconds = await self._run(check, point)
+                if seconds is None:
+                    break  # out of memory, or a worker was lost and the pool restarts it
+                times[point] += seconds
+            allowed = check.allowed_percent
+            found += [
+                MeasuredPoint(point, median(seconds), check.expected_s(point), allowed)
+                for point, seconds in times.items()
+            ]
         measuring = False
         self.on_found(found)
 
-    async def _measure(self, check: DriftCheck) -> list[MeasuredPoint]:
-        times: dict[DriftPoint, list[float]] = {}
-        for point in check.points * check.runs:
-            seconds = await self._run(check, point)
-            if None in seconds:
-                # Out of memory, or a worker was lost and the pool restarts it: skip the rest.
-                break
-            times.setdefault(point, []).extend(took_s for took_s in seconds if took_s is not None)
-        return [
-            MeasuredPoint(point, median(seconds), check.expected_s(point), check.allowed_percent)
-            for point, seconds in times.items()
-        ]
-
-    async def _run(self, check: DriftCheck, point: DriftPoint) -> list[float | None]:
+    async def _run(self, check: DriftCheck, point: DriftPoint) -> list[float] | None:
         """Run a point on every worker of the check at once.
 
-        Returns the seconds from dispatch to result of each worker, or None where it failed.
+        Returns the seconds from dispatch to result of each worker; None if one failed.
         """
         begun_s: list[float] = []
         ends: list[asyncio.Future[BatchEnd]] = []
@@ -285,10 +275,9 @@ class CheckedWorkers(WrappedWorkers):
                 plan = Round(0, evict=tuple(range(first_row, self._rows)))
                 self.workers.run_round(worker, self._batches, plan)
         await asyncio.gather(*evictions)
-        return [
-            None if failure else end_s - begin_s
-            for begin_s, (failure, end_s) in zip(begun_s, ended, strict=True)
-        ]
+        if any(failure for failure, _ in ended):
+            return None
+        return [end_s - begin_s for begin_s, (_, end_s) in zip(begun_s, ended, strict=True)]
 
     def _expect_end(self, worker: int) -> asyncio.Future[BatchEnd]:
         """The end of the batch that the worker gets next, numbered `_batches`."""

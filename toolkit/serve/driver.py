@@ -16,14 +16,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from toolkit.engines.protocol import FinishReason, Round, RoundOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Failure, Job, Request, RoundResult
+from toolkit.sched.types import Batch, BatchResult, Failure, Job, Moves, Request, RoundResult
 from toolkit.serve.forecast import Forecast
 from toolkit.serve.live import (
     ActiveRequest,
@@ -81,10 +81,9 @@ class Driver:
         limits: LatencyLimits = UNLIMITED,
         accept: Callable[[list[EngineFacts]], None] | None = None,
     ) -> None:
-        if workers.size != len(scheduler.workers):
-            raise ValueError(
-                f"{workers.size} workers, and the scheduler has {len(scheduler.workers)}"
-            )
+        expected = len(scheduler.workers)
+        if workers.size != expected:
+            raise ValueError(f"{workers.size} workers, and the scheduler has {expected}")
         self.scheduler = scheduler
         self.stats = stats
         self.forecast = Forecast(scheduler, limits)
@@ -100,7 +99,7 @@ class Driver:
         self._on_end = on_end
         self._accept = accept
         self._active = ActiveRequests(stats, self.forecast, self._ended)
-        self._activity = WorkerActivity(workers, self._active.__getitem__)
+        self._activity = WorkerActivity(workers, self._active.by_id.__getitem__)
         self._start_s = 0.0
         self._next_tick: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
@@ -133,7 +132,7 @@ class Driver:
     @property
     def waiting(self) -> int:
         """Requests that no worker runs now: new ones, and ones between two slices."""
-        return len(self._active) - self.running
+        return len(self._active.by_id) - self.running
 
     async def start(self) -> None:
         """Load the workers. Raises `EngineError` if one cannot load, and what `accept` raises."""
@@ -152,7 +151,7 @@ class Driver:
         try:
             await asyncio.wait_for(self._active.empty.wait(), timeout_s)
         except TimeoutError:
-            late = list(self._active)
+            late = list(self._active.by_id.values())
             for active in late:
                 self._fail(active, SHUTTING_DOWN)
             return len(late)
@@ -161,7 +160,7 @@ class Driver:
     async def stop(self) -> None:
         """Stop the workers. Requests that have not ended fail."""
         self.state = "stopped"
-        for active in self._active:
+        for active in list(self._active.by_id.values()):
             self._fail(active, SHUTTING_DOWN)
         for handle in (self._next_tick, self._wake):
             if handle:
@@ -179,16 +178,11 @@ class Driver:
             raise ValueError(f"submitted while the driver is {self.state}")
         now_s = self.now_s
         predicted = self.forecast.predict_by_laws(now_s)
-        refusal = self.scheduler.submit(
-            Request(
-                request.request_id,
-                now_s,
-                len(request.prompt),
-                request.max_new_tokens,
-                request.priority,
-            ),
-            now_s,
+        prompt_tokens, max_new_tokens = len(request.prompt), request.max_new_tokens
+        submitted = Request(
+            request.request_id, now_s, prompt_tokens, max_new_tokens, request.priority
         )
+        refusal = self.scheduler.submit(submitted, now_s)
         if refusal:
             raise RefusedError(refusal.reason)
         self.stats.arrived += 1
@@ -250,8 +244,8 @@ class Driver:
             for worker in self.scheduler.take_interrupts():
                 self._activity.interrupt(worker)
             for refusal in self.scheduler.take_refusals():
-                if refusal.request_id in self._active:
-                    self._active.fail(self._active[refusal.request_id], refusal.reason)
+                if refused := self._active.by_id.get(refusal.request_id):
+                    self._active.fail(refused, refusal.reason)
             if self._wake:
                 self._wake.cancel()
                 self._wake = None
@@ -358,12 +352,7 @@ class Driver:
             raise
 
 
-class RowOutput(NamedTuple):
-    """New tokens of a request, and how it ended, or ''."""
-
-    active: ActiveRequest
-    tokens: list[int]
-    finish: FinishReason
+RowOutput = tuple[ActiveRequest, list[int], FinishReason]  # new tokens, and how it ended, or ''
 
 
 class WorkerActivity:
@@ -401,8 +390,7 @@ class WorkerActivity:
                 plan = self._resident[worker].begin(batch, self._find)
                 self._workers.run_round(worker, batch.batch_id, plan, batch.estimated_s)
                 continue
-            received = [0] * len(requests)
-            flight = InFlightBatch(batch, requests, received, follows, submitted)
+            flight = InFlightBatch(batch, requests, [0] * len(requests), follows, submitted)
             self.flights[worker] = flight
             for active in requests:
                 active.flight = flight
@@ -426,7 +414,7 @@ class WorkerActivity:
         flight = self.flights.get(event.worker)
         if flight is None or flight.batch.batch_id != event.batch_id:
             return []
-        output = []
+        output: list[RowOutput] = []
         for row, (tokens, finish) in merge(event.steps).items():
             if flight.batch.keep_cache:
                 resident = self._resident[event.worker]
@@ -434,7 +422,7 @@ class WorkerActivity:
             else:
                 flight.received[row] += len(tokens)
                 active = flight.requests[row]
-            output.append(RowOutput(active, tokens, finish))
+            output.append((active, tokens, finish))
         return output
 
     def slice_done(self, event: BatchDone) -> tuple[InFlightBatch, list[RowOutput]]:
@@ -446,8 +434,7 @@ class WorkerActivity:
             flight.requests, flight.received, event.output.tokens, event.output.finish, strict=True
         )
         return flight, [
-            RowOutput(active, list(tokens[received:]), finish)
-            for active, received, tokens, finish in rows
+            (active, list(tokens[received:]), finish) for active, received, tokens, finish in rows
         ]
 
     def round_done(self, event: RoundDone) -> tuple[InFlightBatch, RoundResult]:
@@ -460,6 +447,9 @@ class WorkerActivity:
     def _take(self, worker: int) -> InFlightBatch:
         self._just_freed.add(worker)
         return self.flights.pop(worker)
+
+
+NO_MOVES = Moves()
 
 
 class ResidentRows:
@@ -495,17 +485,17 @@ class ResidentRows:
         def numbers(jobs: Iterable[Job]) -> tuple[int, ...]:
             return tuple(self._numbers[job.request_id] for job in jobs)
 
-        moves = batch.moves
+        moves = batch.moves or NO_MOVES
         return Round(
             batch.steps,
             tuple(active.row() for active in entering),
             entered,
             evicted,
-            numbers(moves.pause) if moves else (),
-            numbers(moves.swap_out) if moves else (),
-            numbers(moves.swap_in) if moves else (),
-            numbers(moves.resume) if moves else (),
-            bool(moves and moves.overlap),
+            numbers(moves.pause),
+            numbers(moves.swap_out),
+            numbers(moves.swap_in),
+            numbers(moves.resume),
+            moves.overlap,
             batch.stop_every,
             batch.chunk_tokens,
             self._steps,
@@ -528,15 +518,8 @@ class ResidentRows:
         failure: Failure = "oom" if output.is_short else ""
         self._steps += output.steps
         ended = tuple([self._remove(number) for number in output.ended])
-        return RoundResult(
-            batch.batch_id,
-            batch.worker,
-            output.steps,
-            ended,
-            joined,
-            failure,
-            dropped=dropped,
-        )
+        ran = batch.batch_id, batch.worker, output.steps
+        return RoundResult(*ran, ended, joined, failure, dropped=dropped)
 
     def crashed(self, batch: Batch) -> RoundResult:
         """The result of a round that lost its worker, from the tokens that arrived before.
@@ -556,30 +539,24 @@ class ResidentRows:
         self._steps += steps
         return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, "crashed")
 
-    def _joined(self, steps_before: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
+    def _joined(self, before: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
         """After how many steps each prefill ended, by request id.
 
         None means that every prefill ended before the first step.
         """
-        if len(steps_before) == len(self._prefilling_before) and not any(steps_before.values()):
+        if len(before) == len(self._prefilling_before) and not any(before.values()):
             return None
-        return tuple(
-            [
-                (self._requests[number].request.request_id, steps)
-                for number, steps in steps_before.items()
-            ]
-        )
+        requests = self._requests
+        return tuple([(requests[row].request.request_id, steps) for row, steps in before.items()])
 
     def _forget(self, jobs: Iterable[Job]) -> list[int]:
         """Remove the rows of jobs with dropped caches, and return their numbers.
 
         Jobs that have no row any more are skipped.
         """
-        numbers = []
-        for job in jobs:
-            if job.request_id in self._numbers:
-                numbers.append(self._numbers[job.request_id])
-                self._remove(numbers[-1])
+        numbers = [self._numbers[job.request_id] for job in jobs if job.request_id in self._numbers]
+        for number in numbers:
+            self._remove(number)
         return numbers
 
     def _remove(self, number: int) -> str:

@@ -66,10 +66,8 @@ def overloaded(text: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
 
 def late(predicted: PredictedLatency, wait_s: float) -> ApiError:
     """The error for a request that would miss a target: its forecast, and for how many seconds."""
-    text = (
-        f"too many requests wait: the first token would come in {predicted.ttft_s:.1f} s, "
-        f"the last in {predicted.e2e_s:.1f} s"
-    )
+    first, last = f"{predicted.ttft_s:.1f} s", f"{predicted.e2e_s:.1f} s"
+    text = f"too many requests wait: the first token would come in {first}, the last in {last}"
     return overloaded(text, retry_after_s(wait_s))
 
 
@@ -91,9 +89,8 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 def error_body(error: ApiError) -> bytes:
     """The JSON of an error."""
-    return msgspec.json.encode(
-        ErrorBody(ErrorDetail(error.message, error.kind, error.param, error.code))
-    )
+    detail = ErrorDetail(error.message, error.kind, error.param, error.code)
+    return msgspec.json.encode(ErrorBody(detail))
 
 
 def error_response(error: ApiError) -> Response:

@@ -69,9 +69,8 @@ def parse_json(body: bytes) -> Json:
     except RecursionError:
         raise ApiError(f"the body nests deeper than {MAX_DEPTH} levels") from None
     except UnicodeEncodeError:
-        raise ApiError(
-            "the body holds half of a surrogate pair, which is not a character"
-        ) from None
+        text = "the body holds half of a surrogate pair, which is not a character"
+        raise ApiError(text) from None
     except UnicodeDecodeError as error:
         raise ApiError(f"the body is not UTF-8: byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -80,8 +79,17 @@ def parse_json(body: bytes) -> Json:
         raise ApiError(f"the body cannot be read: {str(error).partition(';')[0][:200]}") from None
     if not isinstance(data, dict):
         raise ApiError("the body must be a JSON object")
-    _check_depth(data)
-    return data
+    level: list[object] = [data]
+    for _ in range(MAX_DEPTH):
+        level = [
+            value
+            for container in level
+            for value in (container.values() if isinstance(container, dict) else container)  # type: ignore[attr-defined]
+            if isinstance(value, dict | list)
+        ]
+        if not level:
+            return data
+    raise ApiError(f"the body nests deeper than {MAX_DEPTH} levels")
 
 
 def _object(pairs: list[tuple[str, object]]) -> Json:
@@ -95,20 +103,6 @@ def _object(pairs: list[tuple[str, object]]) -> Json:
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _check_depth(data: object) -> None:
-    level = [data]
-    for _ in range(MAX_DEPTH):
-        level = [
-            value
-            for container in level
-            for value in (container.values() if isinstance(container, dict) else container)  # type: ignore[attr-defined]
-            if isinstance(value, dict | list)
-        ]
-        if not level:
-            return
-    raise ApiError(f"the body nests deeper than {MAX_DEPTH} levels")
 
 
 MAX_PROMPTS = 256
@@ -189,9 +183,7 @@ def _prompts(value: object) -> list[Prompt]:
         return [value]
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"holds {len(value)} prompts; the limit is {MAX_PROMPTS}")
-    if all(isinstance(prompt, str) for prompt in value) or all(
-        _is_tokens(prompt) for prompt in value
-    ):
+    if all(isinstance(prompt, str) for prompt in value) or all(map(_is_tokens, value)):
         return value
     raise ValueError("should hold strings alone, tokens alone, or lists of tokens alone")
 
@@ -222,11 +214,8 @@ def _content(value: object) -> str:
         raise ValueError("should be a string or a list of parts of type 'text'")
     texts = []
     for part in value:
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
             raise ValueError("holds a part that is not of type 'text'; this model reads only text")
         texts.append(part["text"])
     return "\n".join(texts)
@@ -284,10 +273,13 @@ class Message(Form):
     content: Annotated[str, PlainValidator(_content), WithJsonSchema(CONTENT_SCHEMA)]
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatForm(GenerationForm):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -296,10 +288,7 @@ class TokenizeForm(Form):
 
     model: str | None = None
     prompt: str | None = None
-    messages: (
-        Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-        | None
-    ) = None
+    messages: Messages | None = None
 
 
 class DetokenizeForm(Form):
@@ -328,15 +317,10 @@ def refuse_unsupported(data: Json, *, chat: bool) -> None:
     """Raise `ApiError` for an unsupported parameter with a value that would change the answer."""
     harmless = harmless_values(chat=chat)
     for name in data.keys() & harmless.keys():
-        if not any(_same(data[name], value) for value in harmless[name]):
-            raise ApiError(
-                f"'{name}' is not supported here", param=name, code="unsupported_parameter"
-            )
-
-
-def _same(value: object, other: object) -> bool:
-    """Whether two values are equal as JSON. In Python True equals 1."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+        value, is_bool = data[name], isinstance(data[name], bool)  # in Python True equals 1
+        if not any(value == one and is_bool == isinstance(one, bool) for one in harmless[name]):
+            text = f"'{name}' is not supported here"
+            raise ApiError(text, param=name, code="unsupported_parameter")
 
 
 MAX_RESPONSE_TOKENS = 1 << 20  # of /tokenize, unless the model's context is longer
@@ -378,13 +362,13 @@ class BodyReader:
         if (form.prompt is None) == (form.messages is None):
             raise ApiError("one of 'prompt' and 'messages' is needed", param="prompt")
         if form.messages is not None:
-            tokens = self.chat_tokens(form.messages)
+            param, tokens = "messages", self.chat_tokens(form.messages)
         else:
-            tokens = self._encoded(lambda: self._tokenizer.encode(form.prompt or ""), "prompt")
+            param, (tokens,) = "prompt", self.prompts([form.prompt or ""])
         limit = max(MAX_RESPONSE_TOKENS, self._max_model_len)
         if len(tokens) > limit:
             text = f"the text has {len(tokens)} tokens; a response holds at most {limit}"
-            raise ApiError(text, param="messages" if form.messages is not None else "prompt")
+            raise ApiError(text, param=param)
         return msgspec.json.encode(
             {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
         )
@@ -393,11 +377,8 @@ class BodyReader:
         """The JSON of the response."""
         tokens = self.form(DetokenizeForm, body).tokens
         if len(tokens) > self._max_model_len:
-            text = (
-                f"'tokens' holds {len(tokens)} tokens; "
-                f"the limit is {self._max_model_len}, as for prompt + output"
-            )
-            raise ApiError(text, param="tokens")
+            limit = f"the limit is {self._max_model_len}, as for prompt + output"
+            raise ApiError(f"'tokens' holds {len(tokens)} tokens; {limit}", param="tokens")
         self.check_tokens(tokens, "tokens")
         return msgspec.json.encode({"prompt": self._tokenizer.decode(tokens)})
 
@@ -445,10 +426,8 @@ def check_room(prompt_tokens: int, max_model_len: int) -> None:
     if prompt_tokens < 1:
         raise ApiError("the prompt has no tokens", param="prompt")
     if prompt_tokens >= max_model_len:
-        text = (
-            f"the prompt has {prompt_tokens} tokens; "
-            f"the limit of prompt + output is {max_model_len}"
-        )
+        limit = f"the limit of prompt + output is {max_model_len}"
+        text = f"the prompt has {prompt_tokens} tokens; {limit}"
         raise ApiError(text, param="prompt", code="context_length_exceeded")
 
 

@@ -9,8 +9,8 @@ a stream of server-sent events. Both cancel the requests when the client disconn
 carries everything that arrived since the last one, so a slow reader gets fewer and larger events. A
 reader that stops is disconnected by `toolkit.serve.http`.
 
-`CompletionFormat` and `ChatFormat` write the JSON objects of the two endpoints through one
-interface. Their structs mirror OpenAI's objects.
+`CompletionFormat` and `ChatFormat` write the JSON objects of the two endpoints, by the same
+methods. Their structs mirror OpenAI's objects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -80,28 +79,23 @@ class Generation:
         self._admit(form, len(form.prompt if prompts is None else prompts), form.max_tokens, keyed)
         prompts = self._reader.prompts(form.prompt) if prompts is None else prompts
         limits = [self._limit(len(prompt), form.max_tokens, 16) for prompt in prompts]
-        return self._submit(form, prompts, limits, CompletionFormat(self._head("cmpl")), keyed)
+        return self._submit(form, prompts, limits, CompletionFormat(*self._head("cmpl")), keyed)
 
     def chat(self, form: ChatForm, keyed: KeyedRequest, prompts: Prompts | None = None) -> Exchange:
         """As `completion`, for a chat. `prompts` has one element."""
         max_tokens = form.max_completion_tokens or form.max_tokens
         self._admit(form, 1, max_tokens, keyed)
         prompts = [self._reader.chat_tokens(form.messages)] if prompts is None else prompts
-        limits = [
-            self._limit(len(prompt), max_tokens, self._settings.max_new_tokens)
-            for prompt in prompts
-        ]
-        return self._submit(form, prompts, limits, ChatFormat(self._head("chatcmpl")), keyed)
+        limits = [self._limit(len(prompts[0]), max_tokens, self._settings.max_new_tokens)]
+        return self._submit(form, prompts, limits, ChatFormat(*self._head("chatcmpl")), keyed)
 
     def check_room(self, choices: int = 1) -> None:
         """Raise `ApiError` if the server does not accept `choices` more requests now."""
         self._check_ready()
         settings, driver = self._settings, self._driver
         if driver.waiting + choices > settings.max_waiting:
-            text = (
-                f"{driver.waiting} requests wait; with {choices} more it would exceed "
-                f"{settings.max_waiting}"
-            )
+            waiting, limit = driver.waiting, settings.max_waiting
+            text = f"{waiting} requests wait; with {choices} more it would exceed {limit}"
             driver.stats.refused += 1
             wait_s = driver.forecast.predict(driver.now_s).ttft_s
             raise overloaded(text, retry_after_s(wait_s))
@@ -141,10 +135,9 @@ class Generation:
                 headers["Connection"] = "close"
             raise ApiError(text, status=503, code="unavailable", headers=headers)
 
-    def _head(self, prefix: str) -> ResponseHead:
-        return ResponseHead(
-            f"{prefix}-{secrets.token_hex(12)}", int(time.time()), self._settings.model
-        )
+    def _head(self, prefix: str) -> tuple[str, int, str]:
+        """The id of a response, when it was created, and the model."""
+        return f"{prefix}-{secrets.token_hex(12)}", int(time.time()), self._settings.model
 
     def _submit(
         self,
@@ -171,17 +164,21 @@ class Generation:
         keyed.reserve(prompt_tokens + n * sum(limits), used)
         try:
             for index in range(reply.choices):
+                own = sampling
+                if index % n and sampling.temperature:  # each choice of a prompt has its own seed
+                    seed = (sampling.seed + index % n) & MAX_SEED
+                    own = msgspec.structs.replace(sampling, seed=seed)
                 request = GenerationRequest(
-                    f"{shape.head.id}-{index}",
+                    f"{shape.id}-{index}",
                     tokens[index // n],
                     limits[index // n],
-                    _choice_sampling(sampling, index % n),
+                    own,
                     form.priority or 0,
                     form.llmctl_end_after,
                     min(form.timeout or math.inf, self._settings.request_timeout_s),
                 )
                 detokenizer = self._tokenizer.detokenizer()
-                output = TextOutput(detokenizer, form.stop, request.sampling.min_tokens)
+                output = TextOutput(detokenizer, form.stop, own.min_tokens)
                 choices.append(self._driver.submit(request, output, reply, index))
         except RefusedError as error:
             cancel()
@@ -239,19 +236,12 @@ def unknown_model(name: str | None) -> ApiError:
     return ApiError(text, status=404, param="model", code="model_not_found")
 
 
-def _choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """The sampling of one of several choices of a prompt: each gets a seed of its own."""
-    if not choice or not sampling.temperature:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) & MAX_SEED)
-
-
 @dataclass(slots=True, frozen=True)
 class Exchange:
     """A submitted request: the source of its text, the format of its response, and its cancel."""
 
     reply: Reply
-    shape: ResponseFormat
+    shape: CompletionFormat | ChatFormat
     prompt_tokens: int
     cancel: Callable[[], None]  # has no effect on choices that have ended
 
@@ -281,15 +271,10 @@ def request_failed(reason: str) -> ApiError:
 
     A client should retry only if the server is shutting down, because then another server answers.
     """
-    if reason.startswith(TIMED_OUT):
-        headers = {"x-should-retry": "false"}  # it would take as long again
-        return ApiError(
-            f"the request failed: {reason}", status=504, code="deadline_exceeded", headers=headers
-        )
+    timed_out = reason.startswith(TIMED_OUT)  # it would take as long again
+    status, code = (504, "deadline_exceeded") if timed_out else (503, "request_failed")
     headers = {} if reason == SHUTTING_DOWN else {"x-should-retry": "false"}
-    return ApiError(
-        f"the request failed: {reason}", status=503, code="request_failed", headers=headers
-    )
+    return ApiError(f"the request failed: {reason}", status=status, code=code, headers=headers)
 
 
 async def json_response(exchange: Exchange, receive: Receive) -> Response:
@@ -327,33 +312,29 @@ class EventStream(Response):
         self._keepalive_s = keepalive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with watched(self._exchange, receive):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for events, more in self._events():
-                await send({"type": "http.response.body", "body": events, "more_body": more})
-
-    async def _events(self) -> AsyncIterator[tuple[bytes, bool]]:
-        """Yield the bytes to write, and whether more follow."""
-        reply = self._exchange.reply
+        exchange, reply = self._exchange, self._exchange.reply
         left, tokens = reply.choices, 0
-        while left:
-            deltas = await reply.take(self._keepalive_s)
-            if reply.closed:
-                return
-            failed = next((delta.failure for delta in deltas if delta.failure), "")
-            if failed:
-                texts = b"".join(self._event(delta) for delta in deltas if delta.tokens)
-                yield texts + b"data: " + error_body(request_failed(failed)) + b"\n\n" + DONE, False
-                return
-            left -= sum(bool(delta.finish) for delta in deltas)
-            tokens += sum(delta.tokens for delta in deltas)
-            events = b"".join(map(self._event, deltas)) or STILL_WAITING
-            if not left:
-                if self._include_usage:
-                    usage = self._exchange.usage(tokens)
-                    events += b"data: " + self._exchange.shape.last_chunk(usage) + b"\n\n"
-                events += DONE
-            yield events, left > 0
+        async with watched(exchange, receive):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while left:
+                deltas = await reply.take(self._keepalive_s)
+                if reply.closed:
+                    return
+                failed = next((delta.failure for delta in deltas if delta.failure), "")
+                if failed:
+                    left = 0
+                    events = b"".join(self._event(delta) for delta in deltas if delta.tokens)
+                    events += b"data: " + error_body(request_failed(failed)) + b"\n\n" + DONE
+                else:
+                    left -= sum(bool(delta.finish) for delta in deltas)
+                    tokens += sum(delta.tokens for delta in deltas)
+                    events = b"".join(map(self._event, deltas)) or STILL_WAITING
+                    if not left:
+                        if self._include_usage:
+                            last = exchange.shape.last_chunk(exchange.usage(tokens))
+                            events += b"data: " + last + b"\n\n"
+                        events += DONE
+                await send({"type": "http.response.body", "body": events, "more_body": left > 0})
 
     def _event(self, delta: Delta) -> bytes:
         usage = None if self._include_usage else UNSET
@@ -414,7 +395,7 @@ class Completion(Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class ResponseHead:
-    """The fields that all objects of one response share."""
+    """The fields that all objects of a response share."""
 
     id: str
     created: int
@@ -430,57 +411,43 @@ class ResponseHead:
         return _encode(Completion(self.id, kind, self.created, self.model, choices, usage))
 
 
-class ResponseFormat(Protocol):
-    """Writes the objects of one endpoint as JSON."""
-
-    def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes: ...
-
-    def last_chunk(self, usage: Usage) -> bytes: ...
-
-    def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes: ...
-
-
-@dataclass(slots=True, frozen=True)
-class CompletionFormat:
+class CompletionFormat(ResponseHead):
     """/v1/completions."""
-
-    head: ResponseHead
 
     def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
         choice = TextChoice(delta.index, delta.text, delta.finish or None)
-        return self.head.encode("text_completion", [choice], usage)
+        return self.encode("text_completion", [choice], usage)
 
     def last_chunk(self, usage: Usage) -> bytes:
-        return self.head.encode("text_completion", [], usage)
+        return self.encode("text_completion", [], usage)
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         texts = [TextChoice(choice.index, choice.text, choice.finish or None) for choice in choices]
-        return self.head.encode("text_completion", texts, usage)
+        return self.encode("text_completion", texts, usage)
 
 
 @dataclass(slots=True, frozen=True)
-class ChatFormat:
+class ChatFormat(ResponseHead):
     """/v1/chat/completions.
 
     A choice's first chunk carries the role with the first text, because clients count the first
     chunk as the first token.
     """
 
-    head: ResponseHead
     _begun: set[int] = field(default_factory=set)
 
     def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
         role = UNSET if delta.index in self._begun else "assistant"
         self._begun.add(delta.index)
         choice = ChatDeltaChoice(delta.index, ChatDelta(delta.text, role), delta.finish or None)
-        return self.head.encode("chat.completion.chunk", [choice], usage)
+        return self.encode("chat.completion.chunk", [choice], usage)
 
     def last_chunk(self, usage: Usage) -> bytes:
-        return self.head.encode("chat.completion.chunk", [], usage)
+        return self.encode("chat.completion.chunk", [], usage)
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
         messages = [
             ChatChoice(choice.index, ChatMessage(choice.text), choice.finish or None)
             for choice in choices
         ]
-        return self.head.encode("chat.completion", messages, usage)
+        return self.encode("chat.completion", messages, usage)

@@ -90,8 +90,7 @@ class ReadingProcess:
         Raises `ApiError` if the body is refused, or if the process is too busy or has died.
         """
         if self._waiting >= MAX_WAITING_BODIES:
-            text = f"{self._waiting} large bodies wait to be read; try again later"
-            raise overloaded(text)
+            raise overloaded(f"{self._waiting} large bodies wait to be read; try again later")
         self._waiting += 1
         try:
             async with self._turn:
@@ -99,9 +98,8 @@ class ReadingProcess:
         finally:
             self._waiting -= 1
         if isinstance(answer, _Refused):
-            raise ApiError(
-                answer.message, status=answer.status, param=answer.param, code=answer.code
-            )
+            message, status, param, code = msgspec.structs.astuple(answer)
+            raise ApiError(message, status=status, param=param, code=code)
         return answer
 
     async def _exchange(self, frame: bytes) -> bytes | Read | _Refused:
@@ -119,12 +117,8 @@ class ReadingProcess:
                 data = await stdout.readexactly(size)
             await asyncio.sleep(0)  # copying a large answer took time: serve other tasks first
             return data if is_content else msgspec.msgpack.decode(data, type=Read | _Refused)
-        except (
-            OSError,
-            RuntimeError,  # of uvloop, for a closed pipe
-            asyncio.IncompleteReadError,
-            TimeoutError,
-        ):
+        # RuntimeError: uvloop's, for a closed pipe.
+        except (OSError, RuntimeError, asyncio.IncompleteReadError, TimeoutError):
             await self.stop()
             text = "the request failed: its body could not be read"
             headers = {"x-should-retry": "false"}
@@ -208,18 +202,6 @@ def _read_frame(pipe: BinaryIO) -> bytes | None:
     return data if len(data) == size else None
 
 
-def _answer(read_body: ReadBody, job: _Job) -> bytes:
-    """The frame of the answer to a job."""
-    try:
-        answer = read_body(job.kind, job.body)
-    except ApiError as error:
-        refused = _Refused(error.message, error.status, error.param, error.code)
-        return _framed(msgspec.msgpack.encode(refused))
-    if isinstance(answer, bytes):
-        return _framed(answer, is_content=True)
-    return _framed(msgspec.msgpack.encode(answer))
-
-
 def work(prepare: Callable[[bytes], ReadBody]) -> None:
     """Answer the frames on standard input until it ends.
 
@@ -237,10 +219,17 @@ def work(prepare: Callable[[bytes], ReadBody]) -> None:
         read_body = prepare(begin)
         while (frame := _read_frame(pipe)) is not None:
             job = msgspec.msgpack.decode(frame, type=_Job)
-            answers.write(_answer(read_body, job))
+            answer: bytes | Read | _Refused
+            try:
+                answer = read_body(job.kind, job.body)
+            except ApiError as error:
+                answer = _Refused(error.message, error.status, error.param, error.code)
+            is_content = isinstance(answer, bytes)
+            data = answer if isinstance(answer, bytes) else msgspec.msgpack.encode(answer)
+            answers.write(_framed(data, is_content=is_content))
             answers.flush()
             if len(frame) > TRIM_BYTES:
-                del frame, job
+                del frame, job, answer, data
                 gc.collect()
                 with contextlib.suppress(OSError, AttributeError):
                     ctypes.CDLL(None).malloc_trim(0)

@@ -32,19 +32,9 @@ from toolkit.serve.errors import ApiError, overloaded
 from toolkit.serve.http_connection import Connection
 from toolkit.serve.http_messages import RequestRefusedError, over_share
 
-MAX_HEAD_BYTES = 1 << 16  # of the request line and all headers, and of trailers
-MAX_CONNECTIONS = 4096
 BACKLOG = 2048  # connections that wait to be accepted
-MAX_HELD_BYTES = 256 << 20  # of bodies and unread responses, over all connections
 CLIENT_SHARE = 0.5  # of connections and of held bytes, for one client
-
-HEAD_TIMEOUT_S = 60.0
-BODY_TIMEOUT_S = 60.0
-IDLE_TIMEOUT_S = 60.0  # longer than in clients' connection pools, so that they close first
-WRITE_TIMEOUT_S = 30.0
-LINGER_TIMEOUT_S = 5.0
 SWEEP_EVERY_S = 1.0
-
 SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
 
 
@@ -52,17 +42,17 @@ SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
 class WireLimits:
     """What clients may use. Times are in seconds."""
 
-    connections: int = MAX_CONNECTIONS
+    connections: int = 4096
     descriptors_each: int = 1  # file descriptors per connection: 2 with one to an upstream server
-    head_bytes: int = MAX_HEAD_BYTES
+    head_bytes: int = 1 << 16  # of the request line and all headers, and of trailers
     body_bytes: int = MAX_BODY_BYTES
-    held_bytes: int = MAX_HELD_BYTES
+    held_bytes: int = 256 << 20  # of bodies and unread responses, over all connections
     client_share: float = 1.0  # of `connections` and `held_bytes`, for one client; 1: no shares
-    head_timeout_s: float = HEAD_TIMEOUT_S
-    body_timeout_s: float = BODY_TIMEOUT_S
-    idle_timeout_s: float = IDLE_TIMEOUT_S
-    write_timeout_s: float = WRITE_TIMEOUT_S
-    linger_timeout_s: float = LINGER_TIMEOUT_S
+    head_timeout_s: float = 60.0
+    body_timeout_s: float = 60.0
+    idle_timeout_s: float = 60.0  # longer than in clients' connection pools: they close first
+    write_timeout_s: float = 30.0
+    linger_timeout_s: float = 5.0
 
 
 def client_of(address: str) -> str | None:

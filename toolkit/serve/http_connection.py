@@ -30,6 +30,9 @@ import struct
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import unquote
+
+import httptools
 
 from toolkit.serve.errors import ApiError
 from toolkit.serve.http_messages import (
@@ -38,7 +41,6 @@ from toolkit.serve.http_messages import (
     RequestParser,
     RequestRefusedError,
     error_message,
-    request_scope,
 )
 
 if TYPE_CHECKING:
@@ -81,10 +83,6 @@ class Connection(asyncio.Protocol):
         self._peer: tuple[str, int] | None = None
         self._local: tuple[str, int | None] | None = None
         self._scheme = "http"
-
-    @property
-    def response_server(self) -> HttpServer:
-        return self.server
 
     # The transport calls these.
 
@@ -164,15 +162,23 @@ class Connection(asyncio.Protocol):
         self, method: str, version: str, url: bytes, headers: Headers, *, keep_alive: bool
     ) -> None:
         self.server.heads.pop(self, None)
-        scope = request_scope(
-            method,
-            version,
-            url,
-            headers,
-            scheme=self._scheme,
-            client=self._peer,
-            server=self._local,
-        )
+        parts = httptools.parse_url(url)
+        raw_path: bytes = parts.path or b"/"
+        path = raw_path.decode("ascii")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "method": method,
+            "scheme": self._scheme,
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": parts.query or b"",
+            "root_path": "",
+            "headers": headers,
+            "client": self._peer,
+            "server": self._local,
+        }
         exchange = HttpExchange(self, scope, keep_alive=keep_alive)
         self._receiving = exchange
         self._deadline_s = self.server.now_s() + self._limits.body_timeout_s

@@ -1,7 +1,7 @@
 """HTTP/1.1 messages: parse requests, and frame the responses of an ASGI application.
 
 `RequestParser` turns bytes into requests. It does no I/O: its connection feeds it bytes, and gets
-each request's head and body through `RequestHandler`. llhttp (through httptools) parses; the bounds
+each request's head and body by callbacks. llhttp (through httptools) parses; the bounds
 on sizes are here. `HttpExchange` is one request and its response, as the application sees them: it
 gives the application the body, and frames what the application sends. `error_message` is a whole
 response for a request that does not reach the application.
@@ -13,13 +13,15 @@ import asyncio
 import logging
 import re
 from http import HTTPStatus
-from typing import Protocol
-from urllib.parse import unquote
+from typing import TYPE_CHECKING
 
 import httptools
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import Message, Scope
 
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body
+
+if TYPE_CHECKING:
+    from toolkit.serve.http_connection import Connection
 
 MAX_FRAMING_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
 
@@ -44,26 +46,16 @@ class RequestRefusedError(Exception):
         self.error = error
 
 
-class RequestHandler(Protocol):
-    """Gets what a `RequestParser` finds. Each method may raise `RequestRefusedError`."""
-
-    def head_begun(self) -> None: ...
-
-    def head_complete(
-        self, method: str, version: str, url: bytes, headers: Headers, *, keep_alive: bool
-    ) -> None: ...
-
-    def body_received(self, piece: bytes) -> None: ...
-
-    def body_complete(self) -> None: ...
-
-
 class RequestParser:
-    """Parses the requests of one connection, within bounds on the sizes of head and body."""
+    """Parses the requests of one connection, within bounds on the sizes of head and body.
 
-    def __init__(self, handler: RequestHandler, max_head_bytes: int, max_body_bytes: int) -> None:
+    The connection's methods `head_begun`, `head_complete`, `body_received` and `body_complete` may
+    raise `RequestRefusedError`.
+    """
+
+    def __init__(self, connection: Connection, max_head_bytes: int, max_body_bytes: int) -> None:
         self.in_head = False
-        self._handler = handler
+        self._connection = connection
         self._max_head_bytes = max_head_bytes
         self._max_body_bytes = max_body_bytes
         self._parser = httptools.HttpRequestParser(self)
@@ -89,23 +81,20 @@ class RequestParser:
                     self._parser = httptools.HttpRequestParser(self)
         except httptools.HttpParserError as error:
             cause = error.__context__  # what a callback raised
-            raise (
-                cause
-                if isinstance(cause, RequestRefusedError)
-                else RequestRefusedError(ApiError(_NOT_HTTP))
-            ) from None
+            refused = cause if isinstance(cause, RequestRefusedError) else None
+            raise refused or RequestRefusedError(ApiError(_NOT_HTTP)) from None
         if self.in_head and self._raw_bytes > self._max_head_bytes:
             raise self._head_too_large()
         if self._raw_bytes > MAX_FRAMING_FACTOR * (self._max_body_bytes + self._max_head_bytes):
             raise self.body_too_large()
 
     def close(self) -> None:
-        """Forget the handler; no more bytes may be fed.
+        """Forget the connection; no more bytes may be fed.
 
-        Otherwise handler and parser refer to each other, and a closed connection stays in memory
+        Otherwise connection and parser refer to each other, and a closed connection stays in memory
         until the garbage collector finds it, at a moment when streams wait for it.
         """
-        del self._parser, self._handler
+        del self._parser, self._connection
 
     def body_too_large(self) -> RequestRefusedError:
         text = f"the body is larger than {self._max_body_bytes} bytes"
@@ -132,7 +121,7 @@ class RequestParser:
     def on_message_begin(self) -> None:
         if not self.in_head:  # otherwise a head is parsed once more
             self._raw_bytes = 0
-            self._handler.head_begun()
+            self._connection.head_begun()
         self.in_head = True
         self._head_bytes = 0
         self._url = b""
@@ -164,88 +153,30 @@ class RequestParser:
             return
         self.in_head = False
         if version not in ("1.1", "1.0"):
-            text = f"HTTP/{version} is not supported; use HTTP/1.1"
-            raise RequestRefusedError(ApiError(text))
+            raise RequestRefusedError(ApiError(f"HTTP/{version} is not supported; use HTTP/1.1"))
         hosts = sum(name == b"host" for name, _ in self._headers)
         if hosts > 1 or (not hosts and version == "1.1"):
             fault = "more than one Host header" if hosts else "no Host header"
             raise RequestRefusedError(ApiError(f"the request has {fault}; HTTP/1.1 requires one"))
         # HTTP/1.0 connections are not kept alive.
         keep_alive = version == "1.1" and parser.should_keep_alive()
-        self._handler.head_complete(
+        self._connection.head_complete(
             method.decode("ascii"), version, self._url, self._headers, keep_alive=keep_alive
         )
 
     def on_body(self, body: bytes) -> None:
-        self._handler.body_received(body)
+        self._connection.body_received(body)
 
     def on_message_complete(self) -> None:
         if not self._parser.should_upgrade():
             self._raw_bytes = 0
-            self._handler.body_complete()
-
-
-def request_scope(
-    method: str,
-    version: str,
-    url: bytes,
-    headers: Headers,
-    *,
-    scheme: str,
-    client: tuple[str, int] | None,
-    server: tuple[str, int | None] | None,
-) -> Scope:
-    """The ASGI scope of a request."""
-    parts = httptools.parse_url(url)
-    raw_path: bytes = parts.path or b"/"
-    path = raw_path.decode("ascii")
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": version,
-        "method": method,
-        "scheme": scheme,
-        "path": unquote(path) if "%" in path else path,
-        "raw_path": raw_path,
-        "query_string": parts.query or b"",
-        "root_path": "",
-        "headers": headers,
-        "client": client,
-        "server": server,
-    }
-
-
-class ResponseServer(Protocol):
-    """What all exchanges of a server share."""
-
-    app: ASGIApp
-    leaving: bool  # connections close after the current response
-    common_headers: bytes  # whole lines
-
-
-class ResponseConnection(Protocol):
-    """The connection of an exchange."""
-
-    writable: asyncio.Event  # set while the write buffer has room
-
-    @property
-    def response_server(self) -> ResponseServer: ...
-
-    def write(self, data: bytes) -> None: ...
-
-    def count_body(self, size: int) -> None:
-        """Count bytes of bodies in memory; negative: they are gone."""
-
-    def response_complete(self, exchange: HttpExchange) -> None: ...
-
-    def response_missing(self, exchange: HttpExchange) -> None:
-        """The application returned or raised without a whole response."""
+            self._connection.body_complete()
 
 
 class HttpExchange:
     """One request and its response, as the application sees them."""
 
-    def __init__(self, connection: ResponseConnection, scope: Scope, *, keep_alive: bool) -> None:
+    def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
         self.refusal: ApiError | None = None  # the response, if the application is not asked
@@ -269,7 +200,7 @@ class HttpExchange:
         """Run the application."""
         self._running = True
         try:
-            await self._connection.response_server.app(self.scope, self.receive, self.send)
+            await self._connection.server.app(self.scope, self.receive, self.send)
         except Exception as error:  # a bug in one request must not end other connections
             _logger.error("exception in the application", exc_info=error)
         finally:
@@ -340,7 +271,7 @@ class HttpExchange:
     def _send_head(self, message: Message) -> None:
         if message["type"] != "http.response.start":
             raise RuntimeError(f"{message['type']} before http.response.start")
-        server, status, closes = self._connection.response_server, message["status"], False
+        server, status, closes = self._connection.server, message["status"], False
         lines = [_status_line(status), server.common_headers]
         for name, value in message.get("headers", ()):
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):

@@ -171,18 +171,14 @@ def launch(
         # Imported objects stay: no later collection should pause all streams to walk over them.
         gc.freeze()
 
-        background: list[Coroutine[None, None, None]] = [
+        background = [
             server.follow(followed, order.ending.say),
             order.manager.report_health(lambda: not driver.bug),
+            *([flush(events)] if events else []),
+            *([status.sampling()] if status else []),
         ]
-        if events:
-            background.append(flush(events))
-        if status:
-            background.append(status.sampling())
-        limits, address = (
-            WireLimits(client_share=order.client_share),
-            server.url(listener, tls=bool(tls)),
-        )
+        limits = WireLimits(client_share=order.client_share)
+        address = server.url(listener, tls=bool(tls))
         serving = server.serve(
             driver, app, listener, order.ending, lambda: on_ready(address), tls, limits
         )
@@ -279,9 +275,9 @@ class EventLog:
     the disk raises nothing here.
     """
 
-    def __init__(self, path: Path, max_bytes: int = EVENT_LOG_BYTES_MAX) -> None:
+    def __init__(self, path: Path) -> None:
         self._pending = bytearray()
-        self._log = LineLog(path, max_bytes, lost_line)
+        self._log = LineLog(path, EVENT_LOG_BYTES_MAX, lost_line)
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -117,23 +117,18 @@ class StopFinder:
         if found:
             self._held = ""
             return text[: min(found)[1]], True
-        keep = self._partial_match(text)
+        # Hold back the longest suffix that some stop string begins with.
+        for keep in range(max(len(text) - self._longest + 1, 0), len(text)):
+            if any(stop.startswith(text[keep:]) for stop in self._stops):
+                break
+        else:
+            keep = len(text)
         self._held = text[keep:]
         return text[:keep], False
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
-
-    def _partial_match(self, text: str) -> int:
-        """Where the longest suffix of `text` starts that some stop string begins with.
-
-        Returns the length of `text` if there is no such suffix.
-        """
-        for start in range(max(len(text) - self._longest + 1, 0), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._stops):
-                return start
-        return len(text)
 
 
 @dataclass(slots=True, frozen=True)
@@ -256,9 +251,8 @@ class InFlightBatch:
     batch: Batch
     requests: tuple[ActiveRequest, ...]
     received: list[int]
-    # The batch was sent as soon as the worker's last batch had ended.
-    follows: bool = False
-    submitted_before: int = 0  # requests that had been submitted when it started
+    follows: bool  # it was sent as soon as the worker's last batch had ended
+    submitted_before: int  # requests that had been submitted when it started
 
 
 def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:
@@ -273,7 +267,7 @@ def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReaso
 
 
 class ActiveRequests:
-    """The requests that have not ended, by id.
+    """The requests that have not ended: `by_id` holds them.
 
     Args:
         stats: counts tokens, latencies and ends.
@@ -286,28 +280,15 @@ class ActiveRequests:
     ) -> None:
         self.empty = asyncio.Event()  # set while there are no requests
         self.empty.set()
-        self._by_id: dict[str, ActiveRequest] = {}
+        self.by_id: dict[str, ActiveRequest] = {}
         self._stats = stats
         self._forecast = forecast
         self._on_end = on_end
 
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def __iter__(self) -> Iterator[ActiveRequest]:
-        """The requests at this moment; they may end during the iteration."""
-        return iter(list(self._by_id.values()))
-
-    def __getitem__(self, request_id: str) -> ActiveRequest:
-        return self._by_id[request_id]
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._by_id
-
     def begin(self, active: ActiveRequest) -> None:
         """The scheduler has accepted a request."""
         self._forecast.submitted(len(active.request.prompt))
-        self._by_id[active.request.request_id] = active
+        self.by_id[active.request.request_id] = active
         self.empty.clear()
         self._stats.prompt_tokens += len(active.request.prompt)
 
@@ -350,8 +331,8 @@ class ActiveRequests:
     def end(self, active: ActiveRequest, status: Status) -> None:
         """Remove a request that has ended, and count it."""
         active.status = status
-        del self._by_id[active.request.request_id]
-        if not self._by_id:
+        del self.by_id[active.request.request_id]
+        if not self.by_id:
             self.empty.set()
         self._stats.count_end(
             status,

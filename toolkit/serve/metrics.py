@@ -54,7 +54,7 @@ class Gauges(NamedTuple):
 
 
 class Exposition:
-    """A collector for a registry of prometheus-client."""
+    """A collector for a registry of prometheus_client."""
 
     def __init__(
         self,
@@ -120,25 +120,15 @@ class Exposition:
         The quotient of the last two is actual over predicted batch time.
         """
 
-        def by_worker(kind: FamilyKind, name: str, text: str, values: Sequence[float]) -> Metric:
-            numbered = {str(worker): value for worker, value in enumerate(values)}
-            return by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", numbered)
-
-        text = "Estimated seconds of work given to a worker (SCLS Eq. 11)."
-        loads_s = [worker.load_s for worker in workers]
-        yield by_worker(GaugeMetricFamily, "load_seconds", text, loads_s)
-        rows = [worker.rows for worker in workers]
-        yield by_worker(GaugeMetricFamily, "requests_running", "Requests in a worker.", rows)
-        text = "Share of a worker's KV cache that its batches may fill."
-        usages = [worker.kv_usage for worker in workers]
-        yield by_worker(GaugeMetricFamily, "kv_cache_usage_ratio", text, usages)
         compared = [self._stats.compared[index] for index in range(len(workers))]
-        took_s = [worker.took_s for worker in compared]
-        text = "As llmctl_batch_seconds_total."
-        yield by_worker(CounterMetricFamily, "batch_seconds", text, took_s)
-        predicted_s = [worker.predicted_s for worker in compared]
-        text = "As llmctl_predicted_batch_seconds_total."
-        yield by_worker(CounterMetricFamily, "predicted_batch_seconds", text, predicted_s)
+        kinds: tuple[tuple[FamilyKind, Sequence[object], tuple[tuple[str, str, str], ...]], ...] = (
+            (GaugeMetricFamily, workers, _WORKER_GAUGES),
+            (CounterMetricFamily, compared, _WORKER_COUNTERS),
+        )
+        for kind, found, metrics in kinds:
+            for name, text, attribute in metrics:
+                values = {str(worker): getattr(one, attribute) for worker, one in enumerate(found)}
+                yield by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", values)
 
     def _keys(self, labels: Labels) -> Iterator[Metric]:
         """The usage of each key of a keys file, with one series per name."""
@@ -147,11 +137,8 @@ class Exposition:
         text = "Choices of a key that run or wait."
         running = {account.name: account.running for account in accounts}
         yield by_label(GaugeMetricFamily, "llmctl_key_running", text, labels, "key", running)
-        limited = CounterMetricFamily(
-            "llmctl_key_limited",
-            "Requests of a key that got 429, by limit.",
-            labels=[*labels, "key", "limit"],
-        )
+        name, text = "llmctl_key_limited", "Requests of a key that got 429, by limit."
+        limited = CounterMetricFamily(name, text, labels=[*labels, "key", "limit"])
         for account in accounts:
             for limit in LIMITS:
                 limited.add_metric([*labels.values(), account.name, limit], account.refused[limit])
@@ -210,6 +197,16 @@ _COUNTERS = (
         "reporting_s",
     ),
 )
+# Of workers: name, help text and attribute.
+_WORKER_GAUGES = (
+    ("load_seconds", "Estimated seconds of work given to a worker (SCLS Eq. 11).", "load_s"),
+    ("requests_running", "Requests in a worker.", "rows"),
+    ("kv_cache_usage_ratio", "Share of a worker's KV cache that its batches may fill.", "kv_usage"),
+)
+_WORKER_COUNTERS = (
+    ("batch_seconds", "As llmctl_batch_seconds_total.", "took_s"),
+    ("predicted_batch_seconds", "As llmctl_predicted_batch_seconds_total.", "predicted_s"),
+)
 # Attribute of `Stats` and help text, by name.
 _HISTOGRAMS = {
     "llmctl_ttft_seconds": ("ttft", "Arrival to first token."),
@@ -221,10 +218,7 @@ _HISTOGRAMS = {
     "llmctl_mtpot_seconds": ("mtpot", "The longest time between two tokens of a request."),
     "llmctl_e2e_seconds": ("e2e", "Arrival to last token."),
     "llmctl_queue_seconds": ("queue", "Arrival to the start of the first batch."),
-    "llmctl_deciding_seconds": (
-        "deciding",
-        "Time of one call of the scheduler.",
-    ),
+    "llmctl_deciding_seconds": ("deciding", "Time of one call of the scheduler."),
     "llmctl_hop_seconds": (
         "hop",
         "From the end of a worker's batch to the start of the next, if one was ready.",

@@ -24,7 +24,7 @@ from msgspec import Raw
 from toolkit.serve.errors import ApiError
 
 ID_BITS = 53
-JOB = "blocks"  # of the process that reads large bodies
+BLOCKS = "blocks"  # the first word of a job about a body
 
 
 class BlockedPrompt(NamedTuple):
@@ -94,31 +94,20 @@ def _pieces(content: bytes, size: int) -> Iterator[bytes]:
 
 
 class PromptBlocks:
-    """The ids of the prompts of one recording. `ask` has a process answer a job about a body, as
-    `answer_job` does; bodies up to `large_bytes` are hashed at once.
-    """
+    """The ids of the prompts of one recording. `ask` answers a job about a body by `answer_job`."""
 
-    def __init__(
-        self,
-        block_tokens: int,
-        large_bytes: int,
-        ask: Callable[[str, bytes], Awaitable[object]],
-        key: bytes,
-    ) -> None:
-        self._block_tokens, self._large_bytes = block_tokens, large_bytes
-        self._ask, self._key = ask, key
+    def __init__(self, block_tokens: int, ask: Callable[[str, bytes], Awaitable[bytes]]) -> None:
+        self._block_tokens, self._ask = block_tokens, ask
         self._block_bytes = 0  # of text; 0: no text was counted yet
 
     async def ids(self, body: bytes, prompt_tokens: int) -> list[int] | None:
         """The ids of a request's prompt; None where they cannot be known."""
         while True:
-            job = f"{JOB} {prompt_tokens} {self._block_tokens} {self._block_bytes}"
+            job = f"{BLOCKS} {prompt_tokens} {self._block_tokens} {self._block_bytes}"
             try:
-                large = len(body) > self._large_bytes
-                answered = await self._ask(job, body) if large else answer_job(job, body, self._key)
-            except ApiError:  # the process has too many bodies to read
+                answered = await self._ask(job, body)
+            except ApiError:  # too many bodies wait to be read
                 return None
-            assert isinstance(answered, bytes)
             found = msgspec.msgpack.decode(answered, type=BlockedPrompt | None)
             if found is None:
                 return None

@@ -22,22 +22,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import uvloop
 from msgspec import Raw
 from msgspec.structs import replace
-from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from toolkit.endpoints.upstream import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
+from toolkit.endpoints.wire import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.serve.access import check_local_host
 from toolkit.serve.errors import ApiError, error_response
-from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, work
+from toolkit.serve.forms import read_body
+from toolkit.serve.helper import LARGE_BODY_BYTES, ReadingProcess, work
 from toolkit.serve.http import HttpServer, WireLimits
-from toolkit.serve.prompt_blocks import JOB, PromptBlocks, answer_job
+from toolkit.serve.prompt_blocks import BLOCKS, PromptBlocks, answer_job
 from toolkit.serve.server import (
     LAST_BYTES_S,
     Signals,
@@ -50,6 +50,7 @@ from toolkit.serve.server import (
 from toolkit.traces.formats import MOONCAKE_BLOCK
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 
+TOKEN_PATHS = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_BYTES = 64 << 20
 MAX_EVENT_BYTES = 1 << 20  # of an incomplete event; a longer one passes unread
 MAX_WHOLE_BYTES = 16 << 20  # of a response without a stream; a longer one is not counted
@@ -57,7 +58,7 @@ MAX_COUNTED_PROMPTS = 1024
 MAX_ROWS = 1024  # written per request; servers accept fewer
 UNCOUNTED = "uncounted"
 UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options`
-READ, WITH_USAGE = "read", "with usage"  # jobs of the process
+READ, WITH_USAGE = "read", "with usage"  # jobs about a body, beside `BLOCKS`
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 # One of several prompts in a list: a string or a list of tokens.
@@ -108,20 +109,15 @@ async def _record(
 ) -> Counter[str]:
     async with Upstream(order.upstream, order.silence_s, order.authorities) as upstream:
         host, port = listener.getsockname()[:2]
-        if upstream.address[1] == port and (
-            upstream.address[0] == host or is_loopback(upstream.address[0])
-        ):
+        upstream_host, upstream_port = upstream.address
+        if upstream_port == port and (upstream_host == host or is_loopback(upstream_host)):
             raise InputError(
                 f"{upstream.shown} is the recorder itself",
                 "name the server behind it as --upstream",
             )
         await upstream.check_certificate()
-        recorder = TraceRecorder(
-            upstream,
-            log,
-            local_hosts_only=is_loopback(order.host),
-            block_tokens=order.block_tokens,
-        )
+        local, block_tokens = is_loopback(order.host), order.block_tokens
+        recorder = TraceRecorder(upstream, log, local_hosts_only=local, block_tokens=block_tokens)
         limits = WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2)
         signals, server = Signals(), HttpServer(recorder, limits, dated=False)
         try:
@@ -147,7 +143,7 @@ class RecordedRequest:
     first_token_s: float = math.nan
     last_token_s: float = math.nan
     status: str = "cancelled"  # until it ends otherwise
-    reader: Reader | None = None
+    reader: StreamReader | WholeReader | None = None  # of its response
 
     def lines(self, timestamp: float) -> list[TraceLine]:
         """One line for each row. The usage is that of all rows, so each line has its share."""
@@ -155,20 +151,12 @@ class RecordedRequest:
         rows = min(self.request.rows, MAX_ROWS) if usage else 1
         counts = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         inputs, outputs = (split(tokens, rows) for tokens in counts)
-        ttft, e2e = (
-            ms_or_none(at_s - self.arrival_s) for at_s in (self.first_token_s, self.last_token_s)
-        )
+        ttft_ms = ms_or_none(self.first_token_s - self.arrival_s)
+        e2e_ms = ms_or_none(self.last_token_s - self.arrival_s)
+        limit, status = self.request.max_tokens, self.status
         return [
-            TraceLine(
-                timestamp,
-                inputs[row],
-                outputs[row],
-                self.request.max_tokens,
-                ttft,
-                e2e,
-                self.status,
-            )
-            for row in range(rows)
+            TraceLine(timestamp, *lengths, limit, ttft_ms, e2e_ms, status)
+            for lengths in zip(inputs, outputs, strict=True)
         ]
 
 
@@ -195,7 +183,8 @@ class TraceRecorder:
         self._local_hosts_only = local_hosts_only
         self._asks_usage = True  # until the upstream turns out not to support it
         self._running = 0
-        self._requests = RequestReading(block_tokens)
+        self._requests = RequestReading()
+        self._blocks = PromptBlocks(block_tokens, self._requests.ask)
         self._block_tokens = block_tokens
         self.idle.set()
 
@@ -219,16 +208,18 @@ class TraceRecorder:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = time.monotonic()
         if self.leaving:
-            raise ApiError(
-                "the recorder is shutting down", status=503, headers={"Retry-After": "5"}
-            )
+            headers = {"Retry-After": "5"}
+            raise ApiError("the recorder is shutting down", status=503, headers=headers)
+        http_request = Request(scope, receive)
         if self._local_hosts_only:
-            check_local_host(Headers(scope=scope).get("host", ""))
-        body = await _read_body(receive)
-        if body is None:
-            return
-        request = await self._requests.read(body) if _asks_tokens(scope) else None
-        recorded = RecordedRequest(request, arrival_s) if request else None
+            check_local_host(http_request.headers.get("host", ""))
+        body = await read_body(http_request, MAX_BODY_BYTES)
+        asks_tokens = scope["method"] == "POST" and scope["path"].endswith(TOKEN_PATHS)
+        recorded = None
+        if asks_tokens:
+            read = await self._requests.ask(READ, body)
+            request = msgspec.msgpack.decode(read, type=TokenRequest | None)
+            recorded = RecordedRequest(request, arrival_s) if request else None
         passing = asyncio.ensure_future(self._pass(scope, body, recorded, send))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
@@ -265,9 +256,8 @@ class TraceRecorder:
         self, scope: Scope, body: bytes, recorded: RecordedRequest | None
     ) -> UpstreamAnswer:
         """Send the request, if possible with a wish for the usage. Returns the response's head."""
-        target = scope["raw_path"] + (
-            b"?" + scope["query_string"] if scope["query_string"] else b""
-        )
+        query = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
         headers: RawHeaders = scope["headers"]
         if recorded is None:
             return await self._upstream.send(scope["method"], target, headers, body)
@@ -276,7 +266,7 @@ class TraceRecorder:
         adds = self._asks_usage and request.stream and not request.usage
         if adds:
             changed = _without(headers, b"content-length")
-            with_usage = await self._requests.with_usage(body)
+            with_usage = await self._requests.ask(WITH_USAGE, body)
             answer = await self._upstream.send(scope["method"], target, changed, with_usage)
             if answer.status not in UNSUPPORTED_STATUSES:
                 recorded.reader = StreamReader(strip=True)
@@ -290,7 +280,13 @@ class TraceRecorder:
     async def _answer(
         self, answer: UpstreamAnswer, recorded: RecordedRequest | None, send: Send
     ) -> None:
-        reader = _reader(answer, recorded)
+        reader: StreamReader | WholeReader | None = None
+        if recorded and answer.status == 200:
+            if not answer.header("content-type").startswith("text/event-stream"):
+                recorded.reader = WholeReader()
+            elif recorded.reader is None:
+                recorded.reader = StreamReader(strip=False)
+            reader = recorded.reader
         headers: RawHeaders = answer.headers
         if isinstance(reader, StreamReader):  # it may remove an event
             headers = _without(headers, b"content-length")
@@ -304,8 +300,12 @@ class TraceRecorder:
             if passed:
                 await send(_piece(passed, more=True))
         await send(_piece(reader.end() if reader else b"", more=False))
-        if recorded:
-            recorded.status = _status(answer, reader)
+        if recorded and reader is None:
+            recorded.status = f"HTTP {answer.status}"
+        elif recorded and reader:
+            recorded.status = "ok" if reader.usage else UNCOUNTED
+            if reader.failed:
+                recorded.status = "failed"
             if isinstance(reader, WholeReader):
                 recorded.last_token_s = time.monotonic()
 
@@ -313,35 +313,11 @@ class TraceRecorder:
         self.ended[recorded.status] += 1
         lines = recorded.lines(self._log.timestamp(recorded.arrival_s))
         if self._block_tokens and recorded.status == "ok" and len(lines) == 1:
-            ids = await self._requests.blocks.ids(body, lines[0].input_length)
+            ids = await self._blocks.ids(body, lines[0].input_length)
             size = self._block_tokens if self._block_tokens != MOONCAKE_BLOCK else None
             lines = [replace(lines[0], hash_ids=ids, block_tokens=size if ids else None)]
         for line in lines:
             self._log.add(line)
-
-
-def _asks_tokens(scope: Scope) -> bool:
-    path: str = scope["path"]
-    return scope["method"] == "POST" and path.endswith(("/v1/completions", "/v1/chat/completions"))
-
-
-def _reader(answer: UpstreamAnswer, recorded: RecordedRequest | None) -> Reader | None:
-    """The reader of a response to a request for tokens."""
-    if recorded is None or answer.status != 200:
-        return None
-    if not answer.header("content-type").startswith("text/event-stream"):
-        recorded.reader = WholeReader()
-    elif recorded.reader is None:
-        recorded.reader = StreamReader(strip=False)
-    return recorded.reader
-
-
-def _status(answer: UpstreamAnswer, reader: Reader | None) -> str:
-    if answer.status != 200:
-        return f"HTTP {answer.status}"
-    if reader is None or reader.failed:
-        return "failed"
-    return "ok" if reader.usage else UNCOUNTED
 
 
 def _without(headers: RawHeaders, name: bytes) -> RawHeaders:
@@ -352,47 +328,21 @@ def _piece(body: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-async def _read_body(receive: Receive) -> bytes | None:
-    """The whole body, or None if the client disconnects. Raises `ApiError` if it is too long."""
-    pieces: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        piece = message.get("body", b"")
-        size += len(piece)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(f"the body is longer than {MAX_BODY_BYTES >> 20} MiB", status=413)
-        pieces.append(piece)
-        more = message.get("more_body", False)
-    return b"".join(pieces)
-
-
 class RequestReading:
-    """Reads requests; a body above `LARGE_BODY_BYTES` in a process.
+    """Answers jobs about bodies of requests; for a body above `LARGE_BODY_BYTES` a process does.
 
     Raises `ApiError` if the process has died, or has too many bodies to read.
     """
 
-    def __init__(self, block_tokens: int = 0) -> None:
+    def __init__(self) -> None:
         key = secrets.token_bytes(32)  # of this recording only, and never stored
         self._process = ReadingProcess("toolkit.serve.recording", key)
-        self.blocks = PromptBlocks(block_tokens, LARGE_BODY_BYTES, self._process.ask, key)
+        self._read_body = _prepare(key)
 
-    async def read(self, body: bytes) -> TokenRequest | None:
-        """As `read_request`."""
+    async def ask(self, job: str, body: bytes) -> bytes:
         if len(body) <= LARGE_BODY_BYTES:
-            return read_request(body)
-        answer = await self._process.ask(READ, body)
-        assert isinstance(answer, bytes)
-        return msgspec.msgpack.decode(answer, type=TokenRequest | None)
-
-    async def with_usage(self, body: bytes) -> bytes:
-        """As `ask_for_usage`."""
-        if len(body) <= LARGE_BODY_BYTES:
-            return ask_for_usage(body)
-        answer = await self._process.ask(WITH_USAGE, body)
+            return self._read_body(job, body)
+        answer = await self._process.ask(job, body)
         assert isinstance(answer, bytes)
         return answer
 
@@ -400,12 +350,12 @@ class RequestReading:
         await self._process.stop()
 
 
-def _prepare(key: bytes) -> ReadBody:
-    def read_body(kind: str, body: bytes) -> bytes:
-        if kind == READ:
+def _prepare(key: bytes) -> Callable[[str, bytes], bytes]:
+    def read_body(job: str, body: bytes) -> bytes:
+        if job == READ:
             return msgspec.msgpack.encode(read_request(body))
-        if kind.startswith(JOB):
-            return answer_job(kind, body, key)
+        if job.startswith(BLOCKS):
+            return answer_job(job, body, key)
         return ask_for_usage(body)
 
     return read_body
@@ -500,28 +450,16 @@ class _Whole(msgspec.Struct):
     usage: RecordedUsage | None = None
 
 
-class Reader(Protocol):
-    """Reads a response: gets pieces as they arrive, and returns what to pass to the client."""
-
-    usage: RecordedUsage | None
-    has_tokens: bool  # tokens have arrived
-    failed: bool  # the response has status 200 but contains an error
-
-    def feed(self, piece: bytes) -> bytes: ...
-
-    def end(self) -> bytes: ...
-
-
 class StreamReader:
-    """Reads an event stream.
+    """Reads an event stream: gets pieces as they arrive, and returns what to pass to the client.
 
     `strip` removes the event that only carries the usage, for a client that did not ask for it.
     """
 
     def __init__(self, *, strip: bool) -> None:
         self.usage: RecordedUsage | None = None
-        self.has_tokens = False
-        self.failed = False
+        self.has_tokens = False  # tokens have arrived
+        self.failed = False  # the response has status 200 but contains an error
         self._strip = strip
         self._rest = b""
 
@@ -560,7 +498,7 @@ class StreamReader:
 
 
 class WholeReader:
-    """Reads a response that is one JSON object, when all of it has passed."""
+    """As `StreamReader`, for a response that is one JSON object: reads it when all has passed."""
 
     def __init__(self) -> None:
         self.usage: RecordedUsage | None = None

@@ -21,8 +21,8 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -121,19 +121,20 @@ class Signals:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            (self.second if self.first.is_set() else self.first).set()
+
         ending = end_signals()
         if signal.SIGHUP not in ending:
             self._loop.add_signal_handler(signal.SIGHUP, lambda: None)
         for number in ending:
-            self._loop.add_signal_handler(number, self._on_signal)
+            self._loop.add_signal_handler(number, on_signal)
 
     def close(self) -> None:
         """Give the signals back. A closed loop of uvloop would keep them and do nothing."""
         for number in {signal.SIGHUP, *end_signals()}:
             self._loop.remove_signal_handler(number)
-
-    def _on_signal(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
 
 
 async def serve(
@@ -160,9 +161,8 @@ async def serve(
             loading.result()
             on_ready()
             await first_of(signals.first.wait(), driver.broke.wait())
-            for ended_by in (driver.bug, driver.failed):
-                if ended_by:
-                    raise ended_by
+            if ended_by := driver.bug or driver.failed:
+                raise ended_by
             driver.leaving = True
             left = driver.running + driver.waiting
             await leave(left, server, ending, signals, lambda: driver.drain(ending.timeout_s))
@@ -248,9 +248,9 @@ class WatchedFiles(Generic[ValueT]):
                 stat = file.stat()
             except OSError:
                 found.append(())
-                continue
-            times = stat.st_mtime_ns, stat.st_ctime_ns
-            found.append((stat.st_dev, stat.st_ino, stat.st_size, *times))
+            else:
+                times = stat.st_mtime_ns, stat.st_ctime_ns
+                found.append((stat.st_dev, stat.st_ino, stat.st_size, *times))
         return found
 
 
@@ -286,9 +286,15 @@ def followed_files(
 
 
 async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]) -> None:
-    """Check all files again and again. Returns at once if there are none, otherwise never."""
-    hangup = asyncio.Event()
-    with _on_hangup(hangup.set) if everything else nullcontext():
+    """Check all files again and again, and at once at SIGHUP. Returns only if there are none.
+
+    In a terminal SIGHUP ends the server (`end_signals`), and checks nothing.
+    """
+    loop, hangup = asyncio.get_running_loop(), asyncio.Event()
+    rereads_at_hangup = bool(everything) and not sys.stderr.isatty()
+    if rereads_at_hangup:
+        loop.add_signal_handler(signal.SIGHUP, hangup.set)
+    try:
         while everything:
             with suppress(TimeoutError):
                 await asyncio.wait_for(hangup.wait(), CHECK_EVERY_S)
@@ -298,24 +304,9 @@ async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]
                 if message := await followed.check(always=always):
                     with suppress(OSError):  # stderr is closed at the other end
                         say(message)
-
-
-@contextmanager
-def _on_hangup(call: Callable[[], None]) -> Iterator[None]:
-    """Call `call` at SIGHUP.
-
-    In a terminal SIGHUP means that the terminal was closed, and ends the server
-    (`end_signals`); then this does nothing.
-    """
-    if sys.stderr.isatty():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, call)
-    try:
-        yield
     finally:
-        loop.remove_signal_handler(signal.SIGHUP)
+        if rereads_at_hangup:
+            loop.remove_signal_handler(signal.SIGHUP)
 
 
 def certificate_source(certificate: Path, key: Path | None) -> WatchedFiles[ssl.SSLContext]:
@@ -368,9 +359,8 @@ def _read_certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
         context.load_cert_chain(certificate, key, refuse_passphrase)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise InputError(
-                f"{key or certificate}: not the key of the certificate {certificate}", PEM_HINT
-            ) from None
+            reason = f"not the key of the certificate {certificate}"
+            raise InputError(f"{key or certificate}: {reason}", PEM_HINT) from None
         where = certificate if key is None else f"{certificate} and {key}"
         raise InputError(f"{where}: not a certificate with its key", PEM_HINT) from None
     return context

@@ -61,15 +61,8 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 CHART_PERCENTILES = ("p50", "p95", "p99")
 
 COLUMNS = (
-    *(
-        "time_s",
-        "running",
-        "waiting",
-        "kv_share",
-        "requests_per_s",
-        "output_tokens_per_s",
-        "input_tokens_per_s",
-    ),
+    *("time_s", "running", "waiting", "kv_share"),
+    *("requests_per_s", "output_tokens_per_s", "input_tokens_per_s"),
     *(f"{latency}_{percentile}_s" for latency in LATENCIES for percentile in CHART_PERCENTILES),
     *("batch_ratio", "attainment", "failed_per_s", "oom_events"),
     "worker_batch_ratios",  # a list, by worker
@@ -143,7 +136,7 @@ class StatusPage(ABC):
 
     @abstractmethod
     def _now(self) -> dict[str, Any]:
-        """What only this kind of server knows: its state, problem, uptime, workers and totals."""
+        """What only this kind of server is_ours: its state, problem, uptime, workers and totals."""
 
     async def page(self, request: Request) -> Response:
         return Response(
@@ -157,22 +150,12 @@ class StatusPage(ABC):
 
         If the query's `instance` is this server's, only the points from number `since` on.
         """
-        query = request.query_params
+        history, facts, query = self.history, self.facts, request.query_params
         since = query.get("since", "")
-        known = (
-            int(since)
-            if query.get("instance") == self._instance and re.fullmatch(r"\d{1,12}", since)
-            else 0
-        )
-        return Response(
-            msgspec.json.encode(self._shown(known)), headers=HEADERS, media_type="application/json"
-        )
-
-    def _shown(self, since: int) -> dict[str, Any]:
-        history, facts = self.history, self.facts
-        first = max(since, history.taken - len(history.points))
-        skipped = first - (history.taken - len(history.points))
-        return {
+        is_ours = query.get("instance") == self._instance and re.fullmatch(r"\d{1,12}", since)
+        oldest = history.taken - len(history.points)
+        first = max(int(since) if is_ours else 0, oldest)
+        shown = {
             "instance": self._instance,
             "version": toolkit.__version__,
             "model": facts.model,
@@ -194,8 +177,10 @@ class StatusPage(ABC):
             "kept": POINTS_MAX,
             "columns": COLUMNS,
             "first": first,
-            "points": list(history.points)[skipped:],
+            "points": list(history.points)[first - oldest :],
         } | self._now()
+        content = msgspec.json.encode(shown)
+        return Response(content, headers=HEADERS, media_type="application/json")
 
 
 class Status(StatusPage):
@@ -212,51 +197,47 @@ class Status(StatusPage):
             self.history.sample()
 
     def _now(self) -> dict[str, Any]:
-        driver = self._driver
+        driver, stats = self._driver, self._driver.stats
+        predicted_s = stats.predicted_batch_s
         return {
             "state": state(driver),
             "problem": problem(driver),
             "uptime_s": round(driver.now_s, 1) if driver.state != "loading" else 0.0,
             "workers": self._workers(),
-            "totals": self._totals(),
+            "totals": {
+                "ended": dict(stats.ended),
+                "input_tokens": stats.prompt_tokens,
+                "output_tokens": stats.generation_tokens,
+                "batches": stats.batches,
+                "extrapolated_batches": stats.extrapolated_batches,
+                "oom_events": stats.oom_events,
+                "preemptions": stats.preemptions,
+                "refused": stats.refused,
+                "restarts": stats.worker_restarts,
+                "batch_ratio": stats.batch_s / predicted_s if predicted_s else None,
+            },
         }
 
     def _workers(self) -> list[dict[str, Any]]:
-        driver = self._driver
-        return [
-            {
-                "state": self._state(worker.index, alive=worker.alive),
-                "rows": now.rows,
-                "kv_tokens": now.kv_tokens,
-                "kv_capacity": now.kv_capacity,
-                "load_s": round(worker.load_s, 3),
-                "oom_events": worker.oom_events,
-                "restarts": driver.stats.restarts[worker.index],
-            }
-            for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True)
-        ]
-
-    def _state(self, worker: int, *, alive: bool) -> str:
-        if worker not in self._driver.facts:
-            return "loading"
-        return "lost" if not alive else "running" if worker in self._driver.flights else "idle"
-
-    def _totals(self) -> dict[str, Any]:
-        stats = self._driver.stats
-        return {
-            "ended": dict(stats.ended),
-            "input_tokens": stats.prompt_tokens,
-            "output_tokens": stats.generation_tokens,
-            "batches": stats.batches,
-            "extrapolated_batches": stats.extrapolated_batches,
-            "oom_events": stats.oom_events,
-            "preemptions": stats.preemptions,
-            "refused": stats.refused,
-            "restarts": stats.worker_restarts,
-            "batch_ratio": stats.batch_s / stats.predicted_batch_s
-            if stats.predicted_batch_s
-            else None,
-        }
+        driver, shown = self._driver, []
+        for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True):
+            word = "running" if worker.index in driver.flights else "idle"
+            if worker.index not in driver.facts:
+                word = "loading"
+            elif not worker.alive:
+                word = "lost"
+            shown.append(
+                {
+                    "state": word,
+                    "rows": now.rows,
+                    "kv_tokens": now.kv_tokens,
+                    "kv_capacity": now.kv_capacity,
+                    "load_s": round(worker.load_s, 3),
+                    "oom_events": worker.oom_events,
+                    "restarts": driver.stats.restarts[worker.index],
+                }
+            )
+        return shown
 
 
 def content_policy(page: str) -> str:
@@ -264,10 +245,8 @@ def content_policy(page: str) -> str:
 
     def digests(tag: str) -> str:
         texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        return " ".join(
-            f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-            for text in texts
-        )
+        found = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in texts)
+        return " ".join(f"'sha256-{digest.decode()}'" for digest in found)
 
     return (
         f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; "
@@ -288,7 +267,6 @@ class Counts(NamedTuple):
     compared: tuple[tuple[float, float], ...]  # by worker: actual and predicted seconds of batches
     oom: int
     restarts: int
-    extrapolated: int
     buckets: tuple[tuple[int, ...], ...]
     totals: tuple[float, ...]
 
@@ -299,6 +277,13 @@ class Incident:
 
     time_s: float
     text: str
+
+
+INCIDENTS = (  # a counter of `Counts`, and what one and several mean
+    ("oom", "a batch ran out of memory, and is run again in parts", "batches ran out of memory"),
+    ("restarts", "a worker was lost, and is started again", "workers were lost"),
+    ("failed", "a request failed", "requests failed"),
+)
 
 
 class MetricHistory:
@@ -315,15 +300,17 @@ class MetricHistory:
         self._gauges = gauges
         self._now_s = now_s
         self._workers = len(gauges().workers)
-        self._window: deque[Counts] = deque(
-            [self._count()._replace(at_s=0.0)], maxlen=WINDOW_POINTS + 1
-        )
+        first = self._count()._replace(at_s=0.0)
+        self._window: deque[Counts] = deque([first], maxlen=WINDOW_POINTS + 1)
 
     def sample(self) -> None:
         """Take a point, and note the incidents since the last one."""
         before, now = self._window[-1], self._count()
         self._window.append(now)
-        self._note_incidents(before, now)
+        for counter, singular, plural in INCIDENTS:
+            count = getattr(now, counter) - getattr(before, counter)
+            if count:
+                self.note(singular if count == 1 else f"{count} {plural}")
         self.points.append(msgspec.Raw(msgspec.json.encode(self._point(before, now))))
         self.taken += 1
 
@@ -374,30 +361,12 @@ class MetricHistory:
         ]
         ratios = [_ratio([worker]) for worker in compared]
         rounded = [None if ratio is None else round(ratio, 3) for ratio in ratios]
-        return [
-            *(round(value, 6) if isinstance(value, float) else value for value in point),
-            rounded,
-        ]
-
-    def _note_incidents(self, before: Counts, now: Counts) -> None:
-        for count, singular, plural in (
-            (
-                now.oom - before.oom,
-                "a batch ran out of memory, and is run again in parts",
-                "batches ran out of memory",
-            ),
-            (
-                now.restarts - before.restarts,
-                "a worker was lost, and is started again",
-                "workers were lost",
-            ),
-            (now.failed - before.failed, "a request failed", "requests failed"),
-        ):
-            if count:
-                self.note(singular if count == 1 else f"{count} {plural}")
+        plain = (round(value, 6) if isinstance(value, float) else value for value in point)
+        return [*plain, rounded]
 
     def _count(self) -> Counts:
         stats = self._stats
+        compared = [stats.compared[worker] for worker in range(self._workers)]
         histograms = [self._histogram(name) for name in MEASURED]
         return Counts(
             self._now_s(),
@@ -406,13 +375,9 @@ class MetricHistory:
             stats.within_targets,
             stats.generation_tokens,
             stats.prompt_tokens,
-            tuple(
-                (stats.compared[k].took_s, stats.compared[k].predicted_s)
-                for k in range(self._workers)
-            ),
+            tuple((worker.took_s, worker.predicted_s) for worker in compared),
             stats.oom_events,
             stats.worker_restarts,
-            stats.extrapolated_batches,
             tuple(tuple(histogram.counts) for histogram in histograms),
             tuple(histogram.total for histogram in histograms),
         )
