@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -28,6 +28,7 @@ from toolkit.cli.arguments import (
     command_of,
     limit_workers,
     open_recipe,
+    option,
     resolve_fit,
 )
 from toolkit.cli.basis import Fleet, note_basis, note_trace, open_fleet, read_fit, refuse_workers
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from toolkit.tuning.executor import EvaluationStore, Runner
     from toolkit.tuning.search import SearchSettings
 
-Search = Callable[..., "Tuning"]
-
 AUTO = "auto"
 MAX_DIGITS = 18  # of --workers; Python refuses to parse thousands of digits
 ESTIMATE_AFTER = 16  # evaluations that are timed before the first estimate: two batches
@@ -60,37 +59,22 @@ NOTED_MORE = 20  # simulations of a fleet's counts that are announced
 MAX_JOBS = 1024
 
 
-def _limit_jobs(jobs: int | None) -> int | None:
-    """The value of --jobs. `InputError` for more processes than any machine has cores."""
-    if jobs is not None and jobs > MAX_JOBS:
-        hint = "leave it out for as many as there are cores"
-        raise InputError(f"--jobs {jobs}: the limit is {MAX_JOBS:,}, since each is a process", hint)
-    return jobs
+def _limited(param: typer.CallbackParam, value: int | None) -> int | None:
+    """The value of --trials, --draws or --jobs. `InputError` above its limit."""
+    from toolkit.files.recipe import MAX_DRAWS, MAX_TRIALS
+
+    limit = {"trials": MAX_TRIALS, "draws": MAX_DRAWS, "jobs": MAX_JOBS}[param.name or ""]
+    if value is None or value <= limit:
+        return value
+    why, hint = "", "the default is the recipe's"
+    if param.name == "jobs":
+        why, hint = ", since each is a process", "leave it out for as many as there are cores"
+    raise InputError(f"--{param.name} {value}: the limit is {limit:,}{why}", hint)
 
 
-def _limit_trials(trials: int | None) -> int | None:
-    """The value of --trials. `InputError` above the limit of recipes."""
-    from toolkit.files.recipe import MAX_TRIALS
-
-    return _at_most("--trials", trials, MAX_TRIALS)
-
-
-def _limit_draws(draws: int | None) -> int | None:
-    """The value of --draws. `InputError` above the limit of recipes."""
-    from toolkit.files.recipe import MAX_DRAWS
-
-    return _at_most("--draws", draws, MAX_DRAWS)
-
-
-def _at_most(option: str, value: int | None, limit: int) -> int | None:
-    if value is not None and value > limit:
-        raise InputError(f"{option} {value}: the limit is {limit:,}", "the default is the recipe's")
-    return value
-
-
-_search = partial(typer.Option, rich_help_panel="What is searched")
-_traffic = partial(typer.Option, rich_help_panel="Traffic and workers")
-_computing = partial(typer.Option, rich_help_panel="Where it is computed")
+_search = partial(option, rich_help_panel="What is searched")
+_traffic = partial(option, rich_help_panel="Traffic and workers")
+_computing = partial(option, rich_help_panel="Where it is computed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,121 +82,81 @@ class TuneOptions:
     """The command line of `llmctl tune`."""
 
     recipe: RecipeArgument
-    fit: Annotated[
-        Path, typer.Option(callback=resolve_fit, autocompletion=arguments.fits, help=FIT_HELP)
-    ] = Path("fit.json")
-    out: Annotated[Path, typer.Option(help="Write the result to this file.")] = Path("tuning.json")
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Accept a fit of another recipe, or of a recipe that has changed."
-        ),
-    ] = False
-    policies: Annotated[
-        str | None,
-        _search(
-            "--policies",
-            metavar="NAME,...",
-            autocompletion=arguments.policies,
-            help="Search these policies and the recipe's. 'all' (default) means all policies "
-            "except the oracles, 'own' only the recipe's.",
-        ),
-    ] = None
-    routers: Annotated[
-        str | None,
-        _search(
-            "--routers",
-            metavar="NAME,...",
-            help="Before several replicas of a server, search these routers and the recipe's. "
-            "'all' (default) means all, 'own' only the recipe's.",
-        ),
-    ] = None
-    trials: Annotated[
-        int | None,
-        _search(
-            min=1,
-            callback=_limit_trials,
-            help="Try this number of settings; default: the recipe's.",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        _search(
-            min=0,
-            help="Draw from this seed; default: the recipe's. The same seed gives the same bytes.",
-        ),
-    ] = None
-    draws: Annotated[
-        int | None,
-        _search(
-            "--draws",
-            min=0,
-            callback=_limit_draws,
-            help="Draw the fitted laws this many times for the interval of the gain; 0: no "
-            "interval.",
-        ),
-    ] = None
-    trace: Annotated[
-        str,
-        _traffic(
-            autocompletion=arguments.traces,
-            help="A trace file, or the name of a shipped trace; default: the recipe's.",
-            show_default=False,
-        ),
-    ] = ""
-    rate: Annotated[
-        float | None, _traffic(help="Scale arrivals to this many requests per second.")
-    ] = None
-    window: Annotated[
-        float | None,
-        _traffic("--window", min=0.1, help="Seconds of each window, if the trace is long enough."),
-    ] = None
-    workers: Annotated[
-        str | None,
-        _traffic(
-            "--workers",
-            metavar="N|auto",
-            help="The number of workers; 'auto' finds the fewest that keep all limits, in a fleet "
-            "of servers the cheapest of each kind.",
-        ),
-    ] = None
-    jobs: Annotated[
-        int | None,
-        _computing(
-            "--jobs",
-            min=1,
-            callback=_limit_jobs,
-            help="Simulate in this many processes; default: as many as there are cores.",
-        ),
-    ] = None
-    executor: Annotated[
-        str,
-        _computing(
-            "--executor",
-            metavar="local|ray",
-            help="Simulate on this machine (local), or on a Ray cluster (ray).",
-        ),
-    ] = "local"
-    ray: Annotated[
-        str,
-        _computing(
-            "--ray",
-            metavar="local|auto|HOST:PORT",
-            help="The cluster of --executor ray: a new one on this machine (local), the one that "
-            "runs on it (auto), or the one of a head node.",
-        ),
-    ] = "auto"
-    storage: Annotated[
-        str,
-        _computing(
-            "--storage",
-            metavar="URL",
-            envvar="LLMCTL_STORAGE",
-            show_default=False,
-            help="Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a "
-            "file beside the result.",
-        ),
-    ] = ""
+    fit: Path = option(
+        Path("fit.json"), callback=resolve_fit, autocompletion=arguments.fits, help=FIT_HELP
+    )
+    out: Path = option(Path("tuning.json"), help="Write the result to this file.")
+    force: bool = option(
+        False, "--force", help="Accept a fit of another recipe, or of a recipe that has changed."
+    )
+    policies: str | None = _search(
+        None,
+        metavar="NAME,...",
+        autocompletion=arguments.policies,
+        help="Search these policies and the recipe's. 'all' (default) means all policies "
+        "except the oracles, 'own' only the recipe's.",
+    )
+    routers: str | None = _search(
+        None,
+        metavar="NAME,...",
+        help="Before several replicas of a server, search these routers and the recipe's. "
+        "'all' (default) means all, 'own' only the recipe's.",
+    )
+    trials: int | None = _search(
+        None, min=1, callback=_limited, help="Try this number of settings; default: the recipe's."
+    )
+    seed: int | None = _search(
+        None,
+        min=0,
+        help="Draw from this seed; default: the recipe's. The same seed gives the same bytes.",
+    )
+    draws: int | None = _search(
+        None,
+        min=0,
+        callback=_limited,
+        help="Draw the fitted laws this many times for the interval of the gain; 0: no interval.",
+    )
+    trace: str = _traffic(
+        "",
+        autocompletion=arguments.traces,
+        help="A trace file, or the name of a shipped trace; default: the recipe's.",
+        show_default=False,
+    )
+    rate: float | None = _traffic(None, help="Scale arrivals to this many requests per second.")
+    window: float | None = _traffic(
+        None, min=0.1, help="Seconds of each window, if the trace is long enough."
+    )
+    workers: str | None = _traffic(
+        None,
+        metavar="N|auto",
+        help="The number of workers; 'auto' finds the fewest that keep all limits, in a fleet "
+        "of servers the cheapest of each kind.",
+    )
+    jobs: int | None = _computing(
+        None,
+        min=1,
+        callback=_limited,
+        help="Simulate in this many processes; default: as many as there are cores.",
+    )
+    executor: str = _computing(
+        "local",
+        metavar="local|ray",
+        help="Simulate on this machine (local), or on a Ray cluster (ray).",
+    )
+    ray: str = _computing(
+        "auto",
+        metavar="local|auto|HOST:PORT",
+        help="The cluster of --executor ray: a new one on this machine (local), the one that "
+        "runs on it (auto), or the one of a head node.",
+    )
+    storage: str = _computing(
+        "",
+        metavar="URL",
+        envvar="LLMCTL_STORAGE",
+        show_default=False,
+        help="Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a "
+        "file beside the result.",
+    )
     as_json: JsonOption = False
 
 
@@ -230,11 +174,13 @@ def command(given: TuneOptions) -> None:
     """
     from toolkit.cli.tune_show import show
     from toolkit.files.io import check_writable, head, shipped_siblings, write_file
+    from toolkit.files.tuning import breaks
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.tuning.evaluate import make_workload
     from toolkit.tuning.executor import Remembering
-    from toolkit.tuning.tune import Inputs, evaluations, settings_of
+    from toolkit.tuning.fleet_size import tune_fleet_to_size
+    from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
 
     fleet, spec, fit, others = _open(given)
     spec = _with_options(spec, given)
@@ -250,20 +196,17 @@ def command(given: TuneOptions) -> None:
     files = fleet.inputs if fleet else {"recipe": given.recipe, "fit": given.fit}
     made_from = head(files | {"trace": traffic})
     total = evaluations(settings, spec.tune.draws, siblings)
-    _note_search(settings, total, workload.trace)
-    if others and settings.spaces[0].router is not None:
-        kinds = ", ".join(kind.recipe.name for kind in others)
-        note(f"flags are searched for {spec.name} and, each its own, for {kinds}")
-    store = _store(
-        given, spec.name, _fingerprint(made_from, spec, siblings, with_profile=profile is not None)
-    )
+    _note_search(settings, total, workload.trace, spec.name, others)
+    store = _store(given, made_from, spec, siblings, with_profile=profile is not None)
     with _runner(given) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
         if remembering.remembered:
             note(f"{remembering.remembered:,} of them are kept from an earlier run")
         watch = TuneProgress(advance, total, remembering.remembered, jobs)
+        search: Callable[..., Tuning] = tune_to_size if given.workers == AUTO else tune
+        if given.workers == AUTO and fleet:
+            search = partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
         inputs = Inputs(spec, fit, workload, profile, tuple(others), tuple(siblings))
-        search = _search_for(given.workers, fleet, watch)
         result = search(inputs, remembering, made_from, watch)
     write_file(result, given.out)
     store.forget()
@@ -274,7 +217,10 @@ def command(given: TuneOptions) -> None:
         note_basis(fit, given.fit)
     note(f"wrote {given.out}")
     if not result.keeps_limits:
-        raise _limits_broken(result)
+        unbeaten = "the recipe's settings, which nothing beat,"
+        which = unbeaten if result.keep_defaults else "the best settings"
+        hint = "`render` and `serve` refuse this tuning without --allow-broken-limits"
+        raise LimitsBrokenError(f"held out, {which} {breaks(result.limits)}", hint)
 
 
 def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
@@ -295,18 +241,6 @@ def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
         refuse_workers(given.workers)
     recipe = first.recipe.model_copy(update={"workers": first.workers})
     return fleet, recipe, first.fit, fleet.others
-
-
-def _search_for(workers: str | None, fleet: Fleet | None, watch: TuneProgress) -> Search:
-    """What tunes: for the workers that there are, or for those that suffice."""
-    from toolkit.tuning.fleet_size import tune_fleet_to_size
-    from toolkit.tuning.tune import tune, tune_to_size
-
-    if workers != AUTO:
-        return tune
-    if fleet is None:
-        return tune_to_size
-    return partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
 
 
 def _with_options(recipe: Recipe, given: TuneOptions) -> Recipe:
@@ -353,7 +287,9 @@ def _profile_of(fit: Fit, path: Path) -> Profile | None:
         return None
 
 
-def _note_search(settings: SearchSettings, total: int, trace: Trace) -> None:
+def _note_search(
+    settings: SearchSettings, total: int, trace: Trace, recipe: str, others: Sequence[Kind]
+) -> None:
     """Print what is searched and how many simulations it takes; `TuneProgress` adds the seconds."""
     count, served = len(settings.spaces), len(settings.served)
     kind, routed = "policies", settings.spaces[0].router is not None
@@ -370,16 +306,9 @@ def _note_search(settings: SearchSettings, total: int, trace: Trace) -> None:
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
     for line in sharing_notes(trace, [space.policy for space in settings.spaces]):
         note(line)
-
-
-def _fingerprint(
-    made_from: EnvelopeFields, spec: Recipe, siblings: Sequence[Kind], *, with_profile: bool
-) -> str:
-    """What evaluations depend on: those of another fingerprint are not used again."""
-    digests = "".join(source.sha256 for source in made_from["inputs"].values())
-    others = sha256("".join(one.model_dump_json() for one in siblings).encode()).hexdigest()
-    version = made_from["tool_version"]
-    return f"{digests} {with_profile} {version} {spec.model_dump_json()} {others}"
+    if others and routed:
+        kinds = ", ".join(kind.recipe.name for kind in others)
+        note(f"flags are searched for {recipe} and, each its own, for {kinds}")
 
 
 @contextmanager
@@ -407,16 +336,29 @@ def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
         )
 
 
-def _store(given: TuneOptions, name: str, fingerprint: str) -> EvaluationStore:
-    """The store of evaluations: a database, or a file beside the result."""
+def _store(
+    given: TuneOptions,
+    made_from: EnvelopeFields,
+    spec: Recipe,
+    siblings: Sequence[Kind],
+    *,
+    with_profile: bool,
+) -> EvaluationStore:
+    """The store of evaluations: a database, or a file beside the result. It forgets those that
+    depended on other files, recipes, or another version.
+    """
     from toolkit.tuning.executor import JournalFile
 
+    digests = "".join(source.sha256 for source in made_from["inputs"].values())
+    others = sha256("".join(one.model_dump_json() for one in siblings).encode()).hexdigest()
+    version = made_from["tool_version"]
+    fingerprint = f"{digests} {with_profile} {version} {spec.model_dump_json()} {others}"
     if not given.storage:
         return JournalFile(Path(f"{given.out}.partial"), fingerprint)
     from toolkit.tuning.studies import Studies
 
     os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
-    return Studies(given.storage, name, fingerprint)
+    return Studies(given.storage, spec.name, fingerprint)
 
 
 class TuneProgress:
@@ -478,16 +420,3 @@ class TuneProgress:
         if more >= NOTED_MORE:
             note(f"at most {more:,} more simulations of cheaper counts")
             self._end_s = None
-
-
-def _limits_broken(result: Tuning) -> LimitsBrokenError:
-    """The error of a recommendation that breaks limits."""
-    from toolkit.files.tuning import breaks
-
-    which = "the best settings"
-    if result.keep_defaults:
-        which = "the recipe's settings, which nothing beat,"
-    return LimitsBrokenError(
-        f"held out, {which} {breaks(result.limits)}",
-        "`render` and `serve` refuse this tuning without --allow-broken-limits",
-    )
