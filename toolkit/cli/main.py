@@ -44,7 +44,7 @@ COMMANDS = {
         "Measure an engine: prefill, decode, slices and the memory edge.",
         "the points measured so far are kept; the same command resumes",
     ),
-    "fit": CommandEntry("Fit the laws of time and memory to a profile."),
+    "fit": CommandEntry("Fit the laws of time and memory to a profile.", module="profile"),
     "tune": CommandEntry(
         "Search the scheduler's settings on a trace, with the simulator.",
         "finished trials are kept; the same command resumes",

@@ -108,15 +108,30 @@ class StageOptions:
         """What to simulate. `InputError` for words that cannot be parsed, and for a file that is no
         tuning.
         """
-        settings, targets = parse_settings(self.settings), parse_sla(self.sla)
+        from toolkit.files.tuning import REFUSED
+        from toolkit.sched.policies import BUILT_IN
+
+        given, targets = parse_settings(self.settings), parse_sla(self.sla)
         kinds, tuning = kind_names(self.fleet), _read_tuning(self, {})
         if tuning is None:
-            return Asked(settings, targets, kinds)
+            return Asked(given, targets, kinds)
         counts = tuning.sizing.kinds if tuning.sizing else []
         left_out = [kind.recipe for kind in counts if not kind.workers]
         kinds = [name for name in kinds if name not in left_out]
-        settings = _tuned_settings(tuning, kinds, settings)
-        return Asked(settings, targets or tuning.sla, kinds, tuning)
+        # what the tuning recommends, as `assign_settings` takes it; options replace it
+        found: dict[str, Value] = {}
+        best, router = tuning.recommended, tuning.recommended.replica_router
+        if router and given.get("replica_router", router.name) == router.name:
+            found["replica_router"] = router.name
+            found |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
+        if REFUSED in best.metrics:
+            found["admission"] = "targets"
+        first = kinds[0] if kinds and best.policy in BUILT_IN else best.policy
+        for owner, flags in {first: best.parameters, **best.kind_parameters}.items():
+            set_for_all = {key for key in flags if {key, f"{best.policy}.{key}"} & given.keys()}
+            if owner in (first, *kinds):
+                found |= {f"{owner}.{key}": flags[key] for key in flags if key not in set_for_all}
+        return Asked(found | given, targets or tuning.sla, kinds, tuning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,30 +158,6 @@ class Asked:
                 f"name {tuned.policy}, or leave --tuning out",
             )
         return named or ([tuned.policy] if tuned.replica_router else usual)
-
-
-def _tuned_settings(
-    tuning: Tuning, kinds: Sequence[str], given: Mapping[str, Value]
-) -> dict[str, Value]:
-    """The settings that the tuning recommends, as `assign_settings` takes them, with the `given`
-    ones in their place. Those of kinds that are not among `kinds` are left out.
-    """
-    from toolkit.files.tuning import REFUSED
-    from toolkit.sched.policies import BUILT_IN
-
-    found: dict[str, Value] = {}
-    best, router = tuning.recommended, tuning.recommended.replica_router
-    if router and given.get("replica_router", router.name) == router.name:
-        found["replica_router"] = router.name
-        found |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
-    if REFUSED in best.metrics:
-        found["admission"] = "targets"
-    first = kinds[0] if kinds and best.policy in BUILT_IN else best.policy
-    for owner, flags in {first: best.parameters, **best.kind_parameters}.items():
-        set_for_all = {key for key in flags if {key, f"{best.policy}.{key}"} & given.keys()}
-        if owner in (first, *kinds):
-            found |= {f"{owner}.{key}": flags[key] for key in flags if key not in set_for_all}
-    return found | dict(given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,6 @@ def command(given: TuneOptions) -> None:
     from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
 
     fleet, spec, fit, others = _open(given)
-    spec = _with_options(spec, given)
     traffic = trace_path(given.trace or spec.tune.trace)
     # a load is a share of what the recipe's own number of workers serves
     workload = make_workload(spec, fit, read_trace(traffic)[0], others)
@@ -224,27 +223,24 @@ def command(given: TuneOptions) -> None:
 
 
 def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
-    """The recipe that is tuned and its fit; of a fleet, also itself and its kinds after the first.
-
-    A fleet's settings of the search are those of its first kind.
+    """The recipe that is tuned, with the settings of the command line, and its fit; of a fleet,
+    also itself and its kinds after the first, whose settings of the search it has.
     """
     from toolkit.files.fleet import is_fleet
 
-    if not is_fleet(given.recipe):
+    fleet: Fleet | None = None
+    others: list[Kind] = []
+    if is_fleet(given.recipe):
+        if given.workers != AUTO:
+            refuse_workers(given.workers)
+        fleet = open_fleet(given.recipe, force=given.force)
+        first, *others = fleet.kinds
+        if not traits_of(first.recipe.engine.name).server:
+            refuse_workers(given.workers)
+        recipe, fit = first.recipe.model_copy(update={"workers": first.workers}), first.fit
+    else:
         recipe = open_recipe(given.recipe)
-        return None, recipe, read_fit(given.fit, given.recipe, force=given.force), []
-    if given.workers != AUTO:
-        refuse_workers(given.workers)
-    fleet = open_fleet(given.recipe, force=given.force)
-    first = fleet.kinds[0]
-    if not traits_of(first.recipe.engine.name).server:
-        refuse_workers(given.workers)
-    recipe = first.recipe.model_copy(update={"workers": first.workers})
-    return fleet, recipe, first.fit, fleet.others
-
-
-def _with_options(recipe: Recipe, given: TuneOptions) -> Recipe:
-    """The recipe with the settings of the command line."""
+        fit = read_fit(given.fit, given.recipe, force=given.force)
     settings = {
         "policies": _names(given.policies),
         "routers": _names(given.routers),
@@ -255,7 +251,8 @@ def _with_options(recipe: Recipe, given: TuneOptions) -> Recipe:
         "window_s": given.window,
     }
     changed = {key: value for key, value in settings.items() if value is not None}
-    return recipe.model_copy(update={"tune": recipe.tune.model_copy(update=changed)})
+    tune = recipe.tune.model_copy(update=changed)
+    return fleet, recipe.model_copy(update={"tune": tune}), fit, others
 
 
 def _names(listed: str | None) -> list[str] | None:
