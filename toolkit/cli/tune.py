@@ -234,7 +234,7 @@ def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
         if given.workers != AUTO:
             refuse_workers(given.workers)
         fleet = open_fleet(given.recipe, force=given.force)
-        first, *others = fleet.kinds
+        first, others = fleet.kinds[0], fleet.others
         if not traits_of(first.recipe.engine.name).server:
             refuse_workers(given.workers)
         recipe, fit = first.recipe.model_copy(update={"workers": first.workers}), first.fit
