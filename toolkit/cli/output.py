@@ -159,14 +159,19 @@ def _view(
     if console.options.ascii_only:
         lines = box.Box(str(lines).replace("\N{BOX DRAWINGS LIGHT HORIZONTAL}", "-"), ascii=True)
     view = Table(box=lines, pad_edge=False)
-    texts = []
+    texts: list[list[str]] = []
     for index in shown:
         name, cells = columns[index], [row[index] for row in rows]
         right = any(map(_is_number, cells)) and all(
             _is_number(cell) or cell is None for cell in cells
         )
         align = name[0] if name[:1] in JUSTIFY else "><"[not right]
-        texts.append([_cell(cell) for cell in cells])
+        texts.append([])
+        for cell in cells:
+            text = number(cell) if isinstance(cell, int | float) else str(cell)
+            if isinstance(cell, bool) or cell is None:
+                text = {True: "yes", False: "no", None: "-"}[cell]
+            texts[-1].append(text)
         if index == 0 and narrow:  # a long name like `kind.flag` takes two lines; a path does not
             for place, text in enumerate(texts[-1]):
                 owner, dot, last = text.rpartition(".")
@@ -202,12 +207,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], None]:
         print("  ".join(cells).rstrip())
 
     return show
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "-"}[value]
-    return number(value) if isinstance(value, int | float) else str(value)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from toolkit.units import number, percent, seconds, size
 if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
     from toolkit.files.fit import Fit, HeldOutError, OverheadFit
-    from toolkit.files.profile import Profile, RoundsProfile
+    from toolkit.files.profile import Profile
     from toolkit.profiling.run import ProfileEstimate
 
 OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
@@ -236,21 +236,19 @@ def show_profile(measured: Profile) -> None:
         columns = [">L", ">first token", ">sent again", ">change", ">from the cache"]
         table(columns, hits, "the same prompt twice, median: what a prefix cache saves")
     if measured.rounds:
-        _show_rounds(measured.rounds)
+        parts = [
+            (part.part, part.rows, part.length, part.others, seconds(median(part.seconds)))
+            for part in measured.rounds.parts
+        ]
+        columns = ["part", ">rows", ">L", ">beside", ">median"]
+        table(columns, parts, "parts of rounds (grow: per step)")
+        entered = [(point.input_length, point.largest_ok) for point in measured.rounds.memory]
+        table([">L", ">rows that entered"], entered, "room in rounds")
+        sequences = measured.rounds.sequences
+        count = sum(len(sequence.rounds) for sequence in sequences)
+        print(f"{count} rounds in {len(sequences)} sequences\n")
     for reason, count in Counter(point.reason for point in measured.failed).items():
         note(f"{_points(count)} not measured: {reason}")
-
-
-def _show_rounds(rounds: RoundsProfile) -> None:
-    rows: list[tuple[object, ...]] = [
-        (point.part, point.rows, point.length, point.others, seconds(median(point.seconds)))
-        for point in rounds.parts
-    ]
-    table(["part", ">rows", ">L", ">beside", ">median"], rows, "parts of rounds (grow: per step)")
-    entered = [(point.input_length, point.largest_ok) for point in rounds.memory]
-    table([">L", ">rows that entered"], entered, "room in rounds")
-    count = sum(len(sequence.rounds) for sequence in rounds.sequences)
-    print(f"{count} rounds in {len(rounds.sequences)} sequences\n")
 
 
 def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:

@@ -258,12 +258,25 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
 
 
 def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
+    from toolkit.deploy.differences import differences
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.render import digest, shipped_trace
+    from toolkit.files.io import file_text, read_file
+    from toolkit.files.plan import Plan
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
-    text, fit = _plan_text(made, folder), made.plan.inputs.get("fit")
+    if made.file is not None:
+        text = made.file.read_text(encoding="utf-8")
+    else:
+        text = file_text(made.plan)
+        # an equal plan in the folder stays as it is, since it may have been made on another machine;
+        # one that cannot be read, such as one of another version of llmctl, counts as different
+        for existing in (folder / "core" / "plan.json", folder / "plan.json"):
+            with contextlib.suppress(InputError):
+                if existing.is_file() and not differences(read_file(Plan, existing), made.plan):
+                    text = existing.read_text(encoding="utf-8")
+    fit = made.plan.inputs.get("fit")
     validation = find_validation(made.near, fit.sha256) if fit else None
     options = Options(
         image=given.image,
@@ -281,22 +294,3 @@ def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
     name = given.trace or shipped_trace(made.plan)
     trace = read_trace(trace_path(name))[0] if name else None
     return Order(made.plan, text, digest(text.encode()), options, validation, trace)
-
-
-def _plan_text(made: Made, folder: Path) -> str:
-    """The plan's text. An equal plan in the folder stays as it is, since it may have been made on
-    another machine.
-
-    A plan there that cannot be read, such as one of another version of llmctl, counts as different.
-    """
-    from toolkit.deploy.differences import differences
-    from toolkit.files.io import file_text, read_file
-    from toolkit.files.plan import Plan
-
-    if made.file is not None:
-        return made.file.read_text(encoding="utf-8")
-    for existing in (folder / "plan.json", folder / "core" / "plan.json"):
-        with contextlib.suppress(InputError):
-            if existing.is_file() and not differences(read_file(Plan, existing), made.plan):
-                return existing.read_text(encoding="utf-8")
-    return file_text(made.plan)

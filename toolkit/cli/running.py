@@ -153,9 +153,11 @@ def stop(
 
 
 def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
-    """End a server; its name, how many requests finished, others by reason, and that in words."""
+    """Shut a server down: SIGTERM, or its service manager. Its name, how many requests finished,
+    others by reason, and that in words; `LlmctlError` where it takes too long, or was killed.
+    """
     from toolkit.deploy.render import read_manifest
-    from toolkit.deploy.running import forget, stop
+    from toolkit.deploy.running import forget, recall, stop
     from toolkit.endpoints.target import RUNNING, WAITING, look
 
     if server.pid is None:
@@ -170,7 +172,16 @@ def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
     seen = look(server.url, api_key, Path(server.certificate) if server.certificate else None)
     inside = (seen.total(*RUNNING) or 0) + (seen.total(*WAITING) or 0)
     note(f"stopping {server.name}" + (f", requests in it: {inside:.0f}" if seen.metrics else ""))
-    before, ended = seen.ended, _end(server, server.pid, timeout)
+    before, until = seen.ended, time.monotonic() + timeout
+    os.kill(server.pid, signal.SIGTERM)
+    while server.alive:
+        if time.monotonic() > until:
+            hint = "a second llmctl stop ends it at once"
+            raise LlmctlError(f"{server.name} still drains after {timeout:g} s", hint)
+        time.sleep(POLL_S)
+    ended = recall(server.name).ended
+    if ended is None:
+        raise LlmctlError(f"{server.name} is gone without an orderly shutdown", "see its log")
     forget(server)
     done = {reason: count - before.get(reason, 0) for reason, count in ended.items()}
     finished = done.pop("stop", 0) + done.pop("length", 0)
@@ -180,22 +191,3 @@ def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
     period = "" if before else " since it started"
     said = f"{server.name} has ended; requests finished: {finished}{others}{period}"
     return {"name": server.name, "finished": finished, "others": lost, "said": said}
-
-
-def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
-    """Send SIGTERM; how all requests of the server ended. `LlmctlError` where it takes too long, or
-    was killed otherwise.
-    """
-    from toolkit.deploy.running import recall
-
-    os.kill(pid, signal.SIGTERM)
-    until = time.monotonic() + timeout
-    while server.alive:
-        if time.monotonic() > until:
-            hint = "a second llmctl stop ends it at once"
-            raise LlmctlError(f"{server.name} still drains after {timeout:g} s", hint)
-        time.sleep(POLL_S)
-    ended = recall(server.name).ended
-    if ended is None:
-        raise LlmctlError(f"{server.name} is gone without an orderly shutdown", "see its log")
-    return ended

@@ -481,15 +481,11 @@ def command(given: SimulateOptions) -> None:
     world = routed(world, targets, of_world, given.replica_failures)
     result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
-    for line in [
-        *_failure_notes(requests, chosen, world, result, targets),
-        *refusal_notes(result.refusals),
-        *world_notes(world, policy, metrics),
-    ]:
-        note(line)
+    notes = _failure_notes(requests, chosen, world, result, targets)
+    notes += [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]
     name, remark = marked(policy, stage.engines), footnote([policy], stage.engines)
-    if remark:
-        note(remark)
+    for line in [*notes, *([remark] if remark else [])]:
+        note(line)
     found = Simulation(
         policy=chosen.name,
         parameters=parameters(chosen),

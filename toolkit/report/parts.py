@@ -202,9 +202,16 @@ class _Scale:
 
 def chart(axes: Axes) -> Markup:
     """Draw a chart. Points that an axis cannot show (0 on a logarithmic one) are left out."""
-    drawn = [
-        shown for shown in (_drawable(series, log=axes.log) for series in axes.series) if shown.xs
-    ]
+    drawn = []
+    for series in axes.series:
+        labels = series.labels or [""] * len(series.xs)
+        points = list(zip(series.xs, series.ys, labels, strict=True))
+        if axes.log:
+            points = [point for point in points if point[0] > 0 and point[1] > 0]
+        points = points[:: -(-len(points) // MAX_POINTS) or 1]
+        if points:
+            shown_xs, shown_ys, labels = zip(*points, strict=True)
+            drawn.append(replace(series, xs=shown_xs, ys=shown_ys, labels=labels))
     xs = [x for shown in drawn for x in shown.xs]
     ys = [y for shown in drawn for y in shown.ys]
     if not xs:
@@ -278,23 +285,6 @@ def bars(
         at = f"{zero + limit / span * room:.1f}"
         _add(root, "path", d=f"M{at} 0V{ROW * len(values) + 4}", cls="rule")
     return Markup(ElementTree.tostring(root, encoding="unicode"))
-
-
-def _drawable(series: ChartSeries, *, log: bool) -> ChartSeries:
-    labels = series.labels or [""] * len(series.xs)
-    points = [
-        point
-        for point in zip(series.xs, series.ys, labels, strict=True)
-        if not log or (point[0] > 0 and point[1] > 0)
-    ]
-    step = -(-len(points) // MAX_POINTS) or 1
-    kept = points[::step]
-    return replace(
-        series,
-        xs=[x for x, _, _ in kept],
-        ys=[y for _, y, _ in kept],
-        labels=[label for _, _, label in kept],
-    )
 
 
 def _scale(values: Sequence[float], start: float, end: float, *, log: bool) -> _Scale:

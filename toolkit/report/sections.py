@@ -70,13 +70,15 @@ def bench_section(found: Material) -> Section:
     section = Section("bench", TITLES["bench"], lead)
     for bench in found.benches:
         section.lines.append(_bench_line(bench, found.rate_rps))
-        errors = {
-            row.metric: row.error_percent
-            for row in bench.content.compared
-            if row.error_percent is not None
-        }
-        titles = {}
+        warm = bench.content.warmup is not None
+        errors: dict[str, float] = {}
+        titles: dict[str, str] = {}
+        rows: list[list[Cell]] = []
         for row in bench.content.compared:
+            rows.append([row.metric, row.measured, row.predicted, error_cell(row.error_percent)])
+            rows[-1] += [row.as_fitted, error_cell(row.as_fitted_error_percent)] if warm else []
+            if row.error_percent is not None:
+                errors[row.metric] = row.error_percent
             if row.predicted is not None and row.measured is not None:
                 values = [quantity(row.metric, value) for value in (row.predicted, row.measured)]
                 text = f"predicted {values[0]}, measured {values[1]}"
@@ -84,10 +86,11 @@ def bench_section(found: Material) -> Section:
         svg = bars(errors, " %", titles=titles)
         if svg:
             section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
-        section.tables.append(_table(bench))
+        columns = ["metric", "measured", "predicted", "its error", "as fitted", "its error"]
+        section.tables.append(Table(_title(bench), columns if warm else columns[:4], rows))
     if len(found.benches) > 1:
         metrics = [row.metric for bench in found.benches for row in bench.content.compared]
-        rows: list[list[Cell]] = [
+        rows = [
             [name, *(bench.content.measured.get(name) for bench in found.benches)]
             for name in dict.fromkeys(metrics)
         ]
@@ -129,17 +132,6 @@ def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
     if content.lengths == "given":
         parts.append("each request had its output length as limit, unlike those of real clients")
     return "; ".join(parts) + "."
-
-
-def _table(bench: BenchResult) -> Table:
-    warm = bench.content.warmup is not None
-    rows: list[list[Cell]] = []
-    for row in bench.content.compared:
-        rows.append([row.metric, row.measured, row.predicted, error_cell(row.error_percent)])
-        if warm:
-            rows[-1] += [row.as_fitted, error_cell(row.as_fitted_error_percent)]
-    columns = ["metric", "measured", "predicted", "its error", "as fitted", "its error"]
-    return Table(_title(bench), columns if warm else columns[:4], rows)
 
 
 def fit_section(found: Material) -> Section:
@@ -336,7 +328,16 @@ def tuning_section(found: Material) -> Section:
     section.figures += [figure for figure in figures if figure.svg]
     section.tables += _held_out(tuning)
     if tuning.policies:
-        section.tables.append(_policies(tuning))
+        names, latency = [result.policy for result in tuning.policies], tuning.latency_metric
+        rows: list[tuple[Cell, ...]] = []
+        for result in tuning.policies:
+            name, metrics = marked(result.policy, tuning.engines), result.held_out.metrics
+            values = (metrics.get("goodput_rps"), metrics.get(latency))
+            rows.append((name, result.trials, *values, result.feasible))
+        remark = footnote(names, tuning.engines)
+        caption = "Each policy's best trial, held out" + (f" ({remark})" if remark else "")
+        columns = ["policy", "trials", "goodput_rps", latency, "keeps all limits"]
+        section.tables.append(Table(caption, columns, rows))
     return section
 
 
@@ -398,24 +399,6 @@ def _held_out(tuning: Tuning) -> list[Table]:
         Table(caption, ["metric", "defaults", "best", "change"], rows),
         Table(named, ["parameter", "default", "best"], settings),
     ]
-
-
-def _policies(tuning: Tuning) -> Table:
-    latency = tuning.latency_metric
-    rows = [
-        (
-            marked(result.policy, tuning.engines),
-            result.trials,
-            result.held_out.metrics.get("goodput_rps"),
-            result.held_out.metrics.get(latency),
-            result.feasible,
-        )
-        for result in tuning.policies
-    ]
-    columns = ["policy", "trials", "goodput_rps", latency, "keeps all limits"]
-    note = footnote([result.policy for result in tuning.policies], tuning.engines)
-    caption = "Each policy's best trial, held out" + (f" ({note})" if note else "")
-    return Table(caption, columns, rows)
 
 
 def validation_section(found: Material) -> Section:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from toolkit.engine_traits import traits_of
-from toolkit.files.tuning import Alternatives, Interval, Sibling, Sizing, Tuning, share_used
+from toolkit.files.tuning import Interval, Sibling, Tuning, share_used
 from toolkit.sched.policies import BUILT_IN
 from toolkit.units import number, percent
 
@@ -135,36 +135,28 @@ def _how_sure(result: Tuning) -> list[str]:
 def _warnings(result: Tuning) -> list[str]:
     """Warnings where the requests were scaled much, or where the windows show too little."""
     lines = [f"warning: {line}" for line in result.scaling.warnings()] if result.scaling else []
-    lines += _too_short(result)
     windows, length = result.held_out_windows, result.window_length
-    count = sum(window.requests for window in windows)
-    if count >= FEW_REQUESTS:
-        return lines
-    remedy = "give a longer trace"
-    if length and count:
-        needed_s = math.ceil(WINDOW_MARGIN * length.seconds * FEW_REQUESTS / count)
-        if needed_s <= length.longest_s:
-            remedy = f"--window {needed_s} would hold enough"
-    basis = f"this rests on only {count} requests in {len(windows)} held-out windows"
-    needs = f"a 99th percentile needs {FEW_REQUESTS} or more"
-    return [*lines, f"warning: {basis}; {needs}: {remedy}"]
-
-
-def _too_short(result: Tuning) -> list[str]:
-    """A warning where the limits are kept in windows that are shorter than the tightest target on
-    waiting: at twice the load that is served, requests wait for as long as it has lasted.
-    """
-    length = result.window_length
+    # at twice the load that is served, requests wait for as long as it has lasted
     waits = [(limit, key) for key, limit in result.sla.items() if key.startswith(WAITS)]
     limit_s, key = min(waits, default=(0.0, ""))
-    if length is None or not result.keeps_limits or length.seconds >= limit_s:
-        return []
-    remedy = "give a longer trace, or a lower --rate"
-    if math.ceil(limit_s) <= length.longest_s:
-        remedy = f"--window {math.ceil(limit_s)}"
-    shorter = f"windows of {number(length.seconds)} s are shorter than {key}, {number(limit_s)} s"
-    late = "even at twice the load that is served, no request waits so long in one"
-    return [f"warning: {shorter}: {late}; {remedy}"]
+    if length and result.keeps_limits and length.seconds < limit_s:
+        remedy = "give a longer trace, or a lower --rate"
+        if math.ceil(limit_s) <= length.longest_s:
+            remedy = f"--window {math.ceil(limit_s)}"
+        short = f"windows of {number(length.seconds)} s are shorter than {key}, {number(limit_s)} s"
+        late = "even at twice the load that is served, no request waits so long in one"
+        lines.append(f"warning: {short}: {late}; {remedy}")
+    count = sum(window.requests for window in windows)
+    if count < FEW_REQUESTS:
+        remedy = "give a longer trace"
+        if length and count:
+            needed_s = math.ceil(WINDOW_MARGIN * length.seconds * FEW_REQUESTS / count)
+            if needed_s <= length.longest_s:
+                remedy = f"--window {needed_s} would hold enough"
+        basis = f"this rests on only {count} requests in {len(windows)} held-out windows"
+        needs = f"a 99th percentile needs {FEW_REQUESTS} or more"
+        lines.append(f"warning: {basis}; {needs}: {remedy}")
+    return lines
 
 
 def _no_gain(*gains_percent: float | None) -> bool:
@@ -193,12 +185,29 @@ def _span(interval: Interval, form: Callable[[float], str] = number) -> str:
 
 
 def _size_lines(result: Tuning) -> list[str]:
+    """How many workers, or servers of each kind, suffice, and what one more of them does."""
     sizing = result.sizing
     if sizing is None:
         return []
     settings = "the recipe's settings" if sizing.settings == "recipe" else "the best settings"
     if sizing.kinds:
-        return _fleet_size_lines(sizing, settings)
+        counts = ", ".join(f"{kind.workers} of {kind.recipe}" for kind in sizing.kinds)
+        tried = sum(row.settings == sizing.settings for row in sizing.rows)
+        usd = sum((kind.usd_per_hour or 0.0) * kind.workers for kind in sizing.kinds)
+        price, none = "", "no fewer servers keep all limits"
+        order = "of equal number: more of the kinds named first"
+        if usd:
+            price, none = f", {number(usd)} USD an hour", "no cheaper counts keep all limits"
+            order = "of equal cost: fewer servers, then more of the kinds named first"
+        simulated = f"{tried} were simulated with these settings"
+        lines = [
+            f"servers needed: {counts}{price}, with {settings}",
+            f"  {none}: {simulated}, {sizing.excluded} cannot do the work by the laws",
+            f"  {order}",
+        ]
+        worse = [kind.recipe for kind in sizing.kinds if kind.one_more_keeps is False]
+        more = f"  with one more of {' or '.join(worse)} a limit is broken again"
+        return [*lines, more] if worse else lines
     lines = [f"workers needed: {sizing.workers}, with {settings}"]
     if sizing.one_more_keeps is None:
         return [f"{lines[0]}; a server is one worker"]
@@ -210,26 +219,6 @@ def _size_lines(result: Tuning) -> list[str]:
         lines.append(
             "  workers on one machine slow each other, and the fit holds for its own number"
         )
-    return lines
-
-
-def _fleet_size_lines(sizing: Sizing, settings: str) -> list[str]:
-    """How many servers of each kind, why these, and what one more of a kind does."""
-    counts = ", ".join(f"{kind.workers} of {kind.recipe}" for kind in sizing.kinds)
-    tried = sum(row.settings == sizing.settings for row in sizing.rows)
-    usd = sum((kind.usd_per_hour or 0.0) * kind.workers for kind in sizing.kinds)
-    price = f", {number(usd)} USD an hour" if usd else ""
-    cheaper = "no cheaper counts keep all limits" if usd else "no fewer servers keep all limits"
-    lines = [
-        f"servers needed: {counts}{price}, with {settings}",
-        f"  {cheaper}: {tried} were simulated with these settings, {sizing.excluded} cannot do the "
-        "work by the laws",
-        f"  of equal {'cost' if usd else 'number'}: {'fewer servers, then ' if usd else ''}more of "
-        "the kinds named first",
-    ]
-    worse = [kind.recipe for kind in sizing.kinds if kind.one_more_keeps is False]
-    if worse:
-        lines.append(f"  with one more of {' or '.join(worse)} a limit is broken again")
     return lines
 
 
@@ -248,7 +237,16 @@ def alternative_lines(result: Tuning) -> list[str]:
             f"by this engine's laws it {state}, {goodput}"
         ]
     if found.feasible:
-        return lines + _serves_more(found)
+        kept = [sibling for sibling in found.siblings if sibling.feasible]
+        most = max(kept, key=lambda sibling: sibling.up_to_rps or 0.0, default=None)
+        own_rps = found.up_to_rps or 0.0
+        if most is not None and (most.up_to_rps or 0.0) >= NOTABLE_RATE * own_rps:
+            up_to = f"up to {number(most.up_to_rps or 0.0)} requests/s on {_workers(most)}"
+            lines.append(
+                f"recipe {most.recipe} (engine {most.engine}) keeps all limits {up_to}, "
+                f"this one up to {number(own_rps)}{_fit_kind(most)}"
+            )
+        return lines
     kept = [option for option in found.siblings if option.feasible]
     lines.append(
         f"changes that keep all limits at {number(result.request_rate_rps)} requests/s, simulated:"
@@ -291,19 +289,6 @@ def sizing_lines(result: Tuning) -> list[str]:
         f"before you add workers: {_sibling(sibling)}"
         for sibling in found.siblings
         if sibling.feasible and sibling.workers < result.sizing.workers
-    ]
-
-
-def _serves_more(found: Alternatives) -> list[str]:
-    own = found.up_to_rps or 0.0
-    kept = [sibling for sibling in found.siblings if sibling.feasible]
-    best = max(kept, key=lambda sibling: sibling.up_to_rps or 0.0, default=None)
-    if best is None or (best.up_to_rps or 0.0) < NOTABLE_RATE * own:
-        return []
-    return [
-        f"recipe {best.recipe} (engine {best.engine}) keeps all limits up to "
-        f"{number(best.up_to_rps or 0.0)} requests/s on {_workers(best)}, this one up to "
-        f"{number(own)}{_fit_kind(best)}"
     ]
 
 
