@@ -270,8 +270,8 @@ def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
         text = made.file.read_text(encoding="utf-8")
     else:
         text = file_text(made.plan)
-        # an equal plan in the folder stays as it is, since it may have been made on another machine;
-        # one that cannot be read, such as one of another version of llmctl, counts as different
+        # An equal plan in the folder stays as it is: it may have been made on another machine. One
+        # that cannot be read, such as one of another version of llmctl, counts as different.
         for existing in (folder / "core" / "plan.json", folder / "plan.json"):
             with contextlib.suppress(InputError):
                 if existing.is_file() and not differences(read_file(Plan, existing), made.plan):

@@ -191,9 +191,10 @@ def check_engine(plan: Plan, engine: str | None) -> None:
     """`InputError` where the plan is for another engine than `engine`."""
     planned = " and ".join(dict.fromkeys(kind.recipe.engine.name for kind in plan.kinds))
     if engine is not None and engine != planned:
+        hint = f"set engine.name to {engine} in the recipe"
         raise InputError(
             f"--engine {engine}: this plan is for engine '{planned}'",
-            f"set engine.name to {engine} in the recipe; then: llmctl profile, fit, tune and render",
+            f"{hint}; then: llmctl profile, fit, tune and render",
         )
 
 

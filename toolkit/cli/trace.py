@@ -154,10 +154,8 @@ def inspect(
     if recipe:
         per_token = load_recipe(recipe).model.kv_bytes_per_token
         if per_token is None:
-            raise InputError(
-                f"{recipe.name}: model.kv_bytes_per_token is not given, so caches have no size in GiB",
-                "give it, or leave out --recipe",
-            )
+            without = "model.kv_bytes_per_token is not given, so caches have no size in GiB"
+            raise InputError(f"{recipe.name}: {without}", "give it, or leave out --recipe")
     loaded, report = read_trace(trace_path(trace, folders=True))
     found, reuse = describe(loaded), describe_reuse(loaded, per_token)
     whole = {"report": asdict(report), **asdict(found), "reuse": reuse and asdict(reuse)}
