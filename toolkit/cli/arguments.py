@@ -230,13 +230,6 @@ LoopOption = Annotated[
         " ended and been thought about (closed). Default: closed, if the trace has sessions."
     ),
 ]
-BrokenOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-broken-limits",
-        help="Continue although the settings are predicted to break limits; --force does so, too.",
-    ),
-]
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float | str]:

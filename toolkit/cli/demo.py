@@ -84,7 +84,9 @@ def command(
     stage.llmctl("render", named, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
     excerpt = overload(open_recipe(recipe), plan, trace)
     with stage.server(plan, *allowed) as url:
-        stage.bench(url, plan, trace, _tuned_window(promised), bench_tuned)
+        window, rate = promised.held_out_windows[0], promised.request_rate_rps
+        first = f"--start {window.start_s:.3f} --duration {window.end_s - window.start_s:.3f}"
+        stage.bench(url, plan, trace, f"--rate {rate:.6g} {first}".split(), bench_tuned)
         stage.title("5/7  the same server at an overload")
         stage.bench(url, plan, trace, excerpt, bench)
     stage.title("6/7  the same requests, workers and memory under sequence-level scheduling (SLS)")
@@ -227,13 +229,6 @@ class Stages:
         finally:
             server.terminate()
             server.wait()
-
-
-def _tuned_window(tuning: Tuning) -> list[str]:
-    """The options for replaying the first window that the tuning held out, at the tuned rate."""
-    window = tuning.held_out_windows[0]
-    rate, long_s = tuning.request_rate_rps, window.end_s - window.start_s
-    return f"--rate {rate:.6g} --start {window.start_s:.3f} --duration {long_s:.3f}".split()
 
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:

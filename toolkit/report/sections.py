@@ -144,53 +144,46 @@ def fit_section(found: Material) -> Section:
     section = Section("fit", TITLES["fit"], f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
         section.lines.append(f"Nothing here was measured: {fit.engine.analytic}")
-    competed = [
-        (
-            name,
-            candidate.form,
-            *error_cells(candidate.error)[:2],
-            "kept" if candidate.form == law.form else "",
-        )
-        for name, law in (("prefill", fit.prefill), ("decode", fit.decode))
-        for candidate in law.candidates
-    ]
-    columns = ["law", "form", "median error", "p95", ""]
-    section.tables += [_errors(fit), Table("Forms that competed", columns, competed)]
-    profile = found.profile
-    if profile is None:
-        why = found.why.get("profile", "there is no profile.json in its folder")
-        section.lines.append(f"There are no plots of residuals without its profile: {why}.")
-        return section
-    laws = laws_from_fit(fit)
-    prefill = [(p.batch_size, p.input_length, median(p.seconds)) for p in profile.prefill]
-    decode = [(p.batch_size, p.cached_length, median(p.seconds)) for p in profile.decode]
-    figures = [
-        *_law_figures("prefill", prefill, laws.engine.prefill_s),
-        *_law_figures("decode step", decode, partial(_step_s, fit.decode)),
-        _slices(laws, profile),
-        _memory(fit, laws, profile),
-    ]
-    section.figures += [figure for figure in figures if figure.svg]
-    return section
-
-
-def _errors(fit: Fit) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for name, law in (("prefill", fit.prefill), ("decode", fit.decode)):
+    laws = (("prefill", fit.prefill), ("decode", fit.decode))
+    errors: list[tuple[Cell, ...]] = []
+    for name, law in laws:
         reach = law.valid.batch_size_max, law.valid.length_max
-        rows.append((name, law.form, *error_cells(law.error), *reach))
+        errors.append((name, law.form, *error_cells(law.error), *reach))
     overheads = [("whole slices", fit.overhead)]
     if fit.rounds:
         overheads.append(("rounds", fit.rounds.overhead))
     for name, overhead in overheads:
         form = f"{overhead.stretch:.3g} x + {overhead.batch_s:.2g} s"
-        rows.append((name, form, *error_cells(overhead.error), "", ""))
+        errors.append((name, form, *error_cells(overhead.error), "", ""))
     if fit.steps:
-        knots = f"knots {', '.join(map(str, fit.steps.knots))}"
-        rows.append(("passes", knots, *error_cells(fit.steps.error), fit.steps.valid.rows_max, ""))
-    errors = ["median error", "p95", "worst", "points"]
-    columns = ["law", "form", *errors, "up to batch", "up to length"]
-    return Table("Errors on points that the fit did not see", columns, rows)
+        knots, most = f"knots {', '.join(map(str, fit.steps.knots))}", fit.steps.valid.rows_max
+        errors.append(("passes", knots, *error_cells(fit.steps.error), most, ""))
+    columns = ["law", "form", "median error", "p95", "worst", "points"]
+    columns += ["up to batch", "up to length"]
+    section.tables.append(Table("Errors on points that the fit did not see", columns, errors))
+    competed: list[tuple[Cell, ...]] = []
+    for name, law in laws:
+        for tried in law.candidates:
+            kept = "kept" if tried.form == law.form else ""
+            competed.append((name, tried.form, *error_cells(tried.error)[:2], kept))
+    columns = ["law", "form", "median error", "p95", ""]
+    section.tables.append(Table("Forms that competed", columns, competed))
+    profile = found.profile
+    if profile is None:
+        why = found.why.get("profile", "there is no profile.json in its folder")
+        section.lines.append(f"There are no plots of residuals without its profile: {why}.")
+        return section
+    predicted = laws_from_fit(fit)
+    prefill = [(p.batch_size, p.input_length, median(p.seconds)) for p in profile.prefill]
+    decode = [(p.batch_size, p.cached_length, median(p.seconds)) for p in profile.decode]
+    figures = [
+        *_law_figures("prefill", prefill, predicted.engine.prefill_s),
+        *_law_figures("decode step", decode, partial(_step_s, fit.decode)),
+        _slices(predicted, profile),
+        _memory(fit, predicted, profile),
+    ]
+    section.figures += [figure for figure in figures if figure.svg]
+    return section
 
 
 def _step_s(law: LatencyFit, size: int, length: int) -> float:
