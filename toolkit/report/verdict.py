@@ -227,7 +227,7 @@ def alternative_lines(result: Tuning) -> list[str]:
     found = result.alternatives
     if found is None:
         return []
-    lines = []
+    lines: list[str] = []
     best = next((policy for policy in result.policies if policy.policy == found.best_of_all), None)
     if best is not None:
         state = "keeps all limits" if best.feasible else "also breaks limits"
@@ -238,13 +238,13 @@ def alternative_lines(result: Tuning) -> list[str]:
         ]
     if found.feasible:
         kept = [sibling for sibling in found.siblings if sibling.feasible]
-        most = max(kept, key=lambda sibling: sibling.up_to_rps or 0.0, default=None)
+        top = max(kept, key=lambda sibling: sibling.up_to_rps or 0.0, default=None)
         own_rps = found.up_to_rps or 0.0
-        if most is not None and (most.up_to_rps or 0.0) >= NOTABLE_RATE * own_rps:
-            up_to = f"up to {number(most.up_to_rps or 0.0)} requests/s on {_workers(most)}"
+        if top is not None and (top.up_to_rps or 0.0) >= NOTABLE_RATE * own_rps:
+            up_to = f"up to {number(top.up_to_rps or 0.0)} requests/s on {_workers(top)}"
             lines.append(
-                f"recipe {most.recipe} (engine {most.engine}) keeps all limits {up_to}, "
-                f"this one up to {number(own_rps)}{_fit_kind(most)}"
+                f"recipe {top.recipe} (engine {top.engine}) keeps all limits {up_to}, "
+                f"this one up to {number(own_rps)}{_fit_kind(top)}"
             )
         return lines
     kept = [option for option in found.siblings if option.feasible]
