@@ -153,8 +153,8 @@ def policies(as_json: JsonOption = False) -> None:
     def show_all() -> None:
         groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
         for one in sorted(lines, key=lambda line: not line.live):
-            row = (f"  {one.name}", one.does, one.source)
-            groups.setdefault(tuple(one.engines), []).append(row)
+            cells = (f"  {one.name}", one.does, one.source)
+            groups.setdefault(tuple(one.engines), []).append(cells)
         heads = ("policy", "what it does", "described by")
         show = aligned([heads, *(row for rows in groups.values() for row in rows)])
         show(heads)

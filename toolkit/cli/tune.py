@@ -240,7 +240,7 @@ def command(given: TuneOptions) -> None:
 
 def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
     """The recipe that is tuned, with the settings of the command line, and its fit; of a fleet,
-    also itself and its kinds after the first, whose settings of the search it has.
+    also itself and its kinds after the first. The settings of a fleet's search are the first's.
     """
     from toolkit.files.fleet import is_fleet
 
