@@ -470,7 +470,15 @@ def show(result: Tuning) -> None:
     what = "the recipe's settings" if result.keep_defaults else "the best settings"
     title = f"{what} beside the limits, all held-out requests together"
     table(["limit", ">allowed", ">predicted", "kept"], limits, title=title)
-    _show_sensitivity(result)
+    of_best = [one.importance for one in result.policies if one.held_out.key == after.key]
+    shares = of_best[0] if of_best else {}
+    swings: list[tuple[object, ...]] = []
+    for swept in result.sensitivity:
+        share = f"{100 * shares[swept.parameter]:.0f} %" if swept.parameter in shares else "-"
+        over = f"{word(swept.values[0])} .. {word(swept.values[-1])}"
+        swings.append((swept.parameter, f"{swept.swing_percent:.1f} %", share, over))
+    title = "how far goodput moves with one parameter, and its weight among all trials"
+    table(["parameter", ">goodput swing", ">importance", "over"], swings, title=title)
     _show_chart(result)
     for line in verdict(result):
         print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
@@ -531,24 +539,6 @@ def _show_sizing(sizing: Sizing) -> None:
     table(columns, rows, title=title)
     if len(shown) < len(sizing.rows):
         print(f"{len(shown)} of {len(sizing.rows)} tried counts; the file has all\n")
-
-
-def _show_sensitivity(result: Tuning) -> None:
-    shares = next(
-        (one.importance for one in result.policies if one.held_out.key == result.best_held_out.key),
-        {},
-    )
-    rows = [
-        (
-            one.parameter,
-            f"{one.swing_percent:.1f} %",
-            f"{100 * shares[one.parameter]:.0f} %" if one.parameter in shares else "-",
-            f"{word(one.values[0])} .. {word(one.values[-1])}",
-        )
-        for one in result.sensitivity
-    ]
-    title = "how far goodput moves with one parameter, and its weight among all trials"
-    table(["parameter", ">goodput swing", ">importance", "over"], rows, title=title)
 
 
 def _show_chart(result: Tuning) -> None:
