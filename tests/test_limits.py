@@ -22,7 +22,7 @@ from toolkit.deploy.render import TARGETS, render_target
 from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.tuning import Limit, Tuning, breaks, recipe_limits
+from toolkit.files.tuning import Limit, Tuning, TuningWindow, breaks, recipe_limits
 from toolkit.report.material import gather
 from toolkit.report.page import report
 from toolkit.serve.status import facts_of
@@ -364,12 +364,12 @@ def test_the_demo_continues_where_no_settings_keep_the_limits(
         ran.append(["serve", plan.name, *map(str, options)])
         yield "http://127.0.0.1:1"
 
-    promised = Tuning.model_construct(request_rate_rps=30.0, held_out_windows=[])
+    window = TuningWindow.model_construct(start_s=0.0, end_s=1.0)
+    promised = Tuning.model_construct(request_rate_rps=30.0, held_out_windows=[window])
     seen = BenchReport.model_construct(measured=dict.fromkeys(demo.COMPARED, 1.0))
     held = [demo.Held("goodput_rps", None, 1.0, 1.0, 1.0, None)]
     for name, value in {
         "overload": [],
-        "_tuned_window": [],
         "_safe_rows": 4,
         "_held": held,
         "simulate_sharing": {},

@@ -9,7 +9,7 @@ import pytest
 import samples
 from test_tuning import HEAD
 
-from toolkit.cli.tune_show import show
+from toolkit.cli.tune import show
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.io import digest, head

@@ -1,14 +1,14 @@
 """Arguments and options that several commands share, and how a command takes many of them.
 
-`command_of` makes a command of a function of one dataclass. Below it are the shared arguments and
-options, the functions that check and parse their values, and the words that a shell completes.
+In order: the words that a shell completes; `command_of`, which makes a command of a function of one
+dataclass; the shared arguments and options, and the functions that check and parse their values.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -20,14 +20,15 @@ from toolkit.sched.catalogue import ABOUT
 if TYPE_CHECKING:
     from toolkit.files.recipe import Recipe
 
-# Names and files that the shell completes. Imports no more than the names need.
-#
-# Each function takes the start of a word and returns the words that begin with it. Where there is
-# no function the shell completes files by itself.
-
 UNIT_STEP = "unit-step"
 RENDERED = ("local", "systemd", "compose", "kubernetes", "kuberay", "ray", "vllm", "sglang")
 SERVED = ("local", "ray", "systemd", "compose")
+SLA_EXAMPLE = "ttft_p99_s=2"
+
+T = TypeVar("T")
+
+# What the shell completes. Each function takes the start of a word, returns the words that begin
+# with it, and imports no more than they need. Without a function the shell completes files.
 
 
 def recipes(incomplete: str) -> list[str]:
@@ -98,30 +99,36 @@ def _words(incomplete: str, names: Iterable[str], *patterns: str) -> list[str]:
     return sorted({word for word in [*names, *here] if word.startswith(incomplete)})
 
 
-SLA_EXAMPLE = "ttft_p99_s=2"
+def option(default: T, *names: str, **settings: Any) -> T:
+    """A field that `command_of` makes an option: its default value, its names where they are not
+    the field's, and the settings of `typer.Option`.
+    """
+    return field(default=default, metadata={"typer": typer.Option(*names, **settings)})
 
 
-Options = TypeVar("Options")
+def argument(default: T, **settings: Any) -> T:
+    """The same for an argument, with the settings of `typer.Argument`."""
+    return field(default=default, metadata={"typer": typer.Argument(**settings)})
 
 
-def command_of(
-    options: type[Options],
-) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+def command_of(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Make a typer command of a function of one dataclass: its fields are the arguments and
     options.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = [
         inspect.Parameter(
-            field.name,
+            one.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
+            annotation=Annotated[hints[one.name], one.metadata["typer"]]
+            if one.metadata
+            else hints[one.name],
         )
-        for field in fields(options)  # type: ignore[arg-type]  # it is a dataclass
+        for one in fields(options)  # type: ignore[arg-type]  # it is a dataclass
     ]
 
-    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
+    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
             function(options(**given))
 
@@ -184,21 +191,15 @@ def open_recipe(path: Path) -> Recipe:
     return recipe
 
 
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP),
-]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
 SlaOption = Annotated[
     list[str] | None,
     typer.Option(
         "--sla", metavar="KEY=SECONDS", help="Set a latency target, like ttft_p99_s=2; repeatable."
     ),
 ]
-
-
 TraceOption = Annotated[
-    str,
-    typer.Option(autocompletion=traces, help="A trace file, or the name of a shipped trace."),
+    str, typer.Option(autocompletion=traces, help="A trace file, or the name of a shipped trace.")
 ]
 RateOption = Annotated[
     float | None, typer.Option(help="Scale arrivals to this many requests per second.")
@@ -222,20 +223,11 @@ ForeignOption = Annotated[
         help="Continue although the plan is for another device, engine, version or model.",
     ),
 ]
-
 LoopOption = Annotated[
     Literal["open", "closed"] | None,
     typer.Option(
         help="Send a session's later turns at the trace's times (open), or when the turn before has"
         " ended and been thought about (closed). Default: closed, if the trace has sessions."
-    ),
-]
-
-BrokenOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-broken-limits",
-        help="Continue although the settings are predicted to break limits; --force does so, too.",
     ),
 ]
 
@@ -260,11 +252,9 @@ def parse_sla(targets: list[str] | None) -> dict[str, float]:
     for key, text in (split(word, SLA_EXAMPLE) for word in targets or []):
         limit = value(text)
         if isinstance(limit, (bool, str)) or not 0 < limit < float("inf"):
-            raise InputError(
-                f"--sla {key}={text}: not a positive number of seconds",
-                f"for example {SLA_EXAMPLE}",
-            )
-        problem = sla_problem(key, limit)
+            problem = "not a positive number of seconds"
+        else:
+            problem = sla_problem(key, limit)
         if problem:
             raise InputError(f"--sla {key}={text}: {problem}", f"for example {SLA_EXAMPLE}")
         sla[key] = float(limit)

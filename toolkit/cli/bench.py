@@ -24,6 +24,7 @@ from toolkit.cli.arguments import (
     SlaOption,
     TraceOption,
     command_of,
+    option,
     parse_sla,
 )
 from toolkit.cli.basis import VALIDATION, note_trace, plan_address, warn_of_foreign
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
     from toolkit.bench.session import RequestSettings, Subject
     from toolkit.files.bench import BenchReport, Validation
     from toolkit.files.plan import Plan
-    from toolkit.files.tuning import Tuning
     from toolkit.traces.types import Trace
-    from toolkit.traces.windows import TraceWindow
 
 LOCAL = "http://127.0.0.1:8000"
 LATE_S = 0.05  # a larger delay in the client itself is worth a warning
@@ -47,67 +46,48 @@ LATE_S = 0.05  # a larger delay in the client itself is worth a warning
 class BenchOptions:
     """The command line of `llmctl bench`."""
 
-    url: Annotated[
-        str | None,
-        typer.Option(help="URL of the server; default: the plan's, or http://127.0.0.1:8000."),
-    ] = None
+    url: str | None = option(
+        None, help="URL of the server; default: the plan's, or http://127.0.0.1:8000."
+    )
     trace: TraceOption = "chat-small"
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            help="The server's plan: lengths are scaled to its model, metrics predicted from it."
-        ),
-    ] = None
+    plan: Path | None = option(
+        None, help="The server's plan: lengths are scaled to its model, metrics predicted from it."
+    )
     rate: RateOption = None
-    start: Annotated[
-        float, typer.Option(min=0.0, help="Skip this many seconds of the (scaled) trace.")
-    ] = 0.0
-    duration: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Replay this many seconds; default: to the end of the trace."),
-    ] = None
-    warmup: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="Seconds of other requests before the replay, which tell the prediction how fast "
-            "the machine is; 0: no warm-up. Only with --plan.",
-        ),
-    ] = 15.0
+    start: float = option(0.0, min=0.0, help="Skip this many seconds of the (scaled) trace.")
+    duration: float | None = option(
+        None, min=0.0, help="Replay this many seconds; default: to the end of the trace."
+    )
+    warmup: float = option(
+        15.0,
+        min=0.0,
+        help="Seconds of other requests before the replay, which tell the prediction how fast "
+        "the machine is; 0: no warm-up. Only with --plan.",
+    )
     max_error: MaxErrorOption = None
-    out: Annotated[Path | None, typer.Option(help="Write the report to this file, as JSON.")] = None
-    save_requests: Annotated[
-        Path | None,
-        typer.Option(help="Write the times of every request to this file, as a canonical trace."),
-    ] = None
+    out: Path | None = option(None, help="Write the report to this file, as JSON.")
+    save_requests: Path | None = option(
+        None, help="Write the times of every request to this file, as a canonical trace."
+    )
     sla: SlaOption = None
-    lengths: Annotated[
-        Literal["hidden", "given"] | None,
-        typer.Option(
-            help="Whether the server's scheduler knows the output lengths: 'given' sends each as "
-            "max_tokens. Default: 'hidden' if the server allows it (llmctl serve "
-            "--allow-end-after), else 'given'."
-        ),
-    ] = None
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="The limit of requests without one in the trace; default: the plan's, or 256.",
-        ),
-    ] = None
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Draw the prompts' tokens below this number; default: the plan's, or 256."
-        ),
-    ] = None
+    lengths: Literal["hidden", "given"] | None = option(
+        None,
+        help="Whether the server's scheduler knows the output lengths: 'given' sends each as "
+        "max_tokens. Default: 'hidden' if the server allows it (llmctl serve "
+        "--allow-end-after), else 'given'.",
+    )
+    max_new_tokens: int | None = option(
+        None,
+        min=1,
+        help="The limit of requests without one in the trace; default: the plan's, or 256.",
+    )
+    vocab_size: int | None = option(
+        None, min=1, help="Draw the prompts' tokens below this number; default: the plan's, or 256."
+    )
     model: ModelOption = None
     api_key: ApiKeyOption = ""
-    timeout: Annotated[
-        float, typer.Option(min=0.001, help="Give up a request after this many seconds.")
-    ] = 600.0
-    seed: Annotated[int, typer.Option(min=0, help="Draw the prompts from this seed.")] = 0
+    timeout: float = option(600.0, min=0.001, help="Give up a request after this many seconds.")
+    seed: int = option(0, min=0, help="Draw the prompts from this seed.")
     loop: LoopOption = None
     force: ForeignOption = False
     as_json: JsonOption = False
@@ -122,7 +102,7 @@ def bench(given: BenchOptions) -> None:
     times. Ctrl-C ends the replay early and reports the requests that were answered.
     """
     from toolkit.bench.report import request_lines
-    from toolkit.bench.session import Measurement, hold
+    from toolkit.bench.session import Measurement, RequestSettings, hold
     from toolkit.files.io import check_writable, read_file, write_file
     from toolkit.files.plan import Plan
     from toolkit.traces.types import trace_path
@@ -134,7 +114,9 @@ def bench(given: BenchOptions) -> None:
     planned = read_file(Plan, given.plan) if given.plan else None
     targets = parse_sla(given.sla) or (planned.recipe.sla if planned else {})
     path = trace_path(given.trace)
-    subject = _look_at_server(given, path, planned, _settings(given))
+    of_prompts = (given.lengths, given.max_new_tokens, given.vocab_size)
+    settings = RequestSettings(given.rate, *of_prompts, given.timeout, given.seed, given.loop)
+    subject = _look_at_server(given, path, planned, settings)
     part = excerpt(subject.trace, given.start, given.duration)
     note_trace(part)
     for line in (*subject.notes, *_rate_notes(planned, subject.trace)):
@@ -144,9 +126,8 @@ def bench(given: BenchOptions) -> None:
         note("interrupted during the warm-up: nothing was measured")
         raise typer.Exit(130)
     replay = measurement.replay()
-    result = measurement.report(
-        replay, {"trace": path} | ({"plan": given.plan} if given.plan else {})
-    )
+    made_from = {"trace": path} | ({"plan": given.plan} if given.plan else {})
+    result = measurement.report(replay, made_from)
     if given.save_requests:
         write_lines(request_lines(replay.samples), given.save_requests)
     if given.out:
@@ -181,20 +162,6 @@ def _look_at_server(
     return look_at(target, loaded, planned, settings, warn_of_foreign if given.force else None)
 
 
-def _settings(given: BenchOptions) -> RequestSettings:
-    from toolkit.bench.session import RequestSettings
-
-    return RequestSettings(
-        given.rate,
-        given.lengths,
-        given.max_new_tokens,
-        given.vocab_size,
-        given.timeout,
-        given.seed,
-        given.loop,
-    )
-
-
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
     """A line, if the trace's rate differs from the rate that the plan was tuned for: its promise
     holds for that rate only.
@@ -212,35 +179,32 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
 
 
 def _show(result: BenchReport) -> None:
+    """Print the metrics, and the targets where there are any."""
+
     def error(value: float | None) -> str | None:
         return None if value is None else percent(value)
 
-    if not result.predicted:
-        table(["metric", ">measured"], [[row.metric, row.measured] for row in result.compared])
-    else:
-        rows = [
-            [row.metric, row.measured, row.predicted, error(row.error_percent)]
-            + ([row.as_fitted, error(row.as_fitted_error_percent)] if result.warmup else [])
-            for row in result.compared
-        ]
-        columns = ["metric", ">measured", ">predicted", ">its error"]
-        table(columns + ([">as fitted", ">its error"] if result.warmup else []), rows)
-    if result.targets:
-        _show_targets(result)
-
-
-def _show_targets(result: BenchReport) -> None:
+    predicted = bool(result.predicted)
+    warm = predicted and result.warmup is not None
+    rows: list[list[object]] = []
+    for row in result.compared:
+        rows.append([row.metric, row.measured])
+        rows[-1] += [row.predicted, error(row.error_percent)] if predicted else []
+        rows[-1] += [row.as_fitted, error(row.as_fitted_error_percent)] if warm else []
+    columns = ["metric", ">measured", ">predicted", ">its error", ">as fitted", ">its error"]
+    table(columns[: 2 + 2 * predicted + 2 * warm], rows)
+    if not result.targets:
+        return
     words = {True: "yes", False: "NO", None: None}
-    rows = [
-        [one.target, one.limit_s, one.measured_s, words[one.kept]]
-        + ([one.predicted_s, words[one.predicted_kept]] if result.predicted else [])
-        for one in result.targets
-    ]
+    rows = []
+    for one in result.targets:
+        rows.append([one.target, one.limit_s, one.measured_s, words[one.kept]])
+        rows[-1] += [one.predicted_s, words[one.predicted_kept]] if predicted else []
     attained = [side.get("sla_attainment_percent") for side in (result.measured, result.predicted)]
     rows.append(["requests within all", None, _share(attained[0]), None])
-    rows[-1] += [_share(attained[1]), None] if result.predicted else []
-    columns = ["target", ">limit", ">measured", "kept"]
-    table(columns + ([">predicted", "kept"] if result.predicted else []), rows)
+    rows[-1] += [_share(attained[1]), None] if predicted else []
+    columns = ["target", ">limit", ">measured", "kept", ">predicted", "kept"]
+    table(columns[: 4 + 2 * predicted], rows)
 
 
 def _share(percent: float | None) -> str | None:
@@ -250,27 +214,27 @@ def _share(percent: float | None) -> str | None:
 def _print_notes(result: BenchReport) -> None:
     """Print what a reader must know before trusting the table."""
     if result.warmup and result.replay_slowdown:
-        warm, costs_s = result.warmup, (result.replay_arrival_cost_s, result.warmup.arrival_cost_s)
-        slow = (
-            f"{result.replay_slowdown:.2f} times as long as fitted; in the warm-up"
-            f" {warm.slowdown:.2f}"
-        )
-        note(f"during the replay batches took {slow}")
-        if any(costs_s):
-            note(
-                f"a request that arrived added {seconds(costs_s[0])} to each; in the"
-                f" warm-up {seconds(costs_s[1])}"
-            )
-        note(_hindsight(result))
+        slow = f"{result.replay_slowdown:.2f} times as long as fitted"
+        note(f"during the replay batches took {slow}; in the warm-up {result.warmup.slowdown:.2f}")
+        cost_s, before_s = result.replay_arrival_cost_s, result.warmup.arrival_cost_s
+        if cost_s or before_s:
+            added = f"{seconds(cost_s)} to each; in the warm-up {seconds(before_s)}"
+            note(f"a request that arrived added {added}")
+        metrics = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")
+        predicted, measured = result.predicted_in_hindsight, result.measured
+        errors = [
+            f"{name} {percent(100.0 * (predicted[name] / measured[name] - 1.0))}"
+            for name in metrics
+            if measured.get(name)
+        ]
+        note(f"at that speed the prediction's errors would be: {', '.join(errors)}")
     if result.scheduling:
         note(result.scheduling.text())
     if result.cache:
         note(result.cache.text())
     if result.interrupted:
-        note(
-            f"interrupted: {result.answered:,} of {result.requests:,} requests were"
-            " answered, and are reported"
-        )
+        answered = f"{result.answered:,} of {result.requests:,} requests were answered"
+        note(f"interrupted: {answered}, and are reported")
     for reason, count in result.failures.items():
         note(f"{count:,} requests failed: {reason}")
     if result.refused:
@@ -282,22 +246,8 @@ def _print_notes(result: BenchReport) -> None:
     if result.wrong_length:
         note(f"{result.wrong_length:,} outputs had another length than in the trace")
     if result.send_lag_p99_s > LATE_S:
-        note(
-            "the client was short of CPU: requests left up to"
-            f" {seconds(result.send_lag_p99_s)} late (p99)"
-        )
-
-
-def _hindsight(result: BenchReport) -> str:
-    """The prediction's errors at the speed of the replay, which are the laws' errors."""
-    names = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")
-    predicted, measured = result.predicted_in_hindsight, result.measured
-    errors = [
-        f"{name} {percent(100.0 * (predicted[name] / measured[name] - 1.0))}"
-        for name in names
-        if measured.get(name)
-    ]
-    return f"at that speed the prediction's errors would be: {', '.join(errors)}"
+        late = f"requests left up to {seconds(result.send_lag_p99_s)} late (p99)"
+        note(f"the client was short of CPU: {late}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,54 +258,37 @@ class ValidateOptions:
         Path,
         typer.Argument(metavar="PLAN.json", help="The plan of the server, from `llmctl render`."),
     ]
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="URL of the server; default: the recipe's engine.url, or its serve.port on this "
-            "machine."
-        ),
-    ] = None
+    url: str | None = option(
+        None,
+        help="URL of the server; default: the recipe's engine.url, or its serve.port on this "
+        "machine.",
+    )
     trace: TraceOption = "chat-small"
     rate: RateOption = None
-    windows: Annotated[
-        int, typer.Option(min=1, help="Replay this many windows, spread evenly over the trace.")
-    ] = 3
-    window_s: Annotated[
-        float,
-        typer.Option(
-            "--window", min=0.1, help="Seconds of each window, if the trace is long enough."
-        ),
-    ] = 20.0
-    tuning: Annotated[
-        Path | None,
-        typer.Option(
-            help="Replay the held-out windows of this tuning.json at its rate, instead of "
-            "--windows and --rate."
-        ),
-    ] = None
-    warmup: Annotated[
-        float,
-        typer.Option(min=0.0, help="Seconds of other requests before each window; 0: no warm-up."),
-    ] = 15.0
+    windows: int = option(3, min=1, help="Replay this many windows, spread evenly over the trace.")
+    window_s: float = option(
+        20.0, "--window", min=0.1, help="Seconds of each window, if the trace is long enough."
+    )
+    tuning: Path | None = option(
+        None,
+        help="Replay the held-out windows of this tuning.json at its rate, instead of "
+        "--windows and --rate.",
+    )
+    warmup: float = option(
+        15.0, min=0.0, help="Seconds of other requests before each window; 0: no warm-up."
+    )
     max_error: MaxErrorOption = None
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the result to this file; default: validation.json beside the plan."
-        ),
-    ] = None
+    out: Path | None = option(
+        None, help="Write the result to this file; default: validation.json beside the plan."
+    )
     model: ModelOption = None
     api_key: ApiKeyOption = ""
-    seed: Annotated[
-        int, typer.Option(min=0, help="Draw the windows' positions and the prompts from this seed.")
-    ] = 0
-    save_requests: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write every request, also of warm-ups, as measured and as predicted to this file "
-            "(JSONL)."
-        ),
-    ] = None
+    seed: int = option(0, min=0, help="Draw the windows' positions and the prompts from this seed.")
+    save_requests: Path | None = option(
+        None,
+        help="Write every request, also of warm-ups, as measured and as predicted to this file "
+        "(JSONL).",
+    )
     loop: LoopOption = None
     force: ForeignOption = False
     as_json: JsonOption = False
@@ -374,7 +307,7 @@ def validate(given: ValidateOptions) -> None:
     from toolkit.files.plan import Plan
     from toolkit.files.tuning import Tuning
     from toolkit.traces.types import trace_path
-    from toolkit.traces.windows import fit_windows
+    from toolkit.traces.windows import TraceWindow, cut, fit_windows
 
     written = given.out or given.plan.with_name(VALIDATION)
     for file in filter(None, (written, given.save_requests)):
@@ -386,10 +319,11 @@ def validate(given: ValidateOptions) -> None:
     settings = RequestSettings(rate, seed=given.seed, loop=given.loop)
     subject = _look_at_server(given, path, planned, settings)
     if tuned:
-        chosen = _held_out(tuned, subject.trace)
+        spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
+        chosen = [TraceWindow(*span, cut(subject.trace, *span)) for span in spans]
     else:
-        cut = fit_windows(subject.trace, given.window_s, given.windows, 0, given.seed)
-        subject, chosen = replace(subject, trace=cut.trace), cut.search
+        found = fit_windows(subject.trace, given.window_s, given.windows, 0, given.seed)
+        subject, chosen = replace(subject, trace=found.trace), found.search
     note_trace(subject.trace)
     for line in subject.notes:
         note(line)
@@ -409,51 +343,37 @@ def validate(given: ValidateOptions) -> None:
         hold(((each.metric, each.error_percent) for each in result.metrics), given.max_error)
 
 
-def _held_out(tuned: Tuning, whole: Trace) -> list[TraceWindow]:
-    from toolkit.traces.windows import TraceWindow, cut
-
-    spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
-    return [TraceWindow(start_s, end_s, cut(whole, start_s, end_s)) for start_s, end_s in spans]
-
-
 def _show_validation(result: Validation) -> None:
     """Print the errors for people."""
     rows = [
         [
-            each.metric,
-            each.measured,
-            each.predicted,
-            percent(each.error_percent),
-            percent(each.worst_percent),
+            one.metric,
+            one.measured,
+            one.predicted,
+            *map(percent, (one.error_percent, one.worst_percent)),
         ]
-        for each in result.metrics
+        for one in result.metrics
     ]
-    table(
-        ["metric", ">measured", ">predicted", ">its error", ">worst window"],
-        rows,
-        "means over the windows",
-    )
+    columns = ["metric", ">measured", ">predicted", ">its error", ">worst window"]
+    table(columns, rows, "means over the windows")
     requests = [
         [
-            each.latency,
-            percent(each.median_percent),
-            f"{each.median_absolute_percent:.1f} %",
-            each.requests,
+            one.latency,
+            percent(one.median_percent),
+            f"{one.median_absolute_percent:.1f} %",
+            one.requests,
         ]
-        for each in result.requests
+        for one in result.requests
     ]
     table(["request by request", ">median error", ">median size of it", ">requests"], requests)
     slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)
-    note(
-        f"before the windows, batches took {slow} times as long as fitted;"
-        " the predictions include that"
-    )
+    took = f"batches took {slow} times as long as fitted"
+    note(f"before the windows, {took}; the predictions include that")
     for number, window in enumerate(result.windows, start=1):
         if window.cache:
             note(f"window {number}: {window.cache.text()}")
-    failed, refused = (
-        sum(getattr(window, name) for window in result.windows) for name in ("failed", "refused")
-    )
+    failed = sum(window.failed for window in result.windows)
+    refused = sum(window.refused for window in result.windows)
     if failed:
         note(f"{failed:,} requests failed")
     if refused:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from toolkit.cli import arguments
-from toolkit.cli.arguments import JsonOption, command_of
+from toolkit.cli.arguments import JsonOption, command_of, option
 from toolkit.cli.basis import note_rest, plain
 from toolkit.cli.output import (
     WIDTH,
@@ -56,24 +56,17 @@ CDF_POINTS = 200
 class CompareOptions(StageOptions):
     """The command line of `llmctl compare`."""
 
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=arguments.policies,
-            help="Names, separated by commas; default: all except the oracles, which need the "
-            "future; of servers that were tuned, their own.",
-        ),
-    ] = None
-    rate: Annotated[
-        list[str] | None,
-        typer.Option(help="Scale arrivals to this many requests per second; several: 5,10,20."),
-    ] = None
-    columns: Annotated[
-        str | None, typer.Option(help="Metrics to show, separated by commas; --json has all.")
-    ] = None
-    png: Annotated[
-        Path | None, typer.Option(help="Draw the plots to this file; needs the extra 'plot'.")
-    ] = None
+    policies: str | None = option(
+        None,
+        autocompletion=arguments.policies,
+        help="Names, separated by commas; default: all except the oracles, which need the "
+        "future; of servers that were tuned, their own.",
+    )
+    rate: list[str] | None = option(
+        None, help="Scale arrivals to this many requests per second; several: 5,10,20."
+    )
+    columns: str | None = option(None, help="Metrics to show, separated by commas; --json has all.")
+    png: Path | None = option(None, help="Draw the plots to this file; needs the extra 'plot'.")
     as_json: JsonOption = False
 
 
@@ -94,11 +87,8 @@ def command(given: CompareOptions) -> None:
     if given.png:
         require_matplotlib()
         check_writable(given.png)
-    named = (
-        list(dict.fromkeys(_words("--policies", given.policies)))
-        if given.policies is not None
-        else []
-    )
+    listed = [] if given.policies is None else _words("--policies", given.policies)
+    named = list(dict.fromkeys(listed))
     asked = given.asked()
     # checks --set before fits and the trace are read
     assign_settings(asked.policies(named, list(KNOWN)), asked.settings, asked.kinds)
@@ -150,13 +140,12 @@ def _collect(simulations: Iterator[PolicyRun], total: int) -> list[PolicyRun]:
     return sorted(runs, key=lambda run: (run.rate_rps, -run.metrics.get("goodput_rps", -1.0)))
 
 
-def _words(option: str, text: str) -> list[str]:
+def _words(name: str, text: str) -> list[str]:
     """The words between the commas. `InputError` where there are none."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
-        raise InputError(
-            f"{option} '{text}': the list is empty", "leave the option out for the default"
-        )
+        hint = "leave the option out for the default"
+        raise InputError(f"{name} '{text}': the list is empty", hint)
     return words
 
 
@@ -166,9 +155,8 @@ def _rates(words: Sequence[str] | None) -> list[float]:
         try:
             rates.append(float(word))
         except ValueError:
-            raise InputError(
-                f"--rate {word}: not a number of requests per second", "for example 5,10,20"
-            ) from None
+            found = f"--rate {word}: not a number of requests per second"
+            raise InputError(found, "for example 5,10,20") from None
     return sorted(set(rates))
 
 
@@ -204,34 +192,23 @@ def _print_notes(runs: Sequence[PolicyRun], world: World, sla: Mapping[str, floa
     """Print what a reader must know before trusting the table."""
     if not sla:
         note("no --sla was given: goodput counts every finished request")
-    for run in runs:
-        lines = (
-            [run.problem]
-            if run.problem
-            else [
-                *refusal_notes(run.refusals),
-                *hit_notes(run.metrics),
-                *unfinished_notes(run.metrics),
-            ]
-        )
-        for line in lines:
-            note(f"{_name(run, runs)}: {line}")
+    many = _rates_of(runs) > 1
     beyond: dict[str, list[str]] = {}
     for run in runs:
+        name = f"{run.policy} at {number(run.rate_rps)}/s" if many else run.policy
+        lines = [run.problem]
+        if not run.problem:
+            lines = [*refusal_notes(run.refusals), *hit_notes(run.metrics)]
+            lines += unfinished_notes(run.metrics)
+        for line in lines:
+            note(f"{name}: {line}")
         share = run.metrics.get("extrapolated_batches_percent", 0.0)
         if share:
-            beyond.setdefault(str(world.range_of(run.policy)), []).append(
-                f"{_name(run, runs)} {number(share)} %"
-            )
+            valid = str(world.range_of(run.policy))
+            beyond.setdefault(valid, []).append(f"{name} {number(share)} %")
     for valid, shares in beyond.items():
-        note(
-            f"warning: batches outside what the fit measured ({valid}) are extrapolated:"
-            f" {', '.join(shares)}"
-        )
-
-
-def _name(run: PolicyRun, runs: Sequence[PolicyRun]) -> str:
-    return f"{run.policy} at {number(run.rate_rps)}/s" if _rates_of(runs) > 1 else run.policy
+        batches = f"batches outside what the fit measured ({valid})"
+        note(f"warning: {batches} are extrapolated: {', '.join(shares)}")
 
 
 def _rates_of(runs: Sequence[PolicyRun]) -> int:
@@ -270,34 +247,27 @@ def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
     if not done:
         return []
     if _rates_of(runs) > 1:
-        return [
-            FigurePanel(title, curves=_over_rates(done, metric), x_name="requests/s that arrive")
-            for title, metric in (
-                ("goodput, requests/s", "goodput_rps"),
-                ("TTFT, p99, s", "ttft_p99_s"),
-            )
-        ]
+        panels = []
+        for title, metric in (
+            ("goodput, requests/s", "goodput_rps"),
+            ("TTFT, p99, s", "ttft_p99_s"),
+        ):
+            over_rates: dict[str, tuple[list[float], list[float]]] = {}
+            for run in done:  # by rate, ascending
+                xs, ys = over_rates.setdefault(run.policy, ([], []))
+                xs.append(run.rate_rps)
+                ys.append(run.metrics[metric])
+            panels.append(FigurePanel(title, curves=over_rates, x_name="requests/s that arrive"))
+        return panels
     shares = np.linspace(0.0, 100.0, CDF_POINTS)
     curves = {
         run.policy: (np.percentile(run.e2e_s, shares).tolist(), shares.tolist()) for run in done
     }
+    goodputs = {run.policy: run.metrics["goodput_rps"] for run in done}
+    tails = {run.policy: run.metrics["e2e_p99_s"] for run in done}
+    share = "requests with an E2E of at most x, %"
     return [
-        FigurePanel(
-            "goodput, requests/s", bars={run.policy: run.metrics["goodput_rps"] for run in done}
-        ),
-        FigurePanel("E2E, p99, s", bars={run.policy: run.metrics["e2e_p99_s"] for run in done}),
-        FigurePanel(
-            "requests with an E2E of at most x, %", curves=curves, x_name="E2E, s (log)", log_x=True
-        ),
+        FigurePanel("goodput, requests/s", bars=goodputs),
+        FigurePanel("E2E, p99, s", bars=tails),
+        FigurePanel(share, curves=curves, x_name="E2E, s (log)", log_x=True),
     ]
-
-
-def _over_rates(
-    runs: Sequence[PolicyRun], metric: str
-) -> dict[str, tuple[list[float], list[float]]]:
-    curves: dict[str, tuple[list[float], list[float]]] = {}
-    for run in runs:  # by rate, ascending
-        xs, ys = curves.setdefault(run.policy, ([], []))
-        xs.append(run.rate_rps)
-        ys.append(run.metrics[metric])
-    return curves

@@ -84,7 +84,9 @@ def command(
     stage.llmctl("render", named, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
     excerpt = overload(open_recipe(recipe), plan, trace)
     with stage.server(plan, *allowed) as url:
-        stage.bench(url, plan, trace, _tuned_window(promised), bench_tuned)
+        window, rate = promised.held_out_windows[0], promised.request_rate_rps
+        first = f"--start {window.start_s:.3f} --duration {window.end_s - window.start_s:.3f}"
+        stage.bench(url, plan, trace, f"--rate {rate:.6g} {first}".split(), bench_tuned)
         stage.title("5/7  the same server at an overload")
         stage.bench(url, plan, trace, excerpt, bench)
     stage.title("6/7  the same requests, workers and memory under sequence-level scheduling (SLS)")
@@ -96,18 +98,11 @@ def command(
     page = out / "report.html"
     stage.llmctl("report", plan, "--out", page)
     held = _held(promised, read_file(BenchReport, bench_tuned))
-    compared, took_s = _compared(bench, bench_sls), time.monotonic() - start
+    scls, sls = (read_file(BenchReport, path).measured for path in (bench, bench_sls))
+    compared = {key: {"sls": sls[key], "scls": scls[key]} for key in COMPARED}
+    took_s = time.monotonic() - start
     result = Achieved(promised.request_rate_rps, held, compared, str(page), took_s, sharing)
     emit(as_json, result, lambda: _show(result, out))
-
-
-def _compared(bench: Path, bench_sls: Path) -> dict[str, dict[str, float]]:
-    """What both schedulers measured at the overload, by metric."""
-    from toolkit.files.bench import BenchReport
-    from toolkit.files.io import read_file
-
-    scls, sls = (read_file(BenchReport, path) for path in (bench, bench_sls))
-    return {key: {"sls": sls.measured[key], "scls": scls.measured[key]} for key in COMPARED}
 
 
 @dataclass(slots=True, frozen=True)
@@ -144,19 +139,17 @@ class Achieved:
         targets = [one for one in self.promise if one.limit is not None]
         broken = [one.metric for one in targets if not one.kept]
         goodput = next(one for one in self.promise if one.metric == "goodput_rps")
-        kept = f"broke {', '.join(broken)}" if broken else f"kept {_all_of(len(targets))}"
+        few = ("no target, as the recipe has none", "its target", "both targets")
+        every = few[len(targets)] if len(targets) < len(few) else f"all {len(targets)} targets"
+        kept = f"broke {', '.join(broken)}" if broken else f"kept {every}"
         beside = f", {goodput.predicted:.3g} predicted" if goodput.predicted is not None else ""
-        rate = (
-            f"At {self.request_rate_rps:.3g} requests/s the tuned server {kept}"
-            f" (goodput {goodput.measured:.3g}/s"
+        tuned = f"{kept} (goodput {goodput.measured:.3g}/s{beside})"
+        sls, scls = (self.overload["throughput_rps"][name] for name in ("sls", "scls"))
+        more = f"{scls / sls:.2f} times the throughput of SLS" if sls else "more than SLS"
+        return (
+            f"At {self.request_rate_rps:.3g} requests/s the tuned server {tuned}, "
+            f"and under overload it served {more}."
         )
-        found = self.overload["throughput_rps"]
-        more = (
-            f"{found['scls'] / found['sls']:.2f} times the throughput of SLS"
-            if found["sls"]
-            else "more than SLS"
-        )
-        return f"{rate}{beside}), and under overload it served {more}."
 
 
 @dataclass(slots=True, frozen=True)
@@ -211,46 +204,31 @@ class Stages:
     @contextmanager
     def server(self, plan: Path, *options: object) -> Iterator[str]:
         """`llmctl serve` in the background until the block ends; yields its URL once ready."""
-        port = _free_port()
-        server = self._start(
-            ["serve", "--plan", plan, "--port", port, "--allow-end-after", *options], " &"
-        )
+        from urllib.request import urlopen
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = int(free.getsockname()[1])
+        words = ["serve", "--plan", plan, "--port", port, "--allow-end-after", *options]
+        server = self._start(words, " &")
         try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(url, server)
+            url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_TIMEOUT_S
+            while True:
+                if server.poll() is not None:
+                    raise typer.Exit(server.returncode or 1)
+                try:
+                    with urlopen(f"{url}/ready", timeout=5):
+                        break
+                except OSError:  # also URLError: nothing listens yet, or 503 while workers load
+                    time.sleep(0.2)
+                if time.monotonic() > end:
+                    late = f"the server was not ready within {START_TIMEOUT_S:.0f} s"
+                    print(f"error: {late}", file=sys.stderr)
+                    raise typer.Exit(1)
             yield url
         finally:
             server.terminate()
             server.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def _wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    from urllib.request import urlopen
-
-    end = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < end:
-        if server.poll() is not None:
-            raise typer.Exit(server.returncode or 1)
-        try:
-            with urlopen(f"{url}/ready", timeout=5):
-                return
-        except OSError:  # also URLError: nothing listens yet, or 503 while workers load
-            time.sleep(0.2)
-    print(f"error: the server was not ready within {START_TIMEOUT_S:.0f} s", file=sys.stderr)
-    raise typer.Exit(1)
-
-
-def _tuned_window(tuning: Tuning) -> list[str]:
-    """The options for replaying the first window that the tuning held out, at the tuned rate."""
-    window = tuning.held_out_windows[0]
-    rate, long_s = tuning.request_rate_rps, window.end_s - window.start_s
-    return f"--rate {rate:.6g} --start {window.start_s:.3f} --duration {long_s:.3f}".split()
 
 
 def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
@@ -270,18 +248,10 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
         for one in tuned.targets
     ]
     promised = tuning.best_held_out.metrics
-    metrics = ("goodput_rps", "throughput_rps", "sla_attainment_percent")
-    return targets + [
-        Held(
-            name,
-            None,
-            promised.get(name),
-            tuned.predicted.get(name),
-            tuned.measured.get(name, 0.0),
-            None,
-        )
-        for name in metrics
-    ]
+    for name in ("goodput_rps", "throughput_rps", "sla_attainment_percent"):
+        said, predicted = promised.get(name), tuned.predicted.get(name)
+        targets.append(Held(name, None, said, predicted, tuned.measured.get(name, 0.0), None))
+    return targets
 
 
 def as_typed(recipe: Path) -> str:
@@ -335,12 +305,6 @@ def _safe_rows(fit: Path) -> int:
     return max(1, int(laws_from_fit(fitted).memory.max_batch(longest, 0, 0.0)[0]))
 
 
-def _all_of(count: int) -> str:
-    return {0: "no target, as the recipe has none", 1: "its target", 2: "both targets"}.get(
-        count, f"all {count} targets"
-    )
-
-
 def _show(result: Achieved, folder: Path) -> None:
     words = {True: "yes", False: "NO", None: None}
     rows = [
@@ -349,18 +313,12 @@ def _show(result: Achieved, folder: Path) -> None:
     ]
     title = f"what tune promised, at the tuned rate: {result.request_rate_rps:.4g} requests/s"
     table(["", ">limit", ">tune said", ">predicted", ">measured", "kept"], rows, title)
-    ratios = [
-        [
-            key,
-            both["sls"],
-            both["scls"],
-            f"{both['scls'] / both['sls']:.2f}x" if both["sls"] else "-",
-        ]
-        for key, both in result.overload.items()
-    ]
-    table(
-        ["measured live, same requests", "SLS", "SCLS, tuned", ">ratio"], ratios, "under overload"
-    )
+    ratios: list[list[object]] = []
+    for key, both in result.overload.items():
+        sls, scls = both["sls"], both["scls"]
+        ratios.append([key, sls, scls, f"{scls / sls:.2f}x" if sls else "-"])
+    columns = ["measured live, same requests", "SLS", "SCLS, tuned", ">ratio"]
+    table(columns, ratios, "under overload")
     shared = [[key, both["without"], both["with"]] for key, both in result.sharing.items()]
     if shared:
         titles = ["simulated, vLLM on an H200", ">no prefix cache", ">its default"]

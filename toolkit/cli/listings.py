@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,9 +17,6 @@ from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
 from toolkit.cli.output import WIDTH, aligned, emit, table
 from toolkit.errors import EngineError
 from toolkit.sched.catalogue import ABOUT
-
-if TYPE_CHECKING:
-    from toolkit.backends import Check
 
 SIMULATED = "in simulations only: they need the future"
 StrictOption = Annotated[
@@ -46,32 +43,26 @@ def doctor(
     if loaded:
         checks += check_recipe(loaded, devices)
     checks += check_engine(loaded, devices)
-    absent = missing(checks)
-    result = {"recipe": loaded.name if loaded else None, "usable": not absent, "checks": checks}
-    emit(as_json, result, lambda: _show_checks(checks, loaded.name if loaded else ""))
-    if strict and absent:
-        raise EngineError(
-            f"missing: {', '.join(check.name for check in absent)}",
-            "the table above says how to add it",
-        )
-
-
-def _show_checks(checks: list[Check], recipe: str) -> None:
-    from toolkit.deploy.doctor import missing
-
-    rows = [
-        (one.name, one.status, f"{one.found}\n-> {one.remedy}" if one.remedy else one.found)
-        for one in checks
-    ]
-    table(["check", "", "found"], rows)
     absent = [check.name for check in missing(checks)]
-    subject = f"recipe {recipe}" if recipe else "this machine"
-    if not absent:
-        print(f"{subject}: ready" + (" to be used on this machine" if recipe else ""))
-    elif recipe:
-        print(fill(f"{subject}: valid; missing on this machine: {', '.join(absent)}", WIDTH))
-    else:
-        print(f"{subject}: missing: {', '.join(absent)}")
+
+    def show() -> None:
+        rows = [
+            (one.name, one.status, f"{one.found}\n-> {one.remedy}" if one.remedy else one.found)
+            for one in checks
+        ]
+        table(["check", "", "found"], rows)
+        subject = f"recipe {loaded.name}" if loaded else "this machine"
+        if not absent:
+            print(f"{subject}: ready" + (" to be used on this machine" if loaded else ""))
+        elif loaded:
+            print(fill(f"{subject}: valid; missing on this machine: {', '.join(absent)}", WIDTH))
+        else:
+            print(f"{subject}: missing: {', '.join(absent)}")
+
+    result = {"recipe": loaded.name if loaded else None, "usable": not absent, "checks": checks}
+    emit(as_json, result, show)
+    if strict and absent:
+        raise EngineError(f"missing: {', '.join(absent)}", "the table above says how to add it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,48 +90,36 @@ def recipes(as_json: JsonOption = False) -> None:
     An analytic fit was computed from data sheets; a measured one comes from a profile of that
     hardware.
     """
-    from toolkit.files.shipped import shipped_names
-
-    lines = sorted(
-        (_recipe_line(name) for name in shipped_names()), key=lambda line: (line.subject, line.name)
-    )
-    emit(as_json, {"recipes": lines}, lambda: _show_recipes(lines))
-
-
-def _recipe_line(name: str) -> RecipeLine:
     from toolkit.files.fit import Fit
     from toolkit.files.io import read_file, shipped_fit
-    from toolkit.files.shipped import load_recipe
+    from toolkit.files.shipped import load_recipe, shipped_names
 
-    recipe, path = load_recipe(name), shipped_fit(name)
-    basis = (
-        "none"
-        if path is None
-        else "analytic"
-        if read_file(Fit, path).engine.analytic
-        else "measured"
-    )
-    source = recipe.model.source
-    model = (
-        f"random {recipe.model.config['model_type']}"
-        if source == "random"
-        else source.rpartition("/")[2]
-    )
-    policy = recipe.policy.name
-    return RecipeLine(
-        name, recipe.description, model, recipe.hardware.name, recipe.engine.name, policy, basis
-    )
-
-
-def _show_recipes(lines: list[RecipeLine]) -> None:
+    lines = []
+    for name in shipped_names():
+        recipe, fit = load_recipe(name), shipped_fit(name)
+        basis = "none"
+        if fit is not None:
+            basis = "analytic" if read_file(Fit, fit).engine.analytic else "measured"
+        source = recipe.model.source
+        model = source.rpartition("/")[2]
+        if source == "random":
+            model = f"random {recipe.model.config['model_type']}"
+        machine, engine, policy = recipe.hardware.name, recipe.engine.name, recipe.policy.name
+        lines.append(RecipeLine(name, recipe.description, model, machine, engine, policy, basis))
+    lines.sort(key=lambda line: (line.subject, line.name))
     heads = ("recipe", "engine", "policy", "fit")
     cells = [(f"  {line.name}", line.engine, line.policy, line.fit) for line in lines]
-    show = aligned([heads, *cells])
-    show(heads)
-    for subject, group in groupby(zip(lines, cells, strict=True), key=lambda pair: pair[0].subject):
-        print(f"\n{subject}")
-        for _, row in group:
-            show(row)
+
+    def show_all() -> None:
+        show = aligned([heads, *cells])
+        show(heads)
+        pairs = zip(lines, cells, strict=True)
+        for subject, group in groupby(pairs, key=lambda pair: pair[0].subject):
+            print(f"\n{subject}")
+            for _, row in group:
+                show(row)
+
+    emit(as_json, {"recipes": lines}, show_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,22 +149,21 @@ def policies(as_json: JsonOption = False) -> None:
     lines = [
         PolicyLine(name, ABOUT[name].does, ABOUT[name].source, engines_for(name)) for name in KNOWN
     ]
-    found = [asdict(one) | {"live": one.live} for one in lines]
-    emit(as_json, {"policies": found}, lambda: _show_policies(lines))
 
+    def show_all() -> None:
+        groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+        for one in sorted(lines, key=lambda line: not line.live):
+            cells = (f"  {one.name}", one.does, one.source)
+            groups.setdefault(tuple(one.engines), []).append(cells)
+        heads = ("policy", "what it does", "described by")
+        show = aligned([heads, *(row for rows in groups.values() for row in rows)])
+        show(heads)
+        for engines, rows in groups.items():
+            print(f"\nlive on {', '.join(engines)}" if engines else f"\n{SIMULATED}")
+            for row in rows:
+                show(row)
 
-def _show_policies(lines: list[PolicyLine]) -> None:
-    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for one in sorted(lines, key=lambda line: not line.live):
-        groups.setdefault(tuple(one.engines), []).append((f"  {one.name}", one.does, one.source))
-    heads = ("policy", "what it does", "described by")
-    show = aligned([heads, *(row for rows in groups.values() for row in rows)])
-    show(heads)
-    for engines, rows in groups.items():
-        where = f"live on {', '.join(engines)}" if engines else SIMULATED
-        print(f"\n{where}")
-        for row in rows:
-            show(row)
+    emit(as_json, {"policies": [asdict(one) | {"live": one.live} for one in lines]}, show_all)
 
 
 def schema(as_json: JsonOption = False) -> None:

@@ -35,10 +35,6 @@ class CommandEntry:
     interrupted: str = "nothing was written"
     module: str = ""
 
-    def path(self, name: str) -> str:
-        """The module of the command `name`."""
-        return f"toolkit.cli.{self.module or name}"
-
 
 COMMANDS = {
     "doctor": CommandEntry(
@@ -48,7 +44,7 @@ COMMANDS = {
         "Measure an engine: prefill, decode, slices and the memory edge.",
         "the points measured so far are kept; the same command resumes",
     ),
-    "fit": CommandEntry("Fit the laws of time and memory to a profile."),
+    "fit": CommandEntry("Fit the laws of time and memory to a profile.", module="profile"),
     "tune": CommandEntry(
         "Search the scheduler's settings on a trace, with the simulator.",
         "finished trials are kept; the same command resumes",
@@ -112,19 +108,12 @@ class LazyGroup(TyperGroup):
             raise typer.Exit(130) from None
         except BrokenPipeError as error:
             # Typer would exit silently for any broken pipe. Only that of stdout may break silently
-            # (`llmctl ... | head`).
-            if _stdout_is_read():
+            # (`llmctl ... | head`): the write end of a pipe without a reader polls as an error.
+            stdout = select.poll()
+            stdout.register(sys.stdout.fileno(), 0)
+            if not stdout.poll(0):
                 raise RuntimeError("a pipe other than stdout broke") from error
             raise typer.Exit(_drop_output()) from None
-
-
-def _stdout_is_read() -> bool:
-    """Whether stdout still has a reader: the write end of a pipe without a reader polls as an
-    error.
-    """
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return not poll.poll(0)
 
 
 def _drop_output() -> int:
@@ -139,7 +128,7 @@ def _load(name: str) -> Any:
     """The command's function in its module, called `command` or like the command; or the module's
     typer application `app` with subcommands.
     """
-    module = importlib.import_module(COMMANDS[name].path(name))
+    module = importlib.import_module(f"toolkit.cli.{COMMANDS[name].module or name}")
     if hasattr(module, "app"):
         group: Any = typer.main.get_command(module.app)
         for command in group.commands.values():

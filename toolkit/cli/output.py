@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from string import ascii_lowercase
-from textwrap import fill
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InputError
@@ -48,22 +49,20 @@ def show_any_text() -> None:
     An ASCII stdout (`LC_ALL=C` without UTF-8 mode, `PYTHONIOENCODING=ascii`) shows the nearest
     ASCII text, or '?'. A UTF-8 stdout replaces the bytes of file names that are not UTF-8.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in (
-        "strict",
-        "surrogateescape",
-    ):
-        codecs.register_error("llmctl-nearest", _nearest_text)
-        sys.stdout.reconfigure(errors="llmctl-nearest")
 
+    def nearest(error: UnicodeError) -> tuple[str, int]:
+        if not isinstance(error, UnicodeEncodeError):
+            raise error
+        found = []
+        for one in error.object[error.start : error.end]:
+            plain = unicodedata.normalize("NFKD", one).encode("ascii", "ignore").decode()
+            found.append(NEAREST.get(one) or plain or "?")
+        return "".join(found), error.end
 
-def _nearest_text(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    found = []
-    for one in error.object[error.start : error.end]:
-        plain = unicodedata.normalize("NFKD", one).encode("ascii", "ignore").decode()
-        found.append(NEAREST.get(one) or plain or "?")
-    return "".join(found), error.end
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.errors in ("strict", "surrogateescape"):
+        codecs.register_error("llmctl-nearest", nearest)
+        out.reconfigure(errors="llmctl-nearest")
 
 
 def shows_unicode() -> bool:
@@ -78,36 +77,31 @@ def emit(
 
     `result` is a pydantic model, a dataclass or a mapping, of plain values or of more of these.
     """
+
+    def plain(value: Any) -> Any:
+        if hasattr(value, "model_dump"):
+            return value.model_dump(mode="json")
+        if is_dataclass(value) and not isinstance(value, type):
+            return asdict(value)
+        if hasattr(value, "tolist"):  # numpy's numbers and arrays
+            return value.tolist()
+        raise TypeError(f"{type(value).__name__} has no JSON form")
+
     if not as_json:
         render()
         return
-    print(json.dumps(result, default=_plain, ensure_ascii=not shows_unicode(), allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if hasattr(value, "tolist"):  # numpy's numbers and arrays
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no JSON form")
+    print(json.dumps(result, default=plain, ensure_ascii=not shows_unicode(), allow_nan=False))
 
 
 def note(text: str) -> None:
     """Print a line for the user on stderr: in the terminal's width there, else as one line."""
-    print(_in_width(text) if sys.stderr.isatty() else text, file=sys.stderr)
-
-
-def _in_width(text: str) -> str:
-    """Each line of `text`, continued with an indent where the terminal is narrower; words stay
-    whole.
-    """
-    width = max(WIDTH, shutil.get_terminal_size().columns)
-    return "\n".join(
-        fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        for line in text.split("\n")
-    )
+    if sys.stderr.isatty():  # words stay whole, and a continued line is indented
+        width = max(WIDTH, shutil.get_terminal_size().columns)
+        whole = TextWrapper(
+            width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        text = "\n".join(whole.fill(line) for line in text.split("\n"))
+    print(text, file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
@@ -130,13 +124,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     unbounded = console.options.update(width=sys.maxsize)
     groups: list[list[int]] = [[0]]
     for index in range(1, len(columns)):
-        wider = _view(
-            console, columns, rows, [*groups[-1], index], narrow=True, text_room=TEXT_ROOM
-        )
-        if (
-            len(groups[-1]) > 1
-            and console.measure(wider, options=unbounded).minimum > console.width
-        ):
+        shown = [*groups[-1], index]
+        wider = _view(console, columns, rows, shown, narrow=True, text_room=TEXT_ROOM)
+        least = console.measure(wider, options=unbounded).minimum
+        if len(groups[-1]) > 1 and least > console.width:
             groups.append([0])
         groups[-1].append(index)
     for shown in groups:
@@ -168,16 +159,24 @@ def _view(
     if console.options.ascii_only:
         lines = box.Box(str(lines).replace("\N{BOX DRAWINGS LIGHT HORIZONTAL}", "-"), ascii=True)
     view = Table(box=lines, pad_edge=False)
-    texts = []
+    texts: list[list[str]] = []
     for index in shown:
         name, cells = columns[index], [row[index] for row in rows]
         right = any(map(_is_number, cells)) and all(
             _is_number(cell) or cell is None for cell in cells
         )
         align = name[0] if name[:1] in JUSTIFY else "><"[not right]
-        texts.append([_cell(cell) for cell in cells])
-        if index == 0 and narrow:
-            texts[-1] = [_at_dot(text) for text in texts[-1]]
+        texts.append([])
+        for cell in cells:
+            text = number(cell) if isinstance(cell, int | float) else str(cell)
+            if isinstance(cell, bool) or cell is None:
+                text = {True: "yes", False: "no", None: "-"}[cell]
+            texts[-1].append(text)
+        if index == 0 and narrow:  # a long name like `kind.flag` takes two lines; a path does not
+            for place, text in enumerate(texts[-1]):
+                owner, dot, last = text.rpartition(".")
+                if dot and len(text) > WIDTH // 2 and "/" not in text:
+                    texts[-1][place] = f"{owner}.\n  {last}"
         longest = max((len(line) for text in texts[-1] for line in text.split("\n")), default=0)
         whole = longest <= WIDTH // 2 if index == 0 else align == ">" and longest <= TEXT_ROOM
         heading = name.lstrip("<>^")
@@ -193,12 +192,6 @@ def _view(
     return view
 
 
-def _at_dot(name: str) -> str:
-    """A name like `kind.flag` on two lines, if it is long; a path is left as it is."""
-    owner, dot, last = name.rpartition(".")
-    return f"{owner}.\n  {last}" if dot and len(name) > WIDTH // 2 and "/" not in name else name
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -210,17 +203,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], None]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def show(row: Sequence[str]) -> None:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
     return show
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "-"}[value]
-    return number(value) if isinstance(value, int | float) else str(value)
 
 
 @contextmanager
@@ -242,26 +228,26 @@ def progress(
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
 
     console = Console(stderr=True)
+    times: tuple[ProgressColumn, ...] = (TimeRemainingColumn(),)
+    if about_s is not None:
+        about = TextColumn(f"of about {timedelta(seconds=round(about_s))}")
+        times = (TimeElapsedColumn(), about)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        *(
-            (TimeRemainingColumn(),)
-            if about_s is None
-            else (TimeElapsedColumn(), TextColumn(f"of about {timedelta(seconds=round(about_s))}"))
-        ),
+        *times,
         TextColumn("{task.fields[text]}", markup=False),
     )
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as bar:
+    silent = not console.is_terminal
+    with Progress(*columns, console=console, disable=silent, transient=True) as bar:
         task = bar.add_task(description, total=total, text="")
 
         def advance(steps: int = 1, text: str = "", total: int | None = None) -> None:
@@ -287,21 +273,18 @@ def blocks() -> bool:
 
 def bars(values: Mapping[str, float], *, unicode: bool) -> list[str]:
     """A line per value: its name, a bar as long as its share of the largest, the value."""
-    names = max(len(name) for name in values)
+    names = max(map(len, values))
     figures = {name: number(value) for name, value in values.items()}
-    room = WIDTH - names - max(len(figure) for figure in figures.values()) - 3
+    room = WIDTH - names - max(map(len, figures.values())) - 3
     most = max(*values.values(), 0.0) or 1.0
-    return [
-        f" {name:<{names}} {_bar(value / most, room, unicode=unicode)} {figures[name]}"
-        for name, value in values.items()
-    ]
-
-
-def _bar(share: float, room: int, *, unicode: bool) -> str:
-    if not unicode:
-        return "#" * round(share * room)
-    whole, rest = divmod(round(share * room * len(EIGHTHS)), len(EIGHTHS))
-    return "█" * whole + EIGHTHS[rest].strip()
+    lines = []
+    for name, value in values.items():
+        bar = "#" * round(value / most * room)
+        if unicode:
+            whole, rest = divmod(round(value / most * room * len(EIGHTHS)), len(EIGHTHS))
+            bar = "█" * whole + EIGHTHS[rest].strip()
+        lines.append(f" {name:<{names}} {bar} {figures[name]}")
+    return lines
 
 
 def chart(curves: Mapping[str, Curve], *, x_name: str, log_x: bool = False) -> list[str]:
@@ -312,22 +295,30 @@ def chart(curves: Mapping[str, Curve], *, x_name: str, log_x: bool = False) -> l
     import numpy as np
 
     scale = np.log if log_x else np.asarray
-    kept = {name: _above_zero(curve) if log_x else curve for name, curve in curves.items()}
-    kept = {name: (xs, ys) for name, (xs, ys) in kept.items() if len(xs)}
+    kept: dict[str, Curve] = {}
+    for name, curve in curves.items():
+        pairs = [(x, y) for x, y in zip(*curve, strict=True) if x > 0 or not log_x]
+        if pairs:
+            kept[name] = ([x for x, _ in pairs], [y for _, y in pairs])
     if not kept:
         return []
     low, high = min(xs[0] for xs, _ in kept.values()), max(xs[-1] for xs, _ in kept.values())
     top = max(max(ys) for _, ys in kept.values()) or 1.0
     grid = np.linspace(scale(low), scale(high), COLUMNS)
     canvas = [[" "] * COLUMNS for _ in range(ROWS)]
-    for letter, (xs, ys) in zip(_letters(kept), kept.values(), strict=True):
+    legend = [" " * 9]  # letters and names, as many per line as fit
+    for letter, (name, (xs, ys)) in zip(cycle(ascii_lowercase), kept.items(), strict=False):
         places = scale(np.asarray(xs, dtype=float))
         heights = np.interp(grid, places, ys, left=np.nan, right=np.nan)
         for column, height in enumerate(heights):
             if not np.isnan(height):
                 row = ROWS - 1 - round(float(height) / top * (ROWS - 1))
                 canvas[row][column] = letter if canvas[row][column] == " " else canvas[row][column]
-    return [*_framed(canvas, top), _axis(low, high, x_name), *_legend(kept)]
+        word = f" {letter} {name} "
+        if len(legend[-1]) + len(word) > WIDTH:
+            legend.append(" " * 9)
+        legend[-1] += word
+    return [*_framed(canvas, top), _axis(low, high, x_name), *map(str.rstrip, legend)]
 
 
 @dataclass(slots=True, frozen=True)
@@ -359,15 +350,6 @@ def _place(value: float, low: float, high: float, cells: int) -> int:
     return round((value - low) / (high - low) * (cells - 1)) if high > low else 0
 
 
-def _above_zero(curve: Curve) -> Curve:
-    pairs = [(x, y) for x, y in zip(*curve, strict=True) if x > 0]
-    return [x for x, _ in pairs], [y for _, y in pairs]
-
-
-def _letters(names: Mapping[str, Curve]) -> str:
-    return (ascii_lowercase * (len(names) // len(ascii_lowercase) + 1))[: len(names)]
-
-
 def _framed(canvas: Sequence[Sequence[str]], top: float, bottom: str = "0") -> list[str]:
     labels = {0: number(top), len(canvas) - 1: bottom}
     return [f"{labels.get(k, ''):>8} |{''.join(row)}".rstrip() for k, row in enumerate(canvas)] + [
@@ -378,17 +360,6 @@ def _framed(canvas: Sequence[Sequence[str]], top: float, bottom: str = "0") -> l
 def _axis(low: float, high: float, name: str) -> str:
     left, right = number(low), number(high)
     return " " * 10 + left + name.center(COLUMNS - len(left) - len(right)) + right
-
-
-def _legend(names: Mapping[str, Curve]) -> list[str]:
-    """Letters and names, as many per line as fit."""
-    lines = [" " * 9]
-    for letter, name in zip(_letters(names), names, strict=True):
-        word = f" {letter} {name} "
-        if len(lines[-1]) + len(word) > WIDTH:
-            lines.append(" " * 9)
-        lines[-1] += word
-    return [line.rstrip() for line in lines]
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,22 +393,18 @@ def draw(panels: Sequence[FigurePanel], path: Path) -> None:
     figure = Figure(figsize=(6.4 * len(panels), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw_panel(axes, panel)
+        axes.set_title(panel.title)
+        if panel.bars is not None:
+            axes.barh(list(panel.bars), list(panel.bars.values()))
+            axes.invert_yaxis()  # the first on top
+            continue
+        for name, (xs, ys) in (panel.curves or {}).items():
+            axes.plot(xs, ys, label=name, marker="o" if len(xs) < 30 else None)
+        axes.set_xlabel(panel.x_name)
+        if panel.log_x:
+            axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        axes.legend()
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     write_bytes(path, picture.getvalue())
-
-
-def _draw_panel(axes: Any, panel: FigurePanel) -> None:
-    axes.set_title(panel.title)
-    if panel.bars is not None:
-        axes.barh(list(panel.bars), list(panel.bars.values()))
-        axes.invert_yaxis()  # the first on top
-        return
-    for name, (xs, ys) in (panel.curves or {}).items():
-        axes.plot(xs, ys, label=name, marker="o" if len(xs) < 30 else None)
-    axes.set_xlabel(panel.x_name)
-    if panel.log_x:
-        axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.legend()

@@ -1,60 +1,63 @@
-"""`llmctl profile`: measure an engine as its recipe says."""
+"""`llmctl profile` and `fit`: measure an engine as its recipe says, and fit the laws of time and
+memory to that, chosen by held-out error.
+
+In order: the two commands with their options, and what they print of a profile and of a fit.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
+from toolkit.cli.arguments import JsonOption, RecipeArgument, command_of, open_recipe, option
 from toolkit.cli.output import emit, note, progress, table
-from toolkit.errors import InputError
+from toolkit.errors import InputError, TargetMissedError
 from toolkit.units import number, percent, seconds, size
 
 if TYPE_CHECKING:
-    from toolkit.files.profile import HitPoint, Profile, RoundsProfile
+    from toolkit.estimators.fitting import FittedLaw, FittedProfile
+    from toolkit.files.fit import Fit, HeldOutError, OverheadFit
+    from toolkit.files.profile import Profile
     from toolkit.profiling.run import ProfileEstimate
 
-OutOption = Annotated[Path, typer.Option("--out", help="Write the profile to this file.")]
-AnalyticOption = Annotated[
-    bool,
-    typer.Option(
+OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
+LARGE_PERCENT = 15.0  # a held-out error above this spoils the latencies that a law predicts
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """The command line of `llmctl profile`."""
+
+    recipe: RecipeArgument
+    out: Path = option(Path("profile.json"), help="Write the profile to this file.")
+    fresh: bool = option(
+        False,
+        "--fresh",
+        help="Start from the beginning, and ignore the results of an interrupted run.",
+    )
+    analytic: bool = option(
+        False,
         "--analytic",
         help="Measure nothing; compute a roofline from the recipe's hardware and model numbers.",
-    ),
-]
-LikeOption = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(
-        "--like",
+    )
+    like: tuple[Path, Path] | None = option(
+        None,
         metavar="PROFILE RECIPE",
         help="With --analytic: take the efficiency from a measured profile of the same engine and "
         "its recipe.",
-    ),
-]
-FreshOption = Annotated[
-    bool,
-    typer.Option(
-        "--fresh", help="Start from the beginning, and ignore the results of an interrupted run."
-    ),
-]
-
-OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
+    )
+    as_json: JsonOption = False
 
 
-def command(
-    recipe: RecipeArgument,
-    out: OutOption = Path("profile.json"),
-    fresh: FreshOption = False,
-    analytic: AnalyticOption = False,
-    like: LikeOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@command_of(ProfileOptions)
+def profile(given: ProfileOptions) -> None:
     """Measure an engine: prefills and decode steps over a grid, whole slices on all workers, and
     the memory edge.
 
@@ -63,54 +66,104 @@ def command(
     """
     from toolkit.backends import backend_of
     from toolkit.files.io import check_writable, write_file
-    from toolkit.profiling.run import OtherLoad, journal_path, profile
+    from toolkit.profiling.run import OtherLoad, journal_path
+    from toolkit.profiling.run import profile as measure
 
+    recipe, out = given.recipe, given.out
     check_writable(out)
-    if analytic or like:
-        _profile_analytically(recipe, out, like, as_json, analytic=analytic)
+    if given.analytic or given.like:
+        _profile_analytically(given)
         return
     others = OtherLoad()
     with ExitStack() as stack:
         loaded = open_recipe(recipe).measured
         timed = backend_of(loaded.engine.name).timed
-        measured = profile(loaded, recipe, out, TerminalWatch(stack), fresh=fresh, timed=timed)
+        measured = measure(
+            loaded, recipe, out, TerminalWatch(stack), fresh=given.fresh, timed=timed
+        )
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
     if not measured.engine.is_server:  # the CPU time of a server would count as other programs'
         others_percent = others.percent()
         if others_percent > OTHERS_MAX_PERCENT:
-            note(
-                f"other programs used {others_percent:.0f} % of the CPUs meanwhile:"
-                " the fitted laws will be too slow"
-            )
-    emit(as_json, measured, lambda: show(measured))
+            used = f"other programs used {others_percent:.0f} % of the CPUs meanwhile"
+            note(f"{used}: the fitted laws will be too slow")
+    emit(given.as_json, measured, lambda: show_profile(measured))
     note(f"wrote {out}; fit its laws with: llmctl fit {out}")
 
 
-def _profile_analytically(
-    recipe: Path, out: Path, like: tuple[Path, Path] | None, as_json: bool, *, analytic: bool
-) -> None:
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """The command line of `llmctl fit`."""
+
+    profile: Annotated[
+        Path, typer.Argument(metavar="PROFILE", help="profile.json, from `llmctl profile`.")
+    ]
+    out: Path = option(Path("fit.json"), help="Write the fit to this file.")
+    seed: int = option(0, min=0, help="Split the points into held-out parts by this seed.")
+    points: bool = option(False, "--points", help="Print the held-out error of every point, too.")
+    max_error: float | None = option(
+        None,
+        min=0.0,
+        help="Exit with 4 where a law's held-out median error is above this percentage.",
+    )
+    as_json: JsonOption = False
+
+
+@command_of(FitOptions)
+def fit(given: FitOptions) -> None:
+    """Fit the laws of time and memory to a profile, and print their errors on held-out points.
+
+    Several forms of each law compete; the one with the least held-out error is kept and fitted to
+    all points.
+    """
+    from toolkit.estimators.fitting import fit_file, fit_profile
+    from toolkit.files.io import head, read_file, write_file
+    from toolkit.files.profile import Profile
+
+    measured = read_file(Profile, given.profile)
+    fitted = fit_profile(measured, given.seed)
+    made_from = head(inputs={"profile": given.profile}, device=measured.environment.device)
+    made = fit_file(measured, fitted, made_from)
+    write_file(made, given.out)
+    emit(given.as_json, made, lambda: show_fit(made, fitted if given.points else None))
+    if measured.engine.analytic:
+        note(f"analytic, nothing was measured: {measured.engine.analytic}")
+    errors = {"prefill": made.prefill.error, "decode": made.decode.error}
+    if made.rounds:
+        errors["rounds"] = made.rounds.overhead.error
+        found = errors["rounds"].median_percent
+        if found > LARGE_PERCENT:
+            remedy = "profile again on a quieter machine, or with more sequences"
+            note(f"rounds: the held-out median error is {found:.0f} %; {remedy}")
+    note(f"wrote {given.out}")
+    for name, error in errors.items():
+        if given.max_error is not None and error.median_percent > given.max_error:
+            above = f"{error.median_percent:.1f} % is above --max-error {given.max_error:g}"
+            hint = "profile on a quieter machine, or with more repeats"
+            raise TargetMissedError(f"{name}: held-out median error {above}", hint)
+
+
+def _profile_analytically(given: ProfileOptions) -> None:
     from toolkit.files.io import head, read_file, write_file
     from toolkit.files.profile import Profile
     from toolkit.files.shipped import recipe_path
     from toolkit.profiling.analytic import analytic_profile, basis_of
 
-    if not analytic:
+    if not given.analytic:
         raise InputError("--like needs --analytic", "add --analytic")
-    loaded = open_recipe(recipe).measured
+    loaded = open_recipe(given.recipe).measured
     basis = None
-    if like is not None:
-        measured, made_with = like[0], recipe_path(like[1])
-        basis = basis_of(
-            read_file(Profile, measured, inputs={"recipe": made_with}), open_recipe(made_with)
-        )
-    made = analytic_profile(
-        loaded, head(inputs={"recipe": recipe}, device=loaded.hardware.name), basis
-    )
-    write_file(made, out)
-    emit(as_json, made, lambda: show(made))
+    if given.like is not None:
+        made_with = recipe_path(given.like[1])
+        measured = read_file(Profile, given.like[0], inputs={"recipe": made_with})
+        basis = basis_of(measured, open_recipe(made_with))
+    made_from = head(inputs={"recipe": given.recipe}, device=loaded.hardware.name)
+    made = analytic_profile(loaded, made_from, basis)
+    write_file(made, given.out)
+    emit(given.as_json, made, lambda: show_profile(made))
     note(f"analytic, nothing was measured: {made.engine.analytic}")
-    note(f"wrote {out}; fit its laws with: llmctl fit {out}")
+    note(f"wrote {given.out}; fit its laws with: llmctl fit {given.out}")
 
 
 class TerminalWatch:
@@ -135,79 +188,168 @@ class TerminalWatch:
         self._advance(text=text)
 
 
-def show(profile: Profile) -> None:
-    """Print a profile for people."""
-    facts = profile.engine
-    threads = f", {facts.threads} thread{'s' * (facts.threads != 1)}" if facts.threads else ""
-    kv_cache = f"{number(facts.capacity_tokens)} tokens ({size(facts.kv_budget_bytes)})"
-    print(
-        f"{profile.recipe_name}: {facts.engine} {facts.engine_version},"
-        f" {facts.model_type} on {facts.device}{threads}"
-    )
-    if facts.deepspeed:
-        print(f"DeepSpeed: {facts.deepspeed}")
-    workers = f"{profile.workers} worker{'s' * (profile.workers != 1)}"
-    print(f"KV cache {kv_cache}; times in {profile.clock} seconds, {workers}\n")
-    grids = {
-        "prefill": [
-            (point.batch_size, point.input_length, point.seconds) for point in profile.prefill
-        ],
-        "decode step": [
-            (point.batch_size, point.cached_length, point.seconds) for point in profile.decode
-        ],
-    }
-    for name, points in grids.items():
-        _show_grid(name, points)
-    edges = [
-        (point.input_length, point.steps, point.largest_ok, point.smallest_oom or "not reached")
-        for point in profile.memory
-    ]
-    if edges:
-        table(
-            [">L", ">S", ">largest batch that ran", ">smallest that did not"], edges, "memory edge"
-        )
-    if facts.max_rows is not None:
-        note(f"at most {facts.max_rows} requests ran at once")
-    for lacking in facts.lacks:
-        note(f"the server does not accept {lacking}")
-    if profile.hits:
-        _show_hits(profile.hits)
-    if profile.rounds:
-        _show_rounds(profile.rounds)
-    for reason, count in Counter(point.reason for point in profile.failed).items():
-        note(f"{_points(count)} not measured: {reason}")
-
-
-def _show_hits(hits: Sequence[HitPoint]) -> None:
-    rows: list[tuple[object, ...]] = []
-    for point in hits:
-        new_s, again_s = median(point.new_s), median(point.again_s)
-        cached = "not said" if point.cached_tokens is None else point.cached_tokens
-        saved = percent(100.0 * (again_s / new_s - 1.0))
-        rows.append((point.prompt_tokens, seconds(new_s), seconds(again_s), saved, cached))
-    titles = [">L", ">first token", ">sent again", ">change", ">from the cache"]
-    table(titles, rows, "the same prompt twice, median: what a prefix cache saves")
-
-
-def _show_rounds(rounds: RoundsProfile) -> None:
-    rows: list[tuple[object, ...]] = [
-        (point.part, point.rows, point.length, point.others, seconds(median(point.seconds)))
-        for point in rounds.parts
-    ]
-    table(["part", ">rows", ">L", ">beside", ">median"], rows, "parts of rounds (grow: per step)")
-    entered = [(point.input_length, point.largest_ok) for point in rounds.memory]
-    table([">L", ">rows that entered"], entered, "room in rounds")
-    count = sum(len(sequence.rounds) for sequence in rounds.sequences)
-    print(f"{count} rounds in {len(rounds.sequences)} sequences\n")
-
-
 def _points(count: int) -> str:
     return f"{count} point{'s' * (count != 1)}"
 
 
-def _show_grid(name: str, points: list[tuple[int, int, list[float]]]) -> None:
-    cells = {(rows, length): seconds(median(samples)) for rows, length, samples in points}
+def _show_grid(title: str, cells: Mapping[tuple[int, int], str]) -> None:
+    """A table of cells by batch size N and length L."""
     lengths = sorted({length for _, length in cells})
     sizes = sorted({rows for rows, _ in cells})
     grid = [(f"N={rows}", *(cells.get((rows, length), "") for length in lengths)) for rows in sizes]
-    table(["", *(f">L={length}" for length in lengths)], grid, f"{name}, median")
+    table(["", *(f">L={length}" for length in lengths)], grid, title)
+
+
+def show_profile(measured: Profile) -> None:
+    """Print a profile for people."""
+    facts = measured.engine
+    threads = f", {facts.threads} thread{'s' * (facts.threads != 1)}" if facts.threads else ""
+    kv_cache = f"{number(facts.capacity_tokens)} tokens ({size(facts.kv_budget_bytes)})"
+    engine = f"{facts.engine} {facts.engine_version}, {facts.model_type} on {facts.device}"
+    print(f"{measured.recipe_name}: {engine}{threads}")
+    if facts.deepspeed:
+        print(f"DeepSpeed: {facts.deepspeed}")
+    workers = f"{measured.workers} worker{'s' * (measured.workers != 1)}"
+    print(f"KV cache {kv_cache}; times in {measured.clock} seconds, {workers}\n")
+    prefill = {(p.batch_size, p.input_length): median(p.seconds) for p in measured.prefill}
+    decode = {(p.batch_size, p.cached_length): median(p.seconds) for p in measured.decode}
+    for name, times in (("prefill", prefill), ("decode step", decode)):
+        _show_grid(f"{name}, median", {key: seconds(time_s) for key, time_s in times.items()})
+    edges = [
+        (point.input_length, point.steps, point.largest_ok, point.smallest_oom or "not reached")
+        for point in measured.memory
+    ]
+    if edges:
+        columns = [">L", ">S", ">largest batch that ran", ">smallest that did not"]
+        table(columns, edges, "memory edge")
+    if facts.max_rows is not None:
+        note(f"at most {facts.max_rows} requests ran at once")
+    for lacking in facts.lacks:
+        note(f"the server does not accept {lacking}")
+    if measured.hits:
+        hits: list[list[object]] = []
+        for hit in measured.hits:
+            new_s, again_s = median(hit.new_s), median(hit.again_s)
+            cached = "not said" if hit.cached_tokens is None else hit.cached_tokens
+            change = percent(100.0 * (again_s / new_s - 1.0))
+            hits.append([hit.prompt_tokens, seconds(new_s), seconds(again_s), change, cached])
+        columns = [">L", ">first token", ">sent again", ">change", ">from the cache"]
+        table(columns, hits, "the same prompt twice, median: what a prefix cache saves")
+    if measured.rounds:
+        parts = [
+            (part.part, part.rows, part.length, part.others, seconds(median(part.seconds)))
+            for part in measured.rounds.parts
+        ]
+        columns = ["part", ">rows", ">L", ">beside", ">median"]
+        table(columns, parts, "parts of rounds (grow: per step)")
+        entered = [(point.input_length, point.largest_ok) for point in measured.rounds.memory]
+        table([">L", ">rows that entered"], entered, "room in rounds")
+        sequences = measured.rounds.sequences
+        count = sum(len(sequence.rounds) for sequence in sequences)
+        print(f"{count} rounds in {len(sequences)} sequences\n")
+    for reason, count in Counter(point.reason for point in measured.failed).items():
+        note(f"{_points(count)} not measured: {reason}")
+
+
+def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
+    """Print a fit for people; with `fitted` also the held-out error of every point."""
+    laws = (("prefill", fit.prefill), ("decode", fit.decode))
+    rows: list[tuple[object, ...]] = []
+    for name, law in laws:
+        reach = f"N {law.valid.batch_size_max}, L {law.valid.length_max}"
+        rows.append((name, law.form, *_errors(law.error), reach))
+    rows.append(_overhead("slice", fit.overhead, fit.workers))
+    rows += _other_laws(fit)
+    title = f"{fit.recipe_name}: absolute error on held-out points"
+    table(["law", "form", ">median", ">p95", ">worst", "measured up to"], rows, title)
+    memory = fit.memory
+    if memory.form == "zeta":
+        length = f"L * {1 + memory.workspace:.3g}" if memory.workspace else "L"
+        share = f"zeta {memory.zeta:.3f} (+- {memory.zeta_std:.3f})"
+        edge = f"N <= {share} * {number(memory.capacity_tokens)} tokens / ({length} + S)"
+    else:
+        rules = [f"L+S > {rule.length_above}: N <= {rule.max_batch_size}" for rule in memory.rules]
+        edge = f"no zeta explains the probes, so rules: {'; '.join(rules)}"
+    print(f"memory: {edge}")
+    if fit.rounds:
+        usable = number(int(fit.rounds.usable_share * memory.capacity_tokens))
+        of_capacity = f"{fit.rounds.usable_share:.3f} of the capacity"
+        print(f"in rounds: rows x longest <= {usable} tokens, {of_capacity}")
+    print()
+    coefficients: list[list[str]] = []
+    for name, law in laws:
+        for one in law.segments:
+            values = (one.nl, one.n, one.l, one.const, one.nll, one.flat)
+            in_us = [number(value * 1e6) for value in values]
+            coefficients.append([name, str(one.batch_size_min), *in_us])
+    columns = ["law", ">N from", ">N*L", ">N", ">L", ">1", ">N*L^2", ">at least"]
+    if not any(segment.flat for segment in fit.decode.segments):
+        columns = columns[:-1]
+    shown = [line[: len(columns)] for line in coefficients]
+    table(columns, shown, "coefficients in microseconds")
+    prefill = {tried.form: tried.error for tried in fit.prefill.candidates}
+    decode = {tried.form: tried.error for tried in fit.decode.candidates}
+    forms = []
+    for form in prefill | decode:
+        kept = [" <" if form == law.form else "" for _, law in laws]
+        forms.append(
+            (form, *_tried(prefill.get(form), kept[0]), *_tried(decode.get(form), kept[1]))
+        )
+    columns = ["form", ">prefill", ">p95", ">decode", ">p95"]
+    table(columns, forms, "forms that competed: held-out median and p95 (<: kept)")
+    if fitted:
+        _show_points("prefill", fitted.prefill)
+        _show_points("decode", fitted.decode)
+
+
+def _overhead(name: str, fit: OverheadFit, workers: int) -> tuple[object, ...]:
+    """The line of what serving adds to the laws of an engine."""
+    form = f"{seconds(fit.batch_s)} + {number(fit.stretch)} x laws"
+    return name, form, *_errors(fit.error), f"{workers} worker{'s' * (workers != 1)} busy"
+
+
+def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
+    """The lines of rounds, swaps, and the passes of a paged engine."""
+    lines: list[tuple[object, ...]] = []
+    rounds, swap, steps = fit.rounds, fit.swap, fit.steps
+    if rounds:
+        lines.append(_overhead("round", rounds.overhead, fit.workers))
+        parts = {"join": rounds.join, "leave": rounds.leave, "grow": rounds.grow}
+        for name, part in parts.items():
+            named = ((part.flat_s, ""), (part.row_s, " N"), (part.token_s, " N*L"))
+            terms = " + ".join(f"{number(value * 1e6)}{name}" for value, name in named if value)
+            form = f"{terms} us" if terms else "takes no time"
+            lines.append((name, form, *_errors(part.error), f"{part.error.points} points"))
+    if swap and swap.error:
+        out, back = (f"{rate / 1e9:.2g}" for rate in (swap.out_bytes_per_s, swap.in_bytes_per_s))
+        form = f"{seconds(swap.latency_s)} + {out}, {back} GB/s"
+        lines.append(("swap", form, *_errors(swap.error), f"{swap.error.points} points"))
+    if steps:
+        form = f"knots {', '.join(map(str, steps.knots))}"
+        lines.append(
+            ("pass", form, *_errors(steps.error), f"{steps.valid.tokens_max:,} new tokens")
+        )
+    return lines
+
+
+def _errors(error: HeldOutError) -> tuple[str, str, str]:
+    shares = (error.median_percent, error.p95_percent, error.worst_percent)
+    median_, p95, worst = (f"{share:.1f} %" for share in shares)
+    return median_, p95, worst
+
+
+def _tried(error: HeldOutError | None, mark: str) -> tuple[str, str]:
+    if error is None:
+        return "-", "-"
+    return f"{error.median_percent:.1f} %", f"{error.p95_percent:.1f} %{mark}"
+
+
+def _show_points(name: str, law: FittedLaw) -> None:
+    """The signed error of every held-out point."""
+    points, predicted_s = law.held_out.points, law.held_out.predicted_s
+    pairs = zip(points.batch_size, points.length, points.seconds, predicted_s, strict=True)
+    errors = {
+        (int(size), int(length)): percent(100.0 * (value / measured - 1.0)).removesuffix(" %")
+        for size, length, measured, value in pairs
+    }
+    _show_grid(f"{name}: held-out prediction against measurement, percent", errors)

@@ -17,10 +17,10 @@ import typer
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     FIT_HELP,
-    BrokenOption,
     JsonOption,
     SetOption,
     command_of,
+    option,
     parse_settings,
     resolve_fit,
 )
@@ -37,12 +37,12 @@ from toolkit.errors import InputError, TargetMissedError
 
 if TYPE_CHECKING:
     from toolkit.deploy.order import Order
-    from toolkit.files.plan import Plan, PlannedPolicy
+    from toolkit.files.plan import Plan
 
 # of the predicted metrics, those that are shown; the plan has all
 HEADLINES = {"goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"}
 PLAN = Path("plan.json")
-_cluster = partial(typer.Option, rich_help_panel="Files of a target")
+_cluster = partial(option, rich_help_panel="Files of a target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,106 +57,83 @@ class RenderOptions:
             help="A recipe with --fit, a fleet, or a plan with --target.",
         ),
     ]
-    fit: Annotated[
-        Path | None,
-        typer.Option(
-            callback=resolve_fit,
-            autocompletion=arguments.fits,
-            help=f"The fit of a recipe: {FIT_HELP}",
-        ),
-    ] = None
-    tuning: Annotated[
-        Path | None,
-        typer.Option(help="tuning.json; without it the plan has the recipe's policy."),
-    ] = None
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=arguments.policy,
-            help="Use this policy instead of the tuning's, with the parameters of --set.",
-        ),
-    ] = None
+    fit: Path | None = option(
+        None,
+        callback=resolve_fit,
+        autocompletion=arguments.fits,
+        help=f"The fit of a recipe: {FIT_HELP}",
+    )
+    tuning: Path | None = option(
+        None, help="tuning.json; without it the plan has the recipe's policy."
+    )
+    policy: str | None = option(
+        None,
+        autocompletion=arguments.policy,
+        help="Use this policy instead of the tuning's, with the parameters of --set.",
+    )
     settings: SetOption = None
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TARGET",
-            autocompletion=arguments.rendered_targets,
-            help="Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or "
-            "sglang; see docs/how-to/deploy.md.",
-        ),
-    ] = None
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write to this file, or with --target to this folder; default: plan.json, or a "
-            "folder named like the target.",
-        ),
-    ] = None
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Write nothing; compare with --out, and exit with 4 if it differs."
-        ),
-    ] = False
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Render settings that are predicted to break limits; with --target, overwrite "
-            "files that were changed.",
-        ),
-    ] = False
-    allow_broken_limits: BrokenOption = False
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            help="Take lengths for the autoscaling threshold from this trace; default: the "
-            "tuning's, if it ships, or the recipe's.",
-        ),
-    ] = None
-    image: Annotated[str, _cluster(help="Container image, pinned by tag or digest.")] = ""
-    namespace: Annotated[str, _cluster(help="Kubernetes namespace.")] = "default"
-    replicas: Annotated[
-        int, _cluster(min=0, help="The number of pods; 0: as the tuning found, or 1.")
-    ] = 0
-    max_replicas: Annotated[
-        int,
-        _cluster(
-            min=0,
-            help="The largest number of pods, in a fleet of each kind; 0: twice the replicas.",
-        ),
-    ] = 0
-    prometheus: Annotated[
-        str,
-        _cluster(
-            show_default=False,
-            help="URL of Prometheus in the cluster, for KEDA; default: the operator's service in "
-            "namespace monitoring.",
-        ),
-    ] = "http://prometheus-operated.monitoring.svc:9090"
-    model_claim: Annotated[
-        str,
-        _cluster(help="Volume claim that keeps the models; '': each pod downloads them again."),
-    ] = ""
-    gpu_product: Annotated[
-        list[str] | None,
-        _cluster(
-            metavar="NAME",
-            help="Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the "
-            "fit's.",
-        ),
-    ] = None
-    program: Annotated[
-        str, _cluster(help="Path of llmctl on the machine that runs the systemd unit.")
-    ] = "/opt/llmctl/bin/llmctl"
-    replica_image: Annotated[
-        str,
-        _cluster(help="Image of an engine's own server, pinned; default: the engine's tried one."),
-    ] = ""
-    replica_python: Annotated[
-        str, _cluster(help="Path of the engine's Python on the machine that runs the units.")
-    ] = "/opt/vllm/bin/python"
+    target: str | None = option(
+        None,
+        metavar="TARGET",
+        autocompletion=arguments.rendered_targets,
+        help="Write files for local, systemd, compose, kubernetes, kuberay, ray, vllm or "
+        "sglang; see docs/how-to/deploy.md.",
+    )
+    out: Path | None = option(
+        None,
+        help="Write to this file, or with --target to this folder; default: plan.json, or a "
+        "folder named like the target.",
+    )
+    check: bool = option(
+        False, "--check", help="Write nothing; compare with --out, and exit with 4 if it differs."
+    )
+    force: bool = option(
+        False,
+        "--force",
+        help="Render settings that are predicted to break limits; with --target, overwrite "
+        "files that were changed.",
+    )
+    allow_broken_limits: bool = option(
+        False,
+        "--allow-broken-limits",
+        help="Continue although the settings are predicted to break limits; --force does so, too.",
+    )
+    trace: str | None = option(
+        None,
+        help="Take lengths for the autoscaling threshold from this trace; default: the "
+        "tuning's, if it ships, or the recipe's.",
+    )
+    image: str = _cluster("", help="Container image, pinned by tag or digest.")
+    namespace: str = _cluster("default", help="Kubernetes namespace.")
+    replicas: int = _cluster(0, min=0, help="The number of pods; 0: as the tuning found, or 1.")
+    max_replicas: int = _cluster(
+        0, min=0, help="The largest number of pods, in a fleet of each kind; 0: twice the replicas."
+    )
+    prometheus: str = _cluster(
+        "http://prometheus-operated.monitoring.svc:9090",
+        show_default=False,
+        help="URL of Prometheus in the cluster, for KEDA; default: the operator's service in "
+        "namespace monitoring.",
+    )
+    model_claim: str = _cluster(
+        "", help="Volume claim that keeps the models; '': each pod downloads them again."
+    )
+    gpu_product: list[str] | None = _cluster(
+        None,
+        metavar="NAME",
+        help="Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the "
+        "fit's.",
+    )
+    program: str = _cluster(
+        "/opt/llmctl/bin/llmctl", help="Path of llmctl on the machine that runs the systemd unit."
+    )
+    replica_image: str = _cluster(
+        "", help="Image of an engine's own server, pinned; default: the engine's tried one."
+    )
+    replica_python: str = _cluster(
+        "/opt/vllm/bin/python",
+        help="Path of the engine's Python on the machine that runs the units.",
+    )
     as_json: JsonOption = False
 
 
@@ -168,13 +145,15 @@ def command(given: RenderOptions) -> None:
     EXPLAIN.md, with a bench.sh that checks its predictions. The same files give the same output,
     byte for byte; --check is for CI.
     """
+    from toolkit.deploy.plan import differences
     from toolkit.deploy.order import ALLOW_BROKEN
-    from toolkit.files.io import write_file
+    from toolkit.files.io import read_file, write_file
+    from toolkit.files.plan import PREDICTED, Plan
     from toolkit.files.tuning import broken
 
     made = _make(given)
-    allowed = given.force or given.allow_broken_limits
-    accept(made.plan, str(given.tuning or given.source), broken=allowed)
+    plan, allowed = made.plan, given.force or given.allow_broken_limits
+    accept(plan, str(given.tuning or given.source), broken=allowed)
     if given.target is not None:
         _render(made, given.target, given)
         return
@@ -184,12 +163,24 @@ def command(given: RenderOptions) -> None:
         )
     out = given.out or PLAN
     if given.check:
-        _compare(made.plan, out, given.as_json)
+        found = differences(read_file(Plan, out), plan)
+        changed = [(each.key, each.old, each.new) for each in found]
+        show = partial(table, ["value", "<in the file", "<now"], changed)
+        emit(given.as_json, {"differences": found}, show if found else lambda: print("up to date"))
+        if found:
+            text = f"{out} is out of date: {len(found)} values differ"
+            raise TargetMissedError(text, "run it without --check")
         return
-    write_file(made.plan, out)
-    emit(given.as_json, made.plan, lambda: _show(made.plan))
-    note_basis(made.plan.fit, made.near)
-    allowance = f" {ALLOW_BROKEN}" if broken(made.plan.limits) else ""
+    write_file(plan, out)
+    rows = [
+        (key, item.value, item.source)
+        for key, item in plan.explained.items()
+        if not key.startswith(PREDICTED) or key.removeprefix(PREDICTED) in HEADLINES
+    ]
+    title = f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": ")
+    emit(given.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
+    note_basis(plan.fit, made.near)
+    allowance = f" {ALLOW_BROKEN}" if broken(plan.limits) else ""
     note(f"wrote {out}; start it with: llmctl serve {out}{allowance}")
 
 
@@ -204,25 +195,18 @@ class Made:
     near: Path
 
 
-def _policy(given: RenderOptions) -> PlannedPolicy | None:
-    """The policy of --policy and --set."""
-    from toolkit.files.plan import PlannedPolicy
-
-    if given.policy is None:
-        if given.settings:
-            raise InputError("--set needs --policy", "add --policy NAME")
-        return None
-    return PlannedPolicy(name=given.policy, parameters=parse_settings(given.settings))
-
-
 def _make(given: RenderOptions) -> Made:
     """The plan of the arguments. `InputError` where they do not belong together."""
     from toolkit.files.fleet import is_fleet
     from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
+    from toolkit.files.plan import Plan, PlannedPolicy
     from toolkit.files.shipped import is_recipe, recipe_path
 
-    source, policy = given.source, _policy(given)
+    source, policy = given.source, None
+    if given.policy is not None:
+        policy = PlannedPolicy(name=given.policy, parameters=parse_settings(given.settings))
+    elif given.settings:
+        raise InputError("--set needs --policy", "add --policy NAME")
     if not is_recipe(source):
         if given.fit or given.tuning or policy:
             raise InputError(
@@ -238,36 +222,6 @@ def _make(given: RenderOptions) -> Made:
         recipe_path(source)  # a missing recipe is reported first
         raise InputError("a recipe needs its fit", "add --fit fit.json, from `llmctl fit`")
     return Made(plan_of_recipe(source, given.fit, given.tuning, policy), None, given.fit)
-
-
-def _show(plan: Plan) -> None:
-    from toolkit.files.plan import PREDICTED
-
-    rows = [
-        (key, item.value, item.source)
-        for key, item in plan.explained.items()
-        if not key.startswith(PREDICTED) or key.removeprefix(PREDICTED) in HEADLINES
-    ]
-    table(
-        ["what", "<planned", "because"],
-        rows,
-        title=f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": "),
-    )
-
-
-def _compare(plan: Plan, existing: Path, as_json: bool) -> None:
-    from toolkit.deploy.plan import differences
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-
-    found = differences(read_file(Plan, existing), plan)
-    rows = [(each.key, each.old, each.new) for each in found]
-    show = partial(table, ["value", "<in the file", "<now"], rows)
-    emit(as_json, {"differences": found}, show if found else partial(print, "up to date"))
-    if found:
-        raise TargetMissedError(
-            f"{existing} is out of date: {len(found)} values differ", "run it without --check"
-        )
 
 
 def _render(made: Made, target: str, given: RenderOptions) -> None:
@@ -304,12 +258,25 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
 
 
 def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
+    from toolkit.deploy.plan import differences
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.render import digest, shipped_trace
+    from toolkit.files.io import file_text, read_file
+    from toolkit.files.plan import Plan
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
-    text, fit = _plan_text(made, folder), made.plan.inputs.get("fit")
+    if made.file is not None:
+        text = made.file.read_text(encoding="utf-8")
+    else:
+        text = file_text(made.plan)
+        # An equal plan in the folder stays as it is: it may have been made on another machine. One
+        # that cannot be read, such as one of another version of llmctl, counts as different.
+        for existing in (folder / "core" / "plan.json", folder / "plan.json"):
+            with contextlib.suppress(InputError):
+                if existing.is_file() and not differences(read_file(Plan, existing), made.plan):
+                    text = existing.read_text(encoding="utf-8")
+    fit = made.plan.inputs.get("fit")
     validation = find_validation(made.near, fit.sha256) if fit else None
     options = Options(
         image=given.image,
@@ -327,22 +294,3 @@ def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
     name = given.trace or shipped_trace(made.plan)
     trace = read_trace(trace_path(name))[0] if name else None
     return Order(made.plan, text, digest(text.encode()), options, validation, trace)
-
-
-def _plan_text(made: Made, folder: Path) -> str:
-    """The plan's text. An equal plan in the folder stays as it is, since it may have been made on
-    another machine.
-
-    A plan there that cannot be read, such as one of another version of llmctl, counts as different.
-    """
-    from toolkit.deploy.plan import differences
-    from toolkit.files.io import file_text, read_file
-    from toolkit.files.plan import Plan
-
-    if made.file is not None:
-        return made.file.read_text(encoding="utf-8")
-    for existing in (folder / "plan.json", folder / "core" / "plan.json"):
-        with contextlib.suppress(InputError):
-            if existing.is_file() and not differences(read_file(Plan, existing), made.plan):
-                return existing.read_text(encoding="utf-8")
-    return file_text(made.plan)

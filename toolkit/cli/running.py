@@ -54,7 +54,16 @@ def status(
             _of(one.name, one.url, one.target, api_key, one.certificate, one.breaks)
             for one in alive()
         ]
-    emit(as_json, {"servers": found}, lambda: _show_servers(found))
+
+    def show() -> None:
+        if not found:
+            print("no server runs on this machine")
+            return
+        columns = ["name", "<state", "<url", ">run", ">wait", ">KV %", ">actual/ predicted"]
+        keys = ("state", "url", "running", "waiting", "kv_usage_percent", "actual_over_predicted")
+        table(columns, [[one["name"], *(one[key] for key in keys)] for one in found])
+
+    emit(as_json, {"servers": found}, show)
     for one in found:
         if one["breaks"]:
             note(f"warning: the plan of {one['name']} is predicted to {one['breaks']}")
@@ -77,10 +86,8 @@ def alive() -> list[Running]:
             continue
         forget(server)
         if server.ended is None:
-            note(
-                f"{server.name} (process {server.pid}) is gone without an orderly shutdown;"
-                " its record is removed"
-            )
+            gone = f"{server.name} (process {server.pid}) is gone without an orderly shutdown"
+            note(f"{gone}; its record is removed")
     return running
 
 
@@ -104,15 +111,6 @@ def _of(
         "actual_over_predicted": seconds / predicted if seconds and predicted else None,
         "breaks": breaks,
     }
-
-
-def _show_servers(found: list[dict[str, Any]]) -> None:
-    if not found:
-        print("no server runs on this machine")
-        return
-    columns = ["name", "<state", "<url", ">run", ">wait", ">KV %", ">actual/ predicted"]
-    keys = ("state", "url", "running", "waiting", "kv_usage_percent", "actual_over_predicted")
-    table(columns, [[one["name"], *(one[key] for key in keys)] for one in found])
 
 
 def stop(
@@ -139,91 +137,57 @@ def stop(
     A server of a service manager is stopped by that manager. Exit code 1 where a server still
     drains after --timeout.
     """
-    ended = [_stop(server, timeout, api_key) for server in _chosen(name, every)]
+    running = alive()
+    names = [server.name for server in running]
+    if name is not None and name not in names:
+        hint = nearest(name, names) if names else "llmctl status lists the running servers"
+        raise InputError(f"no server '{name}' runs on this machine", hint)
+    if not running:
+        raise InputError("no server runs on this machine", "llmctl serve starts one")
+    if len(running) > 1 and name is None and not every:
+        servers = f"{len(running)} servers run on this machine: {', '.join(names)}"
+        raise InputError(servers, "name one, or give --all")
+    chosen = [server for server in running if name in (None, server.name)]
+    ended = [_stop(server, timeout, api_key) for server in chosen]
     emit(as_json, {"stopped": ended}, lambda: print("\n".join(str(one["said"]) for one in ended)))
 
 
-def _chosen(name: str | None, every: bool) -> list[Running]:
-    running = alive()
-    names = [server.name for server in running]
-    if name is not None:
-        if name not in names:
-            hint = nearest(name, names) if names else "llmctl status lists the running servers"
-            raise InputError(f"no server '{name}' runs on this machine", hint)
-        return [server for server in running if server.name == name]
-    if not running:
-        raise InputError("no server runs on this machine", "llmctl serve starts one")
-    if len(running) > 1 and not every:
-        raise InputError(
-            f"{len(running)} servers run on this machine: {', '.join(names)}",
-            "name one, or give --all",
-        )
-    return running
-
-
 def _stop(server: Running, timeout: float, api_key: str) -> dict[str, object]:
-    from toolkit.deploy.running import forget
+    """Shut a server down: SIGTERM, or its service manager. Its name, how many requests finished,
+    others by reason, and that in words; `LlmctlError` where it takes too long, or was killed.
+    """
+    from toolkit.deploy.render import read_manifest
+    from toolkit.deploy.running import forget, recall, stop
+    from toolkit.endpoints.target import RUNNING, WAITING, look
 
     if server.pid is None:
-        return _stop_managed(server)
-    before = _requests(server, api_key)
-    ended = _end(server, server.pid, timeout)
+        folder = Path(server.folder or "")
+        manifest = read_manifest(folder)
+        if manifest is None:
+            hint = f"stop it with {server.target} itself"
+            raise InputError(f"{folder}: the rendered files are gone", hint)
+        stop(folder, manifest)
+        forget(server)
+        return {"name": server.name, "said": f"{server.name} has been stopped by {server.target}"}
+    seen = look(server.url, api_key, Path(server.certificate) if server.certificate else None)
+    inside = (seen.total(*RUNNING) or 0) + (seen.total(*WAITING) or 0)
+    note(f"stopping {server.name}" + (f", requests in it: {inside:.0f}" if seen.metrics else ""))
+    before, until = seen.ended, time.monotonic() + timeout
+    os.kill(server.pid, signal.SIGTERM)
+    while server.alive:
+        if time.monotonic() > until:
+            hint = "a second llmctl stop ends it at once"
+            raise LlmctlError(f"{server.name} still drains after {timeout:g} s", hint)
+        time.sleep(POLL_S)
+    ended = recall(server.name).ended
+    if ended is None:
+        raise LlmctlError(f"{server.name} is gone without an orderly shutdown", "see its log")
     forget(server)
     done = {reason: count - before.get(reason, 0) for reason, count in ended.items()}
-    finished = done.get("stop", 0) + done.get("length", 0)
-    lost = {
-        reason: count
-        for reason, count in done.items()
-        if count and reason not in ("stop", "length")
-    }
+    finished = done.pop("stop", 0) + done.pop("length", 0)
+    lost = {reason: count for reason, count in done.items() if count}
     others = "".join(f", {count} {reason}" for reason, count in lost.items())
     # without the key the earlier counts are unknown
     period = "" if before else " since it started"
     said = f"{server.name} has ended; requests finished: {finished}{others}{period}"
     return {"name": server.name, "finished": finished, "others": lost, "said": said}
-
-
-def _requests(server: Running, api_key: str) -> dict[str, int]:
-    """How requests have ended up to now, by reason; {} where /metrics is not readable."""
-    from toolkit.endpoints.target import RUNNING, WAITING, look
-
-    seen = look(server.url, api_key, Path(server.certificate) if server.certificate else None)
-    inside = (seen.total(*RUNNING) or 0) + (seen.total(*WAITING) or 0)
-    note(f"stopping {server.name}" + (f", requests in it: {inside:.0f}" if seen.metrics else ""))
-    return seen.ended
-
-
-def _end(server: Running, pid: int, timeout: float) -> dict[str, int]:
-    """Send SIGTERM; how all requests of the server ended. `LlmctlError` where it takes too long, or
-    was killed otherwise.
-    """
-    from toolkit.deploy.running import recall
-
-    os.kill(pid, signal.SIGTERM)
-    until = time.monotonic() + timeout
-    while server.alive:
-        if time.monotonic() > until:
-            raise LlmctlError(
-                f"{server.name} still drains after {timeout:g} s",
-                "a second llmctl stop ends it at once",
-            )
-        time.sleep(POLL_S)
-    ended = recall(server.name).ended
-    if ended is None:
-        raise LlmctlError(f"{server.name} is gone without an orderly shutdown", "see its log")
-    return ended
-
-
-def _stop_managed(server: Running) -> dict[str, object]:
-    from toolkit.deploy import running
-    from toolkit.deploy.render import read_manifest
-
-    folder = Path(server.folder or "")
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise InputError(
-            f"{folder}: the rendered files are gone", f"stop it with {server.target} itself"
-        )
-    running.stop(folder, manifest)
-    running.forget(server)
-    return {"name": server.name, "said": f"{server.name} has been stopped by {server.target}"}

@@ -12,16 +12,16 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING, Literal
 
 from toolkit.cli import arguments, serve_start
 from toolkit.cli.arguments import (
     SET_HELP,
     JsonOption,
+    argument,
     command_of,
     limit_workers,
+    option,
     parse_settings,
     resolve_fit,
 )
@@ -38,296 +38,197 @@ if TYPE_CHECKING:
     from toolkit.routing.routers import Router
     from toolkit.serve.launch import Launch, Manager
 
-_plan = partial(typer.Option, rich_help_panel="What runs")
-_replicas = partial(typer.Option, rich_help_panel="Replicas")
-_network = partial(typer.Option, rich_help_panel="Network and access")
-_load = partial(typer.Option, rich_help_panel="Overload and shutdown")
-_watch = partial(typer.Option, rich_help_panel="Logs, metrics and checks")
+_plan = partial(option, rich_help_panel="What runs")
+_replicas = partial(option, rich_help_panel="Replicas")
+_network = partial(option, rich_help_panel="Network and access")
+_load = partial(option, rich_help_panel="Overload and shutdown")
+_watch = partial(option, rich_help_panel="Logs, metrics and checks")
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """The command line of `llmctl serve`."""
 
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PLAN.json|RECIPE|FLEET|FOLDER",
-            autocompletion=arguments.recipes_and_plans,
-            help="A plan, a recipe with --fit, a fleet, or a rendered folder.",
-        ),
-    ] = None
-    target: Annotated[
-        str | None,
-        _plan(
-            "--target",
-            metavar="TARGET",
-            autocompletion=arguments.served_targets,
-            help="Where to run: local or ray; systemd or compose for a folder rendered for it.",
-        ),
-    ] = None
-    plan: Annotated[
-        Path | None, _plan("--plan", help="The plan to serve, from `llmctl render`.")
-    ] = None
-    fit: Annotated[
-        Path | None,
-        _plan(
-            "--fit",
-            callback=resolve_fit,
-            autocompletion=arguments.fits,
-            help="The fit of a recipe: fit.json, or the name of a recipe that has a shipped fit. "
-            "The plan is made here.",
-        ),
-    ] = None
-    tuning: Annotated[
-        Path | None, _plan("--tuning", help="The tuning of a recipe, used with --fit.")
-    ] = None
-    policy: Annotated[
-        str | None,
-        _plan(
-            "--policy",
-            autocompletion=arguments.policy,
-            help="Use this policy instead of the plan's, with the parameters of --set.",
-        ),
-    ] = None
-    settings: Annotated[list[str] | None, _plan("--set", metavar="KEY=VALUE", help=SET_HELP)] = None
-    workers: Annotated[
-        int | None,
-        _plan(
-            "--workers",
-            min=1,
-            callback=limit_workers,
-            help="Start this number of workers instead of the plan's.",
-        ),
-    ] = None
-    ray: Annotated[
-        str,
-        _plan(
-            "--ray",
-            metavar="local|auto|HOST:PORT",
-            help="Run the workers, or vLLM's servers, on a Ray cluster: a new one on this machine "
-            "(local), the one that runs on it (auto), or the one of a head node.",
-        ),
-    ] = ""
-    room_timeout: Annotated[
-        float,
-        _plan(
-            "--room-timeout",
-            min=0,
-            metavar="SECONDS",
-            help="Wait this long for the Ray cluster to have room for all workers.",
-        ),
-    ] = 60.0
-    engine: Annotated[
-        str | None,
-        _plan("--engine", help="Refuse a plan that is for another engine than this one."),
-    ] = None
-    force: Annotated[
-        bool,
-        _plan(
-            "--force",
-            help="Serve although the fit is for another device, engine, version or model, or the "
-            "plan is predicted to break limits.",
-        ),
-    ] = False
-    allow_broken_limits: Annotated[
-        bool,
-        _plan(
-            "--allow-broken-limits",
-            help="Serve although the plan is predicted to break limits of the recipe.",
-        ),
-    ] = False
-    replica: Annotated[
-        list[str] | None,
-        _replicas(
-            "--replica",
-            metavar="[KIND=]URL",
-            help="Serve through this server, which runs already; again for each further one. KIND "
-            "is the recipe of a fleet's kind; by default it is read from the size of the cache.",
-        ),
-    ] = None
-    replicas: Annotated[
-        list[str] | None,
-        _replicas(
-            "--replicas",
-            metavar="[KIND=]FILE|dns://NAME:PORT|k8s://NAMESPACE/SERVICE:PORT",
-            show_default=False,
-            help="As --replica, with a list that may change: a URL a line in a file, all addresses "
-            "of a name, or the endpoints of a Kubernetes Service; again for each kind.",
-        ),
-    ] = None
-    router: Annotated[
-        str,
-        _replicas(
-            "--router",
-            autocompletion=arguments.router,
-            show_default=False,
-            help="What chooses a request's replica; default: the plan's, else round-robin.",
-        ),
-    ] = ""
-    router_settings: Annotated[
-        list[str] | None,
-        _replicas("--set-router", metavar="KEY=VALUE", help="Set a parameter of the router."),
-    ] = None
-    host: Annotated[
-        str | None, _network("--host", help="Listen on this address; default: the recipe's.")
-    ] = None
-    port: Annotated[
-        int | None,
-        _network(
-            "--port",
-            min=0,
-            max=65535,
-            help="Listen on this port; 0 takes a free one; default: the recipe's.",
-        ),
-    ] = None
-    api_key: Annotated[
-        str,
-        _network(
-            "--api-key",
-            envvar="LLMCTL_API_KEY",
-            show_default=False,
-            help="Require this key from all clients. The environment variable hides it better.",
-        ),
-    ] = ""
-    api_key_file: Annotated[
-        Path | None,
-        _network(
-            "--api-key-file",
-            help="Read the key from this file, as service managers provide secrets.",
-        ),
-    ] = None
-    api_keys: Annotated[
-        Path | None,
-        _network(
-            "--api-keys",
-            envvar="LLMCTL_API_KEYS",
-            show_default=False,
-            help="Read the sha256 of several keys from this file, each with a name and limits.",
-        ),
-    ] = None
-    ssl_certfile: Annotated[
-        Path | None,
-        _network("--ssl-certfile", help="Use TLS with this certificate (PEM, with its chain)."),
-    ] = None
-    ssl_keyfile: Annotated[
-        Path | None,
-        _network(
-            "--ssl-keyfile",
-            help="Read the certificate's key from this file; default: the certificate's file.",
-        ),
-    ] = None
-    insecure: Annotated[
-        bool, _network("--insecure", help="Accept other machines without an API key.")
-    ] = False
-    open_metrics: Annotated[
-        bool, _network("--open-metrics", help="Let clients read /metrics without the key.")
-    ] = False
-    served_model_name: Annotated[
-        str, _network("--served-model-name", help="The name of the model in the API.")
-    ] = ""
-    allow_end_after: Annotated[
-        bool,
-        _network(
-            "--allow-end-after",
-            help="Let requests set the length of their output (llmctl_end_after), for replays.",
-        ),
-    ] = False
-    admission: Annotated[
-        Literal["targets", "queue"] | None,
-        _load(
-            "--admission",
-            help="Refuse requests that are predicted to miss the targets (targets), or only those "
-            "that meet serve.max_waiting waiting ones (queue); default: the recipe's.",
-        ),
-    ] = None
-    request_timeout: Annotated[
-        float | None,
-        _load(
-            "--request-timeout",
-            min=0.001,
-            show_default=False,
-            metavar="SECONDS",
-            help="The deadline of requests that name none, and the longest that a request may "
-            "name; default: the recipe's.",
-        ),
-    ] = None
-    client_share: Annotated[
-        float | None,
-        _load(
-            "--client-share",
-            min=0.001,
-            max=1,
-            show_default=False,
-            metavar="SHARE",
-            help="Allow one address this share of the connections and held bytes; default: 0.5. "
-            "Use 1 behind a proxy on another machine.",
-        ),
-    ] = None
-    shutdown_timeout: Annotated[
-        float,
-        _load(
-            "--shutdown-timeout",
-            min=0,
-            metavar="SECONDS",
-            help="Give running requests this long after a signal.",
-        ),
-    ] = 30.0
-    shutdown_notice: Annotated[
-        float,
-        _load(
-            "--shutdown-notice",
-            min=0,
-            metavar="SECONDS",
-            help="Answer /ready with 503 for this long before requests are refused.",
-        ),
-    ] = 0.0
-    event_log: Annotated[
-        Path | None,
-        _watch(
-            "--event-log",
-            help="Write every call of the scheduler, or of the router, to this file; it replays "
-            "exactly.",
-        ),
-    ] = None
-    request_log: Annotated[
-        Path | None,
-        _watch(
-            "--request-log",
-            help="Write a trace of the requests to this file: lengths and times only.",
-        ),
-    ] = None
-    vllm_metrics: Annotated[
-        bool, _watch("--vllm-metrics", help="Offer the metrics under vLLM's names, too.")
-    ] = False
-    status_page: Annotated[
-        bool | None,
-        _watch(
-            "--status-page/--no-status-page",
-            show_default=False,
-            help="Serve a page at / for people, without the key: totals, no requests. "
-            "Default: only where the server listens on this machine alone.",
-        ),
-    ] = None
-    check: Annotated[
-        float | None,
-        _watch(
-            "--check",
-            min=0,
-            show_default=False,
-            metavar="SECONDS",
-            help="Measure points of the fit again for this long before the first request; "
-            "default: 3, and 0 for engine fake.",
-        ),
-    ] = None
-    strict: Annotated[
-        bool,
-        _watch(
-            "--strict",
-            help="Exit with 4 where such a point is beyond the fit's stated error, and with 2 "
-            "where a replica is of another model, context or version.",
-        ),
-    ] = False
+    source: str | None = argument(
+        None,
+        metavar="PLAN.json|RECIPE|FLEET|FOLDER",
+        autocompletion=arguments.recipes_and_plans,
+        help="A plan, a recipe with --fit, a fleet, or a rendered folder.",
+    )
+    target: str | None = _plan(
+        None,
+        metavar="TARGET",
+        autocompletion=arguments.served_targets,
+        help="Where to run: local or ray; systemd or compose for a folder rendered for it.",
+    )
+    plan: Path | None = _plan(None, help="The plan to serve, from `llmctl render`.")
+    fit: Path | None = _plan(
+        None,
+        callback=resolve_fit,
+        autocompletion=arguments.fits,
+        help="The fit of a recipe: fit.json, or the name of a recipe that has a shipped fit. "
+        "The plan is made here.",
+    )
+    tuning: Path | None = _plan(None, help="The tuning of a recipe, used with --fit.")
+    policy: str | None = _plan(
+        None,
+        autocompletion=arguments.policy,
+        help="Use this policy instead of the plan's, with the parameters of --set.",
+    )
+    settings: list[str] | None = _plan(None, "--set", metavar="KEY=VALUE", help=SET_HELP)
+    workers: int | None = _plan(
+        None,
+        min=1,
+        callback=limit_workers,
+        help="Start this number of workers instead of the plan's.",
+    )
+    ray: str = _plan(
+        "",
+        metavar="local|auto|HOST:PORT",
+        help="Run the workers, or vLLM's servers, on a Ray cluster: a new one on this machine "
+        "(local), the one that runs on it (auto), or the one of a head node.",
+    )
+    room_timeout: float = _plan(
+        60.0,
+        min=0,
+        metavar="SECONDS",
+        help="Wait this long for the Ray cluster to have room for all workers.",
+    )
+    engine: str | None = _plan(None, help="Refuse a plan that is for another engine than this one.")
+    force: bool = _plan(
+        False,
+        "--force",
+        help="Serve although the fit is for another device, engine, version or model, or the "
+        "plan is predicted to break limits.",
+    )
+    allow_broken_limits: bool = _plan(
+        False,
+        "--allow-broken-limits",
+        help="Serve although the plan is predicted to break limits of the recipe.",
+    )
+    replica: list[str] | None = _replicas(
+        None,
+        metavar="[KIND=]URL",
+        help="Serve through this server, which runs already; again for each further one. KIND "
+        "is the recipe of a fleet's kind; by default it is read from the size of the cache.",
+    )
+    replicas: list[str] | None = _replicas(
+        None,
+        metavar="[KIND=]FILE|dns://NAME:PORT|k8s://NAMESPACE/SERVICE:PORT",
+        show_default=False,
+        help="As --replica, with a list that may change: a URL a line in a file, all addresses "
+        "of a name, or the endpoints of a Kubernetes Service; again for each kind.",
+    )
+    router: str = _replicas(
+        "",
+        autocompletion=arguments.router,
+        show_default=False,
+        help="What chooses a request's replica; default: the plan's, else round-robin.",
+    )
+    router_settings: list[str] | None = _replicas(
+        None, "--set-router", metavar="KEY=VALUE", help="Set a parameter of the router."
+    )
+    host: str | None = _network(None, help="Listen on this address; default: the recipe's.")
+    port: int | None = _network(
+        None,
+        min=0,
+        max=65535,
+        help="Listen on this port; 0 takes a free one; default: the recipe's.",
+    )
+    api_key: str = _network(
+        "",
+        envvar="LLMCTL_API_KEY",
+        show_default=False,
+        help="Require this key from all clients. The environment variable hides it better.",
+    )
+    api_key_file: Path | None = _network(
+        None, help="Read the key from this file, as service managers provide secrets."
+    )
+    api_keys: Path | None = _network(
+        None,
+        envvar="LLMCTL_API_KEYS",
+        show_default=False,
+        help="Read the sha256 of several keys from this file, each with a name and limits.",
+    )
+    ssl_certfile: Path | None = _network(
+        None, help="Use TLS with this certificate (PEM, with its chain)."
+    )
+    ssl_keyfile: Path | None = _network(
+        None, help="Read the certificate's key from this file; default: the certificate's file."
+    )
+    insecure: bool = _network(False, "--insecure", help="Accept other machines without an API key.")
+    open_metrics: bool = _network(
+        False, "--open-metrics", help="Let clients read /metrics without the key."
+    )
+    served_model_name: str = _network("", help="The name of the model in the API.")
+    allow_end_after: bool = _network(
+        False,
+        "--allow-end-after",
+        help="Let requests set the length of their output (llmctl_end_after), for replays.",
+    )
+    admission: Literal["targets", "queue"] | None = _load(
+        None,
+        help="Refuse requests that are predicted to miss the targets (targets), or only those "
+        "that meet serve.max_waiting waiting ones (queue); default: the recipe's.",
+    )
+    request_timeout: float | None = _load(
+        None,
+        min=0.001,
+        show_default=False,
+        metavar="SECONDS",
+        help="The deadline of requests that name none, and the longest that a request may "
+        "name; default: the recipe's.",
+    )
+    client_share: float | None = _load(
+        None,
+        min=0.001,
+        max=1,
+        show_default=False,
+        metavar="SHARE",
+        help="Allow one address this share of the connections and held bytes; default: 0.5. "
+        "Use 1 behind a proxy on another machine.",
+    )
+    shutdown_timeout: float = _load(
+        30.0, min=0, metavar="SECONDS", help="Give running requests this long after a signal."
+    )
+    shutdown_notice: float = _load(
+        0.0,
+        min=0,
+        metavar="SECONDS",
+        help="Answer /ready with 503 for this long before requests are refused.",
+    )
+    event_log: Path | None = _watch(
+        None,
+        help="Write every call of the scheduler, or of the router, to this file; it replays "
+        "exactly.",
+    )
+    request_log: Path | None = _watch(
+        None, help="Write a trace of the requests to this file: lengths and times only."
+    )
+    vllm_metrics: bool = _watch(
+        False, "--vllm-metrics", help="Offer the metrics under vLLM's names, too."
+    )
+    status_page: bool | None = _watch(
+        None,
+        "--status-page/--no-status-page",
+        show_default=False,
+        help="Serve a page at / for people, without the key: totals, no requests. "
+        "Default: only where the server listens on this machine alone.",
+    )
+    check: float | None = _watch(
+        None,
+        min=0,
+        show_default=False,
+        metavar="SECONDS",
+        help="Measure points of the fit again for this long before the first request; "
+        "default: 3, and 0 for engine fake.",
+    )
+    strict: bool = _watch(
+        False,
+        "--strict",
+        help="Exit with 4 where such a point is beyond the fit's stated error, and with 2 "
+        "where a replica is of another model, context or version.",
+    )
     as_json: JsonOption = False
 
 
@@ -355,12 +256,9 @@ def command(given: ServeOptions) -> None:
         return
     # the workers inherit the environment, and run models' own code
     serve_start.forget_variable("LLMCTL_API_KEY")
-    manager, access = (
-        Manager.take(),
-        serve_start.find_keys(given.api_key, given.api_key_file, given.api_keys),
-    )
-    source = location.plan or given.source
-    plan = serve_start.plan_to_serve(source, given.plan, given.fit, given.tuning, given.force)
+    manager = Manager.take()
+    access = serve_start.find_keys(given.api_key, given.api_key_file, given.api_keys)
+    plan = serve_start.plan_to_serve(location.plan or given.source, given)
     plan = serve_start.override(plan, given.policy, given.settings, given.workers)
     accept(plan, str(given.tuning or location.plan or given.plan or given.source), broken=broken)
     serve_start.check_engine(plan, given.engine)
@@ -391,20 +289,19 @@ def _launch(given: ServeOptions, plan: Plan, access: Access, ray: str, manager: 
 
     (api_key, keys), watched_keys = access
     host, port = _address(given, plan)
-    settings = make_settings(
-        plan,
-        model=given.served_model_name,
-        api_key=api_key,
-        keys=keys,
-        request_timeout_s=given.request_timeout,
-        allow_end_after=given.allow_end_after,
-        vllm_metrics=given.vllm_metrics,
-        open_metrics=given.open_metrics,
-        status_page=is_loopback(host) if given.status_page is None else given.status_page,
-    )
     return Launch(
         plan=plan,
-        settings=settings,
+        settings=make_settings(
+            plan,
+            model=given.served_model_name,
+            api_key=api_key,
+            keys=keys,
+            request_timeout_s=given.request_timeout,
+            allow_end_after=given.allow_end_after,
+            vllm_metrics=given.vllm_metrics,
+            open_metrics=given.open_metrics,
+            status_page=is_loopback(host) if given.status_page is None else given.status_page,
+        ),
         host=host,
         port=port,
         insecure=given.insecure,
@@ -474,7 +371,6 @@ def _gateway(
     (api_key, keys), watched_keys = access
     needs = replicas_like(plan, given.served_model_name, strict=given.strict)
     serve, (host, port) = plan.recipe.serve, _address(given, plan)
-
     return GatewayLaunch(
         plan=plan,
         settings=GatewaySettings(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import parse_settings
 from toolkit.cli.basis import accept, plan_of_fleet, plan_of_recipe, refuse_workers
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from toolkit.backends import ServerOrder, Serves
+    from toolkit.cli.serve import ServeOptions
     from toolkit.deploy.render import Manifest
     from toolkit.deploy.running import Running, Where
-    from toolkit.files.plan import Plan, PlannedPolicy
+    from toolkit.files.plan import Plan
     from toolkit.gateway.launch import GatewayLaunch
     from toolkit.serve.access import Callers
     from toolkit.serve.drift import DriftCheck
@@ -126,11 +127,9 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
     emit(as_json, server, show)
 
 
-def plan_to_serve(
-    source: str | None, plan: Path | None, fit: Path | None, tuning: Path | None, force: bool
-) -> Plan:
-    """Read a plan, or make one from a recipe or a fleet with its fits. `InputError` for both, and
-    for neither.
+def plan_to_serve(source: str | None, given: ServeOptions) -> Plan:
+    """Read the plan `source` or --plan, or make one of a recipe or a fleet with its fits.
+    `InputError` for both, and for neither.
     """
     from toolkit.files.fleet import is_fleet
     from toolkit.files.io import read_file
@@ -138,6 +137,7 @@ def plan_to_serve(
     from toolkit.files.shipped import is_recipe
 
     usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
+    plan, fit, tuning, force = given.plan, given.fit, given.tuning, given.force
     if plan is None and source and not is_recipe(source):
         plan, source = Path(source), None
     if plan is not None:
@@ -162,6 +162,9 @@ def override(
     unknown policy or parameter.
     """
     from toolkit.deploy.plan import replaced
+    from toolkit.files.plan import PlannedPolicy
+    from toolkit.sched.policies import make_any
+    from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.world import settings_of_kinds
 
     if plan.others:
@@ -172,37 +175,26 @@ def override(
             f" with {workers} the times may differ"
         )
     changes = parse_settings(settings)
-    chosen = _policy(plan, policy, settings_of_kinds(changes, plan.kinds)[0])
+    own, planned = settings_of_kinds(changes, plan.kinds)[0], plan.policy
+    name = planned.name if policy is None else policy
+    chosen = make_any(name, (planned.parameters if name == planned.name else {}) | own)
     if policy is None and not changes and workers is None:
         return plan
-    made = replaced(plan, chosen, policy is not None, changes, workers or plan.workers)
+    given = PlannedPolicy(name=chosen.name, parameters=parameters(chosen))
+    made = replaced(plan, given, policy is not None, changes, workers or plan.workers)
     if plan.predicted and not made.predicted:
         note("note: the tuning's predictions are for other settings; this plan has no predictions")
     return made
-
-
-def _policy(
-    plan: Plan, name: str | None, changes: dict[str, bool | int | float | str]
-) -> PlannedPolicy:
-    from toolkit.files.plan import PlannedPolicy
-    from toolkit.sched.policies import make_any
-    from toolkit.sched.policies.parameters import parameters
-
-    same = name is None or name == plan.policy.name
-    chosen = make_any(
-        plan.policy.name if same else str(name), (plan.policy.parameters if same else {}) | changes
-    )
-    return PlannedPolicy(name=chosen.name, parameters=parameters(chosen))
 
 
 def check_engine(plan: Plan, engine: str | None) -> None:
     """`InputError` where the plan is for another engine than `engine`."""
     planned = " and ".join(dict.fromkeys(kind.recipe.engine.name for kind in plan.kinds))
     if engine is not None and engine != planned:
+        hint = f"set engine.name to {engine} in the recipe"
         raise InputError(
             f"--engine {engine}: this plan is for engine '{planned}'",
-            f"set engine.name to {engine} in the recipe; then: llmctl profile, fit,"
-            " tune and render",
+            f"{hint}; then: llmctl profile, fit, tune and render",
         )
 
 
@@ -341,7 +333,7 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
     """Start the front before replicas, and its own replicas, until a signal ends it."""
     from toolkit.gateway.launch import launch_gateway
 
-    plan = order.plan
+    plan, front = order.plan, order.settings
     if order.own is not None:
         where = f" on Ray ({order.ray})" if order.ray else ""
         servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
@@ -349,35 +341,29 @@ def start_gateway(order: GatewayLaunch, *, certificate: Path | None, as_json: bo
     with remembering("ray" if order.ray else "local") as memory:
 
         def on_ready(url: str) -> None:
-            memory.ready(url, order.settings.model, plan, certificate)
+            memory.ready(url, front.model, plan, certificate)
             order.manager.tell("READY=1")
-            page = f"{url}/" if order.settings.status_page else None
-            facts = {
-                "url": url,
-                "model": order.settings.model,
-                "router": order.router.name,
-                "status_page": page,
-            }
-            emit(as_json, facts, lambda: _show_gateway(order, url))
+            page, router = f"{url}/" if front.status_page else None, order.router.name
+            facts = {"url": url, "model": front.model, "router": router, "status_page": page}
+            lines = [
+                f"ready: {url} serves {front.model or 'the model of its replicas'}",
+                f"router: {router}; replicas: {url}/replicas",
+                *([f"status page: {page}"] if page else []),
+            ]
+            emit(as_json, facts, lambda: print("\n".join(lines)))
             sys.stdout.flush()
 
         memory.ended(launch_gateway(order, on_ready))
 
 
-def _show_gateway(order: GatewayLaunch, url: str) -> None:
-    print(f"ready: {url} serves {order.settings.model or 'the model of its replicas'}")
-    print(f"router: {order.router.name}; replicas: {url}/replicas")
-    if order.settings.status_page:
-        print(f"status page: {url}/")
-
-
 def _announce(
     as_json: bool, url: str, model: str, plan: Plan, *, status_page: bool = False
 ) -> None:
+    """Print that the server of the plan is ready, what it serves, and limits that it will break."""
     from toolkit.files.tuning import breaks, broken
 
     page, broken_limits = f"{url}/" if status_page else None, broken(plan.limits)
-    facts: dict[str, Any] = {
+    facts = {
         "url": url,
         "model": model,
         "workers": plan.workers,
@@ -395,9 +381,8 @@ def _announce(
         print(f"ready: {url} serves {model} on {plan.workers} worker{'s' * (plan.workers > 1)}")
         print(fill(f"policy: {plan.policy.name} ({parameters})", WIDTH, subsequent_indent="  "))
         if broken_limits:
-            print(
-                fill(f"warning: predicted to {breaks(plan.limits)}", WIDTH, subsequent_indent="  ")
-            )
+            warning = f"warning: predicted to {breaks(plan.limits)}"
+            print(fill(warning, WIDTH, subsequent_indent="  "))
         if page:
             print(f"status page: {page}")
 
@@ -454,9 +439,9 @@ class ServerRecord:
 
 
 @contextlib.contextmanager
-def remembering(target: str) -> Iterator[ServerRecord]:
+def remembering(target: Where) -> Iterator[ServerRecord]:
     """A record that is removed where the server fails."""
-    memory = ServerRecord("ray" if target == "ray" else "local")
+    memory = ServerRecord(target)
     try:
         yield memory
     finally:

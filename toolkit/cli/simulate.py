@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
@@ -24,6 +22,7 @@ from toolkit.cli.arguments import (
     TraceOption,
     command_of,
     limit_workers,
+    option,
     parse_settings,
     parse_sla,
     resolve_recipe,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from toolkit.sim.world import World
     from toolkit.traces.types import Trace
 
-
 OF_KINDS = (  # what the table of kinds shows
     *("workers", "requests", "goodput_rps", "ttft_mean_s", "ttft_p99_s", "e2e_mean_s"),
     *("mtpot_p99_s", "hit_percent", "utilisation_percent", "consumed_memory_percent"),
@@ -66,73 +64,74 @@ class StageOptions:
     """The options of a command that simulates a trace."""
 
     trace: TraceOption = "chat-small"
-    fit: Annotated[
-        str,
-        typer.Option(
-            autocompletion=arguments.fits_and_clock,
-            help="fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock "
-            "of steps).",
-        ),
-    ] = "fit.json"
-    recipe: Annotated[
-        Path | None,
-        typer.Option(
-            callback=resolve_recipe,
-            help="The recipe of the fit, which limits lengths; default: the one beside the fit, in "
-            "the current folder, or shipped.",
-        ),
-    ] = None
+    fit: str = option(
+        "fit.json",
+        autocompletion=arguments.fits_and_clock,
+        help="fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock "
+        "of steps).",
+    )
+    recipe: Path | None = option(
+        None,
+        callback=resolve_recipe,
+        help="The recipe of the fit, which limits lengths; default: the one beside the fit, in "
+        "the current folder, or shipped.",
+    )
     fleet: FleetOption = None
-    tuning: Annotated[
-        Path | None,
-        typer.Option(
-            help="Simulate what this tuning.json of the fit or the fleet recommends: policy, "
-            "parameters, router, workers, targets and seed. Options replace them."
-        ),
-    ] = None
+    tuning: Path | None = option(
+        None,
+        help="Simulate what this tuning.json of the fit or the fleet recommends: policy, "
+        "parameters, router, workers, targets and seed. Options replace them.",
+    )
     settings: SetOption = None
     sla: SlaOption = None
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            callback=limit_workers,
-            help="The number of workers; default: as tuned or profiled, or 1.",
-        ),
-    ] = None
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="The limit of requests without one in the trace; default: the recipe's, or 4096 "
-            "in unit-step.",
-        ),
-    ] = None
-    fit_lengths: Annotated[bool, typer.Option(help="Scale the lengths to the model's context.")] = (
-        True
+    workers: int | None = option(
+        None,
+        min=1,
+        callback=limit_workers,
+        help="The number of workers; default: as tuned or profiled, or 1.",
     )
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Draw the memory limits and the policies' samples from this seed; default: the "
-            "tuning's, or 0.",
-        ),
-    ] = None
+    max_new_tokens: int | None = option(
+        None,
+        min=1,
+        help="The limit of requests without one in the trace; default: the recipe's, or 4096 "
+        "in unit-step.",
+    )
+    fit_lengths: bool = option(True, help="Scale the lengths to the model's context.")
+    seed: int | None = option(
+        None,
+        min=0,
+        help="Draw the memory limits and the policies' samples from this seed; default: the "
+        "tuning's, or 0.",
+    )
 
     def asked(self) -> Asked:
         """What to simulate. `InputError` for words that cannot be parsed, and for a file that is no
         tuning.
         """
-        settings, targets = parse_settings(self.settings), parse_sla(self.sla)
+        from toolkit.files.tuning import REFUSED
+        from toolkit.sched.policies import BUILT_IN
+
+        given, targets = parse_settings(self.settings), parse_sla(self.sla)
         kinds, tuning = kind_names(self.fleet), _read_tuning(self, {})
         if tuning is None:
-            return Asked(settings, targets, kinds)
+            return Asked(given, targets, kinds)
         counts = tuning.sizing.kinds if tuning.sizing else []
         left_out = [kind.recipe for kind in counts if not kind.workers]
         kinds = [name for name in kinds if name not in left_out]
-        settings = _tuned_settings(tuning, kinds, settings)
-        return Asked(settings, targets or tuning.sla, kinds, tuning)
+        # what the tuning recommends, as `assign_settings` takes it; options replace it
+        found: dict[str, Value] = {}
+        best, router = tuning.recommended, tuning.recommended.replica_router
+        if router and given.get("replica_router", router.name) == router.name:
+            found["replica_router"] = router.name
+            found |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
+        if REFUSED in best.metrics:
+            found["admission"] = "targets"
+        first = kinds[0] if kinds and best.policy in BUILT_IN else best.policy
+        for owner, flags in {first: best.parameters, **best.kind_parameters}.items():
+            set_for_all = {key for key in flags if {key, f"{best.policy}.{key}"} & given.keys()}
+            if owner in (first, *kinds):
+                found |= {f"{owner}.{key}": flags[key] for key in flags if key not in set_for_all}
+        return Asked(found | given, targets or tuning.sla, kinds, tuning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,30 +158,6 @@ class Asked:
                 f"name {tuned.policy}, or leave --tuning out",
             )
         return named or ([tuned.policy] if tuned.replica_router else usual)
-
-
-def _tuned_settings(
-    tuning: Tuning, kinds: Sequence[str], given: Mapping[str, Value]
-) -> dict[str, Value]:
-    """The settings that the tuning recommends, as `assign_settings` takes them, with the `given`
-    ones in their place. Those of kinds that are not among `kinds` are left out.
-    """
-    from toolkit.files.tuning import REFUSED
-    from toolkit.sched.policies import BUILT_IN
-
-    found: dict[str, Value] = {}
-    best, router = tuning.recommended, tuning.recommended.replica_router
-    if router and given.get("replica_router", router.name) == router.name:
-        found["replica_router"] = router.name
-        found |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
-    if REFUSED in best.metrics:
-        found["admission"] = "targets"
-    first = kinds[0] if kinds and best.policy in BUILT_IN else best.policy
-    for owner, flags in {first: best.parameters, **best.kind_parameters}.items():
-        set_for_all = {key for key in flags if {key, f"{best.policy}.{key}"} & given.keys()}
-        if owner in (first, *kinds):
-            found |= {f"{owner}.{key}": flags[key] for key in flags if key not in set_for_all}
-    return found | dict(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,10 +360,9 @@ def world_notes(world: World, policy: str, metrics: Mapping[str, float]) -> list
     """What a reader must know before trusting the figures of one simulation of this policy."""
     from toolkit.sim.world import extrapolation_warning
 
-    lines, valid = [], world.range_of(policy)
-    if valid is not None:
-        warning = extrapolation_warning(metrics["extrapolated_batches_percent"], valid)
-        lines += [f"warning: {warning}"] if warning else []
+    valid, share = world.range_of(policy), metrics.get("extrapolated_batches_percent", 0.0)
+    warning = extrapolation_warning(share, valid) if valid is not None else None
+    lines = [f"warning: {warning}"] if warning else []
     return [*lines, *hit_notes(metrics), *unfinished_notes(metrics)]
 
 
@@ -431,26 +405,29 @@ def routed(
     return replace(world, routing=routing)
 
 
-def _quiet(world: World) -> World:
-    """The same world without failures of replicas."""
-    assert world.routing is not None
-    return replace(world, routing=replace(world.routing, outages=()))
-
-
 def _failure_notes(
-    result: SimResult, targets: Mapping[str, float], quiet: Callable[[], SimResult]
+    requests: Trace,
+    policy: AnyPolicy,
+    world: World,
+    result: SimResult,
+    targets: Mapping[str, float],
 ) -> list[str]:
     """What failures of replicas cost: a line for each metric, without and with them."""
+    from toolkit.sim.api import simulate
+
     moved = result.counters.get("moved_requests", 0.0)
-    if not moved:
+    if not moved or world.routing is None:
         return []
     tokens = result.counters["recomputed_tokens"]
-    lines = [f"{moved:,.0f} times a request went on elsewhere, {tokens:,.0f} tokens sent again"]
-    before, after = quiet().metrics(targets), result.metrics(targets)
-    return lines + [
-        f"  {name}: {number(before[name])} without failures, {number(after[name])} with"
-        for name in ("goodput_rps", "ttft_p99_s", "e2e_mean_s", "mtpot_p99_s")
-        if name in before and name in after
+    quiet = replace(world, routing=replace(world.routing, outages=()))
+    before, after = simulate(requests, policy, quiet).metrics(targets), result.metrics(targets)
+    return [
+        f"{moved:,.0f} times a request went on elsewhere, {tokens:,.0f} tokens sent again",
+        *(
+            f"  {name}: {number(before[name])} without failures, {number(after[name])} with"
+            for name in ("goodput_rps", "ttft_p99_s", "e2e_mean_s", "mtpot_p99_s")
+            if name in before and name in after
+        ),
     ]
 
 
@@ -458,22 +435,18 @@ def _failure_notes(
 class SimulateOptions(StageOptions):
     """The command line of `llmctl simulate`."""
 
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=arguments.policy,
-            help="The policy, one that `llmctl policies` lists; default: the tuning's, or slice.",
-        ),
-    ] = None
+    policy: str | None = option(
+        None,
+        autocompletion=arguments.policy,
+        help="The policy, one that `llmctl policies` lists; default: the tuning's, or slice.",
+    )
     rate: RateOption = None
-    replica_failures: Annotated[
-        Path | None,
-        typer.Option(
-            "--failures",
-            help="JSON lines of replicas that die or drain, and when they come back; the result "
-            "says what that costs.",
-        ),
-    ] = None
+    replica_failures: Path | None = option(
+        None,
+        "--failures",
+        help="JSON lines of replicas that die or drain, and when they come back; the result "
+        "says what that costs.",
+    )
     as_json: JsonOption = False
 
 
@@ -507,14 +480,12 @@ def command(given: SimulateOptions) -> None:
         note(line)
     world = routed(world, targets, of_world, given.replica_failures)
     result = simulate(requests, chosen, world)
-    for line in _failure_notes(result, targets, lambda: simulate(requests, chosen, _quiet(world))):
-        note(line)
     metrics = result.metrics(targets)
-    for line in [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]:
-        note(line)
+    notes = _failure_notes(requests, chosen, world, result, targets)
+    notes += [*refusal_notes(result.refusals), *world_notes(world, policy, metrics)]
     name, remark = marked(policy, stage.engines), footnote([policy], stage.engines)
-    if remark:
-        note(remark)
+    for line in [*notes, *([remark] if remark else [])]:
+        note(line)
     found = Simulation(
         policy=chosen.name,
         parameters=parameters(chosen),

@@ -7,7 +7,6 @@ write files.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli import arguments
-from toolkit.cli.arguments import JsonOption, command_of, resolve_recipe
+from toolkit.cli.arguments import JsonOption, command_of, option, resolve_recipe
 from toolkit.cli.output import chart, emit, note, table
 from toolkit.errors import InputError
 from toolkit.units import number, seconds, size
@@ -39,44 +38,29 @@ class RecordOptions:
             help="Write the trace to this file, canonical JSONL; an existing file is continued."
         ),
     ]
-    listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Listen on this address for clients.")
-    ] = "127.0.0.1:8100"
-    max_mib: Annotated[
-        int,
-        typer.Option(
-            "--max-mib", min=1, help="Rename OUT to OUT.1 at this size, and replace an older OUT.1."
-        ),
-    ] = 256
-    timeout: Annotated[
-        float,
-        typer.Option(
-            min=1.0, help="Give up a request after the server sent nothing for this many seconds."
-        ),
-    ] = 600.0
-    shutdown_timeout: Annotated[
-        float,
-        typer.Option(
-            "--shutdown-timeout",
-            min=0.0,
-            help="Give running requests this many seconds after a signal.",
-        ),
-    ] = 30.0
-    upstream_ca: Annotated[
-        Path | None,
-        typer.Option(
-            "--upstream-ca",
-            help="For https: trust these authorities (PEM) instead of the system's.",
-        ),
-    ] = None
-    insecure: Annotated[bool, typer.Option("--insecure", help="Accept other machines.")] = False
-    block_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Note what prompts share in blocks of so many tokens, as keyed hashes; 0: do not.",
-        ),
-    ] = 16
+    listen: str = option(
+        "127.0.0.1:8100", metavar="HOST:PORT", help="Listen on this address for clients."
+    )
+    max_mib: int = option(
+        256, min=1, help="Rename OUT to OUT.1 at this size, and replace an older OUT.1."
+    )
+    timeout: float = option(
+        600.0,
+        min=1.0,
+        help="Give up a request after the server sent nothing for this many seconds.",
+    )
+    shutdown_timeout: float = option(
+        30.0, min=0.0, help="Give running requests this many seconds after a signal."
+    )
+    upstream_ca: Path | None = option(
+        None, help="For https: trust these authorities (PEM) instead of the system's."
+    )
+    insecure: bool = option(False, "--insecure", help="Accept other machines.")
+    block_tokens: int = option(
+        16,
+        min=0,
+        help="Note what prompts share in blocks of so many tokens, as keyed hashes; 0: do not.",
+    )
     as_json: JsonOption = False
 
 
@@ -92,11 +76,16 @@ def record(given: RecordOptions) -> None:
     """
     from toolkit.serve.recording import Recording, record
 
-    host, port = _address(given.listen)
+    host, _, port = given.listen.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 1 << 16):
+        raise InputError(
+            f"--listen '{given.listen}': not an address",
+            "for example 127.0.0.1:8100, or [::1]:8100",
+        )
     order = Recording(
         given.upstream,
-        host,
-        port,
+        host.removeprefix("[").removesuffix("]"),
+        int(port),
         given.out,
         given.max_mib << 20,
         given.timeout,
@@ -105,34 +94,18 @@ def record(given: RecordOptions) -> None:
         given.block_tokens,
         given.upstream_ca,
     )
-    ended = record(order, lambda url: _announce(given.as_json, url, given.upstream, given.out))
-    note(_summary(ended, given.out))
 
+    def announce(url: str) -> None:
+        facts = {"url": url, "upstream": given.upstream, "out": str(given.out)}
+        emit(given.as_json, facts, lambda: print(f"recording: {url} to {given.out}"))
+        sys.stdout.flush()
 
-def _address(text: str) -> tuple[str, int]:
-    """The host and port of HOST:PORT. `InputError` for other text."""
-    host, _, port = text.rpartition(":")
-    if not (host and port.isdecimal() and int(port) < 1 << 16):
-        raise InputError(
-            f"--listen '{text}': not an address", "for example 127.0.0.1:8100, or [::1]:8100"
-        )
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _announce(as_json: bool, url: str, upstream: str, out: Path) -> None:
-    emit(
-        as_json,
-        {"url": url, "upstream": upstream, "out": str(out)},
-        lambda: print(f"recording: {url} to {out}"),
-    )
-    sys.stdout.flush()
-
-
-def _summary(ended: Counter[str], out: Path) -> str:
+    ended = record(order, announce)
     if not ended:
-        return "no client requested tokens; nothing was recorded"
+        note("no client requested tokens; nothing was recorded")
+        return
     counts = ", ".join(f"{count:,} {status}" for status, count in sorted(ended.items()))
-    return f"requests: {counts}; see them with: llmctl trace inspect {out}"
+    note(f"requests: {counts}; see them with: llmctl trace inspect {given.out}")
 
 
 BAR_WIDTH = 18
@@ -171,29 +144,22 @@ def inspect(
     """Show the contents of a trace: rows kept and dropped, duration, rate, burstiness, lengths, and
     what a prefix cache could reuse.
     """
+    from toolkit.files.shipped import load_recipe
     from toolkit.traces.read import read_trace
     from toolkit.traces.sharing import describe_reuse
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import describe
 
-    per_token = _kv_bytes(recipe) if recipe else None
+    per_token = None
+    if recipe:
+        per_token = load_recipe(recipe).model.kv_bytes_per_token
+        if per_token is None:
+            without = "model.kv_bytes_per_token is not given, so caches have no size in GiB"
+            raise InputError(f"{recipe.name}: {without}", "give it, or leave out --recipe")
     loaded, report = read_trace(trace_path(trace, folders=True))
     found, reuse = describe(loaded), describe_reuse(loaded, per_token)
     whole = {"report": asdict(report), **asdict(found), "reuse": reuse and asdict(reuse)}
     emit(as_json, whole, lambda: _show(loaded, found, reuse))
-
-
-def _kv_bytes(recipe: Path) -> int:
-    """The bytes of a token in the KV cache of a recipe's model."""
-    from toolkit.files.shipped import load_recipe
-
-    found = load_recipe(recipe).model.kv_bytes_per_token
-    if found is None:
-        raise InputError(
-            f"{recipe.name}: model.kv_bytes_per_token is not given, so caches have no size in GiB",
-            "give it, or leave out --recipe",
-        )
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,45 +170,29 @@ class ConvertOptions:
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="Write the trace to this file, canonical JSONL.")
     ]
-    start: Annotated[
-        float,
-        typer.Option(
-            min=0.0, help="Leave out requests that arrive before this second (after scaling)."
-        ),
-    ] = 0.0
-    duration: Annotated[
-        float | None, typer.Option(min=0.0, help="Keep this many seconds from --start on.")
-    ] = None
-    rate: Annotated[
-        float | None, typer.Option(help="Scale arrival times to this mean rate, requests/s.")
-    ] = None
-    draw_rate: Annotated[
-        float | None,
-        typer.Option(help="Draw new arrival times at this rate, for traces without times."),
-    ] = None
-    cv: Annotated[
-        float | None,
-        typer.Option(
-            help="With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="With --draw-rate: draw from this seed; the same seed gives the same times."
-        ),
-    ] = None
-    divide: Annotated[
-        float | None,
-        typer.Option(help="Divide all lengths by this factor; what prompts share stays shared."),
-    ] = None
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(help="Scale lengths to this context, in tokens; needs --max-new-tokens."),
-    ] = None
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Scale outputs to this many tokens.")
-    ] = None
+    start: float = option(
+        0.0, min=0.0, help="Leave out requests that arrive before this second (after scaling)."
+    )
+    duration: float | None = option(None, min=0.0, help="Keep this many seconds from --start on.")
+    rate: float | None = option(None, help="Scale arrival times to this mean rate, requests/s.")
+    draw_rate: float | None = option(
+        None, help="Draw new arrival times at this rate, for traces without times."
+    )
+    cv: float | None = option(
+        None, help="With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
+    )
+    seed: int | None = option(
+        None,
+        min=0,
+        help="With --draw-rate: draw from this seed; the same seed gives the same times.",
+    )
+    divide: float | None = option(
+        None, help="Divide all lengths by this factor; what prompts share stays shared."
+    )
+    max_model_len: int | None = option(
+        None, help="Scale lengths to this context, in tokens; needs --max-new-tokens."
+    )
+    max_new_tokens: int | None = option(None, help="Scale outputs to this many tokens.")
     as_json: JsonOption = False
 
 
@@ -264,23 +214,15 @@ def convert(given: ConvertOptions) -> None:
             "--max-model-len and --max-new-tokens need each other", "give both, or neither"
         )
     if given.rate is not None and given.draw_rate is not None:
-        raise InputError(
-            f"--rate {given.rate:g} and --draw-rate {given.draw_rate:g} contradict each other",
-            "give one of them",
-        )
+        both = f"--rate {given.rate:g} and --draw-rate {given.draw_rate:g}"
+        raise InputError(f"{both} contradict each other", "give one of them")
     if given.draw_rate is None:
-        _refuse(
-            {"--cv": given.cv, "--seed": given.seed},
-            "without --draw-rate nothing is drawn",
-            "add --draw-rate",
-        )
+        drawn = {"--cv": given.cv, "--seed": given.seed}
+        _refuse(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
     loaded, _ = read_trace(trace_path(given.trace, folders=True))
     if given.draw_rate is not None:
-        loaded = draw_arrivals(
-            loaded,
-            Arrivals(given.draw_rate, 1.0 if given.cv is None else given.cv),
-            given.seed or 0,
-        )
+        arrivals = Arrivals(given.draw_rate, 1.0 if given.cv is None else given.cv)
+        loaded = draw_arrivals(loaded, arrivals, given.seed or 0)
     if given.rate is not None:
         loaded = scale_rate(loaded, given.rate)
     if given.divide is not None:
@@ -297,69 +239,51 @@ class GenerateOptions:
     """The command line of `llmctl trace generate`."""
 
     out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")]
-    rate: Annotated[
-        float | None, typer.Option(help="Mean arrival rate, requests/s; default: 20.")
-    ] = None
-    duration: Annotated[float | None, typer.Option(help="Seconds; default: 600.")] = None
-    cv: Annotated[
-        float | None,
-        typer.Option(
-            help="Coefficient of variation of the gaps; above 1 is bursty; default: 1, Poisson."
-        ),
-    ] = None
-    prompt: Annotated[
-        str,
-        typer.Option(
-            help="lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS."
-        ),
-    ] = "lognormal:400:1"
-    output: Annotated[str, typer.Option(help="The same for output lengths.")] = "lognormal:120:0.75"
-    longest: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Clip lengths to this many tokens; default: 1024 for lognormal and pareto."
-        ),
-    ] = None
-    max_tokens: Annotated[
-        int, typer.Option(min=0, help="The limit on output tokens that clients set; 0: none.")
-    ] = 0
-    all_at_once: Annotated[
-        int | None,
-        typer.Option(
-            "--backlog",
-            min=1,
-            help="This many requests, all at 0 s, instead of --rate and --duration.",
-        ),
-    ] = None
-    system_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Begin every prompt with the same so many tokens.")
-    ] = None
-    templates: Annotated[
-        int | None,
-        typer.Option(min=1, help="Begin prompts with one of so many templates, chosen by Zipf."),
-    ] = None
-    template_tokens: Annotated[
-        str | None, typer.Option(help="Lengths of the templates, as --prompt; default: fixed:512.")
-    ] = None
-    zipf: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="The k-th template has a weight of 1 / k^ZIPF; default: 1."),
-    ] = None
-    turns: Annotated[
-        str | None,
-        typer.Option(
-            help="Make sessions with so many turns, as --prompt, such as uniform:1:6. --rate is"
-            " then of sessions, and --prompt of what is new in a turn."
-        ),
-    ] = None
-    think: Annotated[
-        str | None,
-        typer.Option(help="Seconds before a later turn, as --prompt, such as lognormal:5:1."),
-    ] = None
-    block_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Note what prompts share in blocks of this size; default: 16."),
-    ] = None
+    rate: float | None = option(None, help="Mean arrival rate, requests/s; default: 20.")
+    duration: float | None = option(None, help="Seconds; default: 600.")
+    cv: float | None = option(
+        None, help="Coefficient of variation of the gaps; above 1 is bursty; default: 1, Poisson."
+    )
+    prompt: str = option(
+        "lognormal:400:1",
+        help="lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS.",
+    )
+    output: str = option("lognormal:120:0.75", help="The same for output lengths.")
+    longest: int | None = option(
+        None,
+        min=1,
+        help="Clip lengths to this many tokens; default: 1024 for lognormal and pareto.",
+    )
+    max_tokens: int = option(0, min=0, help="The limit on output tokens that clients set; 0: none.")
+    all_at_once: int | None = option(
+        None,
+        "--backlog",
+        min=1,
+        help="This many requests, all at 0 s, instead of --rate and --duration.",
+    )
+    system_tokens: int | None = option(
+        None, min=1, help="Begin every prompt with the same so many tokens."
+    )
+    templates: int | None = option(
+        None, min=1, help="Begin prompts with one of so many templates, chosen by Zipf."
+    )
+    template_tokens: str | None = option(
+        None, help="Lengths of the templates, as --prompt; default: fixed:512."
+    )
+    zipf: float | None = option(
+        None, min=0.0, help="The k-th template has a weight of 1 / k^ZIPF; default: 1."
+    )
+    turns: str | None = option(
+        None,
+        help="Make sessions with so many turns, as --prompt, such as uniform:1:6. --rate is"
+        " then of sessions, and --prompt of what is new in a turn.",
+    )
+    think: str | None = option(
+        None, help="Seconds before a later turn, as --prompt, such as lognormal:5:1."
+    )
+    block_tokens: int | None = option(
+        None, min=1, help="Note what prompts share in blocks of this size; default: 16."
+    )
     seed: SeedOption = 0
     as_json: JsonOption = False
 
@@ -425,10 +349,10 @@ def _content(given: GenerateOptions) -> SharedContent | None:
 
 def _refuse(given: Mapping[str, float | str | None], why: str, hint: str) -> None:
     """`InputError` for the first option that was given without effect."""
-    for option, value in given.items():
+    for name, value in given.items():
         if value is not None:
             shown = value if isinstance(value, str) else f"{value:g}"
-            raise InputError(f"{option} {shown} changes nothing: {why}", hint)
+            raise InputError(f"{name} {shown} changes nothing: {why}", hint)
 
 
 def _wrote(trace: Trace, out: Path, as_json: bool) -> None:
@@ -440,6 +364,7 @@ def _wrote(trace: Trace, out: Path, as_json: bool) -> None:
 
 
 def _show(trace: Trace, found: Description, reuse: PromptReuse | None) -> None:
+    """Print what a trace contains, and histograms on the scale of the fullest bin of either."""
     print(trace.source)
     for line in trace.notes:
         print(f"  {line}")
@@ -449,15 +374,23 @@ def _show(trace: Trace, found: Description, reuse: PromptReuse | None) -> None:
         f"  {number(found.input_tokens_per_s)} prompt and"
         f" {number(found.output_tokens_per_s)} output tokens/s"
     )
+    columns = ["tokens", *(f">{name}" for name in ("mean", *found.prompt.percentiles, "max"))]
     spreads = {"prompt": found.prompt, "output": found.output}
-    table(
-        ["tokens", *(f">{name}" for name in ("mean", *found.prompt.percentiles, "max"))],
-        [
-            [name, *map(round, (s.mean, *s.percentiles.values(), s.max))]
-            for name, s in spreads.items()
-        ],
-    )
-    table(["<length", ">prompts", "<", ">outputs", "<"], _bars(found))
+    rows = [
+        [name, *map(round, (s.mean, *s.percentiles.values(), s.max))] for name, s in spreads.items()
+    ]
+    table(columns, rows)
+    histograms = [
+        {(low, high): count for low, high, count in s.histogram} for s in spreads.values()
+    ]
+    most = max(count for counts in histograms for count in counts.values())
+    bins: list[list[object]] = []
+    for low, high in sorted(set[tuple[int, int]]().union(*histograms)):
+        bins.append([f"{low:,}-{high:,}" if high > low else f"{low:,}"])
+        for counts in histograms:
+            count = counts.get((low, high), 0)
+            bins[-1] += [count, "█" * -(-count * BAR_WIDTH // most)]
+    table(["<length", ">prompts", "<", ">outputs", "<"], bins)
     if reuse:
         _show_reuse(reuse)
 
@@ -479,24 +412,6 @@ def _show_reuse(reuse: PromptReuse) -> None:
     print("\n".join(lines))
     rows: list[list[object]] = []
     for one in reuse.caches[::-1][::4][::-1]:
-        row: list[object] = [f"{one.cache_tokens:,}"]
-        if one.cache_bytes is not None:
-            row.append(size(one.cache_bytes))
-        rows.append([*row, f"{one.hit_percent:.1f} %"])
-    in_bytes = [">cache"] if reuse.caches[0].cache_bytes is not None else []
-    table([">cache, tokens", *in_bytes, ">hits"], rows)
-
-
-def _bars(found: Description) -> list[list[object]]:
-    """One row per bin of either histogram, with bars on the scale of the fuller one."""
-    prompts = {(low, high): count for low, high, count in found.prompt.histogram}
-    outputs = {(low, high): count for low, high, count in found.output.histogram}
-    most = max(*prompts.values(), *outputs.values())
-    rows: list[list[object]] = []
-    for low, high in sorted(prompts.keys() | outputs.keys()):
-        row: list[object] = [f"{low:,}-{high:,}" if high > low else f"{low:,}"]
-        for counts in (prompts, outputs):
-            count = counts.get((low, high), 0)
-            row += [count, "█" * -(-count * BAR_WIDTH // most)]
-        rows.append(row)
-    return rows
+        in_bytes = [] if one.cache_bytes is None else [size(one.cache_bytes)]
+        rows.append([f"{one.cache_tokens:,}", *in_bytes, f"{one.hit_percent:.1f} %"])
+    table([">cache, tokens", *[">cache"] * (len(rows[0]) - 2), ">hits"], rows)

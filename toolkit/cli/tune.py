@@ -1,22 +1,23 @@
 """`llmctl tune`: search the scheduler's policy and parameters on a trace, with the simulator.
 
 `TuneOptions` declares the command line. `command` reads the files, searches, and writes and prints
-the result; the helpers below it prepare the search: the fleet, the number of workers, the profile,
-the processes that simulate, and the store of evaluations.
+the result. The helpers below it prepare the search (the fleet, the number of workers, the profile,
+the processes that simulate, the store of evaluations), show its progress, and print its result.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from textwrap import fill
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -28,14 +29,15 @@ from toolkit.cli.arguments import (
     command_of,
     limit_workers,
     open_recipe,
+    option,
     resolve_fit,
 )
 from toolkit.cli.basis import Fleet, note_basis, note_trace, open_fleet, read_fit, refuse_workers
-from toolkit.cli.output import emit, note, progress
+from toolkit.cli.output import WIDTH, PlotPoint, emit, note, progress, scatter, table
 from toolkit.cli.simulate import sharing_notes
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError, nearest
-from toolkit.units import number, seconds
+from toolkit.units import number, seconds, word
 
 if TYPE_CHECKING:
     from toolkit.files.fit import Fit
@@ -43,12 +45,10 @@ if TYPE_CHECKING:
     from toolkit.files.plan import Kind
     from toolkit.files.profile import Profile
     from toolkit.files.recipe import Recipe
-    from toolkit.files.tuning import Tuning
+    from toolkit.files.tuning import Outcome, ParameterValue, Sizing, SizingRow, Tuning
     from toolkit.traces.types import Trace
     from toolkit.tuning.executor import EvaluationStore, Runner
     from toolkit.tuning.search import SearchSettings
-
-Search = Callable[..., "Tuning"]
 
 AUTO = "auto"
 MAX_DIGITS = 18  # of --workers; Python refuses to parse thousands of digits
@@ -58,39 +58,40 @@ DRIFT = 1.5  # ratio of the remaining time to what was printed last
 MIN_ESTIMATE_S = 10.0  # a shorter estimate, or a smaller change of it, is not printed
 NOTED_MORE = 20  # simulations of a fleet's counts that are announced
 MAX_JOBS = 1024
+BROKEN_SHOWN = 4  # counts of a fleet that break a limit, of each settings
+METRICS = (
+    "goodput_rps",
+    "throughput_rps",
+    "sla_attainment_percent",
+    "sla_attainment_lower_percent",
+    "ttft_mean_s",
+    "ttft_p99_s",
+    "tpot_mean_s",
+    "e2e_mean_s",
+    "e2e_p95_s",
+    "batch_size_mean",
+    "oom_percent",
+    "evicted_percent",
+    "hit_percent",
+)
 
 
-def _limit_jobs(jobs: int | None) -> int | None:
-    """The value of --jobs. `InputError` for more processes than any machine has cores."""
-    if jobs is not None and jobs > MAX_JOBS:
-        hint = "leave it out for as many as there are cores"
-        raise InputError(f"--jobs {jobs}: the limit is {MAX_JOBS:,}, since each is a process", hint)
-    return jobs
+def _limited(param: typer.CallbackParam, value: int | None) -> int | None:
+    """The value of --trials, --draws or --jobs. `InputError` above its limit."""
+    from toolkit.files.recipe import MAX_DRAWS, MAX_TRIALS
+
+    limit = {"trials": MAX_TRIALS, "draws": MAX_DRAWS, "jobs": MAX_JOBS}[param.name or ""]
+    if value is None or value <= limit:
+        return value
+    why, hint = "", "the default is the recipe's"
+    if param.name == "jobs":
+        why, hint = ", since each is a process", "leave it out for as many as there are cores"
+    raise InputError(f"--{param.name} {value}: the limit is {limit:,}{why}", hint)
 
 
-def _limit_trials(trials: int | None) -> int | None:
-    """The value of --trials. `InputError` above the limit of recipes."""
-    from toolkit.files.recipe import MAX_TRIALS
-
-    return _at_most("--trials", trials, MAX_TRIALS)
-
-
-def _limit_draws(draws: int | None) -> int | None:
-    """The value of --draws. `InputError` above the limit of recipes."""
-    from toolkit.files.recipe import MAX_DRAWS
-
-    return _at_most("--draws", draws, MAX_DRAWS)
-
-
-def _at_most(option: str, value: int | None, limit: int) -> int | None:
-    if value is not None and value > limit:
-        raise InputError(f"{option} {value}: the limit is {limit:,}", "the default is the recipe's")
-    return value
-
-
-_search = partial(typer.Option, rich_help_panel="What is searched")
-_traffic = partial(typer.Option, rich_help_panel="Traffic and workers")
-_computing = partial(typer.Option, rich_help_panel="Where it is computed")
+_search = partial(option, rich_help_panel="What is searched")
+_traffic = partial(option, rich_help_panel="Traffic and workers")
+_computing = partial(option, rich_help_panel="Where it is computed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,121 +99,81 @@ class TuneOptions:
     """The command line of `llmctl tune`."""
 
     recipe: RecipeArgument
-    fit: Annotated[
-        Path, typer.Option(callback=resolve_fit, autocompletion=arguments.fits, help=FIT_HELP)
-    ] = Path("fit.json")
-    out: Annotated[Path, typer.Option(help="Write the result to this file.")] = Path("tuning.json")
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Accept a fit of another recipe, or of a recipe that has changed."
-        ),
-    ] = False
-    policies: Annotated[
-        str | None,
-        _search(
-            "--policies",
-            metavar="NAME,...",
-            autocompletion=arguments.policies,
-            help="Search these policies and the recipe's. 'all' (default) means all policies "
-            "except the oracles, 'own' only the recipe's.",
-        ),
-    ] = None
-    routers: Annotated[
-        str | None,
-        _search(
-            "--routers",
-            metavar="NAME,...",
-            help="Before several replicas of a server, search these routers and the recipe's. "
-            "'all' (default) means all, 'own' only the recipe's.",
-        ),
-    ] = None
-    trials: Annotated[
-        int | None,
-        _search(
-            min=1,
-            callback=_limit_trials,
-            help="Try this number of settings; default: the recipe's.",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        _search(
-            min=0,
-            help="Draw from this seed; default: the recipe's. The same seed gives the same bytes.",
-        ),
-    ] = None
-    draws: Annotated[
-        int | None,
-        _search(
-            "--draws",
-            min=0,
-            callback=_limit_draws,
-            help="Draw the fitted laws this many times for the interval of the gain; 0: no "
-            "interval.",
-        ),
-    ] = None
-    trace: Annotated[
-        str,
-        _traffic(
-            autocompletion=arguments.traces,
-            help="A trace file, or the name of a shipped trace; default: the recipe's.",
-            show_default=False,
-        ),
-    ] = ""
-    rate: Annotated[
-        float | None, _traffic(help="Scale arrivals to this many requests per second.")
-    ] = None
-    window: Annotated[
-        float | None,
-        _traffic("--window", min=0.1, help="Seconds of each window, if the trace is long enough."),
-    ] = None
-    workers: Annotated[
-        str | None,
-        _traffic(
-            "--workers",
-            metavar="N|auto",
-            help="The number of workers; 'auto' finds the fewest that keep all limits, in a fleet "
-            "of servers the cheapest of each kind.",
-        ),
-    ] = None
-    jobs: Annotated[
-        int | None,
-        _computing(
-            "--jobs",
-            min=1,
-            callback=_limit_jobs,
-            help="Simulate in this many processes; default: as many as there are cores.",
-        ),
-    ] = None
-    executor: Annotated[
-        str,
-        _computing(
-            "--executor",
-            metavar="local|ray",
-            help="Simulate on this machine (local), or on a Ray cluster (ray).",
-        ),
-    ] = "local"
-    ray: Annotated[
-        str,
-        _computing(
-            "--ray",
-            metavar="local|auto|HOST:PORT",
-            help="The cluster of --executor ray: a new one on this machine (local), the one that "
-            "runs on it (auto), or the one of a head node.",
-        ),
-    ] = "auto"
-    storage: Annotated[
-        str,
-        _computing(
-            "--storage",
-            metavar="URL",
-            envvar="LLMCTL_STORAGE",
-            show_default=False,
-            help="Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a "
-            "file beside the result.",
-        ),
-    ] = ""
+    fit: Path = option(
+        Path("fit.json"), callback=resolve_fit, autocompletion=arguments.fits, help=FIT_HELP
+    )
+    out: Path = option(Path("tuning.json"), help="Write the result to this file.")
+    force: bool = option(
+        False, "--force", help="Accept a fit of another recipe, or of a recipe that has changed."
+    )
+    policies: str | None = _search(
+        None,
+        metavar="NAME,...",
+        autocompletion=arguments.policies,
+        help="Search these policies and the recipe's. 'all' (default) means all policies "
+        "except the oracles, 'own' only the recipe's.",
+    )
+    routers: str | None = _search(
+        None,
+        metavar="NAME,...",
+        help="Before several replicas of a server, search these routers and the recipe's. "
+        "'all' (default) means all, 'own' only the recipe's.",
+    )
+    trials: int | None = _search(
+        None, min=1, callback=_limited, help="Try this number of settings; default: the recipe's."
+    )
+    seed: int | None = _search(
+        None,
+        min=0,
+        help="Draw from this seed; default: the recipe's. The same seed gives the same bytes.",
+    )
+    draws: int | None = _search(
+        None,
+        min=0,
+        callback=_limited,
+        help="Draw the fitted laws this many times for the interval of the gain; 0: no interval.",
+    )
+    trace: str = _traffic(
+        "",
+        autocompletion=arguments.traces,
+        help="A trace file, or the name of a shipped trace; default: the recipe's.",
+        show_default=False,
+    )
+    rate: float | None = _traffic(None, help="Scale arrivals to this many requests per second.")
+    window: float | None = _traffic(
+        None, min=0.1, help="Seconds of each window, if the trace is long enough."
+    )
+    workers: str | None = _traffic(
+        None,
+        metavar="N|auto",
+        help="The number of workers; 'auto' finds the fewest that keep all limits, in a fleet "
+        "of servers the cheapest of each kind.",
+    )
+    jobs: int | None = _computing(
+        None,
+        min=1,
+        callback=_limited,
+        help="Simulate in this many processes; default: as many as there are cores.",
+    )
+    executor: str = _computing(
+        "local",
+        metavar="local|ray",
+        help="Simulate on this machine (local), or on a Ray cluster (ray).",
+    )
+    ray: str = _computing(
+        "auto",
+        metavar="local|auto|HOST:PORT",
+        help="The cluster of --executor ray: a new one on this machine (local), the one that "
+        "runs on it (auto), or the one of a head node.",
+    )
+    storage: str = _computing(
+        "",
+        metavar="URL",
+        envvar="LLMCTL_STORAGE",
+        show_default=False,
+        help="Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a "
+        "file beside the result.",
+    )
     as_json: JsonOption = False
 
 
@@ -228,16 +189,16 @@ def command(given: TuneOptions) -> None:
     change only the time. Exit code 5 means that the recommendation breaks a limit; the result is
     written and printed nevertheless.
     """
-    from toolkit.cli.tune_show import show
     from toolkit.files.io import check_writable, head, shipped_siblings, write_file
+    from toolkit.files.tuning import breaks
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.tuning.evaluate import make_workload
     from toolkit.tuning.executor import Remembering
-    from toolkit.tuning.tune import Inputs, evaluations, settings_of
+    from toolkit.tuning.fleet_size import tune_fleet_to_size
+    from toolkit.tuning.tune import Inputs, evaluations, settings_of, tune, tune_to_size
 
     fleet, spec, fit, others = _open(given)
-    spec = _with_options(spec, given)
     traffic = trace_path(given.trace or spec.tune.trace)
     # a load is a share of what the recipe's own number of workers serves
     workload = make_workload(spec, fit, read_trace(traffic)[0], others)
@@ -250,20 +211,17 @@ def command(given: TuneOptions) -> None:
     files = fleet.inputs if fleet else {"recipe": given.recipe, "fit": given.fit}
     made_from = head(files | {"trace": traffic})
     total = evaluations(settings, spec.tune.draws, siblings)
-    _note_search(settings, total, workload.trace)
-    if others and settings.spaces[0].router is not None:
-        kinds = ", ".join(kind.recipe.name for kind in others)
-        note(f"flags are searched for {spec.name} and, each its own, for {kinds}")
-    store = _store(
-        given, spec.name, _fingerprint(made_from, spec, siblings, with_profile=profile is not None)
-    )
+    _note_search(settings, total, workload.trace, spec.name, others)
+    store = _store(given, made_from, spec, siblings, with_profile=profile is not None)
     with _runner(given) as (runner, jobs), progress("tuning", total) as advance:
         remembering = Remembering(runner, store)
         if remembering.remembered:
             note(f"{remembering.remembered:,} of them are kept from an earlier run")
         watch = TuneProgress(advance, total, remembering.remembered, jobs)
+        search: Callable[..., Tuning] = tune_to_size if given.workers == AUTO else tune
+        if given.workers == AUTO and fleet:
+            search = partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
         inputs = Inputs(spec, fit, workload, profile, tuple(others), tuple(siblings))
-        search = _search_for(given.workers, fleet, watch)
         result = search(inputs, remembering, made_from, watch)
     write_file(result, given.out)
     store.forget()
@@ -274,43 +232,31 @@ def command(given: TuneOptions) -> None:
         note_basis(fit, given.fit)
     note(f"wrote {given.out}")
     if not result.keeps_limits:
-        raise _limits_broken(result)
+        unbeaten = "the recipe's settings, which nothing beat,"
+        which = unbeaten if result.keep_defaults else "the best settings"
+        hint = "`render` and `serve` refuse this tuning without --allow-broken-limits"
+        raise LimitsBrokenError(f"held out, {which} {breaks(result.limits)}", hint)
 
 
 def _open(given: TuneOptions) -> tuple[Fleet | None, Recipe, Fit, list[Kind]]:
-    """The recipe that is tuned and its fit; of a fleet, also itself and its kinds after the first.
-
-    A fleet's settings of the search are those of its first kind.
+    """The recipe that is tuned, with the settings of the command line, and its fit; of a fleet,
+    also itself and its kinds after the first. The settings of a fleet's search are the first's.
     """
     from toolkit.files.fleet import is_fleet
 
-    if not is_fleet(given.recipe):
+    fleet: Fleet | None = None
+    others: list[Kind] = []
+    if is_fleet(given.recipe):
+        if given.workers != AUTO:
+            refuse_workers(given.workers)
+        fleet = open_fleet(given.recipe, force=given.force)
+        first, others = fleet.kinds[0], fleet.others
+        if not traits_of(first.recipe.engine.name).server:
+            refuse_workers(given.workers)
+        recipe, fit = first.recipe.model_copy(update={"workers": first.workers}), first.fit
+    else:
         recipe = open_recipe(given.recipe)
-        return None, recipe, read_fit(given.fit, given.recipe, force=given.force), []
-    if given.workers != AUTO:
-        refuse_workers(given.workers)
-    fleet = open_fleet(given.recipe, force=given.force)
-    first = fleet.kinds[0]
-    if not traits_of(first.recipe.engine.name).server:
-        refuse_workers(given.workers)
-    recipe = first.recipe.model_copy(update={"workers": first.workers})
-    return fleet, recipe, first.fit, fleet.others
-
-
-def _search_for(workers: str | None, fleet: Fleet | None, watch: TuneProgress) -> Search:
-    """What tunes: for the workers that there are, or for those that suffice."""
-    from toolkit.tuning.fleet_size import tune_fleet_to_size
-    from toolkit.tuning.tune import tune, tune_to_size
-
-    if workers != AUTO:
-        return tune
-    if fleet is None:
-        return tune_to_size
-    return partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
-
-
-def _with_options(recipe: Recipe, given: TuneOptions) -> Recipe:
-    """The recipe with the settings of the command line."""
+        fit = read_fit(given.fit, given.recipe, force=given.force)
     settings = {
         "policies": _names(given.policies),
         "routers": _names(given.routers),
@@ -321,7 +267,8 @@ def _with_options(recipe: Recipe, given: TuneOptions) -> Recipe:
         "window_s": given.window,
     }
     changed = {key: value for key, value in settings.items() if value is not None}
-    return recipe.model_copy(update={"tune": recipe.tune.model_copy(update=changed)})
+    tune = recipe.tune.model_copy(update=changed)
+    return fleet, recipe.model_copy(update={"tune": tune}), fit, others
 
 
 def _names(listed: str | None) -> list[str] | None:
@@ -353,7 +300,9 @@ def _profile_of(fit: Fit, path: Path) -> Profile | None:
         return None
 
 
-def _note_search(settings: SearchSettings, total: int, trace: Trace) -> None:
+def _note_search(
+    settings: SearchSettings, total: int, trace: Trace, recipe: str, others: Sequence[Kind]
+) -> None:
     """Print what is searched and how many simulations it takes; `TuneProgress` adds the seconds."""
     count, served = len(settings.spaces), len(settings.served)
     kind, routed = "policies", settings.spaces[0].router is not None
@@ -370,16 +319,9 @@ def _note_search(settings: SearchSettings, total: int, trace: Trace) -> None:
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
     for line in sharing_notes(trace, [space.policy for space in settings.spaces]):
         note(line)
-
-
-def _fingerprint(
-    made_from: EnvelopeFields, spec: Recipe, siblings: Sequence[Kind], *, with_profile: bool
-) -> str:
-    """What evaluations depend on: those of another fingerprint are not used again."""
-    digests = "".join(source.sha256 for source in made_from["inputs"].values())
-    others = sha256("".join(one.model_dump_json() for one in siblings).encode()).hexdigest()
-    version = made_from["tool_version"]
-    return f"{digests} {with_profile} {version} {spec.model_dump_json()} {others}"
+    if others and routed:
+        kinds = ", ".join(kind.recipe.name for kind in others)
+        note(f"flags are searched for {recipe} and, each its own, for {kinds}")
 
 
 @contextmanager
@@ -407,16 +349,29 @@ def _runner(given: TuneOptions) -> Iterator[tuple[Runner, int]]:
         )
 
 
-def _store(given: TuneOptions, name: str, fingerprint: str) -> EvaluationStore:
-    """The store of evaluations: a database, or a file beside the result."""
+def _store(
+    given: TuneOptions,
+    made_from: EnvelopeFields,
+    spec: Recipe,
+    siblings: Sequence[Kind],
+    *,
+    with_profile: bool,
+) -> EvaluationStore:
+    """The store of evaluations: a database, or a file beside the result. It forgets those that
+    depended on other files, recipes, or another version.
+    """
     from toolkit.tuning.executor import JournalFile
 
+    digests = "".join(source.sha256 for source in made_from["inputs"].values())
+    others = sha256("".join(one.model_dump_json() for one in siblings).encode()).hexdigest()
+    version = made_from["tool_version"]
+    fingerprint = f"{digests} {with_profile} {version} {spec.model_dump_json()} {others}"
     if not given.storage:
         return JournalFile(Path(f"{given.out}.partial"), fingerprint)
     from toolkit.tuning.studies import Studies
 
     os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
-    return Studies(given.storage, name, fingerprint)
+    return Studies(given.storage, spec.name, fingerprint)
 
 
 class TuneProgress:
@@ -480,14 +435,140 @@ class TuneProgress:
             self._end_s = None
 
 
-def _limits_broken(result: Tuning) -> LimitsBrokenError:
-    """The error of a recommendation that breaks limits."""
-    from toolkit.files.tuning import breaks
+def show(result: Tuning) -> None:
+    """Print a tuning, within 80 columns: its recommendation, its gain and certainty, the limits,
+    and the trials.
+    """
+    from toolkit.report.verdict import verdict
 
-    which = "the best settings"
-    if result.keep_defaults:
-        which = "the recipe's settings, which nothing beat,"
-    return LimitsBrokenError(
-        f"held out, {which} {breaks(result.limits)}",
-        "`render` and `serve` refuse this tuning without --allow-broken-limits",
+    before, after = result.defaults_held_out, result.best_held_out
+    same = before.key == after.key
+    if result.sizing:
+        _show_sizing(result.sizing)
+    if len(result.policies) > 1:
+        _show_policies(result)
+    rate = f"{number(result.request_rate_rps)} requests/s on {result.workers} workers"
+    first, best = _settings(before), _settings(after)
+    rows = [
+        (name, *([word(first[name])] if same else []), word(value)) for name, value in best.items()
+    ]
+    title = f"policy '{after.policy}', {len(result.trials)} trials at {rate}"
+    table(["parameter", *(["default"] if same else []), "best"], rows, title=title)
+    changes = []
+    for name in METRICS:
+        if name in before.metrics and name in after.metrics:
+            old, new = before.metrics[name], after.metrics[name]
+            changes.append((name, old, new, f"{100 * (new / old - 1):+.1f} %" if old else "-"))
+    short = [outcome.policy for outcome in (before, after)]
+    if before.replica_router and after.replica_router:
+        short = [before.replica_router.name, after.replica_router.name]
+    names = ("default", "best") if same else (f"{short[0]}, default", f"{short[1]}, best")
+    title = f"predicted on {len(result.held_out_windows)} held-out windows"
+    table(["metric", *(f">{name}" for name in names), ">change"], changes, title=title)
+    # a target covers all windows' requests together
+    limits = [(one.name, one.allowed(), one.prediction(), one.kept) for one in result.limits]
+    what = "the recipe's settings" if result.keep_defaults else "the best settings"
+    title = f"{what} beside the limits, all held-out requests together"
+    table(["limit", ">allowed", ">predicted", "kept"], limits, title=title)
+    of_best = [one.importance for one in result.policies if one.held_out.key == after.key]
+    shares = of_best[0] if of_best else {}
+    swings: list[tuple[object, ...]] = []
+    for swept in result.sensitivity:
+        share = f"{100 * shares[swept.parameter]:.0f} %" if swept.parameter in shares else "-"
+        over = f"{word(swept.values[0])} .. {word(swept.values[-1])}"
+        swings.append((swept.parameter, f"{swept.swing_percent:.1f} %", share, over))
+    title = "how far goodput moves with one parameter, and its weight among all trials"
+    table(["parameter", ">goodput swing", ">importance", "over"], swings, title=title)
+    _show_chart(result)
+    for line in verdict(result):
+        print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def _settings(outcome: Outcome) -> dict[str, ParameterValue]:
+    """The policy's parameters, those of further kinds, then the router and its parameters."""
+    router, found = outcome.replica_router, outcome.every_parameter
+    if router is None:
+        return found
+    knobs = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
+    return {**found, "replica_router": router.name, **knobs}
+
+
+def _show_policies(result: Tuning) -> None:
+    from toolkit.sched.policies import footnote, marked
+
+    latency = result.latency_metric
+    what = "router" if result.best_held_out.replica_router else "policy"
+    rows: list[tuple[str, int, float, float, bool]] = []
+    for one in result.policies:
+        router, metrics = one.held_out.replica_router, one.held_out.metrics
+        name = router.name if router else marked(one.policy, result.engines)
+        goodput_rps, latency_s = metrics.get("goodput_rps", 0.0), metrics.get(latency, 0.0)
+        rows.append((name, one.trials, goodput_rps, latency_s, one.feasible))
+    rows.sort(key=lambda row: (not row[4], -row[2]))
+    title = f"each {what}'s best trial, on {len(result.held_out_windows)} held-out windows"
+    table([what, ">trials", ">goodput_rps", f">{latency}", "in limits"], rows, title=title)
+    remark = footnote([one.policy for one in result.policies], result.engines)
+    if remark:
+        print(fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False) + "\n")
+
+
+def _show_sizing(sizing: Sizing) -> None:
+    """The counts of workers that were tried; of a fleet's, all that keep the limits, and of each
+    settings the last ones that break them.
+    """
+    from toolkit.files.tuning import share_used
+
+    shown: list[SizingRow] = []
+    broken: Counter[str] = Counter()
+    for one in reversed(sizing.rows):
+        broken[one.settings] += not one.feasible
+        if not sizing.kinds or one.feasible or broken[one.settings] <= BROKEN_SHOWN:
+            shown.insert(0, one)
+    rows: list[list[object]] = []
+    for one in shown:
+        counts = " + ".join(map(str, one.counts)) or one.workers
+        rows.append([one.settings, counts, one.feasible])
+        rows[-1] += [] if sizing.kinds else [one.goodput_rps]
+        used = share_used(one.binding_ratio).removesuffix(" of its limit")
+        rows[-1] += [f"{one.attainment_percent:.1f} %", f"{one.binding} {used}"]
+    columns = ["settings", ">workers", "fits", ">goodput_rps", ">attained", "what binds"]
+    title = "numbers of workers that were tried, on all windows"
+    if sizing.kinds:
+        columns[1:4] = [">servers", "fits"]
+        title = f"{' + '.join(kind.recipe for kind in sizing.kinds)}, on all windows"
+    table(columns, rows, title=title)
+    if len(shown) < len(sizing.rows):
+        print(f"{len(shown)} of {len(sizing.rows)} tried counts; the file has all\n")
+
+
+def _show_chart(result: Tuning) -> None:
+    latency = result.latency_metric
+    known = [t for t in result.trials if latency in t.outcome.metrics and t.whole]
+    if len(known) < 2:
+        return
+    marks: dict[str, str] = {}  # of each policy, the first letter that no other has
+    for name in [_short(one.held_out) for one in result.policies]:
+        letters = [c for c in name if c.isalpha() and c != "o" and c not in marks.values()]
+        marks[name] = letters[0] if letters else "."
+    best = next((t for t in known if t.outcome.same_settings(result.best_held_out)), None)
+    points = [_point(trial.outcome, latency, marks) for trial in known]
+    points += [_point(t.outcome, latency, {}, "o") for t in known if t.number in result.front]
+    for t in known:
+        points += [_point(t.outcome, latency, {}, "D")] if t.number == 0 else []
+        points += [_point(t.outcome, latency, {}, "B")] if t is best else []
+    print("\ngoodput_rps of the trials")
+    print("\n".join(scatter(points, x_name=latency)))
+    legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
+    text = f"{legend}; o on the front of goodput and latency, D defaults, B best"
+    print(fill(text, WIDTH) + "\n")
+
+
+def _point(outcome: Outcome, latency: str, marks: dict[str, str], mark: str = ".") -> PlotPoint:
+    return PlotPoint(
+        outcome.metrics[latency], outcome.metrics["goodput_rps"], marks.get(_short(outcome), mark)
     )
+
+
+def _short(outcome: Outcome) -> str:
+    """What differs between the searched spaces: the router, or else the policy."""
+    return outcome.replica_router.name if outcome.replica_router else outcome.policy

@@ -8,7 +8,7 @@ found by their content. The last section of the page, the files and machines, is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -59,11 +59,9 @@ class BenchResult:
     def at_rate(self, rate_rps: float | None) -> bool:
         """Whether it replayed the trace at this mean rate; False where a rate is not known."""
         rate = self.content.request_rate_rps
-        return (
-            rate is not None
-            and rate_rps is not None
-            and abs(rate - rate_rps) <= SAME_RATE * rate_rps
-        )
+        if rate is None or rate_rps is None:
+            return False
+        return abs(rate - rate_rps) <= SAME_RATE * rate_rps
 
 
 @dataclass(slots=True)
@@ -111,8 +109,7 @@ def gather(source: str, folder: Path | None = None) -> Material:
         path = Path(source)
         plan = read_file(Plan, path)
         found = Material(plan.recipe, fit=plan.fit, plan=plan, sources=[_source("plan", path)])
-        fit_sha256 = _sha256_of(plan, "fit")
-        folder = folder or path.parent
+        fit_sha256, folder = _sha256_of(plan, "fit"), folder or path.parent
     else:
         recipe = recipe_path(source)
         found = Material(load_recipe(recipe), sources=[_source("recipe", recipe)])
@@ -135,7 +132,16 @@ def gather(source: str, folder: Path | None = None) -> Material:
 def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
     """Take every bench in the folder that was made with the shown fit; see `Material.benches`."""
     taken: list[tuple[BenchResult, SourceFile]] = []
-    for path in sorted(_bench_files(folder), key=lambda path: path.stat().st_mtime, reverse=True):
+    files = [path for path in folder.glob("*.json") if path.stem not in ROLES and path.is_file()]
+    for path in sorted(files, key=lambda path: (-path.stat().st_mtime, path)):
+        if path.stat().st_size > MAX_BENCH_BYTES:
+            continue
+        try:
+            raw = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue  # not a file of llmctl
+        if not isinstance(raw, dict) or not raw.keys() >= BENCH_KEYS:
+            continue  # not what `llmctl bench --out` writes
         try:
             content = read_file(BenchReport, path)
         except InputError as error:
@@ -145,28 +151,14 @@ def _take_benches(found: Material, folder: Path, fit_sha256: str) -> None:
             found.why[path.name] = f"{path.name} was made without --plan, so its plan is not known"
         elif _sha256_of(content, "fit") != fit_sha256:
             plan = content.inputs["plan"].name
-            found.why[path.name] = (
-                f"{path.name} is about another fit ({plan}), not the one that is shown here"
-            )
+            other = f"another fit ({plan}), not the one that is shown here"
+            found.why[path.name] = f"{path.name} is about {other}"
         else:
             bench = BenchResult(path.name, content, found.is_of_plan(content))
             taken.append((bench, _source("bench", path)))
     taken.sort(key=lambda pair: (not pair[0].of_plan, not pair[0].at_rate(found.rate_rps)))
     found.benches = [bench for bench, _ in taken]
     found.sources += [source for _, source in taken]
-
-
-def _bench_files(folder: Path) -> Iterator[Path]:
-    """The files of a folder that look like what `llmctl bench --out` writes."""
-    for path in sorted(folder.glob("*.json")):
-        if path.stem in ROLES or not path.is_file() or path.stat().st_size > MAX_BENCH_BYTES:
-            continue
-        try:
-            content = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            continue  # not a file of llmctl
-        if isinstance(content, dict) and content.keys() >= BENCH_KEYS:
-            yield path
 
 
 def _take(
@@ -217,14 +209,9 @@ def environment_section(found: Material) -> Section:
     )
     rows: list[tuple[Cell, ...]] = [(file.role, file.name, file.sha256) for file in found.sources]
     section.tables.append(Table("Files", ["role", "name", "sha256"], rows))
-    files: dict[str, Envelope | None] = {
-        "profile": found.profile,
-        "fit": found.fit,
-        "tuning": found.tuning,
-        "plan": found.plan,
-        "validation": found.validation,
-    }
-    contents = {role: content for role, content in files.items() if content is not None}
+    files = (found.profile, found.fit, found.tuning, found.plan, found.validation)
+    by_role: dict[str, Envelope | None] = dict(zip(ROLES[1:], files, strict=True))
+    contents = {role: content for role, content in by_role.items() if content is not None}
     shown = {file.sha256 for file in found.sources}
     inputs = {role: made for content in contents.values() for role, made in content.inputs.items()}
     behind = [
@@ -235,25 +222,13 @@ def environment_section(found: Material) -> Section:
         section.tables.append(Table(caption, ["role", "name", "sha256"], behind))
     targets = [(key, f"{number(limit)} s") for key, limit in found.recipe.sla.items()]
     section.tables.append(Table("Targets of the recipe", ["target", "limit"], targets))
-    machines = _machines(contents)
-    if machines:
-        section.tables.append(Table("Machines and versions", ["file", *FACTS], machines))
-    return section
-
-
-def _machines(contents: Mapping[str, Envelope]) -> list[tuple[Cell, ...]]:
-    """A row for each environment, with the roles of the files that were made in it."""
-    rows: dict[tuple[Cell, ...], list[str]] = {}
+    machines: dict[tuple[Cell, ...], list[str]] = {}  # the roles of the files made in each
     for role, content in contents.items():
         made = content.environment
         packages = ", ".join(f"{name} {version}" for name, version in made.packages.items())
-        key = (
-            made.python,
-            made.platform,
-            made.processor,
-            str(made.cpu_count),
-            made.device,
-            packages,
-        )
-        rows.setdefault(key, []).append(role)
-    return [(", ".join(roles), *key) for key, roles in rows.items()]
+        system = (made.python, made.platform, made.processor, str(made.cpu_count))
+        machines.setdefault((*system, made.device, packages), []).append(role)
+    if machines:
+        rows = [(", ".join(roles), *facts) for facts, roles in machines.items()]
+        section.tables.append(Table("Machines and versions", ["file", *FACTS], rows))
+    return section

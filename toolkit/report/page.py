@@ -8,7 +8,7 @@ validation of the shown plan ran at the rate that the plan was tuned for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import jinja2
@@ -16,7 +16,7 @@ import jinja2
 import toolkit
 from toolkit.files.shipped import shipped_templates
 from toolkit.files.tuning import Limit, ParameterValue, broken
-from toolkit.report.material import BenchResult, Material, environment_section
+from toolkit.report.material import Material, environment_section
 from toolkit.report.parts import (
     Badge,
     Cell,
@@ -38,7 +38,6 @@ from toolkit.report.sections import (
 from toolkit.report.verdict import verdict
 from toolkit.units import number, percent, word
 
-KEY, TITLE = "verdict", "The verdict"
 SHOWN_METRICS = ("goodput_rps", "throughput_rps", "sla_attainment_percent")  # besides the limits
 CHECKED_METRICS = ("goodput_rps", "throughput_rps", "e2e_mean_s")
 # Windows of a bursty trace have other rates than the whole trace. Within this share of the plan's
@@ -79,9 +78,24 @@ class Promise:
 
 def summary_section(found: Material) -> Section:
     """The verdict on the found files, and the next command."""
-    promise = _promise(found)
-    section = Section(KEY, TITLE, "", badge=_badge(found, promise))
-    section.commands, section.facts = [_next_command(found)], _what_to_run(found)
+    plan, tuning = found.plan, found.tuning
+    name, fit = found.recipe.name, found.file_name("fit")
+    promise: Promise | None = None
+    if plan is not None:
+        command = ("Start it", f"llmctl serve {found.file_name('plan')}")
+        promise = Promise(plan.predicted, plan.limits, _measured(found))
+    elif tuning is not None:
+        words = f"{name} --fit {fit} --tuning {found.file_name('tuning')}"
+        command = ("Plan it", f"llmctl render {words}")
+        promise = Promise(tuning.recommended.metrics, tuning.limits, _measured(found))
+    elif found.fit is not None:
+        command = ("Tune it", f"llmctl tune {name} --fit {fit} --trace TRACE")
+    else:
+        command = ("Measure it", f"llmctl profile {name}; llmctl fit profile.json")
+    if promise is not None and not promise.metrics:
+        promise = None
+    section = Section("verdict", "The verdict", "", badge=_badge(found, promise))
+    section.commands, section.facts = [command], _what_to_run(found)
     if promise:
         section.tables.append(_table(promise))
         figure = _shares(promise)
@@ -90,27 +104,13 @@ def summary_section(found: Material) -> Section:
     return section
 
 
-def _promise(found: Material) -> Promise | None:
-    """The predictions of the plan or the tuning; None where there are none."""
-    plan, tuning = found.plan, found.tuning
-    if plan is not None:
-        metrics, limits = plan.predicted, plan.limits
-    elif tuning is not None:
-        metrics, limits = tuning.recommended.metrics, tuning.limits
-    else:
-        return None
-    return Promise(metrics, limits, _measured(found)) if metrics else None
-
-
 def _share(limit: Limit) -> float | None:
     """The used share of a limit. A lower limit in percent is used by 100 minus the value."""
     if limit.predicted is None:
         return None
-    used, may = (
-        (limit.predicted, limit.limit)
-        if limit.bound == "at most"
-        else (100 - limit.predicted, 100 - limit.limit)
-    )
+    used, may = limit.predicted, limit.limit
+    if limit.bound == "at least":
+        used, may = 100 - used, 100 - may
     return used / may if may else (2.0 if used else 0.0)
 
 
@@ -118,10 +118,8 @@ def _judge(limit: Limit, value: float | None) -> Judged | None:
     """A measured value with its judgement against the limit."""
     if value is None:
         return None
-    return Judged(
-        quantity(limit.name, value),
-        value <= limit.limit if limit.bound == "at most" else value >= limit.limit,
-    )
+    kept = value <= limit.limit if limit.bound == "at most" else value >= limit.limit
+    return Judged(quantity(limit.name, value), kept)
 
 
 def _measured(found: Material) -> list[MeasuredTargets]:
@@ -140,10 +138,8 @@ def _measured(found: Material) -> list[MeasuredTargets]:
         requests = sum(window.requests for window in validation.windows)
         seconds = sum(window.end_s - window.start_s for window in validation.windows)
         values = {row.metric: row.measured for row in validation.metrics}
-        if (
-            abs(requests - rate * seconds) <= WINDOWS_RATE * rate * seconds
-            and values.keys() & sla.keys()
-        ):
+        at_rate = abs(requests - rate * seconds) <= WINDOWS_RATE * rate * seconds
+        if at_rate and values.keys() & sla.keys():
             measured.append(MeasuredTargets(found.file_name("validation"), values))
     return measured
 
@@ -154,18 +150,21 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
         return Badge("open", f"{what}: nothing predicts whether the targets will be kept.")
     missed, measured = broken(promise.limits), promise.broken_measured
     if missed:
-        worst_first = sorted(missed, key=lambda limit: -(_share(limit) or 0.0))
-        return Badge(
-            "broken", f"Not every target is kept, as predicted: {'; '.join(map(_at, worst_first))}."
-        )
+        texts = []
+        for limit in sorted(missed, key=lambda limit: -(_share(limit) or 0.0)):
+            what = f"{metric_name(limit.name)} is {limit.prediction()}, must be {limit.allowed()}"
+            share = _share(limit)
+            if limit.bound == "at most" and limit.limit and share is not None:
+                what += f", {number(100 * share)} % of the limit"
+            texts.append(what)
+        return Badge("broken", f"Not every target is kept, as predicted: {'; '.join(texts)}.")
     if measured:
         names = _listed([metric_name(limit.name) for limit, _ in measured])
         where = _listed(sorted({source.name for _, source in measured}))
         slow = max((source.slowdown or 0.0 for _, source in measured), default=0.0)
-        pace = (
-            f" Batches took {slow:.2f} times as long as fitted." if slow > NOTABLE_SLOWDOWN else ""
-        )
-        text = f"Predicted to keep every target, but the measurement broke {names} ({where}).{pace}"
+        text = f"Predicted to keep every target, but the measurement broke {names} ({where})."
+        if slow > NOTABLE_SLOWDOWN:
+            text += f" Batches took {slow:.2f} times as long as fitted."
         return Badge("broken", text)
     if any(limit.kept is None for limit in promise.limits):
         unpredicted = [limit.name for limit in promise.limits if limit.kept is None]
@@ -175,15 +174,6 @@ def _badge(found: Material, promise: Promise | None) -> Badge:
         where = _listed([source.name for source in promise.measured])
         return Badge("kept", f"Every target is kept: as predicted, and as measured ({where}).")
     return Badge("kept", "Every target is kept, as predicted; not measured at this rate yet.")
-
-
-def _at(limit: Limit) -> str:
-    """A broken limit: the prediction, the limit, and the used share of it."""
-    what = f"{metric_name(limit.name)} is {limit.prediction()}, must be {limit.allowed()}"
-    share = _share(limit)
-    if limit.bound == "at least" or not limit.limit or share is None:
-        return what
-    return f"{what}, {number(100 * share)} % of the limit"
 
 
 def _listed(names: list[str]) -> str:
@@ -236,59 +226,37 @@ def _policy(
 
 def _checks(found: Material) -> list[str]:
     """The measurements that the predictions were compared with, a sentence each."""
-    texts = [_check(bench, found.rate_rps) for bench in found.benches if bench.of_plan]
+    if found.plan is None and found.tuning is None:
+        return []
+    texts = []
+    for bench in (bench for bench in found.benches if bench.of_plan):
+        content = bench.content
+        text = f"{bench.name}: {content.answered:,} requests"
+        if content.request_rate_rps is not None:
+            text += f" at {number(content.request_rate_rps)} requests/s"
+        if bench.at_rate(found.rate_rps):
+            text += ", the rate it was tuned for"
+        errors = {row.metric: row.error_percent for row in content.compared}
+        shown = [
+            f"{metric_name(key)} {percent(error)}"
+            for key in CHECKED_METRICS
+            if (error := errors.get(key)) is not None
+        ]
+        off = f"the prediction's errors: {', '.join(shown)}"
+        text += f"; {off if shown else 'nothing was predicted for it'}"
+        if content.replay_slowdown:
+            text += f"; batches took {content.replay_slowdown:.2f} times as long as fitted"
+        texts.append(text)
     if found.validation is not None:
         other = "" if found.is_of_plan(found.validation) else " (another plan of the same fit)"
         texts.append(f"{found.file_name('validation')}{other}: {found.validation.summary()}")
-    if found.plan is None and found.tuning is None:
-        return []
-    return [
-        f"Checked against {text}."
-        for text in texts or ["no running server yet: every number is simulated with the fit"]
-    ]
-
-
-def _check(bench: BenchResult, rate_rps: float | None) -> str:
-    content = bench.content
-    rate = ""
-    if content.request_rate_rps is not None:
-        rate = f" at {number(content.request_rate_rps)} requests/s"
-    if bench.at_rate(rate_rps):
-        rate += ", the rate it was tuned for"
-    errors = {row.metric: row.error_percent for row in content.compared}
-    shown = [
-        f"{metric_name(key)} {percent(error)}"
-        for key in CHECKED_METRICS
-        if (error := errors.get(key)) is not None
-    ]
-    off = "; nothing was predicted for it"
-    if shown:
-        off = f"; the prediction's errors: {', '.join(shown)}"
-    slow = content.replay_slowdown
-    pace = f"; batches took {slow:.2f} times as long as fitted" if slow else ""
-    return f"{bench.name}: {content.answered:,} requests{rate}{off}{pace}"
-
-
-def _next_command(found: Material) -> tuple[str, str]:
-    name, fit = found.recipe.name, found.file_name("fit")
-    if found.plan is not None:
-        return "Start it", f"llmctl serve {found.file_name('plan')}"
-    if found.tuning is not None:
-        tuning = found.file_name("tuning")
-        return "Plan it", f"llmctl render {name} --fit {fit} --tuning {tuning}"
-    if found.fit is not None:
-        return "Tune it", f"llmctl tune {name} --fit {fit} --trace TRACE"
-    return "Measure it", f"llmctl profile {name}; llmctl fit profile.json"
+    none = "no running server yet: every number is simulated with the fit"
+    return [f"Checked against {text}." for text in texts or [none]]
 
 
 def _table(promise: Promise) -> Table:
     """The shown metrics, then every limit: predicted and, where known, measured."""
-    columns = [
-        "",
-        "limit",
-        "predicted",
-        *(f"measured, {source.name}" for source in promise.measured),
-    ]
+    sources = [f"measured, {source.name}" for source in promise.measured]
     rows: list[list[Cell]] = []
     known = {limit.name for limit in promise.limits}
     for key in SHOWN_METRICS:
@@ -298,10 +266,11 @@ def _table(promise: Promise) -> Table:
             rows.append([metric_name(key), "none", quantity(key, promise.metrics[key]), *given])
     for limit in promise.limits:
         measured = [_judge(limit, m.values.get(limit.name)) for m in promise.measured]
-        predicted = (
-            limit.prediction() if limit.kept is None else Judged(limit.prediction(), limit.kept)
-        )
+        predicted: Cell = limit.prediction()
+        if limit.kept is not None:
+            predicted = Judged(limit.prediction(), limit.kept)
         rows.append([metric_name(limit.name), limit.allowed(), predicted, *measured])
+    columns = ["", "limit", "predicted", *sources]
     return Table("What it will give", columns, rows, folded=False)
 
 
@@ -312,17 +281,16 @@ def _shares(promise: Promise) -> Figure:
     for limit in promise.limits:
         if not limit.name.endswith("_s") or limit.predicted is None:
             continue
-        measured = [
-            (f"measured, {m.name}", m.values[limit.name])
-            for m in promise.measured
-            if limit.name in m.values
-        ]
-        for where, value in [("predicted", limit.predicted), *measured]:
+        values = {"predicted": limit.predicted}
+        for source in promise.measured:
+            if limit.name in source.values:
+                values[f"measured, {source.name}"] = source.values[limit.name]
+        for where, value in values.items():
             name = f"{metric_name(limit.name)}, {where.partition(',')[0]}"
             if name not in shares:  # the bench comes first of two measurements
                 shares[name] = 100 * value / limit.limit
-                values = f"{quantity(limit.name, value)}, {limit.allowed()}"
-                titles[name] = f"{metric_name(limit.name)}, {where}: {values}"
+                text = f"{quantity(limit.name, value)}, {limit.allowed()}"
+                titles[name] = f"{metric_name(limit.name)}, {where}: {text}"
     svg = bars(shares, " %", limit=100.0, titles=titles)
     return Figure(svg, "used share of each latency target; kept up to the dashed line")
 
@@ -341,29 +309,12 @@ def _notes(found: Material) -> list[str]:
     plan, best = found.plan, tuning.recommended
     # an older tuning says nothing of a fleet's further kinds
     kinds = plan.kind_parameters if plan is not None and best.kind_parameters else {}
-    if plan is not None and (plan.policy.name, plan.policy.parameters, kinds) != (
-        best.policy,
-        best.parameters,
-        best.kind_parameters,
-    ):
-        name = found.file_name("tuning")
-        lines.insert(
-            0, f"the plan runs other settings than {name} found; the rest is about the found ones"
-        )
-    return [
-        *(f"The tuning: {line}." for line in lines),
-        *(f"The trace: {note}." for note in tuning.trace_notes),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The page, for its template."""
-
-    title: str
-    description: str
-    version: str
-    sections: Sequence[Section] = field(default_factory=tuple)
+    recommended = (best.policy, best.parameters, best.kind_parameters)
+    if plan is not None and (plan.policy.name, plan.policy.parameters, kinds) != recommended:
+        other = f"the plan runs other settings than {found.file_name('tuning')} found"
+        lines.insert(0, f"{other}; the rest is about the found ones")
+    noted = [f"The trace: {note}." for note in tuning.trace_notes]
+    return [*(f"The tuning: {line}." for line in lines), *noted]
 
 
 def report(found: Material) -> str:
@@ -377,7 +328,12 @@ def report(found: Material) -> str:
         plan_section(found),
         environment_section(found),
     ]
-    page = Report(found.recipe.name, found.recipe.description, toolkit.__version__, sections)
+    page = {
+        "title": found.recipe.name,
+        "description": found.recipe.description,
+        "version": toolkit.__version__,
+        "sections": sections,
+    }
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(shipped_templates()),
         undefined=jinja2.StrictUndefined,

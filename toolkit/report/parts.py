@@ -55,19 +55,22 @@ class Table:
     @property
     def right(self) -> list[bool]:
         """For each column, whether it holds only numbers."""
+        columns = [[row[index] for row in self.rows] for index in range(len(self.columns))]
         return [
-            all(
-                isinstance(row[index], int | float) or row[index] in ("", None) for row in self.rows
-            )
-            for index in range(len(self.columns))
+            all(isinstance(cell, int | float) or cell in ("", None) for cell in cells)
+            for cells in columns
         ]
 
     @property
     def cells(self) -> list[list[str | Judged]]:
         """The cells as the page shows them."""
-        return [
-            [cell if isinstance(cell, Judged) else _text(cell) for cell in row] for row in self.rows
-        ]
+
+        def shown(cell: Cell) -> str | Judged:
+            if isinstance(cell, bool) or cell is None:
+                return {True: "yes", False: "no", None: "–"}[cell]
+            return number(cell) if isinstance(cell, int | float) else cell
+
+        return [[shown(cell) for cell in row] for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +148,6 @@ UNITS = {
 }
 
 
-def _text(cell: str | float | bool | None) -> str:
-    if isinstance(cell, bool) or cell is None:
-        return {True: "yes", False: "no", None: "–"}[cell]
-    return number(cell) if isinstance(cell, int | float) else cell
-
-
 # Sizes in the units of the charts' view box.
 WIDTH, HEIGHT = 420, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 12, 40  # RIGHT holds half of the last tick's number
@@ -205,9 +202,16 @@ class _Scale:
 
 def chart(axes: Axes) -> Markup:
     """Draw a chart. Points that an axis cannot show (0 on a logarithmic one) are left out."""
-    drawn = [
-        shown for shown in (_drawable(series, log=axes.log) for series in axes.series) if shown.xs
-    ]
+    drawn = []
+    for series in axes.series:
+        labels = series.labels or [""] * len(series.xs)
+        points = list(zip(series.xs, series.ys, labels, strict=True))
+        if axes.log:
+            points = [point for point in points if point[0] > 0 and point[1] > 0]
+        points = points[:: -(-len(points) // MAX_POINTS) or 1]
+        if points:
+            shown_xs, shown_ys, labels = zip(*points, strict=True)
+            drawn.append(replace(series, xs=shown_xs, ys=shown_ys, labels=labels))
     xs = [x for shown in drawn for x in shown.xs]
     ys = [y for shown in drawn for y in shown.ys]
     if not xs:
@@ -225,10 +229,20 @@ def chart(axes: Axes) -> Markup:
     if axes.level is not None:
         _line(root, [(x.low, axes.level), (x.high, axes.level)], x, y, "rule")
     for index, shown in enumerate(drawn):
-        _draw(root, shown, axes, x, y, index)
-    if len(drawn) > 1:
-        _legend(root, drawn)
-    return _svg_text(root)
+        cls, radius = f"s{index % 4}", {"marks": 5.0, "points": 2.6, "line": 4.0}[shown.kind]
+        if shown.kind == "line":
+            _line(root, list(zip(shown.xs, shown.ys, strict=True)), x, y, cls)
+            cls = "hit"  # invisible points that show their title under the pointer
+        for at_x, at_y, label in zip(shown.xs, shown.ys, shown.labels, strict=True):
+            point = _add(root, "circle", cx=x.place(at_x), cy=y.place(at_y), r=radius, cls=cls)
+            values = f"{axes.x_name}: {number(at_x)}; {axes.y_name}: {number(at_y)}"
+            _add(point, "title", text=f"{shown.name}: {label or values}")
+    left = float(LEFT)  # of the legend's next name
+    for index, shown in enumerate(drawn if len(drawn) > 1 else []):
+        _add(root, "circle", cx=left, cy=HEIGHT + 8, r=4, cls=f"s{index % 4}")
+        _add(root, "text", x=left + 8, y=HEIGHT + 12, text=shown.name)
+        left += 22 + 6.2 * len(shown.name)
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
 def bars(
@@ -251,17 +265,15 @@ def bars(
     room = WIDTH - left - (64 if limit is None else 104)  # without the text behind a bar
     span = (high - low) or 1.0
     zero = left + (-low / span) * room
-    root = _root(
-        ROW * len(values) + 4,
-        f"bars: {', '.join(f'{name} {number(v)}{unit}' for name, v in values.items())}",
-    )
+    listed = ", ".join(f"{name} {number(value)}{unit}" for name, value in values.items())
+    root = _root(ROW * len(values) + 4, f"bars: {listed}")
     for row, (name, value) in enumerate(values.items()):
         top = row * ROW + 2
         kept = limit is None or value <= limit
-        text = f"{number(value)}{unit}" + (
-            "" if limit is None else ", kept" if kept else ", broken"
-        )
-        _add(root, "text", x=left - 6, y=top + 14, text=_short(name), anchor="end")
+        state = "" if limit is None else ", kept" if kept else ", broken"
+        text = f"{number(value)}{unit}{state}"
+        short = name if len(name) <= NAME_CHARS else name[: NAME_CHARS - 1] + "…"
+        _add(root, "text", x=left - 6, y=top + 14, text=short, anchor="end")
         length = abs(value) / span * room
         start = zero - (length if value < 0 else 0)
         cls = "s0" if kept else "s2"
@@ -270,101 +282,45 @@ def bars(
         end = max(zero, zero + value / span * room) if limit is None else left + room
         _add(root, "text", x=end + 5, y=top + 14, text=text)
     if limit is not None:
-        _add(
-            root,
-            "path",
-            d=f"M{zero + limit / span * room:.1f} 0V{ROW * len(values) + 4}",
-            cls="rule",
-        )
-    return _svg_text(root)
-
-
-def _drawable(series: ChartSeries, *, log: bool) -> ChartSeries:
-    labels = series.labels or [""] * len(series.xs)
-    points = [
-        point
-        for point in zip(series.xs, series.ys, labels, strict=True)
-        if not log or (point[0] > 0 and point[1] > 0)
-    ]
-    step = -(-len(points) // MAX_POINTS) or 1
-    kept = points[::step]
-    return replace(
-        series,
-        xs=[x for x, _, _ in kept],
-        ys=[y for _, y, _ in kept],
-        labels=[label for _, _, label in kept],
-    )
+        at = f"{zero + limit / span * room:.1f}"
+        _add(root, "path", d=f"M{at} 0V{ROW * len(values) + 4}", cls="rule")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
 def _scale(values: Sequence[float], start: float, end: float, *, log: bool) -> _Scale:
     low, high = min(values), max(values)
     if log:
-        ticks = [
-            10.0**power
-            for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        ]
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [10.0**power for power in powers]
         if len(ticks) < 2:
             ticks = [ticks[0], ticks[0] * 10]
         every = -(-len(ticks) // 6)
         return _Scale(ticks[0], ticks[-1], start, end, True, ticks[::every])
     low, high = min(low, 0.0), max(high, 0.0)
-    step = _round_step((high - low or 1.0) / 5)
+    rough = (high - low or 1.0) / 5  # the step is 1, 2 or 5 times a power of ten, not below it
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * times for times in (1, 2, 5, 10) if size * times >= rough * (1 - 1e-9))
     first, last = math.floor(low / step), math.ceil(high / step)
     last = max(last, first + 1)
     ticks = [round(step * k, 12) for k in range(first, last + 1)]
     return _Scale(ticks[0], ticks[-1], start, end, False, ticks)
 
 
-def _round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, not below `rough`."""
-    size = 10.0 ** math.floor(math.log10(rough))
-    return next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * (1 - 1e-9))
-
-
 def _grid(root: Element, axes: Axes, x: _Scale, y: _Scale) -> None:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     for tick in x.ticks:
-        _add(root, "path", d=f"M{x.place(tick)} {TOP}V{HEIGHT - BOTTOM}", cls="grid")
-        _add(
-            root,
-            "text",
-            x=x.place(tick),
-            y=HEIGHT - BOTTOM + 15,
-            text=number(tick),
-            anchor="middle",
-        )
+        at = x.place(tick)
+        _add(root, "path", d=f"M{at} {TOP}V{bottom}", cls="grid")
+        _add(root, "text", x=at, y=bottom + 15, text=number(tick), anchor="middle")
     for tick in y.ticks:
-        _add(root, "path", d=f"M{LEFT} {y.place(tick)}H{WIDTH - RIGHT}", cls="grid")
-        _add(root, "text", x=LEFT - 6, y=y.place(tick) + 4, text=number(tick), anchor="end")
-    _add(
-        root,
-        "text",
-        x=(LEFT + WIDTH - RIGHT) / 2,
-        y=HEIGHT - 6,
-        text=axes.x_name,
-        anchor="middle",
-        cls="name",
-    )
-    name = _add(
-        root,
-        "text",
-        x=13,
-        y=(TOP + HEIGHT - BOTTOM) / 2,
-        text=axes.y_name,
-        anchor="middle",
-        cls="name",
-    )
-    name.set("transform", f"rotate(-90 13 {(TOP + HEIGHT - BOTTOM) / 2})")
-
-
-def _draw(root: Element, series: ChartSeries, axes: Axes, x: _Scale, y: _Scale, index: int) -> None:
-    cls, radius = f"s{index % 4}", {"marks": 5.0, "points": 2.6, "line": 4.0}[series.kind]
-    if series.kind == "line":
-        _line(root, list(zip(series.xs, series.ys, strict=True)), x, y, cls)
-        cls = "hit"  # invisible points that show their title under the pointer
-    for at_x, at_y, label in zip(series.xs, series.ys, series.labels, strict=True):
-        point = _add(root, "circle", cx=x.place(at_x), cy=y.place(at_y), r=radius, cls=cls)
-        values = f"{axes.x_name}: {number(at_x)}; {axes.y_name}: {number(at_y)}"
-        _add(point, "title", text=f"{series.name}: {label or values}")
+        at = y.place(tick)
+        _add(root, "path", d=f"M{LEFT} {at}H{right}", cls="grid")
+        _add(root, "text", x=LEFT - 6, y=at + 4, text=number(tick), anchor="end")
+    name = {"anchor": "middle", "cls": "name"}
+    _add(root, "text", x=(LEFT + right) / 2, y=HEIGHT - 6, text=axes.x_name, **name)
+    middle = (TOP + bottom) / 2
+    turned = _add(root, "text", x=13, y=middle, text=axes.y_name, **name)
+    turned.set("transform", f"rotate(-90 13 {middle})")
 
 
 def _line(
@@ -374,22 +330,9 @@ def _line(
     _add(root, "path", d=f"M{text}", cls=f"line {cls}")
 
 
-def _legend(root: Element, drawn: Sequence[ChartSeries]) -> None:
-    at = float(LEFT)
-    for index, shown in enumerate(drawn):
-        _add(root, "circle", cx=at, cy=HEIGHT + 8, r=4, cls=f"s{index % 4}")
-        _add(root, "text", x=at + 8, y=HEIGHT + 12, text=shown.name)
-        at += 22 + 6.2 * len(shown.name)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= NAME_CHARS else name[: NAME_CHARS - 1] + "…"
-
-
 def _root(height: float, label: str) -> Element:
-    return Element(
-        "svg", {"viewBox": f"0 0 {WIDTH} {height:g}", "role": "img", "aria-label": label}
-    )
+    size = {"viewBox": f"0 0 {WIDTH} {height:g}"}
+    return Element("svg", size | {"role": "img", "aria-label": label})
 
 
 def _add(
@@ -409,7 +352,3 @@ def _add(
     element = ElementTree.SubElement(parent, tag, given)
     element.text = text or None
     return element
-
-
-def _svg_text(root: Element) -> Markup:
-    return Markup(ElementTree.tostring(root, encoding="unicode"))

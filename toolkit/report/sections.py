@@ -7,6 +7,7 @@ that makes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Literal
 
@@ -16,7 +17,7 @@ from toolkit.estimators.load import Laws, laws_from_fit
 from toolkit.files.fit import Fit, LatencyFit
 from toolkit.files.plan import PREDICTED
 from toolkit.files.profile import Profile
-from toolkit.files.tuning import Outcome, Trial, Tuning
+from toolkit.files.tuning import Trial, Tuning
 from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
     Axes,
@@ -65,31 +66,36 @@ def bench_section(found: Material) -> Section:
         return section
     requests = sum(bench.content.answered for bench in found.benches)
     counted = f"{len(found.benches)} replay{'s' if len(found.benches) > 1 else ''}"
-    section = Section(
-        "bench",
-        TITLES["bench"],
-        f"{counted} against a running server, {requests:,} requests: measured, not simulated.",
-    )
+    lead = f"{counted} against a running server, {requests:,} requests: measured, not simulated."
+    section = Section("bench", TITLES["bench"], lead)
     for bench in found.benches:
         section.lines.append(_bench_line(bench, found.rate_rps))
-        errors = {
-            row.metric: row.error_percent
-            for row in bench.content.compared
-            if row.error_percent is not None
-        }
-        values = {row.metric: (row.predicted, row.measured) for row in bench.content.compared}
-        titles = {
-            name: f"{metric_name(name)}: predicted {quantity(name, predicted)}, "
-            f"measured {quantity(name, measured)}"
-            for name, (predicted, measured) in values.items()
-            if predicted is not None and measured is not None
-        }
+        warm = bench.content.warmup is not None
+        errors: dict[str, float] = {}
+        titles: dict[str, str] = {}
+        rows: list[list[Cell]] = []
+        for row in bench.content.compared:
+            rows.append([row.metric, row.measured, row.predicted, error_cell(row.error_percent)])
+            rows[-1] += [row.as_fitted, error_cell(row.as_fitted_error_percent)] if warm else []
+            if row.error_percent is not None:
+                errors[row.metric] = row.error_percent
+            if row.predicted is not None and row.measured is not None:
+                values = [quantity(row.metric, value) for value in (row.predicted, row.measured)]
+                text = f"predicted {values[0]}, measured {values[1]}"
+                titles[row.metric] = f"{metric_name(row.metric)}: {text}"
         svg = bars(errors, " %", titles=titles)
         if svg:
             section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
-        section.tables.append(_table(bench))
+        columns = ["metric", "measured", "predicted", "its error", "as fitted", "its error"]
+        section.tables.append(Table(_title(bench), columns if warm else columns[:4], rows))
     if len(found.benches) > 1:
-        section.tables.insert(0, _side_by_side(found.benches))
+        metrics = [row.metric for bench in found.benches for row in bench.content.compared]
+        rows = [
+            [name, *(bench.content.measured.get(name) for bench in found.benches)]
+            for name in dict.fromkeys(metrics)
+        ]
+        columns = ["metric", *(bench.name for bench in found.benches)]
+        section.tables.insert(0, Table("Measured, side by side", columns, rows))
     section.lines += [f"Left out: {why}." for why in left_out]
     return section
 
@@ -119,39 +125,13 @@ def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
     parts = [f"{_title(bench)} ({what}): {counts}"]
     if content.warmup and content.replay_slowdown:
         slow, warm = content.replay_slowdown, content.warmup.slowdown
-        parts.append(
-            f"batches took {slow:.2f} times as long as fitted, in the warm-up {warm:.2f} times"
-        )
+        took = f"{slow:.2f} times as long as fitted, in the warm-up {warm:.2f} times"
+        parts.append(f"batches took {took}")
     if content.interrupted:
         parts.append("it was interrupted, so nothing is compared")
     if content.lengths == "given":
         parts.append("each request had its output length as limit, unlike those of real clients")
     return "; ".join(parts) + "."
-
-
-def _table(bench: BenchResult) -> Table:
-    warm = bench.content.warmup is not None
-    rows: list[list[Cell]] = []
-    for row in bench.content.compared:
-        rows.append([row.metric, row.measured, row.predicted, error_cell(row.error_percent)])
-        if warm:
-            rows[-1] += [row.as_fitted, error_cell(row.as_fitted_error_percent)]
-    columns = [
-        "metric",
-        "measured",
-        "predicted",
-        "its error",
-        *(["as fitted", "its error"] if warm else []),
-    ]
-    return Table(_title(bench), columns, rows)
-
-
-def _side_by_side(benches: Sequence[BenchResult]) -> Table:
-    metrics = dict.fromkeys(row.metric for bench in benches for row in bench.content.compared)
-    rows: list[list[Cell]] = [
-        [name, *(bench.content.measured.get(name) for bench in benches)] for name in metrics
-    ]
-    return Table("Measured, side by side", ["metric", *(bench.name for bench in benches)], rows)
 
 
 def fit_section(found: Material) -> Section:
@@ -164,73 +144,46 @@ def fit_section(found: Material) -> Section:
     section = Section("fit", TITLES["fit"], f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
         section.lines.append(f"Nothing here was measured: {fit.engine.analytic}")
-    section.tables += [_errors(fit), _candidates(fit)]
-    if found.profile is None:
-        why = found.why.get("profile", "there is no profile.json in its folder")
-        section.lines.append(f"There are no plots of residuals without its profile: {why}.")
-    else:
-        section.figures += _figures(fit, found.profile)
-    return section
-
-
-def _errors(fit: Fit) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for name, law in (("prefill", fit.prefill), ("decode", fit.decode)):
+    laws = (("prefill", fit.prefill), ("decode", fit.decode))
+    errors: list[tuple[Cell, ...]] = []
+    for name, law in laws:
         reach = law.valid.batch_size_max, law.valid.length_max
-        rows.append((name, law.form, *error_cells(law.error), *reach))
+        errors.append((name, law.form, *error_cells(law.error), *reach))
     overheads = [("whole slices", fit.overhead)]
     if fit.rounds:
         overheads.append(("rounds", fit.rounds.overhead))
     for name, overhead in overheads:
         form = f"{overhead.stretch:.3g} x + {overhead.batch_s:.2g} s"
-        rows.append((name, form, *error_cells(overhead.error), "", ""))
+        errors.append((name, form, *error_cells(overhead.error), "", ""))
     if fit.steps:
-        knots = f"knots {', '.join(map(str, fit.steps.knots))}"
-        rows.append(("passes", knots, *error_cells(fit.steps.error), fit.steps.valid.rows_max, ""))
-    columns = [
-        "law",
-        "form",
-        "median error",
-        "p95",
-        "worst",
-        "points",
-        "up to batch",
-        "up to length",
-    ]
-    return Table("Errors on points that the fit did not see", columns, rows)
-
-
-def _candidates(fit: Fit) -> Table:
-    rows = [
-        (
-            name,
-            candidate.form,
-            *error_cells(candidate.error)[:2],
-            "kept" if candidate.form == law.form else "",
-        )
-        for name, law in (("prefill", fit.prefill), ("decode", fit.decode))
-        for candidate in law.candidates
-    ]
-    return Table("Forms that competed", ["law", "form", "median error", "p95", ""], rows)
-
-
-def _figures(fit: Fit, profile: Profile) -> list[Figure]:
-    laws = laws_from_fit(fit)
-    prefill = [
-        (point.batch_size, point.input_length, median(point.seconds)) for point in profile.prefill
-    ]
-    decode = [
-        (point.batch_size, point.cached_length, median(point.seconds)) for point in profile.decode
-    ]
+        knots, most = f"knots {', '.join(map(str, fit.steps.knots))}", fit.steps.valid.rows_max
+        errors.append(("passes", knots, *error_cells(fit.steps.error), most, ""))
+    columns = ["law", "form", "median error", "p95", "worst", "points"]
+    columns += ["up to batch", "up to length"]
+    section.tables.append(Table("Errors on points that the fit did not see", columns, errors))
+    competed: list[tuple[Cell, ...]] = []
+    for name, law in laws:
+        for tried in law.candidates:
+            kept = "kept" if tried.form == law.form else ""
+            competed.append((name, tried.form, *error_cells(tried.error)[:2], kept))
+    columns = ["law", "form", "median error", "p95", ""]
+    section.tables.append(Table("Forms that competed", columns, competed))
+    profile = found.profile
+    if profile is None:
+        why = found.why.get("profile", "there is no profile.json in its folder")
+        section.lines.append(f"There are no plots of residuals without its profile: {why}.")
+        return section
+    predicted = laws_from_fit(fit)
+    prefill = [(p.batch_size, p.input_length, median(p.seconds)) for p in profile.prefill]
+    decode = [(p.batch_size, p.cached_length, median(p.seconds)) for p in profile.decode]
     figures = [
-        *_law_figures("prefill", prefill, lambda size, length: laws.engine.prefill_s(size, length)),
-        *_law_figures(
-            "decode step", decode, lambda size, length: _step_s(fit.decode, size, length)
-        ),
-        _slices(laws, profile),
-        _memory(fit, laws, profile),
+        *_law_figures("prefill", prefill, predicted.engine.prefill_s),
+        *_law_figures("decode step", decode, partial(_step_s, fit.decode)),
+        _slices(predicted, profile),
+        _memory(fit, predicted, profile),
     ]
-    return [figure for figure in figures if figure.svg]
+    section.figures += [figure for figure in figures if figure.svg]
+    return section
 
 
 def _step_s(law: LatencyFit, size: int, length: int) -> float:
@@ -258,33 +211,23 @@ def _law_figures(
         f"measured {seconds(real_s)} ({percent(off)})"
         for (size, length, real_s), by_law_s, off in zip(points, predicted, residuals, strict=True)
     ]
-    by_size = [
-        ChartSeries(
-            f"N {group[0]}" + (f" to {group[-1]}" if len(group) > 1 else ""),
-            [length for size, length, _ in points if size in group],
-            [
-                residual
-                for (size, _, _), residual in zip(points, residuals, strict=True)
-                if size in group
-            ],
-            labels=[
-                label for (size, _, _), label in zip(points, labels, strict=True) if size in group
-            ],
+    by_size = []
+    for group in groups:
+        chosen = [place for place, (size, _, _) in enumerate(points) if size in group]
+        by_size.append(
+            ChartSeries(
+                f"N {group[0]}" + (f" to {group[-1]}" if len(group) > 1 else ""),
+                [points[place][1] for place in chosen],
+                [residuals[place] for place in chosen],
+                labels=[labels[place] for place in chosen],
+            )
         )
-        for group in groups
-    ]
     drawn = ChartSeries(name, measured, predicted, labels=labels)
     both = Axes("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
     errors = Axes("length, tokens", "residual, %", by_size, level=0.0)
-    return [
-        Figure(
-            chart(both),
-            f"{name}: {len(points)} points, medians of their repeats; equal on the line",
-        ),
-        Figure(
-            chart(errors), f"{name}: predicted over measured, less 1, by length and batch size N"
-        ),
-    ]
+    medians = f"{len(points)} points, medians of their repeats; equal on the line"
+    less_one = "predicted over measured, less 1, by length and batch size N"
+    return [Figure(chart(both), f"{name}: {medians}"), Figure(chart(errors), f"{name}: {less_one}")]
 
 
 def _slices(laws: Laws, profile: Profile) -> Figure:
@@ -309,17 +252,11 @@ def _slices(laws: Laws, profile: Profile) -> Figure:
 def _memory(fit: Fit, laws: Laws, profile: Profile) -> Figure:
     """The memory edge, probed and by the law, for the least number of steps that was probed."""
     steps = min((point.steps for point in profile.memory), default=1)
-    points = sorted(
-        (point for point in profile.memory if point.steps == steps),
-        key=lambda point: point.input_length,
-    )
+    points = [point for point in profile.memory if point.steps == steps]
+    points.sort(key=lambda point: point.input_length)
     lengths = np.array([point.input_length for point in points], dtype=np.int64)
     allowed = laws.memory.max_batch(lengths, steps, 0.0).tolist() if points else []
-    failed = [
-        (point.input_length, point.smallest_oom)
-        for point in points
-        if point.smallest_oom is not None
-    ]
+    failed = [(p.input_length, p.smallest_oom) for p in points if p.smallest_oom is not None]
     series = [
         ChartSeries("ran", lengths.tolist(), [point.largest_ok for point in points]),
         ChartSeries("the law allows", lengths.tolist(), allowed, "line"),
@@ -369,33 +306,50 @@ def tuning_section(found: Material) -> Section:
     policies = f"policy '{tuning.best_held_out.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     section = Section("tuning", TITLES["tuning"], lead)
-    section.figures += [figure for figure in (_front(tuning), *_sensitivity(tuning)) if figure.svg]
-    section.tables += [_held_out(tuning), _parameters(tuning)]
+    shares: dict[str, float] = {}
+    for result in tuning.policies:
+        if result.policy == tuning.best_held_out.policy:
+            shares = {name: 100 * share for name, share in result.importance.items()}
+    swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
+    trials = "how much each parameter separates the best trials from the others (PED-ANOVA)"
+    swept = "how far goodput moves when one parameter of the best is swept over its range"
+    figures = [
+        _front(tuning),
+        Figure(bars(shares, " %"), trials),
+        Figure(bars(swings, " %"), swept),
+    ]
+    section.figures += [figure for figure in figures if figure.svg]
+    section.tables += _held_out(tuning)
     if tuning.policies:
-        section.tables.append(_policies(tuning))
+        names, latency = [result.policy for result in tuning.policies], tuning.latency_metric
+        rows: list[tuple[Cell, ...]] = []
+        for result in tuning.policies:
+            name, metrics = marked(result.policy, tuning.engines), result.held_out.metrics
+            values = (metrics.get("goodput_rps"), metrics.get(latency))
+            rows.append((name, result.trials, *values, result.feasible))
+        remark = footnote(names, tuning.engines)
+        caption = "Each policy's best trial, held out" + (f" ({remark})" if remark else "")
+        columns = ["policy", "trials", "goodput_rps", latency, "keeps all limits"]
+        section.tables.append(Table(caption, columns, rows))
     return section
 
 
 def _front(tuning: Tuning) -> Figure:
     latency = tuning.latency_metric
-    known = [
-        trial
-        for trial in tuning.trials
-        if {latency, "goodput_rps"} <= trial.outcome.metrics.keys() and trial.whole
-    ]
+    metrics = {latency, "goodput_rps"}
+    known = [t for t in tuning.trials if metrics <= t.outcome.metrics.keys() and t.whole]
     front = [trial for trial in known if trial.number in tuning.front]
     front.sort(key=lambda trial: trial.outcome.metrics[latency])
-    best = [trial for trial in known if _same(trial.outcome, tuning.best_held_out)][:1]
+    of_best = (tuning.best_held_out.policy, tuning.best_held_out.every_parameter)
+    best = [t for t in known if (t.outcome.policy, t.outcome.every_parameter) == of_best][:1]
     series = [
         _series("trials", known, latency),
         _series("the front", front, latency, "line"),
         _series("defaults", [trial for trial in known if trial.number == 0], latency, "marks"),
         _series("best", best, latency, "marks"),
     ]
-    svg = chart(Axes(latency, "goodput, requests/s", series))
-    return Figure(
-        svg, "each trial on the search windows; no trial beats those on the front in both"
-    )
+    caption = "each trial on the search windows; no trial beats those on the front in both"
+    return Figure(chart(Axes(latency, "goodput, requests/s", series)), caption)
 
 
 def _series(
@@ -404,80 +358,40 @@ def _series(
     latency: str,
     kind: Literal["points", "line", "marks"] = "points",
 ) -> ChartSeries:
+    """The goodput of trials over a latency; a point's label is its trial in one line."""
     xs, ys = ([trial.outcome.metrics[key] for trial in trials] for key in (latency, "goodput_rps"))
-    return ChartSeries(name, xs, ys, kind, [_label(trial, latency) for trial in trials])
+    labels = []
+    for trial, latency_s, goodput_rps in zip(trials, xs, ys, strict=True):
+        outcome = trial.outcome
+        settings = [f"{key} {word(value)}" for key, value in outcome.every_parameter.items()]
+        goodput = f"goodput_rps {quantity('goodput_rps', goodput_rps)}"
+        values = f"{goodput}, {latency} {quantity(latency, latency_s)}"
+        limits = "keeps all limits" if trial.feasible else "breaks a limit"
+        which = f"trial {trial.number}, {outcome.policy}"
+        labels.append(f"{which}: {values}, {limits}; {', '.join(settings)}")
+    return ChartSeries(name, xs, ys, kind, labels)
 
 
-def _label(trial: Trial, latency: str) -> str:
-    """A trial in one line, shown under the pointer."""
-    outcome = trial.outcome
-    settings = ", ".join(f"{name} {word(value)}" for name, value in outcome.every_parameter.items())
-    values = ", ".join(
-        f"{key} {quantity(key, outcome.metrics[key])}" for key in ("goodput_rps", latency)
-    )
-    limits = "keeps all limits" if trial.feasible else "breaks a limit"
-    return f"trial {trial.number}, {outcome.policy}: {values}, {limits}; {settings}"
-
-
-def _same(first: Outcome, second: Outcome) -> bool:
-    return (first.policy, first.every_parameter) == (second.policy, second.every_parameter)
-
-
-def _sensitivity(tuning: Tuning) -> list[Figure]:
-    """What matters: by all trials, and by sweeps of one parameter of the best."""
-    shares: dict[str, float] = {}
-    for result in tuning.policies:
-        if result.policy == tuning.best_held_out.policy:
-            shares = {name: 100 * share for name, share in result.importance.items()}
-    swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
-    trials = "how much each parameter separates the best trials from the others (PED-ANOVA)"
-    swept = "how far goodput moves when one parameter of the best is swept over its range"
-    return [Figure(bars(shares, " %"), trials), Figure(bars(swings, " %"), swept)]
-
-
-def _held_out(tuning: Tuning) -> Table:
-    before, after = tuning.defaults_held_out.metrics, tuning.best_held_out.metrics
-    rows: list[tuple[Cell, ...]] = [
-        (
-            name,
-            before[name],
-            after[name],
-            f"{100 * (after[name] / before[name] - 1):+.1f} %" if before[name] else "–",
-        )
-        for name in before
-        if name in after
-    ]
+def _held_out(tuning: Tuning) -> list[Table]:
+    """The defaults and the best: their metrics on held-out windows, and their settings."""
+    before, after = tuning.defaults_held_out, tuning.best_held_out
+    rows: list[tuple[Cell, ...]] = []
+    for name, old in before.metrics.items():
+        if name in after.metrics:
+            new = after.metrics[name]
+            rows.append((name, old, new, f"{100 * (new / old - 1):+.1f} %" if old else "–"))
     windows = f"{len(tuning.held_out_windows)} windows that the search did not see"
     caption = f"The defaults and the best on {windows}"
-    return Table(caption, ["metric", "defaults", "best", "change"], rows)
-
-
-def _parameters(tuning: Tuning) -> Table:
-    before, after = tuning.defaults_held_out, tuning.best_held_out
     known = before.every_parameter if before.policy == after.policy else {}
-    rows = [
+    settings = [
         (name, word(known[name]) if name in known else "–", word(value))
         for name, value in after.every_parameter.items()
     ]
-    return Table(f"Settings of policy '{after.policy}'", ["parameter", "default", "best"], rows)
-
-
-def _policies(tuning: Tuning) -> Table:
-    latency = tuning.latency_metric
-    rows = [
-        (
-            marked(result.policy, tuning.engines),
-            result.trials,
-            result.held_out.metrics.get("goodput_rps"),
-            result.held_out.metrics.get(latency),
-            result.feasible,
-        )
-        for result in tuning.policies
+    named = f"Settings of policy '{after.policy}'"
+    return [
+        Table(caption, ["metric", "defaults", "best", "change"], rows),
+        Table(named, ["parameter", "default", "best"], settings),
     ]
-    columns = ["policy", "trials", "goodput_rps", latency, "keeps all limits"]
-    note = footnote([result.policy for result in tuning.policies], tuning.engines)
-    caption = "Each policy's best trial, held out" + (f" ({note})" if note else "")
-    return Table(caption, columns, rows)
 
 
 def validation_section(found: Material) -> Section:
@@ -494,30 +408,18 @@ def validation_section(found: Material) -> Section:
     )
     section = Section("validation", TITLES["validation"], lead, lines=[validation.summary()])
     errors = {row.metric: row.error_percent for row in validation.metrics}
-    section.figures.append(
-        Figure(bars(errors, " %"), "the prediction's error, of the means over the windows")
-    )
-    rows = [
-        (
-            row.metric,
-            row.measured,
-            row.predicted,
-            percent(row.error_percent),
-            percent(row.worst_percent),
-        )
-        for row in validation.metrics
-    ]
+    caption = "the prediction's error, of the means over the windows"
+    section.figures.append(Figure(bars(errors, " %"), caption))
+    rows: list[tuple[Cell, ...]] = []
+    for row in validation.metrics:
+        off = (percent(row.error_percent), percent(row.worst_percent))
+        rows.append((row.metric, row.measured, row.predicted, *off))
     columns = ["metric", "measured", "predicted", "its error", "worst window"]
     section.tables.append(Table("Means over the windows", columns, rows))
-    by_request = [
-        (
-            row.latency,
-            percent(row.median_percent),
-            f"{row.median_absolute_percent:.1f} %",
-            row.requests,
-        )
-        for row in validation.requests
-    ]
+    by_request: list[tuple[Cell, ...]] = []
+    for one in validation.requests:
+        size = f"{one.median_absolute_percent:.1f} %"
+        by_request.append((one.latency, percent(one.median_percent), size, one.requests))
     columns = ["latency", "median error", "median absolute error", "requests"]
     section.tables.append(Table("Request by request", columns, by_request))
     section.lines += [f"Noted: {note}." for note in validation.notes]

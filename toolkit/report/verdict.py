@@ -10,15 +10,7 @@ import math
 from collections.abc import Callable
 
 from toolkit.engine_traits import traits_of
-from toolkit.files.tuning import (
-    Alternatives,
-    Interval,
-    Sibling,
-    Sizing,
-    Tuning,
-    WindowLength,
-    share_used,
-)
+from toolkit.files.tuning import Interval, Sibling, Tuning, share_used
 from toolkit.sched.policies import BUILT_IN
 from toolkit.units import number, percent
 
@@ -28,29 +20,31 @@ WINDOW_MARGIN = 1.25  # proposed windows are longer by this factor than the mean
 WAITS = ("ttft_", "e2e_")  # metrics that waiting in a queue adds to
 NO_GAIN_PERCENT = 0.05  # a smaller difference in goodput is printed as 0.0 %
 
-METHODS = {
-    "profile": "profile resampled",
-    "held-out errors": "no profile: laws scaled",
-}
+METHODS = {"profile": "profile resampled", "held-out errors": "no profile: laws scaled"}
 
 
 def verdict(result: Tuning) -> list[str]:
     """The conclusion of a tuning, a line each; indented lines continue the one before."""
     lines = [*_warnings(result), *sizing_lines(result), *_size_lines(result)]
     if not any(trial.feasible for trial in result.trials):
-        lines += _no_feasible_trial(result)
+        lines.append("no trial keeps all limits")
+        worst = max(result.usage, key=lambda key: result.usage[key], default="")
+        if worst:
+            what = "the defaults are" if result.keep_defaults else "the best is"
+            lines[-1] += f"; {worst} binds: held out, {what} {share_used(result.usage[worst])}"
+        if result.alternatives is None:
+            remedies = (
+                "fewer requests (--rate), more workers, or a looser target in the recipe's sla"
+            )
+            lines.append(f"remedy: {remedies}")
     elif result.binding_sla and result.binding_ratio is not None:
         state = "missed" if result.binding_ratio > 1 else "met"
-        lines.append(
-            f"the target that binds: {result.binding_sla}, {state}, "
-            f"{share_used(result.binding_ratio)}"
-        )
+        binds = f"{result.binding_sla}, {state}, {share_used(result.binding_ratio)}"
+        lines.append(f"the target that binds: {binds}")
     defaults_feasible = any(t.number == 0 and t.feasible for t in result.trials)
     if result.keep_defaults and not result.keeps_limits:
-        lines.append(
-            "nothing better than the defaults was found on the held-out windows; they also break "
-            "limits"
-        )
+        none = "nothing better than the defaults was found on the held-out windows"
+        lines.append(f"{none}; they also break limits")
     elif _no_gain(result.gain_percent) and defaults_feasible:
         lines += _equal_goodput(result)
     elif result.keep_defaults:
@@ -61,17 +55,10 @@ def verdict(result: Tuning) -> list[str]:
         lines.append(f"gain over the defaults, held out: {result.gain_percent:+.1f} % goodput")
     else:
         lines.append("gain over the defaults, held out: the defaults have no goodput")
-    lines += [*router_lines(result), *cost_lines(result)]
-    lines += alternative_lines(result)
+    lines += [*router_lines(result), *cost_lines(result), *alternative_lines(result)]
     lines += _how_sure(result)
-    refused = next(
-        (
-            policy.refusal
-            for policy in result.policies
-            if policy.policy == result.best_held_out.policy
-        ),
-        None,
-    )
+    best = result.best_held_out.policy
+    refused = next((one.refusal for one in result.policies if one.policy == best), None)
     if refused and not result.keep_defaults:
         lines.append(f"`serve` cannot start it: {refused}")
     return lines
@@ -90,15 +77,14 @@ def router_lines(result: Tuning) -> list[str]:
             "nothing to gain from a router: no other serves notably more than requests to each "
             "replica in turn, with the same flags"
         ]
-    before, after = (each.metrics.get("goodput_rps", 0.0) for each in (in_turn, best))
+    old, new = in_turn.metrics, best.metrics
+    before, after = (metrics.get("goodput_rps", 0.0) for metrics in (old, new))
     change = f"{100 * (after / before - 1):+.1f} % goodput" if before else "goodput from none"
-    times = [each.metrics.get("ttft_mean_s") for each in (in_turn, best)]
-    if None not in times:
-        change += f", mean TTFT {number(times[1] or 0.0)} s for {number(times[0] or 0.0)} s"
-    hits = [each.metrics.get("hit_percent") for each in (in_turn, best)]
-    if None not in hits:
-        change += f", {number(hits[1] or 0.0)} % of prompt tokens cached for "
-        change += f"{number(hits[0] or 0.0)} %"
+    if "ttft_mean_s" in old and "ttft_mean_s" in new:
+        change += f", mean TTFT {number(new['ttft_mean_s'])} s for {number(old['ttft_mean_s'])} s"
+    if "hit_percent" in old and "hit_percent" in new:
+        cached = f"{number(new['hit_percent'])} % of prompt tokens cached"
+        change += f", {cached} for {number(old['hit_percent'])} %"
     return [f"router '{name}' over requests in turn, with the same flags: {change}"]
 
 
@@ -119,11 +105,7 @@ def cost_lines(result: Tuning) -> list[str]:
         f"{number(cost.usd_per_million_requests)} USD per million requests{tokens}"
     ]
     siblings = result.alternatives.siblings if result.alternatives else []
-    priced = [
-        (sibling.usd_per_hour, sibling)
-        for sibling in siblings
-        if sibling.feasible and sibling.usd_per_hour
-    ]
+    priced = [(one.usd_per_hour, one) for one in siblings if one.feasible and one.usd_per_hour]
     if not priced or result.sizing is None:
         return lines
     usd, cheapest = min(priced, key=lambda pair: pair[0])
@@ -131,19 +113,6 @@ def cost_lines(result: Tuning) -> list[str]:
         lines.append(f"cheaper: {_sibling(cheapest)}, {number(usd)} USD an hour")
     else:
         lines.append(f"no shipped recipe for this model and GPU is cheaper: {number(usd)} USD/h")
-    return lines
-
-
-def _no_feasible_trial(result: Tuning) -> list[str]:
-    worst = max(result.usage, key=lambda key: result.usage[key], default="")
-    lines = ["no trial keeps all limits"]
-    if worst:
-        what = "the defaults are" if result.keep_defaults else "the best is"
-        lines[0] += f"; {worst} binds: held out, {what} {share_used(result.usage[worst])}"
-    if result.alternatives is None:
-        lines.append(
-            "remedy: fewer requests (--rate), more workers, or a looser target in the recipe's sla"
-        )
     return lines
 
 
@@ -166,42 +135,28 @@ def _how_sure(result: Tuning) -> list[str]:
 def _warnings(result: Tuning) -> list[str]:
     """Warnings where the requests were scaled much, or where the windows show too little."""
     lines = [f"warning: {line}" for line in result.scaling.warnings()] if result.scaling else []
-    lines += _too_short(result)
     windows, length = result.held_out_windows, result.window_length
-    count = sum(window.requests for window in windows)
-    if count >= FEW_REQUESTS:
-        return lines
-    lines.append(
-        f"warning: this rests on only {count} requests in {len(windows)} held-out windows; a 99th "
-        f"percentile needs {FEW_REQUESTS} or more: {_more_requests(length, count)}"
-    )
-    return lines
-
-
-def _too_short(result: Tuning) -> list[str]:
-    """A warning where the limits are kept in windows that are shorter than the tightest target on
-    waiting: at twice the load that is served, requests wait for as long as it has lasted.
-    """
-    length = result.window_length
+    # at twice the load that is served, requests wait for as long as it has lasted
     waits = [(limit, key) for key, limit in result.sla.items() if key.startswith(WAITS)]
-    if not waits or length is None or not result.keeps_limits or length.seconds >= min(waits)[0]:
-        return []
-    limit_s, key = min(waits)
-    longer = f"--window {math.ceil(limit_s)}" if math.ceil(limit_s) <= length.longest_s else ""
-    return [
-        f"warning: windows of {number(length.seconds)} s are shorter than {key}, {number(limit_s)} "
-        "s: even at twice the load that is served, no request waits so long in one; "
-        f"{longer or 'give a longer trace, or a lower --rate'}"
-    ]
-
-
-def _more_requests(length: WindowLength | None, count: int) -> str:
-    """The remedy for too few requests: longer windows where the trace allows them."""
-    if length and count:
-        needed_s = math.ceil(WINDOW_MARGIN * length.seconds * FEW_REQUESTS / count)
-        if needed_s <= length.longest_s:
-            return f"--window {needed_s} would hold enough"
-    return "give a longer trace"
+    limit_s, key = min(waits, default=(0.0, ""))
+    if length and result.keeps_limits and length.seconds < limit_s:
+        remedy = "give a longer trace, or a lower --rate"
+        if math.ceil(limit_s) <= length.longest_s:
+            remedy = f"--window {math.ceil(limit_s)}"
+        short = f"windows of {number(length.seconds)} s are shorter than {key}, {number(limit_s)} s"
+        late = "even at twice the load that is served, no request waits so long in one"
+        lines.append(f"warning: {short}: {late}; {remedy}")
+    count = sum(window.requests for window in windows)
+    if count < FEW_REQUESTS:
+        remedy = "give a longer trace"
+        if length and count:
+            needed_s = math.ceil(WINDOW_MARGIN * length.seconds * FEW_REQUESTS / count)
+            if needed_s <= length.longest_s:
+                remedy = f"--window {needed_s} would hold enough"
+        basis = f"this rests on only {count} requests in {len(windows)} held-out windows"
+        needs = f"a 99th percentile needs {FEW_REQUESTS} or more"
+        lines.append(f"warning: {basis}; {needs}: {remedy}")
+    return lines
 
 
 def _no_gain(*gains_percent: float | None) -> bool:
@@ -213,10 +168,8 @@ def _equal_goodput(result: Tuning) -> list[str]:
     defaults, best = result.defaults_held_out.metrics, result.best_held_out.metrics
     at = f"at {number(result.request_rate_rps)} requests/s"
     if defaults.get("sla_attainment_percent") == best.get("sla_attainment_percent") == 100.0:
-        lines = [
-            f"nothing to gain: {at} the defaults also serve every request within all targets;"
-            " a higher --rate shows what settings are worth"
-        ]
+        served = f"{at} the defaults also serve every request within all targets"
+        lines = [f"nothing to gain: {served}; a higher --rate shows what settings are worth"]
     else:
         lines = [f"nothing to gain: {at} the best and the defaults have the same goodput"]
     if result.keep_defaults:
@@ -232,45 +185,40 @@ def _span(interval: Interval, form: Callable[[float], str] = number) -> str:
 
 
 def _size_lines(result: Tuning) -> list[str]:
+    """How many workers, or servers of each kind, suffice, and what one more of them does."""
     sizing = result.sizing
     if sizing is None:
         return []
     settings = "the recipe's settings" if sizing.settings == "recipe" else "the best settings"
     if sizing.kinds:
-        return _fleet_size_lines(sizing, settings)
+        counts = ", ".join(f"{kind.workers} of {kind.recipe}" for kind in sizing.kinds)
+        tried = sum(row.settings == sizing.settings for row in sizing.rows)
+        usd = sum((kind.usd_per_hour or 0.0) * kind.workers for kind in sizing.kinds)
+        price, none = "", "no fewer servers keep all limits"
+        order = "of equal number: more of the kinds named first"
+        if usd:
+            price, none = f", {number(usd)} USD an hour", "no cheaper counts keep all limits"
+            order = "of equal cost: fewer servers, then more of the kinds named first"
+        simulated = f"{tried} were simulated with these settings"
+        lines = [
+            f"servers needed: {counts}{price}, with {settings}",
+            f"  {none}: {simulated}, {sizing.excluded} cannot do the work by the laws",
+            f"  {order}",
+        ]
+        worse = [kind.recipe for kind in sizing.kinds if kind.one_more_keeps is False]
+        more = f"  with one more of {' or '.join(worse)} a limit is broken again"
+        return [*lines, more] if worse else lines
     lines = [f"workers needed: {sizing.workers}, with {settings}"]
     if sizing.one_more_keeps is None:
-        return [f"workers needed: {sizing.workers}, with {settings}; a server is one worker"]
+        return [f"{lines[0]}; a server is one worker"]
     if not sizing.one_more_keeps:
         lines.append(f"  with {sizing.workers + 1} a limit is broken again: leave a margin")
-    if result.engines and traits_of(result.engines[0]).server:
-        return lines
-    lines.append(
-        f"  to serve it: workers: {sizing.workers} in the recipe, then profile and fit again, since"
-    )
-    return [
-        *lines,
-        "  workers on one machine slow each other, and the fit holds for its own number",
-    ]
-
-
-def _fleet_size_lines(sizing: Sizing, settings: str) -> list[str]:
-    """How many servers of each kind, why these, and what one more of a kind does."""
-    counts = ", ".join(f"{kind.workers} of {kind.recipe}" for kind in sizing.kinds)
-    tried = sum(row.settings == sizing.settings for row in sizing.rows)
-    usd = sum((kind.usd_per_hour or 0.0) * kind.workers for kind in sizing.kinds)
-    price = f", {number(usd)} USD an hour" if usd else ""
-    cheaper = "no cheaper counts keep all limits" if usd else "no fewer servers keep all limits"
-    lines = [
-        f"servers needed: {counts}{price}, with {settings}",
-        f"  {cheaper}: {tried} were simulated with these settings, {sizing.excluded} cannot do the "
-        "work by the laws",
-        f"  of equal {'cost' if usd else 'number'}: {'fewer servers, then ' if usd else ''}more of "
-        "the kinds named first",
-    ]
-    worse = [kind.recipe for kind in sizing.kinds if kind.one_more_keeps is False]
-    if worse:
-        lines.append(f"  with one more of {' or '.join(worse)} a limit is broken again")
+    if not (result.engines and traits_of(result.engines[0]).server):
+        again = f"workers: {sizing.workers} in the recipe, then profile and fit again, since"
+        lines.append(f"  to serve it: {again}")
+        lines.append(
+            "  workers on one machine slow each other, and the fit holds for its own number"
+        )
     return lines
 
 
@@ -279,9 +227,26 @@ def alternative_lines(result: Tuning) -> list[str]:
     found = result.alternatives
     if found is None:
         return []
-    lines = _best_of_all(result, found)
+    lines: list[str] = []
+    best = next((policy for policy in result.policies if policy.policy == found.best_of_all), None)
+    if best is not None:
+        state = "keeps all limits" if best.feasible else "also breaks limits"
+        goodput = f"{number(best.held_out.metrics.get('goodput_rps', 0.0))} good requests/s"
+        lines = [
+            f"best of all policies: {best.policy}, which needs engine {' or '.join(best.engines)}; "
+            f"by this engine's laws it {state}, {goodput}"
+        ]
     if found.feasible:
-        return lines + _serves_more(found)
+        kept = [sibling for sibling in found.siblings if sibling.feasible]
+        top = max(kept, key=lambda sibling: sibling.up_to_rps or 0.0, default=None)
+        own_rps = found.up_to_rps or 0.0
+        if top is not None and (top.up_to_rps or 0.0) >= NOTABLE_RATE * own_rps:
+            up_to = f"up to {number(top.up_to_rps or 0.0)} requests/s on {_workers(top)}"
+            lines.append(
+                f"recipe {top.recipe} (engine {top.engine}) keeps all limits {up_to}, "
+                f"this one up to {number(own_rps)}{_fit_kind(top)}"
+            )
+        return lines
     kept = [option for option in found.siblings if option.feasible]
     lines.append(
         f"changes that keep all limits at {number(result.request_rate_rps)} requests/s, simulated:"
@@ -291,19 +256,22 @@ def alternative_lines(result: Tuning) -> list[str]:
         for option in found.policies
     ]
     lines += [f"  another engine: {_sibling(option)}" for option in kept]
-    lines += [
-        f"  not another engine: {_misses(option)}"
-        for option in found.siblings
-        if not option.feasible
-    ]
+    for option in found.siblings:
+        if not option.feasible:
+            worst = max(option.usage, key=lambda key: option.usage[key])
+            at = f"{worst} is {share_used(option.usage[worst])}"
+            if option.up_to_rps:
+                at += f"; it keeps all up to {number(option.up_to_rps)} requests/s"
+            recipe = f"with recipe {option.recipe} (engine {option.engine})"
+            lines.append(f"  not another engine: {recipe} {at}")
     if found.workers is not None:
         lines.append(f"  more workers: {found.workers} with the best settings")
-    lines.append(
-        f"  fewer requests: at most {number(found.up_to_rps)} requests/s (--rate) with the best "
-        "settings"
-        if found.up_to_rps is not None
-        else "  not fewer requests: the best settings break a limit even at a 64th of the rate"
-    )
+    if found.up_to_rps is not None:
+        most = f"at most {number(found.up_to_rps)} requests/s (--rate)"
+        lines.append(f"  fewer requests: {most} with the best settings")
+    else:
+        none = "the best settings break a limit even at a 64th of the rate"
+        lines.append(f"  not fewer requests: {none}")
     policy = result.recommended.policy
     if traits_of(result.engines[0]).server and policy not in BUILT_IN:
         lines.append(f"  not more workers: '{policy}' inside a server is simulated for one server")
@@ -324,57 +292,16 @@ def sizing_lines(result: Tuning) -> list[str]:
     ]
 
 
-def _best_of_all(result: Tuning, found: Alternatives) -> list[str]:
-    best = next((policy for policy in result.policies if policy.policy == found.best_of_all), None)
-    if best is None:
-        return []
-    state = "keeps all limits" if best.feasible else "also breaks limits"
-    goodput = number(best.held_out.metrics.get("goodput_rps", 0.0))
-    return [
-        f"best of all policies: {best.policy}, which needs engine {' or '.join(best.engines)}; "
-        f"by this engine's laws it {state}, {goodput} good requests/s"
-    ]
-
-
-def _serves_more(found: Alternatives) -> list[str]:
-    own = found.up_to_rps or 0.0
-    better = [
-        sibling
-        for sibling in found.siblings
-        if sibling.feasible and (sibling.up_to_rps or 0.0) >= NOTABLE_RATE * own
-    ]
-    if not better:
-        return []
-    best = max(better, key=lambda sibling: sibling.up_to_rps or 0.0)
-    return [
-        f"recipe {best.recipe} (engine {best.engine}) keeps all limits up to "
-        f"{number(best.up_to_rps or 0.0)} requests/s on {_workers(best)}, this one up to "
-        f"{number(own)}{_fit_kind(best)}"
-    ]
-
-
 def _sibling(sibling: Sibling) -> str:
     metrics = sibling.held_out.metrics
-    most = (
-        f", and all limits up to {number(sibling.up_to_rps)} requests/s"
-        if sibling.up_to_rps
-        else ""
-    )
+    up_to = f"{number(sibling.up_to_rps or 0.0)} requests/s"
+    most = f", and all limits up to {up_to}" if sibling.up_to_rps else ""
     return (
         f"recipe {sibling.recipe} (engine {sibling.engine}) keeps the targets on "
         f"{_workers(sibling)}: {number(metrics.get('goodput_rps', 0.0))} good requests/s, "
         f"{number(metrics.get('sla_attainment_percent', 0.0))} % within targets{most}"
         f"{_fit_kind(sibling)}"
     )
-
-
-def _misses(sibling: Sibling) -> str:
-    worst = max(sibling.usage, key=lambda key: sibling.usage[key])
-    at = f"{worst} is {share_used(sibling.usage[worst])}"
-    fewer = (
-        f"; it keeps all up to {number(sibling.up_to_rps)} requests/s" if sibling.up_to_rps else ""
-    )
-    return f"with recipe {sibling.recipe} (engine {sibling.engine}) {at}{fewer}"
 
 
 def _workers(sibling: Sibling) -> str:
