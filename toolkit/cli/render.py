@@ -145,8 +145,8 @@ def command(given: RenderOptions) -> None:
     EXPLAIN.md, with a bench.sh that checks its predictions. The same files give the same output,
     byte for byte; --check is for CI.
     """
-    from toolkit.deploy.plan import differences
     from toolkit.deploy.order import ALLOW_BROKEN
+    from toolkit.deploy.plan import differences
     from toolkit.files.io import read_file, write_file
     from toolkit.files.plan import PREDICTED, Plan
     from toolkit.files.tuning import broken
@@ -258,8 +258,8 @@ def _render(made: Made, target: str, given: RenderOptions) -> None:
 
 
 def _order(made: Made, folder: Path, given: RenderOptions) -> Order:
-    from toolkit.deploy.plan import differences
     from toolkit.deploy.order import Options, Order
+    from toolkit.deploy.plan import differences
     from toolkit.deploy.render import digest, shipped_trace
     from toolkit.files.io import file_text, read_file
     from toolkit.files.plan import Plan
