@@ -252,9 +252,14 @@ class Decoding:
         if used + row_steps > ledger.peak_tokens:
             ledger.peak_tokens = float(used + row_steps)
         ledger.memory_token_steps += ran * used + n * (ran * (ran + 1) // 2)
-        if ledger.token_gaps is not None:
-            self._count_gaps(n, begin_s, ran, end_s, ledger.token_gaps)
         length = self._length()
+        if ledger.token_gaps is not None:  # `_give_tokens` counts the first gap of new rows
+            begun_s = begin_s + times.decode_s(n, length, 1)
+            self._count_waits(begun_s, ledger.token_gaps)
+            if ran > 1:
+                second_s = begin_s + times.decode_s(n, length, 2) - begun_s
+                last_s = end_s - (begin_s + times.decode_s(n, length, ran - 1))
+                ledger.token_gaps.add(n * (ran - 1), second_s, last_s)
         waits = self._fresh > 0
         if waits or ran == 1 or gaps.waiting_since != begin_s:
             first_s = begin_s + times.decode_s(n, length, 1)
@@ -294,18 +299,6 @@ class Decoding:
             outcome.last_token_s = at_s
         self._fresh -= len(rows)
         rows.clear()
-
-    def _count_gaps(self, n: int, begin_s: float, ran: int, end_s: float, into: TokenGaps) -> None:
-        """Count every gap of a round's steps. The first gap of a job that just entered is counted
-        in `_give_tokens`.
-        """
-        length, decode_s = self._length(), self._times.decode_s
-        first_s = begin_s + decode_s(n, length, 1)
-        self._count_waits(first_s, into)
-        if ran > 1:
-            second_s = begin_s + decode_s(n, length, 2) - first_s
-            last_s = end_s - (begin_s + decode_s(n, length, ran - 1))
-            into.add(n * (ran - 1), second_s, last_s)
 
     def _count_waits(self, at_s: float, into: TokenGaps) -> None:
         """Count the gaps that end with a token for all rows at `at_s`."""

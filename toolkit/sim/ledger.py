@@ -13,7 +13,7 @@ import statistics
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -213,22 +213,13 @@ class Ledger:
 
 
 SHARED = ("arrival_s", "output_tokens", "outcomes", "busy_s", "completed_s")
+PEAKS = ("peak_tokens", "peak_host_tokens")
 TOKENS = ("memory_token_steps", "future_token_attempts")  # sums of tokens
-COUNTED = (
-    *(
-        "batches",
-        "rows",
-        "pad_tokens",
-        "invalid_tokens",
-        "decoding_steps",
-        "early_returns",
-        "oom_batches",
-    ),
-    *("extrapolated", "attempts", "evictions", "reroutes", "rounds", "row_steps"),
-    *("swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s"),
-    *("query_tokens", "hit_tokens", "lost_tokens", "preempted_query_tokens"),
-    *("preempted_hit_tokens", "computed_prompt_tokens"),
-)
+COUNTED = [
+    f.name
+    for f in fields(Ledger)
+    if type(f.default) in (int, float) and f.name not in (*PEAKS, *TOKENS)
+]
 
 
 def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, float]:
@@ -239,11 +230,7 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     number of rows per decode step.
     """
     ended = sum([each.ok for each in ledger.outcomes])
-    batches, requests, steps = (
-        max(ledger.batches, 1),
-        max(ended, 1),
-        max(ledger.decoding_steps, 1),
-    )
+    batches, requests, steps = max(ledger.batches, 1), max(ended, 1), max(ledger.decoding_steps, 1)
     found = {
         "refused": float(refused),
         "unfinished": float(len(ledger.outcomes) - ended - refused),
@@ -263,11 +250,8 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         / max(ledger.rounds or ledger.batches, 1),
     }
     if ledger.rounds:
-        found["rounds"] = float(ledger.rounds)
-        found["swaps_out"] = float(ledger.swaps_out)
-        found["swaps_in"] = float(ledger.swaps_in)
-        found["swapped_tokens"] = float(ledger.swapped_tokens)
-        found["swap_wait_s"] = ledger.swap_wait_s
+        for name in ("rounds", "swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s"):
+            found[name] = float(getattr(ledger, name))
         found["peak_host_tokens"] = float(ledger.peak_host_tokens)
         found["rerouted_percent"] = 100.0 * ledger.reroutes / requests
     if ledger.shares:
@@ -286,19 +270,12 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     if ledger.moved:
         found["moved_requests"] = float(ledger.moved)
         found["recomputed_tokens"] = float(ledger.recomputed_tokens)
-    return found | _of_workers(ledger)
-
-
-def _of_workers(ledger: Ledger) -> dict[str, float]:
-    """How evenly and how much the workers were busy; `completion_time_std_s` is CT STD in the SCLS
-    paper.
-    """
+    # how evenly (CT STD of the SCLS paper) and how much the workers were busy
+    found["completion_time_std_s"] = statistics.pstdev(ledger.completed_s)
     makespan_s = max(ledger.completed_s, default=0.0)
     shares = [100.0 * busy_s / makespan_s if makespan_s else 0.0 for busy_s in ledger.busy_s]
-    return {
-        "completion_time_std_s": statistics.pstdev(ledger.completed_s),
-        "utilisation_percent": statistics.fmean(shares),
-    } | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}
+    found["utilisation_percent"] = statistics.fmean(shares)
+    return found | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}
 
 
 class Gaps:

@@ -8,11 +8,11 @@ free one pass later, and a row that ends before its limit computes one token too
 decodes alone are computed in one leap, up to the next arrival that could change anything, the first
 end, or the first missing block.
 
-Requests arrive when the trace says so. In a closed loop of sessions (`Turns`) a later turn arrives
-when the turn before has ended and its client has thought about it.
+Requests arrive when the trace says so. In a closed loop of sessions (`Reuse.turns`) a later turn
+arrives when the turn before has ended and its client has thought about it.
 
-`PagedEngine` describes an engine, `PagedRun` serves requests on it, `serve` on all engines of a
-world.
+`PagedEngine` describes an engine, `PagedRun` runs it, and `serve` gives the engines of a world
+requests in turn; `toolkit.sim.replicas` puts them behind a router.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 import numpy as np
-from mypy_extensions import mypyc_attr
 
 from toolkit.compiled import Reduced, reduced
 from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
 from toolkit.files.fit import StepsFit
+from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.paged import PagedPass, PagedScheduler
-from toolkit.sim.sessions import following
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
 
@@ -161,125 +160,167 @@ class Reuse:
         """
         if self.sessions is None or not self.closed:
             return {}
-        return following(self.sessions, numbers)
+        found: dict[int, list[tuple[int, float]]] = {}
+        previous, think_s = self.sessions.previous.tolist(), self.sessions.think_s.tolist()
+        for number in numbers:
+            if previous[number] >= 0:
+                found.setdefault(previous[number], []).append((number, think_s[number]))
+        return found
 
 
 NO_REUSE = Reuse()
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class PagedRun:
-    """One engine serving requests.
+    """One engine that serves requests. Its caller tells it of each that comes (`arrive`), and calls
+    `work` at `next_s`.
+
+    A request that comes during a leap ends the leap with the pass that runs then, so that an engine
+    costs nothing while others work.
 
     Args:
         index: the worker's, for the ledger.
         engine, flags: see `PagedEngine` and `VllmPolicy`.
         ledger: where the outcome is written; it holds the true output lengths.
-        turns: of a closed loop; see `Reuse.turns`.
         shares: whether requests have contents.
-        front: what clients wait beyond the passes; None: as the engine says.
+
+    Attributes:
+        next_s: when `work` is to be called next; infinity while it has nothing to do.
+        first_tokens: (time, number) of first tokens here that the caller has not taken yet.
+        ends: (time, number, rows that ran) of requests that ended, likewise.
     """
 
     def __init__(
-        self,
-        index: int,
-        engine: PagedEngine,
-        flags: VllmPolicy,
-        ledger: Ledger,
-        *,
-        turns: Mapping[int, Sequence[tuple[int, float]]] | None = None,
-        shares: bool = False,
-        front: FrontDelay | None = None,
+        self, index: int, engine: PagedEngine, flags: VllmPolicy, ledger: Ledger, *, shares: bool
     ) -> None:
-        self._index, self._engine, self._ledger = index, engine, ledger
-        self._ahead = engine.ahead
+        self._index, self._engine, self._flags, self._ledger = index, engine, flags, ledger
+        self._ahead, self._shares = engine.ahead, shares
         self._blocks, self._block_tokens = engine.blocks, engine.block_tokens
-        self._front = front
-        self._turns = turns or {}
-        self._coming: list[tuple[float, int]] = []  # a heap of (arrival, number)
         self._law = (
             replace(engine.steps, host_s=0.0, host_row_s=0.0) if engine.ahead else engine.steps
         )
-        self._scheduler = PagedScheduler(
-            flags, engine.blocks, engine.block_tokens, ahead=engine.ahead, shares=shares
-        )
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
+        self._moved_here: set[int] = set()  # requests that had tokens when they came
+        self.first_tokens: list[tuple[float, int]] = []
+        self.ends: list[tuple[float, int, int]] = []
+        self._restart(0.0)
 
-    def run(self, rows: Mapping[int, PagedRequest], *, drain: bool = True) -> None:
-        """Serve the requests, by their numbers, until all have ended; without `drain`, until all
-        were admitted.
+    def _restart(self, now_s: float) -> None:
+        """It begins with an empty cache and without requests."""
+        self._scheduler = PagedScheduler(
+            self._flags, self._blocks, self._block_tokens, ahead=self._ahead, shares=self._shares
+        )
+        self._arrived: list[PagedRequest] = []
+        self._leap: tuple[PagedPass, float, int] | None = None  # plan, begin, passes
+        self._can_cut = False  # whether a request that comes ends the leap
+        self._begun_s = self._done_s = -math.inf  # of the leap's last pass
+        self._under_way: list[PagedRequest] = []  # rows that end with the pass that is under way
+        self._plan_s = now_s  # when the next pass is planned
+        self.next_s = math.inf
+
+    def arrive(self, row: PagedRequest, now_s: float) -> None:
+        """A request comes."""
+        self._arrived.append(row)
+        if self._ledger.outcomes[row.number].first_token_s >= 0.0:
+            self._moved_here.add(row.number)
+        if self._leap is None:
+            if self.next_s == math.inf:
+                self.next_s = max(self._plan_s, now_s)
+        elif self._can_cut:
+            plan, begin_s, most = self._leap
+            planned = int(self._ahead)  # one more pass is planned already
+            begun = self._law.steps_before(plan.shape, now_s - begin_s, most - planned)
+            self._set_leap(plan, begin_s, max(planned + begun, 1))
+            self._can_cut = False  # those that come later find the same pass running
+
+    def work(self, *, drain: bool) -> None:
+        """Do what is due at `next_s`: finish the passes that run, or plan the next. Without
+        `drain` no pass is planned where no request waits.
         """
-        scheduler, ahead, coming = self._scheduler, self._ahead, self._coming
-        arrival_s = self._ledger.arrival_s
-        later = {number for turns in self._turns.values() for number, _ in turns}
-        # also those that are refused, if their sessions go on
-        coming += [
-            (arrival_s[number], number)
-            for number in sorted({*rows, *self._turns})
-            if number not in later
-        ]
-        heapify(coming)
-        left = len(rows)  # to arrive
-        now_s = 0.0  # when the next pass is planned
-        under_way: list[PagedRequest] = []  # rows that end with the pass that is under way
-        done_s = -math.inf  # when that pass ends
-        while drain or left or scheduler.waiting:
-            while coming and coming[0][0] <= now_s:
-                came_s, number = heappop(coming)
-                if number in rows:
-                    scheduler.add(rows[number])
-                    left -= 1
-                else:
-                    self._begin_turns(number, came_s)
-            plan, next_s = scheduler.schedule(), coming[0][0] if coming else math.inf
-            if plan.preempted:
-                self._drop(plan.preempted)
-            if plan.rows:
-                begin_s = max(now_s, done_s)
-                begun_s, done_s, ended = self._make(plan, begin_s, next_s)
-                if ahead:
-                    scheduler.settle(under_way)
-                    now_s, under_way = begun_s, ended
-                else:
-                    scheduler.settle(ended)
-                    now_s = done_s + self._law.after_s(plan.rows)
-            elif under_way:  # no other row can run before these have left
-                scheduler.settle(under_way)
-                now_s, under_way = done_s, []
-            elif coming:
-                now_s = coming[0][0]
+        now_s, scheduler = self.next_s, self._scheduler
+        if self._leap is not None:
+            plan, begin_s, steps = self._leap
+            self._leap = None
+            ended = self._finish(plan, steps, begin_s, self._begun_s, self._done_s)
+            if self._ahead:
+                scheduler.settle(self._under_way)
+                self._under_way, self._plan_s = ended, self._begun_s
             else:
-                break
-        self._count_found()
+                scheduler.settle(ended)
+                self._plan_s = self._done_s + self._law.after_s(plan.rows)
+            if self._plan_s > now_s or ended:  # requests may come that the next pass takes
+                self.next_s = self._plan_s
+                return
+        if not (drain or self._arrived or scheduler.waiting):
+            self.next_s = math.inf
+            return
+        for row in self._arrived:
+            scheduler.add(row)
+        self._arrived.clear()
+        plan = scheduler.schedule()
+        self._ledger.evictions += len(plan.preempted)
+        for row in plan.preempted:
+            if row.mark:  # it had its last token with the last pass; else none since its admission
+                self._close(row, self._last_s)
+        if plan.rows:
+            steps = scheduler.ahead()
+            self._can_cut = steps > 1 and not scheduler.waiting
+            self._set_leap(plan, max(now_s, self._done_s), steps)
+        elif self._under_way:  # no other row can run before these have left
+            scheduler.settle(self._under_way)
+            self._under_way = []
+            self._plan_s = self.next_s = max(self._done_s, now_s)
+        else:
+            self._plan_s, self.next_s = now_s, math.inf
 
-    def _begin_turns(self, number: int, end_s: float, rows: int = 0) -> None:
-        """A request ended at `end_s`, when so many rows ran: its session's next turn will come."""
-        for later, think_s in self._turns.get(number, ()):
-            front = self._front or self._engine.front(rows)
-            arrival_s = end_s + (front.last_s + think_s)
-            self._ledger.arrival_s[later] = arrival_s
-            heappush(self._coming, (arrival_s, later))
-
-    def _make(
-        self, plan: PagedPass, begin_s: float, next_s: float
-    ) -> tuple[float, float, list[PagedRequest]]:
-        """Make the planned pass and those like it. Returns when the last of them begins and ends,
-        and the rows that ended with it.
-
-        `next_s` is when the next request arrives: it takes part in planning before the first pass
-        that begins after it.
+    def die(self, now_s: float) -> list[PagedRequest]:
+        """It dies, and comes back empty: the requests that had not ended, in the order of their
+        arrival. `left` is what their clients lack.
         """
-        steps = self._scheduler.ahead()
-        if steps > 1 and not self._scheduler.waiting:
-            steps = self._steps_before(plan.shape, steps, next_s - begin_s)
-        begun_s, end_s = self._times(plan, steps, begin_s)
-        return begun_s, end_s, self._finish(plan, steps, begin_s, begun_s, end_s)
+        if self._leap is not None:
+            plan, begin_s, steps = self._leap
+            low, high = 0, steps  # passes that were done
+            while low < high:
+                middle = (low + high + 1) // 2
+                done = self._times(plan, middle, begin_s)[1] <= now_s
+                low, high = (middle, high) if done else (low, middle - 1)
+            if low:
+                begun_s, end_s = self._times(plan, low, begin_s)
+                self._finish(plan, low, begin_s, begun_s, end_s)
+        self.close()
+        rows = [*self._scheduler.abort(), *self._arrived]
+        for row in rows:
+            if row.mark:
+                self._close(row, self._last_s)
+        self._restart(now_s)
+        return sorted(rows, key=lambda row: row.number)
 
-    def _steps_before(self, shape: StepShape, steps: int, seconds: float) -> int:
-        """How many of `steps` passes are made if a request arrives after so many seconds."""
-        planned = int(self._ahead)
-        return planned + self._law.steps_before(shape, seconds, steps - planned)
+    def report(self, now_s: float) -> ReplicaReport:
+        """Its own figures."""
+        scheduler = self._scheduler
+        used = self._blocks - scheduler.pool.free
+        if self._leap is not None and self._leap[2] > 1:
+            plan, begin_s, steps = self._leap
+            share = (now_s - begin_s) / max(self._done_s - begin_s, 1e-9)
+            used += int(share * steps * plan.shape.decodes / self._block_tokens)
+        waiting = len(scheduler.waiting) + len(self._arrived)
+        return ReplicaReport(waiting, len(scheduler.running), min(used / self._blocks, 1.0), now_s)
+
+    def close(self) -> None:
+        """Write what was found in the cache into the ledger."""
+        ledger, pool = self._ledger, self._scheduler.pool
+        ledger.query_tokens += pool.queries
+        ledger.hit_tokens += pool.hits
+        ledger.lost_tokens += pool.lost
+        ledger.preempted_query_tokens += pool.preempted_queries
+        ledger.preempted_hit_tokens += pool.preempted_hits
+
+    def _set_leap(self, plan: PagedPass, begin_s: float, steps: int) -> None:
+        """The next `steps` passes run like the planned one, from `begin_s` on."""
+        self._leap = plan, begin_s, steps
+        self._begun_s, self._done_s = self._times(plan, steps, begin_s)
+        self.next_s = self._begun_s if self._ahead else self._done_s
 
     def _times(self, plan: PagedPass, steps: int, begin_s: float) -> tuple[float, float]:
         """When the last of `steps` passes begins and ends, if the first begins at `begin_s`."""
@@ -295,17 +336,33 @@ class PagedRun:
         """Record that `steps` passes were made from `begin_s` on, the last one from `begun_s` to
         `end_s`; return the rows that ended with the last.
         """
-        scheduler, law, shape, rows = self._scheduler, self._law, plan.shape, plan.rows
-        first_s = end_s if steps == 1 else begin_s + law.forward_s(shape)
-        shape = _grown(shape, steps)
+        scheduler, ledger, law, rows = self._scheduler, self._ledger, self._law, plan.rows
+        first_s = end_s if steps == 1 else begin_s + law.forward_s(plan.shape)
+        last = _grown(plan.shape, steps)
         self._give(plan, steps, first_s, law.after_s(rows) + end_s - begun_s)
-        free = scheduler.pool.free
+        size = self._block_tokens
+        used_first = (self._blocks - scheduler.pool.free) * size
         ended = scheduler.commit(steps)
-        self._count(plan, steps, shape, free)
+        used = (self._blocks - scheduler.pool.free) * size
+        ledger.rounds += steps
+        ledger.decoding_steps += steps
+        ledger.row_steps += steps * (rows if steps == 1 else last.rows)
+        if plan.chunks:
+            ledger.batches += 1
+            ledger.computed_prompt_tokens += plan.shape.prefill_tokens
+            for chunk in plan.chunks:
+                ledger.rows += chunk.completes
+        ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
+        if used > ledger.peak_tokens:
+            ledger.peak_tokens = float(used)
+        valid = self._engine.valid
+        if valid is not None and not valid.holds(last):
+            ledger.extrapolated += steps
         self._last_s = end_s
-        if ended:
-            self._end(ended, end_s)
-        ledger = self._ledger
+        for row in ended:
+            self._close(row, end_s)
+            ledger.outcomes[row.number].ok = True
+            self.ends.append((end_s, row.number, len(scheduler.running)))
         ledger.busy_s[self._index] += end_s - begin_s
         ledger.completed_s[self._index] = end_s
         return ended
@@ -334,36 +391,15 @@ class PagedRun:
             row.mark, outcome = mark, ledger.outcomes[row.number]
             if outcome.first_token_s < 0.0:
                 outcome.first_token_s = first_s
+                self.first_tokens.append((first_s, row.number))
                 continue
+            if row.number in self._moved_here:
+                self._moved_here.remove(row.number)
+                self.first_tokens.append((first_s, row.number))
             gap_s = first_s - outcome.last_token_s
             outcome.max_gap_s = max(outcome.max_gap_s, gap_s)
             if ledger.token_gaps is not None:
                 ledger.token_gaps.add(1, gap_s, gap_s)
-
-    def _drop(self, preempted: Sequence[PagedRequest]) -> None:
-        """Record a preemption: the rows had their last token with the last pass, or none since
-        they were admitted.
-        """
-        self._ledger.evictions += len(preempted)
-        for row in preempted:
-            if row.mark:
-                self._close(row, self._last_s)
-
-    def _end(self, ended: Sequence[PagedRequest], end_s: float) -> None:
-        for row in ended:
-            self._close(row, end_s)
-            self._ledger.outcomes[row.number].ok = True
-            if self._turns:
-                self._begin_turns(row.number, end_s, len(self._scheduler.running))
-
-    def _count_found(self) -> None:
-        """Write what was found in the cache into the ledger."""
-        ledger, pool = self._ledger, self._scheduler.pool
-        ledger.query_tokens += pool.queries
-        ledger.hit_tokens += pool.hits
-        ledger.lost_tokens += pool.lost
-        ledger.preempted_query_tokens += pool.preempted_queries
-        ledger.preempted_hit_tokens += pool.preempted_hits
 
     def _close(self, row: PagedRequest, last_s: float) -> None:
         """The row stops decoding; its last token came at `last_s`."""
@@ -371,27 +407,6 @@ class PagedRun:
         outcome.last_token_s = last_s
         outcome.max_gap_s = max(outcome.max_gap_s, self._gaps.largest(row.mark))
         row.mark = 0
-
-    def _count(self, plan: PagedPass, steps: int, last: StepShape, free: int) -> None:
-        """Count `steps` passes: `last` is the shape of the last one, `free` the free blocks during
-        the first.
-        """
-        ledger, valid, size = self._ledger, self._engine.valid, self._block_tokens
-        used = (self._blocks - self._scheduler.pool.free) * size
-        used_first = (self._blocks - free) * size
-        ledger.rounds += steps
-        ledger.decoding_steps += steps
-        ledger.row_steps += steps * (plan.rows if steps == 1 else last.rows)
-        if plan.chunks:
-            ledger.batches += 1
-            ledger.computed_prompt_tokens += plan.shape.prefill_tokens
-            for chunk in plan.chunks:
-                ledger.rows += chunk.completes
-        ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
-        if used > ledger.peak_tokens:
-            ledger.peak_tokens = float(used)
-        if valid is not None and not valid.holds(last):
-            ledger.extrapolated += steps
 
 
 def _grown(shape: StepShape, steps: int) -> StepShape:
@@ -427,15 +442,6 @@ def serve(
         dealt[places[number]].append(number)
     ledger.shares = bool(reuse)
     for index, numbers in enumerate(dealt):
-        run = PagedRun(
-            index,
-            engine,
-            flags,
-            ledger,
-            turns=reuse.turns(numbers),
-            shares=bool(reuse),
-            front=front,
-        )
         leaves, watched = (
             reuse.contents(numbers, requests, outputs)
             if reuse and flags.prefix_caching
@@ -454,8 +460,48 @@ def serve(
                 content=leaves[place] if leaves else None,
                 watched=bool(watched) and watched[place],
             )
-        run.run(rows, drain=drain)
+        run = PagedRun(index, engine, flags, ledger, shares=bool(reuse))
+        _drive(run, rows, reuse.turns(numbers), ledger.arrival_s, front, engine, drain)
     return list(refusals.values())
+
+
+def _drive(
+    run: PagedRun,
+    rows: Mapping[int, PagedRequest],
+    turns: Mapping[int, Sequence[tuple[int, float]]],
+    arrival_s: list[float],
+    front: FrontDelay | None,
+    engine: PagedEngine,
+    drain: bool,
+) -> None:
+    """Serve requests, by their numbers, until all have ended; without `drain`, until all were
+    admitted. In a closed loop their `turns` follow, and `arrival_s` gets their times.
+    """
+    later = {number for after in turns.values() for number, _ in after}
+    # also those that are refused, if their sessions go on
+    coming = [(arrival_s[k], k) for k in sorted({*rows, *turns}) if k not in later]
+    heapify(coming)
+    left = len(rows)  # to arrive
+    while coming or run.next_s < math.inf:
+        ended: list[tuple[float, int, int]] = []
+        if coming and coming[0][0] <= run.next_s:
+            came_s, number = heappop(coming)
+            if number in rows:
+                run.arrive(rows[number], came_s)
+                left -= 1
+            else:
+                ended.append((came_s, number, 0))
+        else:
+            run.work(drain=drain or left > 0)
+            run.first_tokens.clear()
+            if run.ends:
+                ended, run.ends = run.ends, []
+        for end_s, number, running in ended:
+            for turn, think_s in turns.get(number, ()):
+                seen_s = (front or engine.front(running)).last_s
+                arrival_s[turn] = end_s + (seen_s + think_s)
+                heappush(coming, (arrival_s[turn], turn))
+    run.close()
 
 
 def refusal(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
-from toolkit.estimators.load import Laws, laws_from_fit
+from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import MemoryEdge, ZetaMemory, uniform_draw
 from toolkit.files.fit import Fit, Range
 from toolkit.files.plan import Kind
@@ -86,10 +86,8 @@ def extrapolation_warning(percent: float, valid: object) -> str:
     """
     if not percent:
         return ""
-    return (
-        f"{percent:.3g} % of the batches are outside what the fit measured, so extrapolated: "
-        f"{valid}"
-    )
+    what = f"{percent:.3g} % of the batches are outside what the fit measured"
+    return f"{what}, so extrapolated: {valid}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -201,10 +199,9 @@ class World:
         laws = self.rounds if policy.continuous else None
         if laws is None:
             return self
-        taken = replace(
-            self, latency=laws.latency, memory=laws.memory, believed=laws.believed, rounds=None
-        )
-        return taken if laws.front == NO_DELAY else replace(taken, front=laws.front)
+        front = self.front if laws.front == NO_DELAY else laws.front
+        taken = replace(self, latency=laws.latency, memory=laws.memory, believed=laws.believed)
+        return replace(taken, front=front, rounds=None)
 
     def engine(self) -> PagedEngine:
         """The engine with its own scheduler, to be simulated. `InputError` if there is none."""
@@ -258,7 +255,10 @@ def world_from_fit(
 
     Rounds have no such edge: the probe of rounds counts as usable only what ran at every length.
     """
-    laws = laws_from_fit(fit)
+    laws, rounds = laws_from_fit(fit), None
+    if laws.rounds is not laws.latency:
+        front = FrontDelay(laws.front_s, laws.front_s)
+        rounds = RoundLaws(laws.rounds, laws.round_memory, front=front)
     return World(
         laws.latency,
         laws.memory,
@@ -270,15 +270,11 @@ def world_from_fit(
         valid=Validity.of(fit),
         swap=laws.swap,
         host_tokens=laws.host_tokens,
-        rounds=None if laws.rounds is laws.latency else _round_laws(laws),
+        rounds=rounds,
         joining=laws.joining,
         slots=laws.slots,
         paged=PagedEngine.of(fit.steps, fit.memory.capacity_tokens) if fit.steps else None,
     )
-
-
-def _round_laws(laws: Laws) -> RoundLaws:
-    return RoundLaws(laws.rounds, laws.round_memory, front=FrontDelay(laws.front_s, laws.front_s))
 
 
 def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> World:
@@ -517,21 +513,30 @@ def make_world(
                 "leave it out, or simulate each kind with its own fit",
             )
         kinds = [(fit, workers), *((kind.fit, kind.workers) for kind in others)]
+        limit = max_new_tokens
         return fleet(
-            [
-                make_world(kind_fit, given, workers=count, max_new_tokens=max_new_tokens, seed=seed)
-                for kind_fit, count in kinds
-            ]
+            [make_world(f, given, workers=n, max_new_tokens=limit, seed=seed) for f, n in kinds]
         )
     given = dict(given)
     knobs_of_router = {key.partition(".")[2]: given.pop(key) for key in list(given) if "." in key}
     if fit is None:
-        return _unit_step_world(given, workers or 1, max_new_tokens or TABLE_1_LIMIT, seed)
-    settings = WorldSettings(**given)  # type: ignore[arg-type]
-    if settings.capacity_tokens:
-        fit = _with_capacity(fit, settings.capacity_tokens)
-    limit = max_new_tokens or ServeSpec().max_new_tokens
-    world = world_from_fit(fit, workers=workers or fit.workers, max_new_tokens=limit, seed=seed)
+        settings = WorldSettings(**({"drain": False, "limits_hold": False} | given))  # type: ignore[arg-type]
+        memory = ZetaMemory(settings.capacity_tokens or TABLE_1_CAPACITY)
+        limit = max_new_tokens or TABLE_1_LIMIT
+        world = World(unit_step(), memory, workers or 1, limit, seed=seed)
+    else:
+        settings = WorldSettings(**given)  # type: ignore[arg-type]
+        if settings.capacity_tokens and fit.memory.form == "rules":
+            raise InputError(
+                f"capacity_tokens is {settings.capacity_tokens}, but the fitted memory is a table "
+                "of batch sizes, which has none",
+                "leave capacity_tokens out",
+            )
+        if settings.capacity_tokens:
+            fitted = fit.memory.model_copy(update={"capacity_tokens": settings.capacity_tokens})
+            fit = fit.model_copy(update={"memory": fitted})
+        limit = max_new_tokens or ServeSpec().max_new_tokens
+        world = world_from_fit(fit, workers=workers or fit.workers, max_new_tokens=limit, seed=seed)
     return replace(
         world,
         future_memory=True,
@@ -542,37 +547,6 @@ def make_world(
         routing=settings.routing(knobs_of_router),
         joining=settings.joining(world.joining),
     )
-
-
-def _unit_step_world(
-    given: Mapping[str, Value], workers: int, max_new_tokens: int, seed: int
-) -> World:
-    settings = WorldSettings(**({"drain": False, "limits_hold": False} | dict(given)))  # type: ignore[arg-type]
-    return World(
-        unit_step(),
-        ZetaMemory(settings.capacity_tokens or TABLE_1_CAPACITY),
-        workers,
-        max_new_tokens,
-        seed=seed,
-        future_memory=True,
-        token_gaps=True,
-        drain=settings.drain,
-        limits_hold=settings.limits_hold,
-        closed_loop=settings.closed_loop,
-        routing=settings.routing({}),
-        joining=settings.joining(None),
-    )
-
-
-def _with_capacity(fit: Fit, capacity_tokens: int) -> Fit:
-    if fit.memory.form == "rules":
-        raise InputError(
-            f"capacity_tokens is {capacity_tokens}, but the fitted memory is a table of batch "
-            "sizes, which has none",
-            "leave capacity_tokens out",
-        )
-    memory = fit.memory.model_copy(update={"capacity_tokens": capacity_tokens})
-    return fit.model_copy(update={"memory": memory})
 
 
 def check_capacity(given: Mapping[str, Value], world: World, trace: Trace) -> None:
