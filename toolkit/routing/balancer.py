@@ -234,7 +234,12 @@ class Balancer:
         if home is not None:
             home.remove(request_id)
             if generated >= 0:
-                self._count(generated)
+                lengths = self._lengths
+                if len(lengths) == HISTORY:
+                    self._length_sum -= lengths[0]
+                lengths.append(generated)
+                self._length_sum += generated
+                self._view.expected_tokens = self._length_sum / len(lengths)
         if self._sink is not None:
             self._sink(Ended(request_id, generated))
 
@@ -263,14 +268,6 @@ class Balancer:
         if bound <= 0:
             return self._index_limit
         return min(bound, self._index_limit) if self._index_limit else bound
-
-    def _count(self, generated: int) -> None:
-        lengths = self._lengths
-        if len(lengths) == HISTORY:
-            self._length_sum -= lengths[0]
-        lengths.append(generated)
-        self._length_sum += generated
-        self._view.expected_tokens = self._length_sum / len(lengths)
 
 
 def _logged(choice: int | Overload | None) -> int:

@@ -301,7 +301,15 @@ class PrefixIndex:
         while capacity and len(used) > capacity:
             self._drop(index, 1)
         if self._kept[index] > 2 * len(used) + LEAST_KEPT:
-            self._shorten(index)
+            # keep of each prompt only the blocks that no later one had
+            kept = deque[_Prompt]()
+            for each in self._prompts[index]:
+                own = each.blocks[: each.left]
+                each.blocks = [block for block in own if used.get(block) is each]
+                each.left = len(each.blocks)
+                if each.left:
+                    kept.append(each)
+            self._prompts[index], self._kept[index] = kept, len(used)
 
     def clear(self, index: int) -> None:
         """A replica was restarted: its cache is empty."""
@@ -331,17 +339,6 @@ class PrefixIndex:
                 most -= 1
         if not prompt.left:
             self._prompts[index].popleft()
-
-    def _shorten(self, index: int) -> None:
-        """Keep of each prompt only the blocks that no later one had."""
-        used, prompts = self._used[index], deque[_Prompt]()
-        for prompt in self._prompts[index]:
-            own = prompt.blocks[: prompt.left]
-            prompt.blocks = [block for block in own if used.get(block) is prompt]
-            prompt.left = len(prompt.blocks)
-            if prompt.left:
-                prompts.append(prompt)
-        self._prompts[index], self._kept[index] = prompts, len(used)
 
     def _forget(self, index: int, block: object) -> None:
         holders = self._holders[block] & ~(1 << index)

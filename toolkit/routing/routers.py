@@ -123,7 +123,7 @@ class SessionHashRouter(_Checked):
         key = request.session or (str(request.blocks[0]) if request.blocks else "")
         if not key:
             return formulas.fewest_requests(view)
-        points, owners = _ring_of(view)
+        points, owners = _ring(view)
         at = bisect_left(points, _point(key))
         if not self.load_factor:
             return owners[at % len(owners)]
@@ -356,19 +356,18 @@ def router_of(recipe: Recipe, name: str | None = None, workers: int = 0) -> Rout
     return RouterSpec(name=name, parameters=router_parameters(router))
 
 
-def _ring_of(view: RouterView) -> tuple[list[int], list[int]]:
-    """The ring of the replicas that are up."""
-    up = tuple(replica.index for replica in view.replicas)
+def _ring(view: RouterView) -> tuple[list[int], list[int]]:
+    """Points of the replicas that are up on a ring, ascending, and the replica of each."""
+    up = tuple(each.index for each in view.replicas)
     if up not in view.rings:
-        view.rings[up] = _ring(view.replicas)
+        sizes = [max(round(RING_POINTS * each.traits.weight), 1) for each in view.replicas]
+        pairs = sorted(
+            (_point(f"{index}:{k}"), index)
+            for index, size in zip(up, sizes, strict=True)
+            for k in range(size)
+        )
+        view.rings[up] = [point for point, _ in pairs], [index for _, index in pairs]
     return view.rings[up]
-
-
-def _ring(up: Sequence[Replica]) -> tuple[list[int], list[int]]:
-    """Points of the replicas on a ring, ascending, and the replica of each."""
-    points = {each.index: max(round(RING_POINTS * each.traits.weight), 1) for each in up}
-    pairs = sorted((_point(f"{index}:{k}"), index) for index, n in points.items() for k in range(n))
-    return [point for point, _ in pairs], [index for _, index in pairs]
 
 
 def _point(text: str) -> int:

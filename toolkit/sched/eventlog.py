@@ -18,7 +18,6 @@ from toolkit.sched.types import (
     BatchResult,
     Failure,
     Job,
-    Moves,
     Refusal,
     Request,
     RoundResult,
@@ -225,6 +224,11 @@ class RecordingScheduler(Scheduler):
 
 def started(batch: Batch) -> Started:
     """The decision behind a batch, in a form that can be compared."""
+    moved, moves = None, batch.moves
+    if moves is not None:
+        paused, resumed, promoted = _ids(moves.pause), _ids(moves.resume), _ids(moves.promote)
+        swapped = _ids(moves.swap_out), _ids(moves.swap_in)
+        moved = Moved(paused, resumed, *swapped, promoted, moves.overlap)
     return Started(
         batch.batch_id,
         batch.worker,
@@ -232,20 +236,9 @@ def started(batch: Batch) -> Started:
         _ids(batch.jobs),
         batch.estimated_s,
         _ids(batch.evict),
-        _moved(batch.moves) if batch.moves else None,
+        moved,
         _ids(batch.release),
         batch.chunk_tokens,
-    )
-
-
-def _moved(moves: Moves) -> Moved:
-    return Moved(
-        _ids(moves.pause),
-        _ids(moves.resume),
-        _ids(moves.swap_out),
-        _ids(moves.swap_in),
-        _ids(moves.promote),
-        moves.overlap,
     )
 
 

@@ -82,15 +82,12 @@ class BatchQueues:
         for worker in self._workers:
             for batch in worker.queue:
                 if job in batch.jobs:
-                    self._leave_out(job, worker, batch)
+                    batch.jobs = tuple([other for other in batch.jobs if other is not job])
+                    if not batch.jobs:
+                        worker.queue.remove(batch)
+                        self.unload(worker, batch)
                     return True
         return False
-
-    def _leave_out(self, job: Job, worker: Worker, batch: Batch) -> None:
-        batch.jobs = tuple(other for other in batch.jobs if other is not job)
-        if not batch.jobs:
-            worker.queue.remove(batch)
-            self.unload(worker, batch)
 
     def halve(self, worker: Worker, batch: Batch, jobs: Sequence[Job], *, crashed: bool) -> None:
         """Queue the jobs of a batch that failed on `worker` in two halves, before all other

@@ -145,8 +145,15 @@ class Residents:
             self._longest_promise = UNKNOWN
         job.length += decoded
         job.generated += decoded
-        if self._cells is not None:
-            self._erase(job)
+        cells = self._cells
+        if cells is not None:  # the last slot moves into the job's
+            last = self._slots.pop()
+            if last is not job:
+                at, end = COLUMNS * job.slot, COLUMNS * last.slot
+                for k in range(COLUMNS):
+                    cells[at + k] = cells[end + k]
+                self._slots[job.slot] = last
+                last.slot = job.slot
 
     def miss(self, job: Job, steps: int) -> None:
         """The job had no part in `steps` decode steps, already counted or to be counted with this
@@ -200,18 +207,6 @@ class Residents:
         cells[at] += tokens
         cells[at + GENERATED] += tokens
 
-    def _erase(self, job: Job) -> None:
-        """Free the job's slot and move the last slot into it."""
-        last = self._slots.pop()
-        if last is not job:
-            cells = self._cells
-            assert cells is not None
-            at, end = COLUMNS * job.slot, COLUMNS * last.slot
-            for k in range(COLUMNS):
-                cells[at + k] = cells[end + k]
-            self._slots[job.slot] = last
-            last.slot = job.slot
-
 
 # Caches of jobs that do not decode: paused on the device, or swapped out to host memory.
 #
@@ -262,12 +257,6 @@ def begin_moves(worker: Worker, moves: Moves, now_s: float) -> None:
     for job in moves.resume:
         held.take(job)
         residents.join(job)
-
-
-def finish_moves(worker: Worker, moves: Moves) -> None:
-    """The round has ended, so the transfers that overlapped with it are complete."""
-    if moves.overlap:
-        _transfer(worker, moves)
 
 
 def holds(worker: Worker, job: Job) -> bool:
@@ -361,11 +350,18 @@ class WorkerRounds:
             residents.leave(job)
             ended.append(job)
         if self._cancelled and worker.index in self._cancelled:
-            ended += self._finish_cancelled(worker, result)
+            gone = self._cancelled[worker.index]
+            left = [job for job in gone if job.request_id not in result.ended]
+            self._cancelled[worker.index] = left
+            for job in left:
+                if job in residents.jobs:
+                    residents.leave(job)
+                    ended.append(job)
         if result.failure == "crashed":
             return ended
         if batch.moves is not None:
-            finish_moves(worker, batch.moves)
+            if batch.moves.overlap:  # the transfers beside the round are complete
+                _transfer(worker, batch.moves)
         if worker.row_limit < worker.slots:
             worker.row_limit = min(2 * worker.row_limit, worker.slots)
         for request_id in result.dropped:
@@ -406,14 +402,6 @@ class WorkerRounds:
         residents.prefill_on([job for job in waited if job.request_id not in after], emits=emits)
         if emits:
             residents.emitted([job for job in waited if job.request_id in after])
-
-    def _finish_cancelled(self, worker: Worker, result: RoundResult) -> list[Job]:
-        left = [job for job in self._cancelled[worker.index] if job.request_id not in result.ended]
-        self._cancelled[worker.index] = left
-        leaving = [job for job in left if job in worker.residents.jobs]
-        for job in leaving:
-            worker.residents.leave(job)
-        return leaving
 
     def crash(self, worker: Worker, now_s: float) -> Job | None:
         """Evict all jobs of a worker that died and halve its limit on rows. Returns a job that was

@@ -222,8 +222,10 @@ class RoundPlanner:
         self.router_rows = 0  # the most rows on a worker, for the router
 
     def has_work(self, worker: Worker) -> bool:
-        """Whether a worker that runs nothing has anything to run."""
-        return bool(worker.inbox.jobs or worker.residents.jobs)
+        """Whether a job waits or has a cache at a worker that runs nothing."""
+        return bool(
+            worker.inbox.jobs or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
+        )
 
     def plan_round(self, worker: Worker, now_s: float) -> Batch:
         """The next round of a worker that runs nothing and has work."""

@@ -278,7 +278,6 @@ class ClosedLoop(Scheduler):
         self._left = sum(map(len, self._turns.values()))  # turns to arrive
         self._coming: list[tuple[float, int]] = []  # a heap of (arrival, number)
         self._batches: dict[int, Batch] = {}  # by worker
-        self._refused: list[Refusal] = []
 
     @property
     def wake_at_s(self) -> float:
@@ -320,10 +319,6 @@ class ClosedLoop(Scheduler):
             outcome = self._ledger.outcomes[self._number[request_id]]
             last_s = max(outcome.last_token_s, outcome.first_token_s)
             self._follow(request_id, last_s + self._front_s, now_s)
-
-    def take_refusals(self) -> list[Refusal]:
-        refused, self._refused = self._refused, []
-        return [*refused, *super().take_refusals()]
 
     def _follow(self, request_id: str, end_s: float, now_s: float) -> None:
         """The turns after one that its client saw end at `end_s` will come."""

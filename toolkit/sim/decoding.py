@@ -18,11 +18,10 @@ from heapq import heappop, heappush
 
 import numpy as np
 from mypy_extensions import mypyc_attr
-from numpy.typing import NDArray
 
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.times import LawTimes
-from toolkit.sched.kernels import future_peak
+from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Job, Moves
 from toolkit.sim.ledger import Gaps, Ledger, RequestOutcome, TokenGaps
@@ -161,6 +160,7 @@ class Decoding:
         self._ledger = ledger
         self._emits = int(latency.prefill_emits_token)
         self._padded: bool = latency.padded
+        self._in_slab = False  # whether memory is the number of rows x the longest row
         self._has_moved = False  # whether any cache was ever paused or moved
         self._steps = 0  # decode steps since the start
         self._ends: list[DecodingRow] = []  # a heap; an entry is stale if its row has left
@@ -350,8 +350,4 @@ class Decoding:
         held = self._steps + self._emits
         rows = [(row.key + held, row.end - self._steps) for row in self._resident.values()]
         used, remaining = np.array([*rows, *coming], dtype=np.int64).reshape(-1, 2).T.copy()
-        return self._peak_to_come(used, remaining)
-
-    def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-        """The peak in tokens of rows that hold `used` tokens and leave after `remaining` steps."""
-        return int(future_peak(used, remaining))
+        return peak_to_come(used, remaining, padded=self._in_slab)

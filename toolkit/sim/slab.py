@@ -17,10 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.rounds import PrefillGroup, groups_alike
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Joining, RoundResult
@@ -56,6 +52,7 @@ class SlabWorker(RoundWorker):
         self._capacity = NO_LIMIT if capacity_tokens is None else capacity_tokens
         # decode steps of the current round for which memory suffices; -1: all of them
         self._spills_after = -1
+        self._in_slab = True
         self._shapes = joining == "shape"
         self._shaped = 0  # 1 if the current round's prefill is a step
         # its prefill passes except the last: rows, gap mark, end in seconds
@@ -71,9 +68,6 @@ class SlabWorker(RoundWorker):
 
     def _taken_by(self, group: PrefillGroup[Job]) -> int:
         return group.width * len(group.keys)
-
-    def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-        return peak_to_come(used, remaining, padded=True)
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, unless it is interrupted."""

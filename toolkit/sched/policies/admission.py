@@ -286,18 +286,16 @@ class WithinLimits(SampledPeak):
         known = self._alone[worker.index]
         alone = known.get(job.length)
         if alone is None:
-            alone = known[job.length] = self._alone_of(worker, job.length)
+            law, length, chunk = worker.latency, job.length, self._chunk
+            step_s, prefill_s = law.decode_s(1, length, 1), law.prefill_s(1, length)
+            stall_s = prefill_s
+            if 0 < chunk < length:
+                stall_s = law.pass_s(1, max(length - chunk, 0), length)
+            breaks = stall_s + step_s > self._mtpot_s
+            first_step_s = 0.0 if law.prefill_emits_token else step_s
+            alone = known[length] = Alone(prefill_s, first_step_s, breaks)
         first_s = now_s + alone.prefill_s + alone.step_s
         return first_s > job.arrival_s + self._ttft_s or alone.breaks
-
-    def _alone_of(self, worker: Worker, length: int) -> Alone:
-        law, chunk = worker.latency, self._chunk
-        step_s, prefill_s = law.decode_s(1, length, 1), law.prefill_s(1, length)
-        stall_s = prefill_s
-        if 0 < chunk < length:
-            stall_s = law.pass_s(1, max(length - chunk, 0), length)
-        breaks = stall_s + step_s > self._mtpot_s
-        return Alone(prefill_s, 0.0 if law.prefill_emits_token else step_s, breaks)
 
 
 def _left(job: Job, generated: int, expected: int) -> int:
@@ -347,9 +345,13 @@ class SliceEnds:
         leaving: list[Job] = []
         free: Numbers | None = None
         for worker in view.due:
-            residents = worker.residents
-            if residents.jobs and residents.steps % self._interval == 0:
-                over = self._over(worker)
+            steps = worker.residents.steps
+            if worker.residents.jobs and steps % self._interval == 0:
+                over: list[Job] = []  # with a slice that ends just now, in order of admission
+                for job in worker.residents.jobs:
+                    end = self._first_end(worker, job.joined)
+                    if steps >= end and (steps - end) % self.period == 0:
+                        over.append(job)
                 if over:
                     if free is None:
                         free = self._free(view, promised)
@@ -402,16 +404,6 @@ class SliceEnds:
         left = self._left(worker, job)
         most = job.max_new_tokens - job.generated - (worker.residents.steps - job.joined)
         return left if left < most else most
-
-    def _over(self, worker: Worker) -> list[Job]:
-        """Residents with a slice that ends just now, in order of admission."""
-        steps = worker.residents.steps
-        over: list[Job] = []
-        for job in worker.residents.jobs:
-            end = self._first_end(worker, job.joined)
-            if steps >= end and (steps - end) % self.period == 0:
-                over.append(job)
-        return over
 
     def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: Numbers) -> list[Job]:
         """The jobs of `over` that leave, in order of admission. Subtracts what moves from

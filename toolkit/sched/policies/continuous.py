@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toolkit.sched.footprint import Footprint
-from toolkit.sched.policies.baton_rounds import BatonRounds
-from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds
+from toolkit.sched.policies.continuous_rounds import BatonRounds, Bounds, ContinuousRounds
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.types import NO_LIMIT, Job, Worker
@@ -80,18 +79,15 @@ class RoundPolicy(ABC):
         batches = [
             planner.plan_round(worker, now_s) for worker in view.due if planner.has_work(worker)
         ]
-        interrupts = [
-            index
-            for index, count in view.arrived.items()
-            if _interruptible(view.workers[index])
-            and planner.should_interrupt(view.workers[index], count)
-        ]
+        interrupts = []
+        for index, count in view.arrived.items():
+            worker = view.workers[index]
+            running = worker.running
+            if running is None or running.interrupted or not worker.inbox:
+                continue
+            if planner.should_interrupt(worker, count):
+                interrupts.append(index)
         return Decision(batches, interrupt=interrupts) if batches or interrupts else NOTHING
-
-
-def _interruptible(worker: Worker) -> bool:
-    running = worker.running
-    return running is not None and not running.interrupted and bool(worker.inbox)
 
 
 @dataclass(frozen=True, slots=True)

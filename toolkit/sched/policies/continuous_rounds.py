@@ -1,4 +1,5 @@
-"""Plans the rounds of `ContinuousPolicy`: which rows are evicted, which jobs enter, how many steps.
+"""Plans the rounds of `ContinuousPolicy` and of `BatonPolicy`: which rows leave, which jobs enter,
+how many steps.
 
 `toolkit.sched.policies.continuous` says what the rounds are. The policy's parameters and criteria
 are read once, so that a round costs few calls.
@@ -10,7 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from toolkit.sched.footprint import Footprint, footprint_of
-from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
+from toolkit.sched.inbox import priority_of, turn_of
+from toolkit.sched.types import NO_LIMIT, Batch, Job, Moves, Worker
 from toolkit.sched.view import RoundPlanner, View
 
 
@@ -157,7 +159,7 @@ class ContinuousRounds(RoundPlanner):
         first = inbox.jobs[0]
         if not self._may_enter(worker, first, footprint):
             return []
-        most, prefill = self._rows(worker) - rows, 0
+        most, prefill = min(self._most_rows, worker.row_limit) - rows, 0
         if worker.residents.prefilling:
             prefill = sum([job.length for job in worker.residents.prefilling])
         capacity = worker.capacity_tokens
@@ -205,11 +207,6 @@ class ContinuousRounds(RoundPlanner):
                 return leaving, footprint
         return [], footprint_of(worker)
 
-    def _rows(self, worker: Worker) -> int:
-        """The most residents that this worker may have."""
-        most, limit = self._most_rows, worker.row_limit
-        return most if most < limit else limit
-
     def _may_enter(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
         """Whether an attempt to admit `job` can succeed before a row ends.
 
@@ -245,8 +242,117 @@ class ContinuousRounds(RoundPlanner):
 
 def eviction_order(worker: Worker) -> list[Job]:
     """Residents in order of eviction: the least urgent first, and of these the last admitted."""
-    return sorted(worker.residents.jobs, key=_priority)[::-1]
+    return sorted(worker.residents.jobs, key=priority_of)[::-1]
 
 
-def _priority(job: Job) -> int:
-    return job.priority
+class BatonRounds(RoundPlanner):
+    """The planner of `BatonPolicy`; the arguments are its parameters."""
+
+    def __init__(
+        self,
+        view: View,
+        *,
+        max_batch_size: int,
+        memory_threshold: float,
+        headroom_steps: int,
+        max_prefill_tokens: int,
+        chunk_tokens: int,
+    ) -> None:
+        super().__init__(view)
+        self._most_rows = max_batch_size
+        self._threshold = memory_threshold
+        self._headroom = headroom_steps
+        self._most_prefill = max_prefill_tokens
+        self._chunk_tokens = chunk_tokens
+
+    def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
+        """Whether the first waiting job may enter before a row ends."""
+        if worker.swapped.jobs:
+            return False
+        return self._has_room(worker, worker.footprint, worker.inbox.jobs[0])
+
+    def plan_round(self, worker: Worker, now_s: float) -> Batch:
+        """The worker's next round."""
+        residents, inbox, swapped = worker.residents, worker.inbox, worker.swapped
+        footprint, leave = self._leaving(worker)
+        back: list[Job] = []
+        enter: list[Job] = []
+        if not leave:
+            # swapped jobs come back, the most urgent first, then by ticket; none overtakes another
+            for job in sorted(swapped.jobs, key=turn_of):
+                if not self._has_room(worker, footprint, job, enters=False):
+                    break
+                footprint.join(job.length)
+                back.append(job)
+            if len(back) == len(swapped):
+                prefill = sum([job.length for job in residents.prefilling])
+                for job in inbox.jobs:
+                    if prefill >= self._most_prefill or not self._has_room(worker, footprint, job):
+                        break
+                    footprint.enter(job)
+                    prefill += job.length
+                    enter.append(job)
+        footprint.prefilled()
+        # one step, if the next waiting job might enter after it
+        more = len(back) == len(swapped) and len(enter) < len(inbox.jobs)
+        steps = 1
+        if not leave and not (more and self._has_room(worker, footprint, inbox.jobs[len(enter)])):
+            steps = max(self._room(footprint), 1)
+        room = worker.host_tokens - swapped.tokens
+        swap_out: list[Job] = []
+        evict: list[Job] = []
+        for job in leave:
+            tokens = residents.holds(job)
+            if tokens <= room and job not in residents.prefilling:
+                room -= tokens
+                swap_out.append(job)
+            else:
+                evict.append(job)
+        moves = None
+        if back or swap_out:
+            moves = Moves(resume=tuple(back), swap_in=tuple(back), swap_out=tuple(swap_out))
+        return Batch(
+            worker.index,
+            tuple(enter),
+            steps,
+            max([job.length for job in enter], default=0),
+            0.0,
+            "any",
+            True,
+            evict=tuple(evict),
+            moves=moves,
+            chunk_tokens=worker.chunk_of(self._chunk_tokens) if self._chunk_tokens else 0,
+        )
+
+    def _room(self, footprint: Footprint) -> int:
+        """Decode steps until memory reaches the threshold; a lone row may use all of it."""
+        return footprint.room(
+            int(self._threshold * footprint.capacity) if footprint.rows > 1 else footprint.capacity
+        )
+
+    def _has_room(
+        self, worker: Worker, footprint: Footprint, job: Job, *, enters: bool = True
+    ) -> bool:
+        """Whether there is room for one more row and for `headroom_steps`. An empty worker always
+        has room.
+        """
+        rows = footprint.rows
+        if rows >= self._most_rows or rows >= worker.row_limit:
+            return False
+        limit = int(self._threshold * footprint.capacity)
+        return not rows or footprint.fits(job.length, limit, enters, self._headroom)
+
+    def _leaving(self, worker: Worker) -> tuple[Footprint, list[Job]]:
+        """The footprint of the rows that stay, and the rows that leave so that one more step fits.
+
+        Rows leave in the order of `eviction_order`.
+        """
+        footprint = worker.footprint
+        leave: list[Job] = []
+        if footprint.rows > 1 and self._room(footprint) < 1:
+            for job in eviction_order(worker):
+                footprint.leave(job)
+                leave.append(job)
+                if footprint.rows == 1 or self._room(footprint) >= 1:
+                    break
+        return footprint, leave

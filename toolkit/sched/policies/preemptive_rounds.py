@@ -90,12 +90,6 @@ class PreemptiveRounds(RoundPlanner):
         """The steps, at most `steps`, after which ranks change by what `running` do."""
         return steps
 
-    def has_work(self, worker: Worker) -> bool:
-        """Whether a job waits or has a cache."""
-        return bool(
-            worker.inbox.jobs or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
-        )
-
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether one of the last `newcomers` at the worker would run if its round stopped.
 
@@ -109,39 +103,30 @@ class PreemptiveRounds(RoundPlanner):
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
-        if self._goes_first(worker, last):
-            return True
-        if len(residents) >= self._most(worker):
-            return False
-        return worker.footprint.fits(inbox[-1].length, worker.capacity_tokens)
-
-    def _goes_first(self, worker: Worker, newcomers: Sequence[Job]) -> bool:
-        """Whether one of `newcomers` ranks before a resident."""
-        residents = worker.residents
-        since = residents.steps
-        new_ranks = [(self.standing(worker, job, job.generated), job.ticket) for job in newcomers]
-        best = min(new_ranks)
-        best_standing, best_ticket = best
-        for job in residents.jobs:
+        best_standing, best_ticket = min(
+            [(self.standing(worker, job, job.generated), job.ticket) for job in last]
+        )
+        for job in residents.jobs:  # whether the best of them ranks before a resident
             if job not in residents.prefilling:
                 row = self._row_of(worker, job)
-                standing = self._own(worker, row, job.generated + since - job.joined)
+                ran = residents.steps - job.joined
+                standing = self._own(worker, row, job.generated + ran)
                 if best_standing < standing:
                     return True
                 if best_standing == standing and best_ticket < job.ticket:
                     return True
-        return False
+        if len(residents) >= self._most(worker):
+            return False
+        return worker.footprint.fits(inbox[-1].length, worker.capacity_tokens)
 
     def _most(self, worker: Worker) -> int:
-        most, limit = self.max_batch_size, worker.row_limit
-        return most if most < limit else limit
+        return min(self.max_batch_size, worker.row_limit)
 
     def _spare(self, worker: Worker, rows: int) -> int:
         """Tokens left free for the growth of so many rows in an interval, bounded for a small
         memory.
         """
-        growth, most = rows * self.interval_steps, worker.capacity_tokens // 16
-        return growth if growth < most else most
+        return min(rows * self.interval_steps, worker.capacity_tokens // 16)
 
     def plan_round(self, worker: Worker, now_s: float) -> Batch:
         """The worker's next round."""
@@ -149,9 +134,7 @@ class PreemptiveRounds(RoundPlanner):
             steps = self._unchanged_round(worker, now_s)
             if steps:
                 chunk = worker.chunk_of(self.chunk_tokens)
-                return Batch(
-                    worker.index, (), steps, 0, 0.0, "any", keep_cache=True, chunk_tokens=chunk
-                )
+                return Batch(worker.index, (), steps, 0, 0.0, "any", True, chunk_tokens=chunk)
         cached = self._cached(worker, now_s)
         chosen = self._choose(worker, cached, now_s)
         mark_running(cached, chosen.rows)
@@ -169,7 +152,19 @@ class PreemptiveRounds(RoundPlanner):
             placed = after_transfers(worker, others, chosen, spare, share)
         placed.closed = chosen.closed
         mark_running(cached, placed.run)
-        return self._batch(worker, placed, cached, now_s)
+        enter = [row for row in placed.run if row.location == NOWHERE]
+        return Batch(
+            worker.index,
+            tuple([row.job for row in enter]),
+            self._steps(worker, placed, cached, enter, now_s),
+            max([row.tokens for row in enter], default=0),
+            0.0,
+            "any",
+            keep_cache=True,
+            evict=tuple([row.job for row in placed.evict]),
+            moves=placed.moves([row.job for row in placed.run if row.waits_s >= self.patience_s]),
+            chunk_tokens=worker.chunk_of(self.chunk_tokens),
+        )
 
     def _unchanged_round(self, worker: Worker, now_s: float) -> int:
         """Steps of a round in which all residents continue and no job enters; 0 if that is not
@@ -210,25 +205,24 @@ class PreemptiveRounds(RoundPlanner):
                 continue
             rows.append(row)
         if len(rows) < len(here) + len(paused) + len(away):
-            self._add_rows(worker, now_s)
+            for job in here:
+                if job not in known:
+                    self._refresh_resident(worker, self._row_of(worker, job))
+            for location, parked in ((ON_DEVICE, paused), (IN_HOST, away)):
+                for job in parked:
+                    if job not in known:
+                        self._refresh_parked(worker, self._row_of(worker, job), location, now_s)
         before: RankedJob | None = None
         for k, row in enumerate(rows):
-            if before is not None and row.goes_before(before):
-                _move_up(rows, k)
-            else:
+            if before is None or not row.goes_before(before):
                 before = row
+                continue
+            at = k  # it moves before those that it goes before
+            while at > 0 and row.goes_before(rows[at - 1]):
+                rows[at] = rows[at - 1]
+                at -= 1
+            rows[at] = row
         return rows
-
-    def _add_rows(self, worker: Worker, now_s: float) -> None:
-        """Make the rows of jobs that have a cache and no row yet."""
-        known = self._rows_of[worker.index]
-        for job in worker.residents.jobs:
-            if job not in known:
-                self._refresh_resident(worker, self._row_of(worker, job))
-        for location, parked in ((ON_DEVICE, worker.held), (IN_HOST, worker.swapped)):
-            for job in parked.jobs:
-                if job not in known:
-                    self._refresh_parked(worker, self._row_of(worker, job), location, now_s)
 
     def _row_of(self, worker: Worker, job: Job) -> RankedJob:
         """The job's row, made if it has none."""
@@ -303,12 +297,10 @@ class PreemptiveRounds(RoundPlanner):
                     cache_room -= newcomer.needs
                     prefill += newcomer.tokens
                 more = self._spare(worker, len(chosen) + 1)
-                goes_on = prefill < self.max_prefill_tokens
-                newcomer = (
-                    newcomers.next(footprint.widest(capacity - more), cache_room - more)
-                    if goes_on
-                    else None
-                )
+                newcomer = None
+                if prefill < self.max_prefill_tokens:
+                    free = footprint.widest(capacity - more)
+                    newcomer = newcomers.next(free, cache_room - more)
             elif row is not None:
                 limit = capacity - (0 if row.waits_s == RUNS else spare)
                 if not chosen or footprint.fits(row.tokens, limit, enters=False):
@@ -316,29 +308,8 @@ class PreemptiveRounds(RoundPlanner):
                     footprint.join(row.tokens)
                 taken += 1
                 row = left[taken] if taken < count else None
-        return Chosen(
-            chosen,
-            footprint,
-            not newcomers.possible(cache_room - self._spare(worker, len(chosen) + 1)),
-        )
-
-    def _batch(
-        self, worker: Worker, placed: Placement, cached: Sequence[RankedJob], now_s: float
-    ) -> Batch:
-        enter = [row for row in placed.run if row.location == NOWHERE]
-        moves = placed.moves([row.job for row in placed.run if row.waits_s >= self.patience_s])
-        return Batch(
-            worker.index,
-            tuple([row.job for row in enter]),
-            self._steps(worker, placed, cached, enter, now_s),
-            max([row.tokens for row in enter], default=0),
-            0.0,
-            "any",
-            keep_cache=True,
-            evict=tuple([row.job for row in placed.evict]),
-            moves=moves,
-            chunk_tokens=worker.chunk_of(self.chunk_tokens),
-        )
+        more = self._spare(worker, len(chosen) + 1)
+        return Chosen(chosen, footprint, not newcomers.possible(cache_room - more))
 
     def _steps(
         self,
@@ -368,9 +339,8 @@ class PreemptiveRounds(RoundPlanner):
             prefilling = worker.residents.prefilling
             inputs += [row.tokens for row in run if row.job in prefilling]
         if inputs:
-            begins_s = law.prefill_s(
-                len(inputs), max(inputs) if law.padded else sum(inputs) / len(inputs)
-            )
+            size = max(inputs) if law.padded else sum(inputs) / len(inputs)
+            begins_s = law.prefill_s(len(inputs), size)
         transfers_s = placed.transfers_s(worker)
         if not placed.overlap:
             begins_s += transfers_s
@@ -391,12 +361,3 @@ class PreemptiveRounds(RoundPlanner):
         if longest_s >= 0.0:
             waits_s.append(longest_s)
         return patience_s - max(waits_s) if waits_s else math.inf
-
-
-def _move_up(rows: list[RankedJob], at: int) -> None:
-    """Move a row before those that it goes before; the rows before it are in order."""
-    row = rows[at]
-    while at > 0 and row.goes_before(rows[at - 1]):
-        rows[at] = rows[at - 1]
-        at -= 1
-    rows[at] = row
