@@ -57,9 +57,7 @@ def least_memory(view: RouterView, request: RoutedRequest) -> int:
 
 
 def on_ring(view: RouterView, owners: list[int], at: int, load_factor: float) -> int:
-    """`session-hash` with a bound: the first owner of the ring, from `at` on, that may take one
-    more request.
-    """
+    """`session-hash` with a bound: the ring's first owner, from `at` on, that may take one more."""
     every, requests, weights = view.every, 0, 0.0
     for each in view.replicas:
         requests += len(each.sent)

@@ -32,16 +32,9 @@ class Sent:
     """
 
     __slots__ = (
-        "blocks",
-        "cached_tokens",
-        "first_s",
-        "has_token",
-        "new_tokens",
-        "prompt_tokens",
-        "request",
-        "sent_s",
-        "stalls",
-    )
+        "blocks", "cached_tokens", "first_s", "has_token", "new_tokens", "prompt_tokens", "request",
+        "sent_s", "stalls",
+    )  # fmt: skip
 
     def __init__(self, request: RoutedRequest, sent_s: float, cached_tokens: int) -> None:
         self.request, self.sent_s, self.cached_tokens = request, sent_s, cached_tokens
@@ -71,31 +64,11 @@ class Replica:
     """
 
     __slots__ = (
-        "_has_report",
-        "_report",
-        "_reported_usage",
-        "_reported_waiting",
-        "_stalls",
-        "_uses",
-        "blocks",
-        "capacity_tokens",
-        "decode_tokens",
-        "in_time",
-        "index",
-        "is_up",
-        "kind",
-        "max_rows",
-        "pass_tokens",
-        "prefill_cached",
-        "prefill_tokens",
-        "prefilled_s",
-        "prefills",
-        "prompt_tokens",
-        "reported",
-        "sent",
-        "traits",
-        "weight",
-    )
+        "_has_report", "_report", "_reported_usage", "_reported_waiting", "_stalls", "_uses",
+        "blocks", "capacity_tokens", "decode_tokens", "in_time", "index", "is_up", "kind",
+        "max_rows", "pass_tokens", "prefill_cached", "prefill_tokens", "prefilled_s", "prefills",
+        "prompt_tokens", "reported", "sent", "traits", "weight",
+    )  # fmt: skip
 
     def __init__(self, index: int, traits: ReplicaTraits) -> None:
         self.index, self.traits = index, traits
@@ -388,21 +361,9 @@ class RouterView:
     """
 
     __slots__ = (
-        "_blocks",
-        "_index",
-        "_matched",
-        "block_tokens",
-        "blocks",
-        "even",
-        "every",
-        "expected_tokens",
-        "now_s",
-        "outlook",
-        "replicas",
-        "rings",
-        "rng",
-        "routed",
-    )
+        "_blocks", "_index", "_matched", "block_tokens", "blocks", "even", "every",
+        "expected_tokens", "now_s", "outlook", "replicas", "rings", "rng", "routed",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -432,9 +393,7 @@ class RouterView:
 
     @property
     def matched(self) -> list[int]:
-        """For each replica by its index, how many of the request's leading blocks it probably has
-        cached.
-        """
+        """By replica, how many of the request's leading blocks it probably has cached."""
         found = self._matched
         if found is None:
             found = self._matched = self._index.matched(self._blocks, self.now_s)

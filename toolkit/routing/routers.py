@@ -132,9 +132,7 @@ class SessionHashRouter(_Checked):
 
 @dataclass(frozen=True)
 class PrefixRouter(_Checked):
-    """To the replica with the longest match, whatever its load (vLLM production-stack,
-    `prefixaware`).
-    """
+    """To the longest match, whatever the load there (vLLM production-stack, `prefixaware`)."""
 
     name: ClassVar[str] = "prefix"
     index_blocks: ClassVar[int] = -1
@@ -145,9 +143,7 @@ class PrefixRouter(_Checked):
 
 @dataclass(frozen=True)
 class LlmdRouter(_Checked):
-    """The largest weighted sum of scores for the match, the queue and the free cache (llm-d
-    inference scheduler).
-    """
+    """The largest weighted sum of scores for match, queue and free cache (llm-d's scheduler)."""
 
     name: ClassVar[str] = "llm-d"
     reads_reports: ClassVar[bool] = True
@@ -163,9 +159,7 @@ class LlmdRouter(_Checked):
 
 @dataclass(frozen=True)
 class DynamoRouter(_Checked):
-    """The fewest blocks to prefill and to keep while decoding (Dynamo's KV router, without its
-    events).
-    """
+    """The fewest blocks to prefill and to keep for decoding (Dynamo's KV router, no events)."""
 
     name: ClassVar[str] = "dynamo"
     index_blocks: ClassVar[int] = -1
@@ -329,9 +323,7 @@ def make_router(name: str, parameters: Mapping[str, Value]) -> Router:
 
 
 def targets_of(name: str, sla: Mapping[str, float]) -> dict[str, Value]:
-    """The parameters of router `name` that are targets, as these targets say: the strictest of each
-    kind.
-    """
+    """The parameters of router `name` that are targets: the strictest of each kind in `sla`."""
     known = router_knobs(ROUTERS[name])
     found: dict[str, Value] = {}
     for target, parameter in TARGETS.items():

@@ -124,9 +124,7 @@ class Resize(msgspec.Struct, frozen=True, tag="resize"):
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
-    """So many events are missing at this point, and why. No replay reaches the state that
-    follows.
-    """
+    """So many events are missing here, and why. No replay reaches the state that follows."""
 
     events: int
     reason: str

@@ -224,9 +224,7 @@ class Loads:
         key.place = place
 
     def forget(self) -> None:
-        """Drop everything: any load may have changed, and workers may have been lost or come
-        back.
-        """
+        """Drop everything: any load may have changed, and workers may have gone or come back."""
         self.kept.clear()
 
     def least(self, count: int) -> list[tuple[float, int, int]]:

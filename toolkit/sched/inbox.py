@@ -96,9 +96,7 @@ class SortedBlocks(Generic[Entry]):
         return count
 
     def _block_of(self, key: Key) -> int:
-        """The index of the first block that does not end before this key, or that of the last
-        block.
-        """
+        """The index of the first block that does not end before this key, else of the last."""
         blocks = self._blocks
         low, high = 0, len(blocks) - 1
         if high and blocks[0][-1] >= key:
@@ -192,9 +190,7 @@ class Inbox:
         return Inbox()
 
     def after(self, count: int) -> Job:
-        """The job that is first once `count` of the jobs that are not deferred were taken; one must
-        be left.
-        """
+        """The job that is first once `count` of `jobs` were taken; one must be left."""
         return self.jobs[count] if count < len(self.jobs) else self.behind[0]
 
     def all_jobs(self) -> Iterator[Job]:
@@ -324,16 +320,9 @@ class RankedInbox(Inbox):
     """
 
     __slots__ = (
-        "_by_age",
-        "_by_standing",
-        "_counts",
-        "_left",
-        "_lengths",
-        "_now_s",
-        "_patience_s",
-        "_starved",
-        "standing",
-    )
+        "_by_age", "_by_standing", "_counts", "_left", "_lengths", "_now_s", "_patience_s",
+        "_starved", "standing",
+    )  # fmt: skip
 
     def __init__(self, standing: Callable[[Job, int], float]) -> None:
         super().__init__()
@@ -415,9 +404,7 @@ class RankedInbox(Inbox):
         return iter(self._by_standing)
 
     def next_wait_s(self, now_s: float, patience_s: float, besides: Collection[Job]) -> float:
-        """The waiting time of the job not in `besides` that will starve next; -1 if there is
-        none.
-        """
+        """The waiting time of the next job to starve that is not in `besides`; -1: none will."""
         self._ask(now_s, patience_s)
         if self._by_age.size:
             for since_s, _, _, job in self._by_age:
@@ -431,17 +418,13 @@ class RankedInbox(Inbox):
         return self._starved.before(key) + self._by_age.before(key)
 
     def standings(self, now_s: float, patience_s: float) -> tuple[int, list[float], list[int]]:
-        """The number of starving jobs, the distinct standings of the others in ascending order, and
-        how many have each.
-        """
+        """How many jobs starve, the others' standings, ascending, and how many have each."""
         self._ask(now_s, patience_s)
         values = sorted(self._counts)
         return self._starved.size, values, [self._counts[value] for value in values]
 
     def others_before(self, standing: float, ticket: int) -> int:
-        """How many jobs that did not starve at the last query are served before one of this
-        standing and ticket.
-        """
+        """How many jobs that did not starve at the last query are served before such a one."""
         return self._by_standing.before((standing, ticket))
 
     def _ask(self, now_s: float, patience_s: float) -> None:

@@ -13,9 +13,7 @@ import msgspec
 
 
 class LoggedRow(NamedTuple):
-    """One request's part in a pass. A row that ends its prefill gets its first token in the same
-    pass.
-    """
+    """One request's part in a pass; the pass that ends its prefill gives its first token."""
 
     request_id: str
     computed: int  # tokens in the cache before the pass

@@ -122,9 +122,7 @@ def future_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
 
 @njit
 def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-    """`future_peak` of a slab: the largest that rows x the longest row still present will
-    become.
-    """
+    """`future_peak` of a slab: the largest that rows x the longest row still present becomes."""
     order = np.argsort(remaining)
     longest, peak, n = 0, 0, len(used)
     for i in range(n):

@@ -83,18 +83,14 @@ class WaitingPool:
             self.stranded.append(job)
 
     def reorder(self, behind: Iterable[Job], first: Iterable[Job]) -> None:
-        """In their inboxes, defer the jobs in `behind`, and move those in `first` before equally
-        urgent ones.
-        """
+        """In their inboxes, defer `behind`, and move `first` before equally urgent jobs."""
         for job in behind:
             self._workers[job.home].inbox.defer(job)
         for job in first:
             self._workers[job.home].inbox.advance(job)
 
     def take(self, batches: Sequence[Batch], *, has_routed: bool) -> None:
-        """Remove the batches' jobs from the pool and, where any job `has_routed`, from the
-        inboxes.
-        """
+        """Remove the batches' jobs from the pool and, if any job `has_routed`, from the inboxes."""
         pooled = 0
         for batch in batches:
             if not has_routed:

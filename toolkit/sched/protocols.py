@@ -39,9 +39,7 @@ class SliceLaw(Protocol):
         ...
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Seconds of `steps` decode steps after an input of L: sum over i = 1..steps of tau(L + i,
-        N), Eq. 2.
-        """
+        """Seconds of `steps` decode steps after L tokens: sum of tau(L + i, N), i >= 1 (Eq. 2)."""
         ...
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
@@ -60,16 +58,12 @@ class LatencyLaw(SliceLaw, Protocol):
 
     @property
     def padded(self) -> bool:
-        """Whether every row costs as much as the longest. If not, L is the mean length of the
-        rows.
-        """
+        """Whether every row costs as much as the longest. If not, L is the rows' mean length."""
         ...
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round besides its prefills and steps: dispatch and result. 0 if not
-        measured.
-        """
+        """Seconds of a round besides prefills and steps: dispatch, result. 0: not measured."""
         ...
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
@@ -81,9 +75,7 @@ class LatencyLaw(SliceLaw, Protocol):
         ...
 
     def leave_s(self, length: float) -> float:
-        """Seconds to remove a row of about `length` tokens from a running batch; 0 if not
-        measured.
-        """
+        """Seconds to remove a row of about `length` tokens from a batch; 0: not measured."""
         ...
 
 
@@ -111,15 +103,11 @@ class MemoryLaw(Protocol):
 
 
 class SwapLaw(Protocol):
-    """How long the cache of so many tokens takes between device and host memory, in seconds each
-    way.
-    """
+    """How long a cache of so many tokens takes between device and host memory, each way."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether transfers can run beside compute. If not, rounds wait for them even if
-        `Moves.overlap`.
-        """
+        """Whether transfers can run beside compute; else rounds wait despite `Moves.overlap`."""
         ...
 
     def out_s(self, tokens: int) -> float:

@@ -23,9 +23,7 @@ from toolkit.sched.view import View
 
 
 def serving_s(law: SliceLaw, batch_size: int, input_length: int, steps: int) -> float:
-    """T_serve(N, L, S) in seconds, SCLS Eq. 1: a prefill, then a decode step per token it does not
-    give.
-    """
+    """T_serve(N, L, S) in seconds, SCLS Eq. 1: a prefill, and a step for each token it lacks."""
     decode_steps = steps - law.prefill_emits_token
     return law.prefill_s(batch_size, input_length) + law.decode_s(
         batch_size, input_length, decode_steps
@@ -177,9 +175,7 @@ GOLDEN_FRACTION = 0.6180339887498949
 def requests_per_s(
     worker: Worker, prompt: float, output: float, most_rows: int = ROWS_MAX
 ) -> float:
-    """Requests with these prompt and output lengths in tokens that a full worker serves per
-    second.
-    """
+    """Requests with these lengths in tokens that a worker with full memory serves per second."""
     law = worker.latency
     rows = max(
         min(int(worker.capacity_tokens // (prompt + output)), worker.slots, most_rows, ROWS_MAX), 1
@@ -191,9 +187,7 @@ def requests_per_s(
 
 
 def tokens_per_s(worker: Worker, job: Job, expected: int, most_rows: int) -> float:
-    """Tokens per second, prompt and output, of requests like `job`; `expected` is the output
-    length.
-    """
+    """Tokens per second, prompt and output, of requests like `job` with `expected` output."""
     output = _output(job, expected)
     return (job.length + output) * requests_per_s(worker, job.length, output, most_rows)
 

@@ -41,18 +41,9 @@ class Residents:
     """
 
     __slots__ = (
-        "_cells",
-        "_emits",
-        "_longest",
-        "_longest_promise",
-        "_matrix",
-        "_slots",
-        "base",
-        "committed",
-        "jobs",
-        "prefilling",
-        "steps",
-    )
+        "_cells", "_emits", "_longest", "_longest_promise", "_matrix", "_slots", "base",
+        "committed", "jobs", "prefilling", "steps",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.jobs: dict[Job, None] = {}
@@ -74,9 +65,7 @@ class Residents:
 
     @property
     def used(self) -> int:
-        """Tokens of KV cache that the residents hold or are owed by a prefill that has not
-        ended.
-        """
+        """Tokens of KV cache that the residents hold or are owed by an unfinished prefill."""
         return self.base + len(self.jobs) * self.steps + len(self.prefilling) * int(self._emits)
 
     @property
@@ -156,9 +145,7 @@ class Residents:
                 last.slot = job.slot
 
     def miss(self, job: Job, steps: int) -> None:
-        """The job had no part in `steps` decode steps, already counted or to be counted with this
-        round.
-        """
+        """The job had no part in `steps` decode steps of this round, counted already or not yet."""
         if steps and self._longest == job.length - job.joined:
             self._longest = UNKNOWN
         job.joined += steps
@@ -216,9 +203,7 @@ class Residents:
 
 
 class ParkedCaches:
-    """Jobs with caches in one place, in order of arrival there, and the tokens that they
-    hold.
-    """
+    """Jobs with caches in one place, in order of arrival there, and the tokens they hold."""
 
     __slots__ = ("jobs", "tokens")
 
@@ -241,9 +226,7 @@ class ParkedCaches:
 
 
 def begin_moves(worker: Worker, moves: Moves, now_s: float) -> None:
-    """Apply the moves at the start of a round: pause, swap, and make resumed jobs residents
-    again.
-    """
+    """Apply the moves when a round starts: pause, swap, and make resumed jobs residents."""
     residents, held = worker.residents, worker.held
     for job in (*moves.pause, *moves.swap_out):
         if job in residents.jobs:
@@ -302,9 +285,7 @@ class WorkerRounds:
         self._released: dict[int, list[Job]] = {}
 
     def begin(self, worker: Worker, batch: Batch, now_s: float) -> None:
-        """Start a round. Adds to `batch` the jobs that were cancelled or released since the last
-        round.
-        """
+        """Start a round. Adds to `batch` the jobs cancelled or released since the last round."""
         for job in batch.evict:
             self.evict(worker, job, now_s)
         if batch.moves is not None:
@@ -329,9 +310,7 @@ class WorkerRounds:
         jobs: dict[str, Job],
         now_s: float,
     ) -> list[Job]:
-        """End a round, failed or not. Returns the jobs that ended in it, also those cancelled
-        meanwhile.
-        """
+        """End a round, failed or not. Returns the jobs that ended in it or were cancelled."""
         residents = worker.residents
         if batch.jobs or residents.prefilling:
             if result.joined is not None or residents.prefilling:
@@ -444,9 +423,7 @@ class WorkerRounds:
         self._released.setdefault(worker.index, []).append(job)
 
     def cancel(self, worker: Worker, job: Job) -> bool:
-        """Cancel a job with a cache on `worker`. Returns whether it ended at once, or ends with
-        the round.
-        """
+        """Cancel a job with a cache here. Returns whether it ended at once; else with the round."""
         self._cancelled.setdefault(worker.index, []).append(job)
         if job in worker.residents.jobs and worker.running is not None:
             return False

@@ -40,9 +40,7 @@ def alike(lengths: Sequence[int], limit: int | None = None) -> list[int]:
 
 
 def groups_alike(lengths: Sequence[int]) -> list[list[int]]:
-    """All indices in groups of similar length; each group begins with the oldest row that is
-    left.
-    """
+    """All indices in groups of similar length; each begins with the oldest row that is left."""
     left, groups = list(range(len(lengths))), []
     while left:
         members = [left[k] for k in alike([lengths[index] for index in left])]
@@ -63,9 +61,7 @@ Key = TypeVar("Key")  # identifies a newcomer: a number in an engine, a job in t
 
 
 class PrefillGroup(Generic[Key]):
-    """Newcomers that are prefilled together, longest first and padded to it; `done` columns are
-    cached.
-    """
+    """Newcomers prefilled together, longest first and padded to it; `done` columns are cached."""
 
     __slots__ = ("done", "keys", "lengths")
 
@@ -154,9 +150,7 @@ class PrefillPasses(Generic[Key]):
         self._waiting = [entry for entry in self._waiting if entry[0] != key]
 
     def take_waiting(self) -> list[Key]:
-        """Remove and return all newcomers that wait, for an engine that prefills them another
-        way.
-        """
+        """Remove and return all waiting newcomers, for an engine with another way to prefill."""
         taken = [key for key, _ in self._waiting]
         self._waiting.clear()
         return taken
@@ -196,9 +190,7 @@ class PrefillPasses(Generic[Key]):
         return self.group
 
     def next(self, bound: int = 0) -> PrefillPass[Key]:
-        """The next pass: at most `bound` tokens, padding included, but at least one column; 0: all
-        that is left.
-        """
+        """The next pass: at most `bound` tokens with padding, at least one column; 0: the rest."""
         group = self.form(bound)
         end = (
             min(group.width, group.done + max(bound // len(group.keys), 1))

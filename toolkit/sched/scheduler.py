@@ -20,14 +20,7 @@ from mypy_extensions import mypyc_attr
 from toolkit.sched.footprint import Footprint, longest
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.pool import RETURN_S, AcceptedJobs, WaitingPool, take_waiting
-from toolkit.sched.protocols import (
-    PlansRounds,
-    Policy,
-    Ranks,
-    Reorders,
-    Reschedules,
-    UsesHistory,
-)
+from toolkit.sched.protocols import PlansRounds, Policy, Ranks, Reorders, Reschedules, UsesHistory
 from toolkit.sched.queues import BatchQueues
 from toolkit.sched.residents import WorkerRounds, holds
 from toolkit.sched.types import (
@@ -232,9 +225,7 @@ class Scheduler:
         return started
 
     def _start_due(self, now_s: float) -> list[Batch]:
-        """Start the first queued batch of each due worker, by index. Afterwards no worker is
-        due.
-        """
+        """Start the first queued batch of each due worker, by index; then no worker is due."""
         view, idle = self._view, self._view.idle
         due, figures = view.due, view.figures
         if len(due) > 1:
@@ -382,9 +373,7 @@ class Scheduler:
             self._end([job])
 
     def worker_lost(self, index: int, now_s: float) -> None:
-        """A worker's process died, after its running batch was completed as crashed. Its queue
-        moves elsewhere.
-        """
+        """A worker died, after its batch was completed as crashed. Its queue moves elsewhere."""
         worker = self.workers[index]
         worker.alive = False
         self._view.workers_changed()

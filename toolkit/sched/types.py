@@ -79,29 +79,11 @@ class Job:
     """
 
     __slots__ = (
-        "arrival_s",
-        "cancelled",
-        "evictions",
-        "generated",
-        "home",
-        "joined",
-        "length",
-        "limit_tokens",
-        "max_new_tokens",
-        "number",
-        "priority",
-        "promoted_at",
-        "prompt_tokens",
-        "request_id",
-        "reroutes",
-        "slices",
-        "slot",
-        "strikes",
-        "strikes_here",
-        "struck_at",
-        "ticket",
-        "waiting_since_s",
-    )
+        "arrival_s", "cancelled", "evictions", "generated", "home", "joined", "length",
+        "limit_tokens", "max_new_tokens", "number", "priority", "promoted_at", "prompt_tokens",
+        "request_id", "reroutes", "slices", "slot", "strikes", "strikes_here", "struck_at",
+        "ticket", "waiting_since_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -324,9 +306,7 @@ class Worker:
         return self.scratch.of(self)
 
     def chunk_of(self, tokens: int) -> int:
-        """`Batch.chunk_tokens` for a policy that wants `tokens`: 0 on engines that shape newcomers
-        into the batch.
-        """
+        """`Batch.chunk_tokens` if a policy wants `tokens`: 0 on engines that shape newcomers."""
         return 0 if self.joining == "shape" else tokens
 
     def holds(self, job: Job) -> bool:
@@ -337,9 +317,7 @@ class Worker:
         return job.limit_tokens <= self.longest
 
     def is_like(self, other: Worker) -> bool:
-        """Whether the two workers are of one kind: equal laws, equal capacity and equal ways to
-        batch.
-        """
+        """Whether the two are of one kind: equal laws, capacity and ways to batch."""
         return (
             self.latency == other.latency
             and self.memory == other.memory
@@ -349,9 +327,7 @@ class Worker:
         )
 
     def left_s(self, now_s: float) -> float:
-        """Seconds of `load_s` that remain, without the part of the running batch that is done by
-        now.
-        """
+        """Seconds of `load_s` that remain, without what the running batch has done by now."""
         running = self.running
         done_s = min(now_s - running.started_s, running.estimated_s) if running else 0.0
         return max(self.load_s - done_s, 0.0)
@@ -382,16 +358,7 @@ class RoundResult:
             empty if splitting a pass was enough), or an engine that also schedules made room.
     """
 
-    __slots__ = (
-        "batch_id",
-        "dropped",
-        "ended",
-        "failure",
-        "joined",
-        "missed",
-        "steps",
-        "worker",
-    )
+    __slots__ = ("batch_id", "dropped", "ended", "failure", "joined", "missed", "steps", "worker")
 
     def __init__(
         self,

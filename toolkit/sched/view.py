@@ -164,9 +164,7 @@ class View:
         return found
 
     def changed(self, index: int) -> None:
-        """For the scheduler: the jobs that wait or run at a worker changed, so its figures are
-        stale.
-        """
+        """For the scheduler: a worker's waiting or running jobs changed; its figures are stale."""
         for figure in self.figures.values():
             figure.forget(index)
 

@@ -62,9 +62,7 @@ class SimResult:
 def requests_of(
     trace: Trace, max_new_tokens: int, *, limits_hold: bool = True
 ) -> tuple[list[Request], list[int]]:
-    """The requests of a trace as a scheduler sees them, and the output lengths, which it does not
-    see.
-    """
+    """The requests of a trace as a scheduler sees them, and the output lengths, hidden from it."""
     requests, outputs = [], []
     for k, (arrival_s, prompt, output, limit, priority) in enumerate(trace.rows()):
         limit = limit or max_new_tokens
@@ -174,9 +172,7 @@ def _run(
     ledger: Ledger,
     closed: Sessions | None,
 ) -> list[Refusal]:
-    """Serve under a policy of this project's scheduler, sessions in a closed loop where they are
-    given; return the refused requests.
-    """
+    """Serve under a policy of this project's scheduler; return the refused requests."""
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
@@ -342,9 +338,7 @@ class PolicyRun:
 
 
 def usual_policies(fit: Fit | None) -> list[str]:
-    """All policies but the oracles, and the one built into the fit's engine if the fit has its
-    laws.
-    """
+    """All policies but oracles, and the one built into the fit's engine if the fit has its laws."""
     built_in = [
         name
         for name, policy in BUILT_IN.items()

@@ -86,23 +86,9 @@ class PagedRequest:
     """
 
     __slots__ = (
-        "computed",
-        "content",
-        "end",
-        "filled",
-        "left",
-        "mark",
-        "number",
-        "order",
-        "path",
-        "place",
-        "preempted",
-        "prompt",
-        "registered",
-        "runs",
-        "stops",
-        "watched",
-    )
+        "computed", "content", "end", "filled", "left", "mark", "number", "order", "path", "place",
+        "preempted", "prompt", "registered", "runs", "stops", "watched",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -141,20 +127,9 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_kept",
-        "_plain",
-        "block_tokens",
-        "blocks",
-        "free",
-        "held",
-        "hits",
-        "keeps",
-        "lost",
-        "preempted_hits",
-        "preempted_queries",
-        "queries",
-        "writers",
-    )
+        "_kept", "_plain", "block_tokens", "blocks", "free", "held", "hits", "keeps", "lost",
+        "preempted_hits", "preempted_queries", "queries", "writers",
+    )  # fmt: skip
 
     def __init__(self, blocks: int, block_tokens: int, *, keeps: bool) -> None:
         self.blocks, self.block_tokens, self.keeps = blocks, block_tokens, keeps

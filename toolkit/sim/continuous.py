@@ -337,9 +337,7 @@ class RoundWorker(Decoding):
         return len(batch.jobs)
 
     def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
-        """Lay out a round with rows that are prefilled in chunks, from this round or an earlier
-        one; when it will end.
-        """
+        """Lay out a round with prefills in chunks, of this round or an earlier one; its end."""
         self._in_passes = True
         newcomers, rows, law = self._newcomers, len(self._resident), self._latency
         for job in batch.jobs:

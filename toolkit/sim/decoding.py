@@ -224,9 +224,7 @@ class Decoding:
             heappush(self._ends, row)
 
     def _drop_stale_ends(self) -> None:
-        """Remove stale entries from the top of the heap: those of jobs that were evicted or paused
-        meanwhile.
-        """
+        """Remove the ends of jobs that were evicted or paused from the top of the heap."""
         ends = self._ends
         while not ends[0].stays:
             heappop(ends)

@@ -45,9 +45,7 @@ class TokenGaps:
             self._last_s.append(last_s)
 
     def add_rows(self, generated: Sequence[int], second_s: float, growth_s: float) -> None:
-        """Add the gaps within a slice: the gap before each row's second token is `second_s`, and
-        each further gap is longer by `growth_s`.
-        """
+        """Add a slice's gaps: `second_s` before each second token, then longer by `growth_s`."""
         for tokens in generated:
             self.add(tokens - 1, second_s, second_s + (tokens - 2) * growth_s)
 
@@ -289,20 +287,9 @@ class Gaps:
     """
 
     __slots__ = (
-        "_below",
-        "_gaps",
-        "_has_gap",
-        "_marks",
-        "_top_mark",
-        "_top_s",
-        "_wait_mark",
-        "_wait_s",
-        "_waits",
-        "_waits_since",
-        "_waits_to",
-        "last_mark",
-        "last_s",
-    )
+        "_below", "_gaps", "_has_gap", "_marks", "_top_mark", "_top_s", "_wait_mark", "_wait_s",
+        "_waits", "_waits_since", "_waits_to", "last_mark", "last_s",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.last_mark = 0
@@ -325,9 +312,7 @@ class Gaps:
         self.last_s = -1.0  # the last decode step's end
 
     def mark(self, *, alone: bool) -> int:
-        """The mark of the requests that join now. `alone`: no other row runs, so that all earlier
-        gaps can be forgotten.
-        """
+        """The mark of requests that join now; if they are `alone`, earlier gaps are forgotten."""
         if alone:
             if self._below:
                 self._below = 0

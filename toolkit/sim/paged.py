@@ -176,9 +176,7 @@ class PagedScheduler:
         return self._plan
 
     def rows(self) -> list[tuple[int, int, int]]:
-        """The planned pass row by row, as vLLM logs it: number, tokens computed before, new
-        tokens.
-        """
+        """The planned pass by row, as vLLM logs it: number, tokens computed before, new tokens."""
         assert self._plan is not None
         chunks = {
             chunk.row: (chunk.row.number, chunk.computed, chunk.new) for chunk in self._plan.chunks
@@ -216,9 +214,7 @@ class PagedScheduler:
         return most
 
     def commit(self, steps: int = 1) -> list[PagedRequest]:
-        """Record that the planned pass and `steps - 1` more of the same rows were made; return the
-        rows that ended with the last.
-        """
+        """Record the planned pass and `steps - 1` more of its rows; return those that ended."""
         plan, tokens = self._plan, self._block_tokens
         assert plan is not None
         if steps > 1:  # the blocks that decodes take in the passes after the planned one

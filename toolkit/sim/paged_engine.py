@@ -155,9 +155,7 @@ class Reuse:
         return leaves, [False] * len(leaves) if self.closed else continued
 
     def turns(self, numbers: Sequence[int]) -> dict[int, list[tuple[int, float]]]:
-        """In a closed loop, the turns of the requests `numbers` that follow each of them, with
-        their think times in seconds.
-        """
+        """In a closed loop, the turns after each of `numbers`, with think times in seconds."""
         if self.sessions is None or not self.closed:
             return {}
         found: dict[int, list[tuple[int, float]]] = {}
@@ -275,9 +273,7 @@ class PagedRun:
             self._plan_s, self.next_s = now_s, math.inf
 
     def die(self, now_s: float) -> list[PagedRequest]:
-        """It dies, and comes back empty: the requests that had not ended, in the order of their
-        arrival. `left` is what their clients lack.
-        """
+        """It dies and comes back empty. Returns its requests in order; `left` is what they lack."""
         if self._leap is not None:
             plan, begin_s, steps = self._leap
             low, high = 0, steps  # passes that were done
@@ -333,9 +329,7 @@ class PagedRun:
     def _finish(
         self, plan: PagedPass, steps: int, begin_s: float, begun_s: float, end_s: float
     ) -> list[PagedRequest]:
-        """Record that `steps` passes were made from `begin_s` on, the last one from `begun_s` to
-        `end_s`; return the rows that ended with the last.
-        """
+        """Record `steps` passes from `begin_s` on, the last from `begun_s`; the rows that ended."""
         scheduler, ledger, law, rows = self._scheduler, self._ledger, self._law, plan.rows
         first_s = end_s if steps == 1 else begin_s + law.forward_s(plan.shape)
         last = _grown(plan.shape, steps)
@@ -507,9 +501,7 @@ def _drive(
 def refusal(
     request: Request, output: int, flags: VllmPolicy, engine: PagedEngine
 ) -> Refusal | None:
-    """The refusal of a request that, alone and at its full length, does not fit into the cache or
-    into a pass; None if it fits.
-    """
+    """The refusal of a request that, alone and at its longest, no cache or pass has room for."""
     # the last token is not cached
     most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
     limits = {"the cache holds": engine.capacity_tokens}

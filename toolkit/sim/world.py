@@ -68,9 +68,7 @@ class Validity:
         return len(requests) <= rows and all(length <= limit for length in lengths)
 
     def left_by(self, entering: int, input_length: int, rows: int, cached_length: float) -> bool:
-        """Whether a prefill of `entering` rows or decode steps of `rows` up to `cached_length` are
-        outside the range.
-        """
+        """Whether a prefill of `entering` rows or decode steps of `rows` are outside the range."""
         prefill, decode = self.prefill, self.decode
         return (
             rows > decode.batch_size_max
@@ -81,9 +79,7 @@ class Validity:
 
 
 def extrapolation_warning(percent: float, valid: object) -> str:
-    """One line about `extrapolated_batches_percent` with the measured range; empty if no batch
-    was extrapolated.
-    """
+    """One line about `extrapolated_batches_percent` with the range; empty if it is 0."""
     if not percent:
         return ""
     what = f"{percent:.3g} % of the batches are outside what the fit measured"
@@ -92,9 +88,7 @@ def extrapolation_warning(percent: float, valid: object) -> str:
 
 @dataclass(slots=True, frozen=True)
 class RoundLaws:
-    """The laws of time and memory of a worker that runs rounds. `believed` and `front`: as in
-    `World`.
-    """
+    """The laws of a worker that runs rounds. `believed` and `front`: as in `World`."""
 
     latency: LatencyLaw
     memory: MemoryLaw
@@ -356,9 +350,7 @@ def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
 
 @dataclass(slots=True, frozen=True)
 class DrawnEdge:
-    """The memory edge that a batch meets, drawn by its id. A class, not a closure, so that worlds
-    can be pickled for other processes.
-    """
+    """The memory edge that a batch meets, drawn by its id. A class, so that it can be pickled."""
 
     edge: MemoryEdge
     seed: int
@@ -561,7 +553,5 @@ def check_capacity(given: Mapping[str, Value], world: World, trace: Trace) -> No
 
 
 def policy_for(fit: Fit | None, name: str, given: Mapping[str, Value]) -> AnyPolicy:
-    """The policy of this name with the parameters `given`; in the token-step world the parameters
-    of the artifact come first.
-    """
+    """The policy with the parameters `given`, in the token-step world over the artifact's."""
     return make_any(name, dict(given) if fit else ARTIFACT.get(name, {}) | dict(given))

@@ -68,9 +68,7 @@ def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
 
 
 def make_any(name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
-    """Like `make_policy`, but also policies that are built into an engine, to simulate or configure
-    them.
-    """
+    """Like `make_policy`, but also policies built into an engine, to simulate or configure."""
     if name in BUILT_IN:
         built_in = BUILT_IN[name]
         return built_in(**checked_names(built_in, dict(parameters)))

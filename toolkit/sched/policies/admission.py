@@ -278,9 +278,7 @@ class WithinLimits(SampledPeak):
         return attempt < self._late_attempts
 
     def _is_late(self, worker: Worker, job: Job, now_s: float) -> bool:
-        """Whether the job's first token can only be late, or its prefill alone breaks the others'
-        MTPOT.
-        """
+        """Whether its first token can only be late, or its prefill alone breaks others' MTPOT."""
         if job.generated > 0:
             return False
         known = self._alone[worker.index]
@@ -327,9 +325,7 @@ class SliceEnds:
         return int((1.0 - self._reserve) * worker.capacity_tokens)
 
     def promise(self, worker: Worker, _expected: int) -> tuple[int, int]:
-        """The tokens that a worker promised, which do not depend on the progress of the running
-        round.
-        """
+        """The tokens that a worker promised, whatever the progress of the running round."""
         inbox, residents = worker.inbox, worker.residents
         promised = inbox.tokens + len(inbox.jobs) * self.period
         if residents.jobs:
@@ -406,9 +402,7 @@ class SliceEnds:
         return left if left < most else most
 
     def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: Numbers) -> list[Job]:
-        """The jobs of `over` that leave, in order of admission. Subtracts what moves from
-        `free`.
-        """
+        """The jobs of `over` that leave, in order of admission; what moves is taken off `free`."""
         residents, steps = worker.residents, worker.residents.steps
         source, crowded, limit = worker.index, bool(worker.inbox.jobs), self.limit(worker)
         staying = dict.fromkeys(residents.jobs)

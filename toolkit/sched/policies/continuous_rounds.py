@@ -333,9 +333,7 @@ class BatonRounds(RoundPlanner):
     def _has_room(
         self, worker: Worker, footprint: Footprint, job: Job, *, enters: bool = True
     ) -> bool:
-        """Whether there is room for one more row and for `headroom_steps`. An empty worker always
-        has room.
-        """
+        """Whether one more row and `headroom_steps` have room; on an empty worker always."""
         rows = footprint.rows
         if rows >= self._most_rows or rows >= worker.row_limit:
             return False

@@ -96,9 +96,7 @@ class FeedbackQueues:
         return prefill_s + (self._law.decode_s(1, prompt_tokens, decoded) if decoded else 0.0)
 
     def _tokens(self, prompt_tokens: int, service_s: float, least: int) -> int:
-        """The least number of generated tokens, from `least` up, that takes at least `service_s` of
-        service.
-        """
+        """The fewest generated tokens, at least `least`, that take `service_s` of service."""
         high = max(least, 1)
         while self.service_s(prompt_tokens, high) < service_s:
             high *= 2

@@ -16,9 +16,7 @@ LARGEST_WHOLE = 2**53  # floats represent no larger integers exactly
 
 @dataclass(slots=True, frozen=True)
 class Knob:
-    """A parameter's limits (inclusive), its search range if it has one, and its meaning with the
-    unit.
-    """
+    """A parameter's limits (inclusive), its search range if any, and its meaning with the unit."""
 
     low: float
     high: float
@@ -85,9 +83,7 @@ def parameters(policy: AnyPolicy) -> dict[str, Value]:
 
 
 def validate(policy: AnyPolicy) -> None:
-    """For `__post_init__`: `InputError` unless every parameter has its type and is within its
-    limits.
-    """
+    """For `__post_init__`: `InputError` unless each parameter has its type and keeps its limits."""
     for f in fields(policy):  # type: ignore[arg-type]
         check(
             f"policy '{policy.name}'",

@@ -90,9 +90,7 @@ class PastFuturePolicy(ContinuousPolicy):
 
 @dataclass(frozen=True, slots=True)
 class PastFutureOracle(ContinuousPolicy):
-    """Admit while the peak of Eq. 2-4 with the true lengths stays below the capacity (Past-Future,
-    Table 1).
-    """
+    """Admit while the peak (Eq. 2-4) of true lengths is below the capacity (Table 1)."""
 
     name: ClassVar[str] = "past-future-oracle"
 

@@ -51,22 +51,9 @@ class RankedJob:
     """
 
     __slots__ = (
-        "age_s",
-        "generated",
-        "job",
-        "leaves",
-        "location",
-        "needs",
-        "own",
-        "path",
-        "promoted_at",
-        "runs",
-        "since",
-        "standing",
-        "ticket",
-        "tokens",
-        "waits_s",
-    )
+        "age_s", "generated", "job", "leaves", "location", "needs", "own", "path", "promoted_at",
+        "runs", "since", "standing", "ticket", "tokens", "waits_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -126,9 +113,7 @@ def mark_running(cached: Sequence[RankedJob], run: Sequence[RankedJob]) -> None:
 
 
 class Newcomers:
-    """The waiting jobs without a cache, in order of rank. Jobs that no longer fit are skipped for
-    good.
-    """
+    """The waiting jobs without a cache, by rank. Jobs that no longer fit are skipped for good."""
 
     def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
         assert isinstance(worker.inbox, RankedInbox)
@@ -185,9 +170,7 @@ class Newcomers:
 
 
 def free_cache_tokens(worker: Worker) -> int:
-    """Tokens that are free for caches on the device and in host memory together, as of the last
-    report.
-    """
+    """Tokens free for caches on the device and in host memory together, as last reported."""
     device = worker.capacity_tokens - worker.footprint.taken - worker.held.tokens
     return device + worker.host_tokens - worker.swapped.tokens
 
@@ -218,17 +201,9 @@ class Placement:
     """
 
     __slots__ = (
-        "awaited",
-        "closed",
-        "evict",
-        "fetched",
-        "footprint",
-        "kept",
-        "overlap",
-        "run",
-        "swap_in",
+        "awaited", "closed", "evict", "fetched", "footprint", "kept", "overlap", "run", "swap_in",
         "swap_out",
-    )
+    )  # fmt: skip
 
     def __init__(self, run: list[RankedJob], footprint: Footprint) -> None:
         self.run = run
@@ -410,9 +385,7 @@ def beside_transfers(
 
 
 def steps_until(law: SliceLaw, rows: int, length: float, seconds: float, most: int) -> int:
-    """The first number of decode steps, from 1 to `most`, that takes at least `seconds`, else
-    `most`.
-    """
+    """The fewest decode steps, from 1 to `most`, that take at least `seconds`; else `most`."""
     low, high = 1, most
     if seconds == float("inf") or law.decode_s(rows, length, most) < seconds:
         return most

@@ -59,9 +59,7 @@ class RoundSettings(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class PreemptivePolicy(RoundPolicy):
-    """Base of the preemptive policies: subclasses rank jobs, and their planners say when ranks
-    change.
-    """
+    """Base of the preemptive policies: subclasses rank jobs, their planners say for how long."""
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = True
@@ -101,9 +99,7 @@ class PreemptivePolicy(RoundPolicy):
 
     @abstractmethod
     def standings(self, law: SliceLaw) -> Standing:
-        """See `Ranks`. Of two jobs that do not starve, the one with the lesser standing goes
-        first.
-        """
+        """See `Ranks`. Of jobs that do not starve, the one with the least standing goes first."""
 
     @property
     def most_rows(self) -> int:
@@ -176,9 +172,7 @@ class MlfqPolicy(PreemptivePolicy):
 
 @dataclass(frozen=True, slots=True)
 class SrptOracle(PreemptivePolicy):
-    """Shortest remaining processing time: the least remaining prefill and decode alone, by the
-    law.
-    """
+    """Shortest remaining processing time: prefill and decode alone, by the law."""
 
     name: ClassVar[str] = "srpt-oracle"
 

@@ -123,9 +123,7 @@ class PreemptiveRounds(RoundPlanner):
         return min(self.max_batch_size, worker.row_limit)
 
     def _spare(self, worker: Worker, rows: int) -> int:
-        """Tokens left free for the growth of so many rows in an interval, bounded for a small
-        memory.
-        """
+        """Tokens left free for the growth of so many rows in an interval; few in a small memory."""
         return min(rows * self.interval_steps, worker.capacity_tokens // 16)
 
     def plan_round(self, worker: Worker, now_s: float) -> Batch:

@@ -50,9 +50,7 @@ def least_loaded(view: View, rows: int) -> Sequence[int]:
 
 
 def max_min(view: View, rows: int) -> Sequence[int]:
-    """Like least-loaded, with the longest of the requests that arrived together first (SCLS 4.5,
-    Eq. 11).
-    """
+    """Like least-loaded, the longest request that came at once first (SCLS 4.5, Eq. 11)."""
     order = sorted(range(len(view.pool)), key=lambda k: -view.pool[k].length)
     homes = dict(zip(order, _to_least(view, [view.pool[k] for k in order], rows), strict=True))
     return [homes[k] for k in range(len(order))]
@@ -177,9 +175,7 @@ def _lowest_peak(
 
 
 def _future_memory(worker: Worker, expected: int) -> tuple[int, int]:
-    """The peak of a worker with one additional new job of no input, and the number of jobs with
-    it.
-    """
+    """The peak of a worker with one more new job of no input, and how many jobs these are."""
     return _peak(worker, (), expected, empty=1), _rows_of(worker, ())
 
 

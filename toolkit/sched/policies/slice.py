@@ -245,9 +245,7 @@ def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
 
 
 def _offload(batches: list[Batch], heap: list[tuple[float, int, int]]) -> float:
-    """The same for a list of (load in s, batches assigned so far, index) of workers, which it
-    reorders.
-    """
+    """The same for (load in s, batches so far, index) of workers, a list that it reorders."""
     heapq.heapify(heap)
     batches.sort(key=lambda batch: -batch.estimated_s)
     for batch in batches:
@@ -258,9 +256,7 @@ def _offload(batches: list[Batch], heap: list[tuple[float, int, int]]) -> float:
 
 
 def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
-    """Assign batches round robin, continuing after the last call. Returns the least load, in
-    seconds.
-    """
+    """Assign batches in turn, after the last call's. Returns the least load, in seconds."""
     loads = {worker.index: worker.load_s for worker in workers}
     turn = sum(worker.assigned for worker in workers)
     for k, batch in enumerate(batches, start=turn):
@@ -367,9 +363,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
     )
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents at the end of a slice that leave, for their own sake or for that of waiting
-        jobs.
-        """
+        """Residents at a slice's end that leave, for their own sake or that of waiting jobs."""
         return self._rules(view).release(view, self._promised(view)) if view.due else ()
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
