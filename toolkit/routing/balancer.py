@@ -328,10 +328,8 @@ def replay_routes(
                 choose = balancer.offer if is_offer else balancer.route
                 chosen = _logged(choose(request, now_s, excluded))
                 if chosen != logged:
-                    yield (
-                        f"event {number}: {request.request_id} went to replica {chosen}, "
-                        f"logged {logged}"
-                    )
+                    went = f"{request.request_id} went to replica {chosen}"
+                    yield f"event {number}: {went}, logged {logged}"
             case FirstToken(request_id, now_s):
                 balancer.first_token(request_id, now_s)
             case Ended(request_id, generated):

@@ -209,13 +209,9 @@ def weigh(
     attended_ahead = ahead * (ahead / max(replica.prefills, 1)) / 2
     plain_s: float = law.pass_s(decodes, context, 0, 0, 0.0)
     chunks = (replica.prefills + 1) / passes
-    chunk_s: float = law.pass_s(
-        decodes,
-        context,
-        chunks if chunks > 1.0 else 1.0,
-        (ahead + new) / passes,
-        (new * (cached + new / 2) + attended_ahead) / passes,
-    )
+    chunks = chunks if chunks > 1.0 else 1.0
+    keys = (new * (cached + new / 2) + attended_ahead) / passes
+    chunk_s: float = law.pass_s(decodes, context, chunks, (ahead + new) / passes, keys)
     # what its own prompt adds to the passes of the rows that decode
     longer_s = chunk_s - plain_s
     own_s = (longer_s if longer_s > 0.0 else 0.0) * passes * new / (ahead + new)

@@ -20,7 +20,15 @@ from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.routing import formulas
 from toolkit.routing.replicas import Replica, RouterView
 from toolkit.routing.types import RequestOutlook, RoutedRequest
-from toolkit.sched.policies.parameters import Knob, Value, check, defaults, knob, knobs, parameters
+from toolkit.sched.policies.parameters import (
+    Knob,
+    Value,
+    defaults,
+    knob,
+    knobs,
+    parameters,
+    validate,
+)
 
 TARGETS = {"ttft": "ttft_s", "mtpot": "gap_s"}  # a kind of target to a router's parameter
 RING_POINTS = 160  # of each replica of weight 1 on the ring of `session-hash`
@@ -52,11 +60,7 @@ class _Checked:
     index_ttl_s: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
-        for parameter, limits in router_knobs(type(self)).items():
-            default = type(self).__dataclass_fields__[parameter].default
-            check(
-                f"router '{self.name}'", parameter, type(default), getattr(self, parameter), limits
-            )
+        validate(self, f"router '{self.name}'")
 
 
 @dataclass(frozen=True)

@@ -190,11 +190,9 @@ class SlabFootprint(Footprint):
         )
 
     def widest(self, limit: int) -> int:
-        first_too_long = (
-            bisect_left(range(1, limit + 1), True, key=lambda length: not self.fits(length, limit))
-            + 1
-        )
-        return first_too_long + self._worker.emits
+        lengths = range(1, limit + 1)
+        fitting = bisect_left(lengths, True, key=lambda length: not self.fits(length, limit))
+        return fitting + 1 + self._worker.emits
 
     def enter(self, job: Job) -> None:
         self.rows += 1

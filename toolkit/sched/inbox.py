@@ -211,11 +211,7 @@ class Inbox:
 
     def append(self, job: Job) -> None:
         """Add a job behind all that are as urgent."""
-        jobs = self.jobs
-        if not jobs or jobs[-1].priority <= job.priority:
-            jobs.append(job)
-        else:
-            self._place(job, last=True)
+        self._place(job, last=True)
         self._added(job)
 
     def appendleft(self, job: Job) -> None:
@@ -345,10 +341,6 @@ class RankedInbox(Inbox):
 
     def __contains__(self, job: object) -> bool:
         return self._place_of(cast("Job", job)) >= 0
-
-    def append(self, job: Job) -> None:
-        self.jobs.append(job)
-        self._added(job)
 
     def _place(self, job: Job, *, last: bool) -> None:
         if last:

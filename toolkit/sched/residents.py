@@ -225,23 +225,6 @@ class ParkedCaches:
         self.tokens -= job.length
 
 
-def begin_moves(worker: Worker, moves: Moves, now_s: float) -> None:
-    """Apply the moves when a round starts: pause, swap, and make resumed jobs residents."""
-    residents, held = worker.residents, worker.held
-    for job in (*moves.pause, *moves.swap_out):
-        if job in residents.jobs:
-            residents.leave(job)
-            held.put(job)
-            job.waiting_since_s = now_s
-    if not moves.overlap:
-        _transfer(worker, moves)
-    for job in moves.promote:
-        job.promoted_at = job.generated
-    for job in moves.resume:
-        held.take(job)
-        residents.join(job)
-
-
 def holds(worker: Worker, job: Job) -> bool:
     """Whether the worker keeps the job's cache, on the device or in host memory."""
     return job in worker.residents.jobs or job in worker.held.jobs or job in worker.swapped.jobs
@@ -286,11 +269,23 @@ class WorkerRounds:
 
     def begin(self, worker: Worker, batch: Batch, now_s: float) -> None:
         """Start a round. Adds to `batch` the jobs cancelled or released since the last round."""
+        residents, jobs = worker.residents, batch.jobs
         for job in batch.evict:
             self.evict(worker, job, now_s)
         if batch.moves is not None:
-            begin_moves(worker, batch.moves, now_s)
-        residents, jobs = worker.residents, batch.jobs
+            moves, held = batch.moves, worker.held
+            for job in (*moves.pause, *moves.swap_out):
+                if job in residents.jobs:
+                    residents.leave(job)
+                    held.put(job)
+                    job.waiting_since_s = now_s
+            if not moves.overlap:
+                _transfer(worker, moves)
+            for job in moves.promote:
+                job.promoted_at = job.generated
+            for job in moves.resume:
+                held.take(job)
+                residents.join(job)
         if jobs:
             for job in jobs:
                 residents.join(job)
@@ -371,11 +366,8 @@ class WorkerRounds:
         """Jobs that joined get the prefill's token and the steps since; the others get neither."""
         residents, emits = worker.residents, worker.emits > 0
         waited = dict.fromkeys((*residents.prefilling, *batch.jobs))
-        after = (
-            dict.fromkeys([job.request_id for job in waited], 0)
-            if result.joined is None
-            else dict(result.joined)
-        )
+        joined = result.joined
+        after = dict(joined) if joined is not None else {job.request_id: 0 for job in waited}
         for job in waited:
             residents.miss(job, after.get(job.request_id, result.steps))
         residents.prefill_on([job for job in waited if job.request_id not in after], emits=emits)

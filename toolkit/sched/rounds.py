@@ -177,26 +177,19 @@ class PrefillPasses(Generic[Key]):
             chosen = list(range(len(lengths))) if self._mixes else alike(lengths, bound or None)
             while fits and not fits([lengths[index] for index in chosen]) and len(chosen) > 1:
                 chosen = chosen[: (len(chosen) + 1) // 2]
-            members = sorted(
-                [self._waiting[index] for index in chosen], key=lambda entry: -entry[1]
-            )
-            taken = set(chosen)
-            self._waiting = [
-                entry for index, entry in enumerate(self._waiting) if index not in taken
-            ]
-            self.group = PrefillGroup(
-                [key for key, _ in members], [length for _, length in members]
-            )
+            waiting, taken = self._waiting, set(chosen)
+            members = sorted([waiting[index] for index in chosen], key=lambda entry: -entry[1])
+            self._waiting = [entry for k, entry in enumerate(waiting) if k not in taken]
+            lengths = [length for _, length in members]
+            self.group = PrefillGroup([key for key, _ in members], lengths)
         return self.group
 
     def next(self, bound: int = 0) -> PrefillPass[Key]:
         """The next pass: at most `bound` tokens with padding, at least one column; 0: the rest."""
         group = self.form(bound)
-        end = (
-            min(group.width, group.done + max(bound // len(group.keys), 1))
-            if bound
-            else group.width
-        )
+        end = group.width
+        if bound:
+            end = min(end, group.done + max(bound // len(group.keys), 1))
         return PrefillPass(group, group.done, end)
 
     def made(self, completed: PrefillPass[Key]) -> None:

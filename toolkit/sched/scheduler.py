@@ -69,11 +69,8 @@ class Scheduler:
     ) -> None:
         self.policy = policy
         self.workers = list(workers)
-        self._finished = (
-            policy.first_history()
-            if isinstance(policy, UsesHistory)
-            else LengthHistory(DEFAULT_HISTORY)
-        )
+        history = policy.first_history() if isinstance(policy, UsesHistory) else None
+        self._finished = history or LengthHistory(DEFAULT_HISTORY)
         for length in finished:
             self._finished.add(length)
         self._refused: list[Refusal] = []  # accepted requests that were given up

@@ -318,13 +318,9 @@ class Worker:
 
     def is_like(self, other: Worker) -> bool:
         """Whether the two are of one kind: equal laws, capacity and ways to batch."""
-        return (
-            self.latency == other.latency
-            and self.memory == other.memory
-            and self.swap == other.swap
-            and (self.host_tokens, self.joining, self.slots)
-            == (other.host_tokens, other.joining, other.slots)
-        )
+        mine = self.latency, self.memory, self.swap, self.host_tokens, self.joining, self.slots
+        its = other.latency, other.memory, other.swap, other.host_tokens, other.joining, other.slots
+        return mine == its
 
     def left_s(self, now_s: float) -> float:
         """Seconds of `load_s` that remain, without what the running batch has done by now."""

@@ -112,16 +112,11 @@ def _served_by_engines(
 ) -> SimResult:
     """Serve on engines with schedulers of their own: alike and in turn, or behind a router."""
     several = bool(world.others)
-    kinds = [
-        ServedKind(
-            kind.engine(),
-            kind.flags or policy,
-            kind.workers,
-            ledger.of_kind() if several else ledger,
-            None if world.front == NO_DELAY else world.front,
-        )
-        for kind in world.kinds
-    ]
+    front = None if world.front == NO_DELAY else world.front
+    kinds = []
+    for kind in world.kinds:
+        book = ledger.of_kind() if several else ledger
+        kinds.append(ServedKind(kind.engine(), kind.flags or policy, kind.workers, book, front))
     first, reuse = kinds[0], Reuse(trace.shared, trace.sessions, world.closed_loop)
     routing = world.routing or (Routing.of_front(RoundRobinRouter()) if several else None)
     if routing is None:
@@ -133,9 +128,8 @@ def _served_by_engines(
         return SimResult(served, found, refusals)
     refusals, numbers = serve_routed(requests, kinds, ledger, reuse, routing, drain=world.drain)
     if several:
-        for kind in kinds:
-            ratio = first.engine.capacity_tokens / kind.engine.capacity_tokens
-            ledger.add(kind.ledger, ratio)
+        for one in kinds:
+            ledger.add(one.ledger, first.engine.capacity_tokens / one.engine.capacity_tokens)
     # as clients see the requests, each behind the front of the kind that served it
     kind_of, fronts = np.array(numbers), [kind.usual_front for kind in kinds]
     served = ledger.served()

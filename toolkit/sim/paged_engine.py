@@ -87,15 +87,8 @@ class PagedEngine:
     def of(cls, fit: StepsFit, capacity_tokens: int) -> PagedEngine:
         """The engine that a fit describes, with a cache of `capacity_tokens`."""
         valid = PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max)
-        return cls(
-            law_of_steps(fit),
-            capacity_tokens // fit.block_tokens,
-            fit.block_tokens,
-            fit.async_scheduling,
-            valid,
-            fit.front_s,
-            fit.front_row_s,
-        )
+        blocks, front = capacity_tokens // fit.block_tokens, (fit.front_s, fit.front_row_s)
+        return cls(law_of_steps(fit), blocks, fit.block_tokens, fit.async_scheduling, valid, *front)
 
     @property
     def capacity_tokens(self) -> int:

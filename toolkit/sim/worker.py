@@ -18,7 +18,7 @@ from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.metrics import Served
 from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.types import Batch, BatchResult, Failure
+from toolkit.sched.types import Batch, BatchResult
 from toolkit.sim.ledger import Ledger, RequestOutcome, RunsOut
 
 
@@ -131,7 +131,8 @@ class SimWorker:
         if self._runs_out and self._runs_out(batch.batch_id, size, length, batch.steps):
             self._ledger.oom_batches += 1
             failed_s = self._intake.end_s(now_s, prefill_s)
-            return self._end(batch, now_s, failed_s, [0] * size, [False] * size, "oom")
+            result = BatchResult(batch.batch_id, batch.worker, [0] * size, [False] * size, "oom")
+            return self._end(result, now_s, failed_s)
         known = self._ledger.outcomes
         outcomes = [known[job.number] for job in batch.jobs]
         remaining = [
@@ -160,7 +161,8 @@ class SimWorker:
             now_s, prefill_s + self._latency.decode_s(size, length, ran - self._emits)
         )
         self._stamp(batch, outcomes, generated, finished, now_s, prefill_s, done_s)
-        return self._end(batch, now_s, done_s, generated, finished, "")
+        result = BatchResult(batch.batch_id, batch.worker, generated, finished)
+        return self._end(result, now_s, done_s)
 
     def finish(self) -> BatchResult:
         """The result of the batch, which has ended."""
@@ -170,18 +172,10 @@ class SimWorker:
         """Raises `ValueError`: static batches run to their end."""
         raise ValueError("a static batch cannot be interrupted")
 
-    def _end(
-        self,
-        batch: Batch,
-        now_s: float,
-        done_s: float,
-        generated: Sequence[int],
-        finished: Sequence[bool],
-        failure: Failure,
-    ) -> float:
-        self._ledger.busy_s[batch.worker] += done_s - now_s
-        self._ledger.completed_s[batch.worker] = done_s
-        self._result = BatchResult(batch.batch_id, batch.worker, generated, finished, failure)
+    def _end(self, result: BatchResult, now_s: float, done_s: float) -> float:
+        self._ledger.busy_s[result.worker] += done_s - now_s
+        self._ledger.completed_s[result.worker] = done_s
+        self._result = result
         return done_s
 
     def _stamp(

@@ -26,7 +26,7 @@ from toolkit.files.recipe import ServeSpec
 from toolkit.routing.admission import UNLIMITED
 from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
 from toolkit.sched.policies import BUILT_IN, make_any
-from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
+from toolkit.sched.policies.parameters import Value, choice, knob, knobs, validate
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
@@ -61,21 +61,14 @@ class Validity:
         """
         limit = min(self.prefill.length_max, self.decode.length_max)
         rows = min(self.prefill.batch_size_max, self.decode.batch_size_max)
-        lengths = (
-            request.prompt_tokens + output
-            for request, output in zip(requests, outputs, strict=True)
-        )
+        lengths = (r.prompt_tokens + output for r, output in zip(requests, outputs, strict=True))
         return len(requests) <= rows and all(length <= limit for length in lengths)
 
     def left_by(self, entering: int, input_length: int, rows: int, cached_length: float) -> bool:
         """Whether a prefill of `entering` rows or decode steps of `rows` are outside the range."""
         prefill, decode = self.prefill, self.decode
-        return (
-            rows > decode.batch_size_max
-            or cached_length > decode.length_max
-            or entering > prefill.batch_size_max
-            or input_length > prefill.length_max
-        )
+        steps = rows > decode.batch_size_max or cached_length > decode.length_max
+        return steps or entering > prefill.batch_size_max or input_length > prefill.length_max
 
 
 def extrapolation_warning(percent: float, valid: object) -> str:
@@ -412,8 +405,7 @@ class WorldSettings:
     )
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            check("world", f.name, type(f.default), getattr(self, f.name), f.metadata["knob"])
+        validate(self, "world")
 
     def routing(self, parameters: Mapping[str, Value]) -> Routing | None:
         """See `World.routing`; `parameters` are the router's."""

@@ -164,13 +164,8 @@ def footnote(policies: Iterable[str], engines: Sequence[str]) -> str:
     if not needs:
         return ""
     same_engine = len(set(engines)) == 1
-    which = (
-        f"engine '{engines[0]}'"
-        if same_engine
-        else "not every engine here"
-        if engines
-        else "no server"
-    )
+    several = "not every engine here" if engines else "no server"
+    which = f"engine '{engines[0]}'" if same_engine else several
     verb = "cannot" if same_engine else "can"
     laws = "; simulated by its laws all the same" if same_engine else ""
     what = "; ".join(f"{need} for {', '.join(names)}" for need, names in needs.items())

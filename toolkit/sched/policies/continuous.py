@@ -168,24 +168,14 @@ class ContinuousPolicy(RoundPolicy):
         return NO_LIMIT
 
     def make_planner(self, view: View) -> ContinuousRounds:
-        kind = type(self)
-        return ContinuousRounds(
-            view,
-            interval_steps=self.interval_steps,
-            max_prefill_tokens=self.max_prefill_tokens,
-            most_rows=self.most_rows,
-            chunk_tokens=self.chunk_tokens,
-            overfill=self.overfill,
-            any_may_come=self.any_may_come,
-            bounds=self.bounds,
-            admissible=(
-                None if kind.admissible is ContinuousPolicy.admissible else self.admissible
-            ),
-            admit=None if kind.admit is ContinuousPolicy.admit else self.admit,
-            longest_round=(
-                None if kind.longest_round is ContinuousPolicy.longest_round else self.longest_round
-            ),
-        )
+        planner, kind = ContinuousRounds(view, self), type(self)
+        if kind.admissible is not ContinuousPolicy.admissible:
+            planner.admissible = self.admissible
+        if kind.admit is not ContinuousPolicy.admit:
+            planner.admit = self.admit
+        if kind.longest_round is not ContinuousPolicy.longest_round:
+            planner.longest_round = self.longest_round
+        return planner
 
 
 # Aggressive admission: a request enters if there is room for its prompt now, and eviction makes
@@ -313,11 +303,4 @@ class BatonPolicy(RoundPolicy):
         return self.max_batch_size
 
     def make_planner(self, view: View) -> RoundPlanner:
-        return BatonRounds(
-            view,
-            max_batch_size=self.max_batch_size,
-            memory_threshold=self.memory_threshold,
-            headroom_steps=self.headroom_steps,
-            max_prefill_tokens=self.max_prefill_tokens,
-            chunk_tokens=self.chunk_tokens,
-        )
+        return BatonRounds(view, self)

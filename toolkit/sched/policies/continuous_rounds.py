@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from toolkit.sched.footprint import Footprint, footprint_of
 from toolkit.sched.inbox import priority_of, turn_of
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Moves, Worker
 from toolkit.sched.view import RoundPlanner, View
+
+if TYPE_CHECKING:
+    from toolkit.sched.policies.continuous import BatonPolicy, ContinuousPolicy
 
 
 class Bounds:
@@ -36,11 +40,8 @@ class Bounds:
 
     def equals(self, other: Bounds) -> bool:
         """Whether the bounds are the same."""
-        return (
-            self.taken == other.taken
-            and self.promised == other.promised
-            and self.prompts_only == other.prompts_only
-        )
+        mine = self.taken, self.promised, self.prompts_only
+        return mine == (other.taken, other.promised, other.prompts_only)
 
 
 def most_below(limit: float) -> int:
@@ -49,41 +50,28 @@ def most_below(limit: float) -> int:
 
 
 class ContinuousRounds(RoundPlanner):
-    """The planner of a `ContinuousPolicy`; the arguments are its parameters and criteria.
+    """The planner of a `ContinuousPolicy`.
 
-    None instead of a criterion: it has no say.
+    Attributes:
+        admissible, admit, longest_round: the policy's own criteria; None: it has none.
     """
 
-    def __init__(
-        self,
-        view: View,
-        *,
-        interval_steps: int,
-        max_prefill_tokens: int,
-        most_rows: int,
-        chunk_tokens: int,
-        overfill: bool,
-        any_may_come: bool,
-        bounds: Callable[[Worker], Bounds],
-        admissible: Callable[[Worker, Job, Footprint], bool] | None,
-        admit: Callable[[View, Worker, Sequence[Job]], int] | None,
-        longest_round: Callable[[Worker, int], int] | None,
-    ) -> None:
+    def __init__(self, view: View, policy: ContinuousPolicy) -> None:
         super().__init__(view)
-        self._interval = interval_steps
-        self._most_prefill = max_prefill_tokens
-        self._most_rows = most_rows
-        self._chunk_tokens = chunk_tokens
-        self._overfill = overfill
-        self._any_may_come = any_may_come
+        self._interval: int = policy.interval_steps
+        self._most_prefill: int = policy.max_prefill_tokens
+        self._most_rows: int = policy.most_rows
+        self._chunk_tokens: int = policy.chunk_tokens
+        self._overfill: bool = policy.overfill
+        self._any_may_come: bool = policy.any_may_come
         self._bounds: list[Bounds] = []  # by worker; those in a row that are equal are one object
         for worker in view.workers:
-            own = bounds(worker)
+            own = policy.bounds(worker)
             same = self._bounds and self._bounds[-1].equals(own)
             self._bounds.append(self._bounds[-1] if same else own)
-        self._admissible = admissible
-        self.admit = admit
-        self.longest_round = longest_round
+        self.admissible: Callable[[Worker, Job, Footprint], bool] | None = None
+        self.admit: Callable[[View, Worker, Sequence[Job]], int] | None = None
+        self.longest_round: Callable[[Worker, int], int] | None = None
 
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether the first waiting job may enter before a row ends."""
@@ -220,10 +208,8 @@ class ContinuousRounds(RoundPlanner):
             return False
         if self._any_may_come:
             bounds = self._bounds[worker.index]
-            return (
-                footprint.fits(1, worker.capacity_tokens)
-                and footprint.taken_with(1) <= bounds.taken
-            )
+            taken = footprint.taken_with(1)
+            return taken <= bounds.taken and footprint.fits(1, worker.capacity_tokens)
         if not (self._overfill or footprint.fits(job.length, worker.capacity_tokens)):
             return False
         return self._is_admissible(worker, job, footprint)
@@ -237,7 +223,7 @@ class ContinuousRounds(RoundPlanner):
             length = job.prompt_tokens if bounds.prompts_only else job.length
             if footprint.taken_with(length) > bounds.taken:
                 return False
-        return self._admissible is None or self._admissible(worker, job, footprint)
+        return self.admissible is None or self.admissible(worker, job, footprint)
 
 
 def eviction_order(worker: Worker) -> list[Job]:
@@ -246,24 +232,15 @@ def eviction_order(worker: Worker) -> list[Job]:
 
 
 class BatonRounds(RoundPlanner):
-    """The planner of `BatonPolicy`; the arguments are its parameters."""
+    """The planner of `BatonPolicy`."""
 
-    def __init__(
-        self,
-        view: View,
-        *,
-        max_batch_size: int,
-        memory_threshold: float,
-        headroom_steps: int,
-        max_prefill_tokens: int,
-        chunk_tokens: int,
-    ) -> None:
+    def __init__(self, view: View, policy: BatonPolicy) -> None:
         super().__init__(view)
-        self._most_rows = max_batch_size
-        self._threshold = memory_threshold
-        self._headroom = headroom_steps
-        self._most_prefill = max_prefill_tokens
-        self._chunk_tokens = chunk_tokens
+        self._most_rows: int = policy.max_batch_size
+        self._threshold: float = policy.memory_threshold
+        self._headroom: int = policy.headroom_steps
+        self._most_prefill: int = policy.max_prefill_tokens
+        self._chunk_tokens: int = policy.chunk_tokens
 
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether the first waiting job may enter before a row ends."""

@@ -82,16 +82,14 @@ def parameters(policy: AnyPolicy) -> dict[str, Value]:
     return {f.name: getattr(policy, f.name) for f in fields(policy)}  # type: ignore[arg-type]
 
 
-def validate(policy: AnyPolicy) -> None:
-    """For `__post_init__`: `InputError` unless each parameter has its type and keeps its limits."""
-    for f in fields(policy):  # type: ignore[arg-type]
-        check(
-            f"policy '{policy.name}'",
-            f.name,
-            type(f.default),
-            getattr(policy, f.name),
-            f.metadata["knob"],
-        )
+def validate(settings: Any, owner: str = "") -> None:
+    """For `__post_init__`: `InputError` unless each parameter has its type and keeps its limits.
+
+    `owner` is whose parameters they are, in words; empty: those of a policy.
+    """
+    for f in fields(settings):
+        value, limits = getattr(settings, f.name), f.metadata["knob"]
+        check(owner or f"policy '{settings.name}'", f.name, type(f.default), value, limits)
 
 
 def checked_names(policy: type[AnyPolicy], given: dict[str, Value]) -> dict[str, Value]:

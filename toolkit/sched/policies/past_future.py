@@ -79,7 +79,7 @@ class PastFuturePolicy(ContinuousPolicy):
         return view.rules
 
     def _make_rules(self, view: View) -> SampledPeak:
-        return SampledPeak(self.reserve, self.samples, self.sample_rows)
+        return SampledPeak(self)
 
     def bounds(self, worker: Worker) -> Bounds:
         return Bounds(taken=most_below((1.0 - self.reserve) * worker.capacity_tokens))
@@ -166,14 +166,4 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         return rules.reorder(view, now_s)
 
     def _make_rules(self, view: View) -> SampledPeak:
-        return WithinLimits(
-            view,
-            self.reserve,
-            self.samples,
-            self.sample_rows,
-            ttft_s=self.ttft_s,
-            mtpot_s=self.mtpot_s,
-            late_share=self.late_share,
-            interval_steps=self.interval_steps,
-            chunk_tokens=self.chunk_tokens,
-        )
+        return WithinLimits(view, self)

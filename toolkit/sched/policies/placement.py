@@ -157,16 +157,8 @@ class Newcomers:
         return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= cache_room
 
     def _row(self, job: Job, waits_s: float, standing: float, age_s: float) -> RankedJob:
-        return RankedJob(
-            job,
-            NOWHERE,
-            job.length,
-            job.generated,
-            job.length + self._grows,
-            waits_s,
-            standing,
-            age_s,
-        )
+        length, needs = job.length, job.length + self._grows
+        return RankedJob(job, NOWHERE, length, job.generated, needs, waits_s, standing, age_s)
 
 
 def free_cache_tokens(worker: Worker) -> int:
@@ -227,14 +219,8 @@ class Placement:
         swap_in = tuple([row.job for row in self.swap_in])
         if not (pause or resume or swap_out or swap_in or promote):
             return None
-        return Moves(
-            pause,
-            resume,
-            swap_out,
-            swap_in,
-            tuple(promote),
-            self.overlap and bool(swap_out or swap_in),
-        )
+        overlap = self.overlap and bool(swap_out or swap_in)
+        return Moves(pause, resume, swap_out, swap_in, tuple(promote), overlap)
 
     def room(self, worker: Worker) -> int:
         """Decode steps until the running rows and the caches beside them exceed the device's

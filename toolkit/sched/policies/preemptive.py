@@ -33,7 +33,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, TypedDict
+from typing import ClassVar
 
 from toolkit.errors import InputError
 from toolkit.sched.policies.continuous import RoundPolicy, router_choice
@@ -43,18 +43,6 @@ from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.protocols import SliceLaw, Standing
 from toolkit.sched.types import Job
 from toolkit.sched.view import RoundPlanner, View
-
-
-class RoundSettings(TypedDict):
-    """The arguments of `PreemptiveRounds` besides the view."""
-
-    max_batch_size: int
-    interval_steps: int
-    max_prefill_tokens: int
-    proactive: bool
-    free_share: float
-    chunk_tokens: int
-    patience_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +94,7 @@ class PreemptivePolicy(RoundPolicy):
         return self.max_batch_size
 
     def make_planner(self, view: View) -> RoundPlanner:
-        return PreemptiveRounds(view, **self.rounds())
-
-    def rounds(self) -> RoundSettings:
-        """The arguments of `PreemptiveRounds` besides the view."""
-        return {
-            "max_batch_size": self.max_batch_size,
-            "interval_steps": self.interval_steps,
-            "max_prefill_tokens": self.max_prefill_tokens,
-            "proactive": self.swap == "proactive",
-            "free_share": self.free_share,
-            "chunk_tokens": self.chunk_tokens,
-            "patience_s": self.patience_s,
-        }
+        return PreemptiveRounds(view, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +136,7 @@ class MlfqPolicy(PreemptivePolicy):
 
     def make_planner(self, view: View) -> RoundPlanner:
         queues = [self._queues(worker.latency) for worker in view.workers]
-        return FeedbackRounds(view, **self.rounds()).use(queues)
+        return FeedbackRounds(view, self).use(queues)
 
     def _queues(self, law: SliceLaw) -> FeedbackQueues:
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
@@ -33,35 +34,27 @@ from toolkit.sched.policies.placement import (
 from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import RoundPlanner, View
 
+if TYPE_CHECKING:
+    from toolkit.sched.policies.preemptive import PreemptivePolicy
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PreemptiveRounds(RoundPlanner):
-    """The planner of a `PreemptivePolicy`; the arguments are its parameters.
+    """The planner of a `PreemptivePolicy`.
 
     A subclass says with `horizon` when ranks change, and with `next_runs` which caches are needed
     last.
     """
 
-    def __init__(
-        self,
-        view: View,
-        *,
-        max_batch_size: int,
-        interval_steps: int,
-        max_prefill_tokens: int,
-        proactive: bool,
-        free_share: float,
-        chunk_tokens: int,
-        patience_s: float,
-    ) -> None:
+    def __init__(self, view: View, policy: PreemptivePolicy) -> None:
         super().__init__(view)
-        self.max_batch_size = max_batch_size
-        self.interval_steps = interval_steps
-        self.max_prefill_tokens = max_prefill_tokens
-        self.proactive = proactive
-        self.free_share = free_share
-        self.chunk_tokens = chunk_tokens
-        self.patience_s = patience_s
+        self.max_batch_size: int = policy.max_batch_size
+        self.interval_steps: int = policy.interval_steps
+        self.max_prefill_tokens: int = policy.max_prefill_tokens
+        self.proactive: bool = policy.swap == "proactive"
+        self.free_share: float = policy.free_share
+        self.chunk_tokens: int = policy.chunk_tokens
+        self.patience_s: float = policy.patience_s
         # By worker: the rows of jobs with a cache, by rank as of the last decision, and by job.
         self._ranked: list[list[RankedJob]] = [[] for _ in view.workers]
         self._rows_of: list[dict[Job, RankedJob]] = [{} for _ in view.workers]

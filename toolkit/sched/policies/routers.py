@@ -110,12 +110,10 @@ def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
     homes = []
     for job in jobs:
         job_tokens = job.length + max(expected - job.generated, 1)
-        mixed = view.mixed
-        index = (
-            soonest(view, figure, job_tokens, job, expected, rows)
-            if mixed
-            else figure.least(view.able, expected)
-        )
+        if view.mixed:
+            index = soonest(view, figure, job_tokens, job, expected, rows)
+        else:
+            index = figure.least(view.able, expected)
         figure.add(index, job_tokens)
         homes.append(index)
     return homes

@@ -176,13 +176,8 @@ class SlicePolicy:
         if self.eager and not idle:
             return Decision(wake_at_s=math.inf)  # wait for the end of the next batch
         jobs = sorted(view.pool, key=attrgetter("length"))
-        batches = share_out(
-            jobs,
-            view.kinds,
-            self.batch,
-            offload_max_min if self.max_min else offload_in_turn,
-            now_s,
-        )
+        offload = offload_max_min if self.max_min else offload_in_turn
+        batches = share_out(jobs, view.kinds, self.batch, offload, now_s)
         if self.eager:
             return Decision(_oldest(batches, idle), wake_at_s=math.inf)
         loads_s = {worker.index: worker.load_s for worker in view.alive()}
@@ -410,4 +405,4 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return view.rules
 
     def _make_rules(self) -> SliceEnds:
-        return SliceEnds(self.slice_tokens, self.interval_steps, self.reserve, self.margin)
+        return SliceEnds(self)
