@@ -170,8 +170,7 @@ class Balancer:
     ) -> int | None:
         """The replica for a request, which is from now on counted there; None if none is up.
 
-        `excluded` are replicas that must not get it, because they failed it before. If no other is
-        up, they may.
+        `excluded` are replicas that failed it before: they get it only if no other is up.
         """
         barred = tuple(excluded)
         found = self._route(request, now_s, barred, None)

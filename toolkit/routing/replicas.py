@@ -427,8 +427,5 @@ class RouterView:
                 ties += 1
         if ties == 1:
             return replicas[at].index
-        return self.any_of([replicas[k].index for k in range(at, len(costs)) if costs[k] == lowest])
-
-    def any_of(self, indices: list[int]) -> int:
-        """One of several replicas, at random."""
-        return indices[int(self.rng.integers(len(indices)))]
+        best = [replicas[k].index for k in range(at, len(costs)) if costs[k] == lowest]
+        return best[int(self.rng.integers(len(best)))]

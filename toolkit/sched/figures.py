@@ -72,8 +72,7 @@ class WorkerFigure:
     def least(self, able: Numbers, expected: int, score: Score | None = None) -> int:
         """The first of the workers `able` (ascending) with the least number.
 
-        With `score`, the least score: a function of the figures of `able`, in order, that grows
-        with each.
+        With `score`, the least score: a function of the figures of `able` that grows with each.
         """
         if score is None and self._is_few:
             return self._least_of_few(able.tolist(), expected)

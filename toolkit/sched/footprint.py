@@ -268,8 +268,7 @@ def footprint_of(worker: Worker) -> Footprint:
 
 
 def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], *, padded: bool) -> int:
-    """The most tokens that the rows will ever take together: M* of Past-Future, Eq. 2-4, or a
-    slab's.
+    """The most tokens that rows will ever take together: M* of Past-Future, Eq. 2-4, or a slab's.
 
     Args:
         used: [n], the tokens that each row holds now.

@@ -294,12 +294,6 @@ def turn_of(job: Job) -> tuple[int, int]:
     return job.priority, job.ticket
 
 
-# The ranked inbox keeps its order as jobs come and go, so that no scheduling point sorts or walks a
-# backlog.
-#
-# While a job waits, only its waiting time changes; its standing does not. Those that starve are
-# served by age, the others by standing, and each job passes from the others to the starving once.
-
 Aged = tuple[float, int, float, "Job"]  # waiting since, ticket, standing
 Ranked = tuple[float, int, "Job"]  # standing, ticket
 
@@ -307,8 +301,9 @@ Ranked = tuple[float, int, "Job"]  # standing, ticket
 class RankedInbox(Inbox):
     """An `Inbox` that also keeps its jobs in the order in which a policy serves them.
 
-    `jobs` are in order of arrival; priorities are a part of the standing. `_starved` has the jobs
-    that starved at the last query, by age; `_by_age` and `_by_standing` have the others.
+    `jobs` are in order of arrival; priorities are a part of the standing. While a job waits, only
+    its waiting time changes. Starving jobs are served by age, the others by standing: `_starved`
+    has those that starved at the last query, by age; `_by_age` and `_by_standing` have the others.
 
     Args:
         standing: maps a job and its generated tokens to its standing, which must not change while

@@ -47,8 +47,7 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward pass. Times are seconds of the machine's monotonic clock, shared by its
-    processes.
+    """One forward pass. Times are seconds of the machine's monotonic clock, of all processes.
 
     `start_s` is when the engine asked its scheduler for the pass, `end_s` when it had processed the
     tokens. With async scheduling passes overlap: a pass begins when it was requested, but not

@@ -32,8 +32,7 @@ def take_waiting(worker: Worker, job: Job) -> None:
 class WaitingPool:
     """The jobs that wait at a scheduler. It writes `Job.ticket`, `Job.home` and `Worker.inbox`.
 
-    Jobs of a batch that was lost with its worker wait in that worker's queue instead, where each
-    will run alone.
+    Jobs of a batch that was lost with its worker wait in that worker's queue, each to run alone.
 
     Attributes:
         jobs: those in the pool, oldest ticket first. The list object is never replaced: policies

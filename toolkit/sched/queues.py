@@ -1,5 +1,4 @@
-"""Batches that wait at workers: the queues, the loads that SCLS balances, and retries of failed
-batches.
+"""Batches that wait at workers: queues, the loads that SCLS balances, retries of failed batches.
 
 A batch that ran out of memory is retried in two halves on its worker; a batch that lost its worker
 is retried on another. The policy decides what a batch holds. Where a retry goes is decided here, by
@@ -88,8 +87,7 @@ class BatchQueues:
         return False
 
     def halve(self, worker: Worker, batch: Batch, jobs: Sequence[Job], *, crashed: bool) -> None:
-        """Queue the jobs of a batch that failed on `worker` in two halves, before all other
-        batches.
+        """Queue the jobs of a batch that failed on `worker` in two halves, before all others.
 
         They go to the same worker, or to another if it `crashed`. So a half fits the memory, or the
         request that kills its worker ends up alone and is found.
@@ -116,8 +114,7 @@ class BatchQueues:
     def _place(
         self, batch: Batch, jobs: Sequence[Job], lost: Worker, *, first: bool = False
     ) -> None:
-        """Queue jobs of a batch of `lost` where they fit by that worker's laws, in smaller batches
-        if needed.
+        """Queue jobs of a batch of `lost` where they fit by that worker's laws, or parts of it.
 
         A job that no other alive worker holds waits alone in the queue of `lost`.
         """
@@ -201,8 +198,7 @@ def by_pace(
 
     Args:
         kinds: one worker of each kind.
-        kind_of: [n], the kind of each worker that the job may go to. The result is an index into
-            it.
+        kind_of: [n], the kind of each worker that may get the job. The result is an index of it.
     """
     output = _output(job, expected)
     paces = np.array([requests_per_s(worker, job.length, output, most_rows) for worker in kinds])

@@ -1,11 +1,9 @@
-"""The jobs with a KV cache on a worker, what a round changes, and bookkeeping that costs O(1) per
-round.
+"""The jobs with a KV cache on a worker, and what a round changes; bookkeeping is O(1) per round.
 
 A resident is a job that decodes in the worker's rounds. Each resident gains one token per decode
 step, so its length is its length when it joined plus the steps since then. `Residents` keeps sums
-as integers, and updates a job's own counters only when the job leaves. `ParkedCaches` and the
-functions after it keep the caches of jobs that do not decode: paused on the device, or swapped to
-host memory. `WorkerRounds` starts and ends rounds.
+as integers, and updates a job's own counters only when the job leaves. `ParkedCaches` has the jobs
+with caches that do not decode. `WorkerRounds` starts and ends rounds.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ class Residents:
     `steps` counts the worker's decode steps so far. `base` is the sum of length - joined over the
     residents, and `committed` the sum of prompt + max_new_tokens. `prefilling` has the residents
     that may take more than one round to prefill: until then they do not grow, and the token that
-    prefill gives counts as owed to them. The longest is computed at the first query, and again
-    after it left.
+    prefill gives counts as owed to them. The longest is computed when asked for, if it left.
     """
 
     __slots__ = (
@@ -195,15 +192,12 @@ class Residents:
         cells[at + GENERATED] += tokens
 
 
-# Caches of jobs that do not decode: paused on the device, or swapped out to host memory.
-#
-# A round's `Moves` say which cache goes where. These functions update the worker's state, when the
-# round starts and when it ends. A cache that no `Moves` names stays where it is, so policies that
-# do not preempt pay nothing.
-
-
 class ParkedCaches:
-    """Jobs with caches in one place, in order of arrival there, and the tokens they hold."""
+    """Jobs with caches that are paused on the device, or swapped out to host memory: in order of
+    arrival there, and the tokens that they hold.
+
+    A round's `Moves` say which cache goes where; the others stay.
+    """
 
     __slots__ = ("jobs", "tokens")
 
@@ -254,8 +248,7 @@ def _transfer(worker: Worker, moves: Moves) -> None:
 
 
 class WorkerRounds:
-    """The rounds of all workers. Jobs that its methods return have ended: the scheduler forgets
-    them.
+    """The rounds of all workers. Jobs that its methods return have ended for the scheduler.
 
     It decides nothing: a `Batch` says which jobs enter, are evicted or moved, and its methods
     update the worker. If a job is gone but the engine still holds its cache, the worker's next
@@ -347,8 +340,7 @@ class WorkerRounds:
     def run_out_of_memory(
         self, worker: Worker, result: RoundResult, jobs: dict[str, Job]
     ) -> Job | None:
-        """Handle a round in which memory ran out: half of the dropped jobs may enter with the next
-        round.
+        """A round ran out of memory: half of the dropped jobs may enter with the next round.
 
         If nothing was dropped, the limit on rows stays. Returns a job that was dropped although it
         was alone on the device, else None.
@@ -375,11 +367,9 @@ class WorkerRounds:
             residents.emitted([job for job in waited if job.request_id in after])
 
     def crash(self, worker: Worker, now_s: float) -> Job | None:
-        """Evict all jobs of a worker that died and halve its limit on rows. Returns a job that was
-        alone.
+        """Evict all jobs of a dead worker, halve its limit on rows; returns a job that ran alone.
 
-        The jobs keep their order. Caches in host memory are dropped by `lose`, which is called
-        next.
+        The jobs keep their order. `lose`, which is called next, drops caches in host memory.
         """
         rows = len(worker.residents)
         jobs = [*worker.residents.jobs, *worker.held.jobs]

@@ -23,8 +23,7 @@ def alike(lengths: Sequence[int], limit: int | None = None) -> list[int]:
 
     Args:
         lengths: tokens of each row, oldest first; at least one row.
-        limit: the most tokens of a pass, padding included; the first row is always in. None: no
-            limit.
+        limit: the most tokens of a pass with padding; the first row is always in. None: no limit.
     """
     first = lengths[0]
     low = high = first
@@ -100,8 +99,7 @@ class PrefillPasses(Generic[Key]):
     """Newcomers that are on their way into a batch, in order of arrival as far as groups allow.
 
     Args:
-        mixes: whether newcomers of any lengths share a group, as in a static batch; else only
-            similar ones do.
+        mixes: whether newcomers of any lengths share a group, as in a static batch.
     """
 
     __slots__ = ("_mixes", "_waiting", "group")
@@ -137,8 +135,7 @@ class PrefillPasses(Generic[Key]):
         self._waiting.append((key, length))
 
     def remove(self, key: Key) -> None:
-        """Remove a newcomer. If it is in the current group, the group is dissolved and its others
-        wait first.
+        """Remove a newcomer. Its group, if it is the current one, dissolves; the others wait first.
 
         Cutting a row out of a half-made cache would rarely save a pass, and every engine would need
         the code for it.
@@ -163,8 +160,7 @@ class PrefillPasses(Generic[Key]):
     def form(
         self, bound: int = 0, fits: Callable[[Sequence[int]], bool] | None = None
     ) -> PrefillGroup[Key]:
-        """The current group. If there is none, form one of the first newcomer and those of similar
-        length.
+        """The current group, or a new one of the first newcomer and those of similar length.
 
         Args:
             bound: the most tokens of a pass, padding included; 0: no bound. The first newcomer is

@@ -74,8 +74,7 @@ class Job:
         reroutes: how often it left its worker after a slice to be routed again.
         joined: the worker's count of decode steps when the job became resident.
         slot: its row in `Residents.table`.
-        promoted_at: tokens that it had generated when a policy last promoted it; -1 if it never
-            was.
+        promoted_at: tokens that it had generated when it was last promoted; -1: it never was.
     """
 
     __slots__ = (
@@ -328,16 +327,10 @@ class Worker:
         done_s = min(now_s - running.started_s, running.estimated_s) if running else 0.0
         return max(self.load_s - done_s, 0.0)
 
-    @property
-    def idle(self) -> bool:
-        """Whether it is alive with nothing running and nothing queued."""
-        return self.alive and self.running is None and not self.queue
-
 
 @mypyc_attr(acyclic=True)
 class RoundResult:
-    """What a worker did with a round: all residents decoded `steps` times; `ended` jobs did so
-    last.
+    """What a worker did with a round: all residents decoded `steps` times, `ended` jobs last.
 
     Attributes:
         ended: jobs that ended in the round's last step.

@@ -1,5 +1,4 @@
-"""What passes between the scheduler and a policy: the policy reads a `View` and returns a
-`Decision`.
+"""Between the scheduler and a policy: the policy reads a `View` and returns a `Decision`.
 
 A policy of rounds has a `RoundPlanner` instead, which returns the rounds one by one.
 """
@@ -70,8 +69,7 @@ class LengthHistory:
 
 
 class View:
-    """What a policy may read. The lists are the scheduler's own and change with it: never write to
-    them.
+    """What a policy may read. The lists are the scheduler's own and change: never write to them.
 
     A worker is `due` if it is free and something happened to it since the last plan: a round or
     batch ended, jobs were routed to it while it was idle, or it came back. A policy that never
@@ -182,8 +180,7 @@ def by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:
 
 
 class Decision:
-    """What a policy wants done: batches for workers' queues, in order, and the latest time to ask
-    again.
+    """What a policy wants done: batches for workers' queues, in order, and when to ask again.
 
     `interrupt` names workers that should stop their round early, so that the policy can act on what
     arrived. If `wake_at_s` is None, `View.due_s` stays as it is.

@@ -191,8 +191,7 @@ def _run(
 def virtual_workers(
     policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request], *, first: int = 0
 ) -> Sequence[VirtualWorker]:
-    """The workers that run what `policy` decides and write into `ledger`, which is in the order of
-    `requests`.
+    """The workers that run what `policy` decides; `ledger`, which gets it, is as `requests` are.
 
     For a fleet: the workers of the first kind, numbered from `first`. Each kind has a ledger of its
     own (`Ledger.of_kind`).

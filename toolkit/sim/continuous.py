@@ -169,8 +169,7 @@ def cut(stretches: Sequence[Stretch], steps: int, law: LatencyLaw) -> list[Stret
 
 
 class RoundWorker(Decoding):
-    """Runs the rounds of one worker on virtual time: `run` predicts when a round ends, `finish`
-    records it.
+    """Runs one worker's rounds on virtual time: `run` predicts a round's end, `finish` records it.
 
     Between the two, `interrupt` may end the round earlier. Tokens reach the client step by step.
 

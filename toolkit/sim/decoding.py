@@ -239,8 +239,7 @@ class Decoding:
         """All rows decode `ran` times, at least once, from `begin_s` to `end_s`; `beside`: tokens
         on the device besides theirs.
 
-        The first step ends the gap since each row's last token. Of the other steps the last takes
-        longest.
+        The first step ends the gap since each row's last token; of the others the last is longest.
         """
         ledger, gaps, times = self._ledger, self._gaps, self._times
         n, used = len(self._resident), self.used + beside

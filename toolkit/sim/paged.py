@@ -121,11 +121,6 @@ class PagedScheduler:
         """Rows that decode."""
         return self._decoding
 
-    @property
-    def decode_cached(self) -> int:
-        """Tokens in the caches of the decoding rows."""
-        return self._key_sum + self._decoding * self._steps
-
     def schedule(self) -> PagedPass:
         """Plan the next pass and take its blocks. If the pass has no rows, every request has ended
         or waits, and the pass is not made.
@@ -189,8 +184,7 @@ class PagedScheduler:
         ]
 
     def ahead(self) -> int:
-        """How many passes, the planned one included, decode the same rows whatever arrives; at
-        least 1.
+        """How many passes, the planned one included, decode the same rows whatever arrives, >= 1.
 
         Only the last of them may end a row, and all find the blocks that they need free.
         """

@@ -1,5 +1,4 @@
-"""A paged engine on virtual time: vLLM's scheduler, the law of its passes, and a record of what
-clients saw.
+"""A paged engine on virtual time: vLLM's scheduler, a law of passes, and what clients saw.
 
 The engine's loop plans a pass, runs it and hands out its tokens before it plans the next. With
 `ahead` (vLLM's `async_scheduling`) it plans a pass while the one before runs. The host's time is

@@ -323,7 +323,7 @@ class _RoutedRun:
     def _route(
         self, number: int, now_s: float, left: int | None = None, excluded: tuple[int, ...] = ()
     ) -> Refusal | None:
-        """Send a request to a replica: one that moved lacks `left` tokens, others may be refused."""
+        """Send a request to a replica; a moved one lacks `left` tokens, others may be refused."""
         request, output = self._requests[number], self._ledger.output_tokens[number]
         moved, left = left is not None, output if left is None else left
         prompt = request.prompt_tokens + output - left

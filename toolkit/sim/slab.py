@@ -25,8 +25,7 @@ from toolkit.sim.ledger import Ledger, RunsOut
 
 
 class SlabWorker(RoundWorker):
-    """Runs the rounds of one padded worker on virtual time; see `RoundWorker` for the other
-    arguments.
+    """Runs the rounds of a padded worker on virtual time; for other arguments see `RoundWorker`.
 
     Args:
         joining: how new rows join.

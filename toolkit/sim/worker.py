@@ -24,8 +24,7 @@ from toolkit.sim.ledger import Ledger, RequestOutcome, RunsOut
 
 @dataclass(slots=True, frozen=True)
 class FrontDelay:
-    """Seconds by which a client sees the first and the last token of a request later than the
-    scheduler does.
+    """Seconds by which a client sees a request's first and last token later than the scheduler.
 
     The scheduler's clock starts when a request is submitted and stops when its tokens reach the
     driver. The delay is assumed to be the same for every request, so all arrivals shift alike and

@@ -434,43 +434,40 @@ def assign_settings(
     own = {f.name for f in fields(WorldSettings)}
     of_world: dict[str, Value] = {}
     of_policy: dict[str, dict[str, Value]] = {name: {} for name in policies}
+    built_in = [policy for policy in policies if policy in BUILT_IN]
     for key, value in given.items():
         name, dot, parameter = key.partition(".")
-        built_in = [policy for policy in policies if policy in BUILT_IN]
-        if key.rpartition(".")[0] in kinds and built_in:
+        kind = key.rpartition(".")[0]
+        if kind in kinds and built_in:
             for policy in built_in:
                 of_policy[policy][key] = value
-            continue
-        if name in ROUTERS and given.get("replica_router") == name:
-            of_world[key] = value
-            continue
-        if name in ROUTERS:
+        elif name in ROUTERS and given.get("replica_router") != name:
             raise InputError(
                 f"--set {key}: replica_router is not '{name}'", f"add --set replica_router={name}"
             )
-        if dot and name not in known and kinds:
-            owner = key.rpartition(".")[0]
+        elif name in ROUTERS or key in own:
+            of_world[key] = value
+        elif dot and name in known:
+            of_policy[name][parameter or key] = value
+        elif dot and kinds:
             raise InputError(
-                f"--set {key}: '{owner}' is neither a policy that runs nor a kind of the fleet",
-                nearest(owner, [*known, *kinds]),
+                f"--set {key}: '{kind}' is neither a policy that runs nor a kind of the fleet",
+                nearest(kind, [*known, *kinds]),
             )
-        if dot and name not in known:
+        elif dot:
             raise InputError(
                 f"--set {key}: policy '{name}' is not among those that run", nearest(name, known)
             )
-        owners = (
-            [name] if dot else [name for name, parameters in known.items() if key in parameters]
-        )
-        if key in own:
-            of_world[key] = value
-        elif not owners:
-            subject = f"policy '{policies[0]}'" if len(policies) == 1 else "any of the policies"
-            raise InputError(
-                f"neither {subject} nor the world has a setting '{key}'",
-                nearest(key, own.union(*known.values())),
-            )
-        for owner in owners:
-            of_policy[owner][parameter or key] = value
+        else:
+            owners = [policy for policy, parameters in known.items() if key in parameters]
+            if not owners:
+                subject = f"policy '{policies[0]}'" if len(policies) == 1 else "any of the policies"
+                raise InputError(
+                    f"neither {subject} nor the world has a setting '{key}'",
+                    nearest(key, own.union(*known.values())),
+                )
+            for policy in owners:
+                of_policy[policy][key] = value
     return of_world, of_policy
 
 

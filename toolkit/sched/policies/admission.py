@@ -116,15 +116,6 @@ class SampledPeak:
         )
 
 
-# Past-Future with limits on time as well as memory: a job does not enter if the fitted laws predict
-# that this breaks a limit.
-#
-# An admission costs the residents a stall (the newcomers' prefill between two of their tokens) and
-# a slower step from then on; both must stay within MTPOT. A newcomer with a first token that is
-# already late waits behind those that are on time. Eviction, and what it does to MTPOT, is that of
-# plain Past-Future.
-
-
 class RowLengths:
     """The number and lengths of rows, as a latency law needs them."""
 
@@ -146,7 +137,13 @@ class RowLengths:
 
 
 class WithinLimits(SampledPeak):
-    """The criteria of `PastFutureSlaPolicy`."""
+    """The criteria of `PastFutureSlaPolicy`: a job does not enter if the laws predict that this
+    breaks a limit of time.
+
+    An admission costs the residents a stall (the newcomers' prefill between two of their tokens)
+    and a slower step from then on; both must stay within MTPOT. A newcomer with a first token that
+    is already late waits behind those that are on time. Eviction is that of plain Past-Future.
+    """
 
     def __init__(self, view: View, policy: PastFutureSlaPolicy) -> None:
         super().__init__(policy)

@@ -178,16 +178,11 @@ class ContinuousPolicy(RoundPolicy):
         return planner
 
 
-# Aggressive admission: a request enters if there is room for its prompt now, and eviction makes
-# room later. This is what vLLM does (Past-Future, section 2.3).
-
-
 @dataclass(frozen=True, slots=True)
 class AggressivePolicy(ContinuousPolicy):
-    """Admit while the tokens in use, with those of the newcomers, are within `watermark` of the
-    capacity.
+    """Admit while the tokens in use, newcomers' included, are within `watermark` of capacity.
 
-    Past-Future's Table 1 has 0.90, 0.95 and 0.99.
+    Eviction makes room later, as in vLLM (Past-Future, section 2.3; Table 1 has 0.90, 0.95, 0.99).
     """
 
     name: ClassVar[str] = "aggressive"
@@ -202,19 +197,14 @@ class AggressivePolicy(ContinuousPolicy):
         return Bounds(taken=taken, prompts_only=self.overfill)
 
 
-# Conservative admission: a request enters if there is room for all that it and the residents may
-# generate.
-#
-# TGI and DeepSpeed-MII do so (Past-Future, section 2.3), and so does the baseline of continuous
-# batching (ILS) in the SCLS paper.
-
-
 @dataclass(frozen=True, slots=True)
 class ConservativePolicy(ContinuousPolicy):
     """Admit while the sum of prompt + max_new_tokens is within `overcommit` times the capacity.
 
-    On a padded worker, the number of rows x the largest prompt + max_new_tokens counts instead.
-    With an `overcommit` of 1 nothing is ever evicted. Past-Future's Table 1 has 1, 1.25 and 1.5.
+    TGI and DeepSpeed-MII do so (Past-Future, section 2.3), and the baseline of continuous batching
+    (ILS) in the SCLS paper. On a padded worker, the number of rows x the largest prompt +
+    max_new_tokens counts instead. With an `overcommit` of 1 nothing is ever evicted. Past-Future's
+    Table 1 has 1, 1.25 and 1.5.
     """
 
     name: ClassVar[str] = "conservative"
@@ -227,12 +217,12 @@ class ConservativePolicy(ContinuousPolicy):
         return Bounds(promised=math.floor(self.overcommit * worker.capacity_tokens))
 
 
-# First come, first served, with each job run to its end: FastServe's baseline.
-
-
 @dataclass(frozen=True, slots=True)
 class FcfsPolicy(ContinuousPolicy):
-    """Admit up to a number of rows, while memory holds all that they may generate: no evictions."""
+    """FastServe's baseline: in order of arrival, each job to its end, and nothing is evicted.
+
+    Jobs are admitted up to a number of rows, while memory holds all that they may generate.
+    """
 
     name: ClassVar[str] = "fcfs"
 
@@ -248,26 +238,22 @@ class FcfsPolicy(ContinuousPolicy):
         return Bounds(promised=worker.capacity_tokens)
 
 
-# BATON: re-batching on an unmodified padded engine; when a row ends, a waiting job takes its place.
-#
-# *BATON: Enhancing Batch-wise Inference Efficiency for LLMs via Dynamic Re-batching*. The running
-# batch is one slab of KV cache: rows x the longest resident, after the columns that are padding
-# in every row were released. A longer newcomer makes the slab wider for all rows. The worker
-# decides how newcomers join: prefilled apart and embedded (BATON-PD in the paper), or shaped into
-# the batch at a cost to every row (vector shaping: the paper's baseline, which it says has the
-# throughput of Orca).
-#
-# If memory would pass a threshold, the last rows that joined leave. They go to host memory and
-# come back without a prefill, before any other job enters. Without room in host memory they are
-# evicted and prefilled again. Not implemented: the paper prefills queries ahead of their turn and
-# keeps their caches aside until then.
-
-
 @dataclass(frozen=True, slots=True)
 class BatonPolicy(RoundPolicy):
-    """First come, first served, up to a number of rows and a share of memory.
+    """BATON: when a row ends, a waiting job takes its place, in order of arrival, up to a number of
+    rows and a share of memory.
 
-    The paper uses batches of 2 to 10 rows and states no value for the threshold.
+    *BATON: Enhancing Batch-wise Inference Efficiency for LLMs via Dynamic Re-batching*, for an
+    unmodified padded engine. The running batch is one slab of KV cache: rows x the longest
+    resident, after the columns that are padding in every row were released. A longer newcomer makes
+    the slab wider for all rows. The worker decides how newcomers join: prefilled apart and embedded
+    (BATON-PD in the paper), or shaped into the batch at a cost to every row (vector shaping: the
+    paper's baseline, which it says has the throughput of Orca).
+
+    If memory would pass a threshold, the last rows that joined leave. They go to host memory and
+    come back without a prefill, before any other job enters. Without room in host memory they are
+    evicted and prefilled again. Not implemented: the paper prefills queries ahead of their turn and
+    keeps their caches aside until then. It uses batches of 2 to 10 rows and states no threshold.
     """
 
     name: ClassVar[str] = "baton"

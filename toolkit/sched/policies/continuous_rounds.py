@@ -1,5 +1,4 @@
-"""Plans the rounds of `ContinuousPolicy` and of `BatonPolicy`: which rows leave, which jobs enter,
-how many steps.
+"""Plans the rounds of `ContinuousPolicy` and `BatonPolicy`: rows that leave or enter, and steps.
 
 `toolkit.sched.policies.continuous` says what the rounds are. The policy's parameters and criteria
 are read once, so that a round costs few calls.
@@ -177,8 +176,7 @@ class ContinuousRounds(RoundPlanner):
         return candidates
 
     def _make_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
-        """The fewest less urgent residents to evict so that `job` may enter, and the footprint of
-        the others.
+        """The fewest less urgent residents to evict to admit `job`, and the others' footprint.
 
         The list is empty if even evicting all of them is not enough.
         """

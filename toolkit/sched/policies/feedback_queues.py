@@ -50,8 +50,7 @@ class FeedbackQueues:
         self._known: dict[int, Path] = {}  # by prompt and promotion, as one number
 
     def find(self, prompt_tokens: int, generated: int, promoted_at: int = -1) -> tuple[int, int]:
-        """The queue of a job with so many generated tokens, and the generated tokens at which it
-        leaves it.
+        """The queue of a job with so many generated tokens, and the number at which it leaves.
 
         `promoted_at` is what it had generated when it was last promoted, -1 if it never was.
         """

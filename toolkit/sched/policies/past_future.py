@@ -85,12 +85,9 @@ class PastFuturePolicy(ContinuousPolicy):
         return Bounds(taken=most_below((1.0 - self.reserve) * worker.capacity_tokens))
 
 
-# Past-Future's "theoretical optimum": admission by the true peak of memory, in simulations only.
-
-
 @dataclass(frozen=True, slots=True)
 class PastFutureOracle(ContinuousPolicy):
-    """Admit while the peak (Eq. 2-4) of true lengths is below the capacity (Table 1)."""
+    """The "theoretical optimum": admit while the true peak (Eq. 2-4) is below the capacity."""
 
     name: ClassVar[str] = "past-future-oracle"
 
@@ -135,8 +132,7 @@ class _OracleWithLengths(PastFutureOracle):
 
 @dataclass(frozen=True, slots=True)
 class PastFutureSlaPolicy(PastFuturePolicy):
-    """Past-Future within limits of TTFT and MTPOT; the defaults are the paper's for 7B and 13B
-    models.
+    """Past-Future within limits of TTFT and MTPOT; the defaults are the paper's for 7B and 13B.
 
     A job is late if it has no token yet and could not get one in time even alone, or if its prefill
     alone breaks MTPOT. In a `late_share` of a worker's attempts to admit, the oldest late job comes

@@ -260,8 +260,7 @@ def _keep(
     *,
     fetch: bool,
 ) -> Placement:
-    """Decide which caches of `others` stay on the device beside `chosen`, leave it, or (`fetch`)
-    come.
+    """Decide which caches of `others` stay on the device, leave it, or (with `fetch`) come.
 
     `others` have caches and are in the order in which they will run. `spare` tokens are left for
     growth, `share` tokens for newcomers.

@@ -142,13 +142,9 @@ class MlfqPolicy(PreemptivePolicy):
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)
 
 
-# Shortest remaining time first with the true lengths, which FastServe's queues approximate. In
-# simulations only.
-
-
 @dataclass(frozen=True, slots=True)
 class SrptOracle(PreemptivePolicy):
-    """Shortest remaining processing time: prefill and decode alone, by the law."""
+    """Shortest remaining time first by the true lengths, of a job alone under the law."""
 
     name: ClassVar[str] = "srpt-oracle"
 

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 class PreemptiveRounds(RoundPlanner):
     """The planner of a `PreemptivePolicy`.
 
-    A subclass says with `horizon` when ranks change, and with `next_runs` which caches are needed
-    last.
+    A subclass says with `horizon` when ranks change, with `next_runs` which caches can wait.
     """
 
     def __init__(self, view: View, policy: PreemptivePolicy) -> None:
@@ -72,8 +71,7 @@ class PreemptiveRounds(RoundPlanner):
     def next_runs(
         self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
     ) -> dict[Job, tuple[float, Rank]]:
-        """When each of `rows` will run next, in any unit, and its rank: the latest caches leave
-        first.
+        """When each of `rows` will run next, in any unit, and its rank: the latest leave first.
 
         `cached` are all jobs of the worker with a cache, in order of rank; `rows` are some of them.
         """
@@ -158,8 +156,7 @@ class PreemptiveRounds(RoundPlanner):
         )
 
     def _unchanged_round(self, worker: Worker, now_s: float) -> int:
-        """Steps of a round in which all residents continue and no job enters; 0 if that is not
-        certain.
+        """Steps of a round in which residents continue and no job enters; 0: that is uncertain.
 
         A shortcut that ranks nothing. It applies if all residents fit, no other job has a cache,
         and no job waits that could get one.
@@ -254,8 +251,7 @@ class PreemptiveRounds(RoundPlanner):
         return row.own
 
     def _choose(self, worker: Worker, cached: Sequence[RankedJob], now_s: float) -> Chosen:
-        """The jobs that should run: those that fit, by rank; lower ranks fill the room that is
-        left.
+        """The jobs that should run: those that fit, by rank; lower ranks fill what room is left.
 
         A running job continues while one more step fits. A job that joins needs room for more
         steps, otherwise every step would move a cache. No cache is dropped to compute another: a

@@ -41,8 +41,7 @@ def round_robin(view: View, rows: int) -> Sequence[int]:
 
 
 def least_loaded(view: View, rows: int) -> Sequence[int]:
-    """To the worker with the fewest outstanding tokens: those that its jobs hold and are expected
-    to add.
+    """To the worker with the fewest outstanding tokens: held by its jobs and expected of them.
 
     Among several kinds, to the worker that needs the least time for these and the request's own.
     """

@@ -106,8 +106,7 @@ def share_out(
 
 @dataclass(frozen=True, slots=True)
 class SlicePolicy:
-    """SCLS. The paper's values: S 128, lambda 0.5, Gamma 6 s (transformers) or 3 s (DeepSpeed),
-    zeta 0.9.
+    """SCLS. The paper: S 128, lambda 0.5, Gamma 6 s (transformers) or 3 s (DeepSpeed), zeta 0.9.
 
     `eager` avoids the paper's wait for Gamma under light load: while a worker is idle, no request
     waits. The paper's ablations: LB is interval_factor 0, AB also max_min false, and PM also a
@@ -260,19 +259,13 @@ def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
     return min(loads.values())
 
 
-# Sequence-level scheduling (SLS), the baseline of SCLS.
-#
-# Requests go to the workers in turn. A worker takes a fixed number of them, first come first
-# served, and runs the batch until its longest output ends (SCLS paper, section 5.1). In a fleet of
-# several kinds the turns are in proportion to speed, and a batch has no more rows than its worker's
-# memory holds.
-
-
 @dataclass(frozen=True, slots=True)
 class SequencePolicy:
-    """Fixed batches, round robin, to the longest output. Paper: 16 rows on transformers, 12 on
-    DeepSpeed.
+    """Sequence-level scheduling (SLS), the baseline of SCLS: fixed batches in turn (section 5.1).
 
+    A worker takes a number of requests, first come first served, and runs the batch until its
+    longest output ends. Paper: 16 rows on transformers, 12 on DeepSpeed. In a fleet of several
+    kinds the turns are in proportion to speed, and a batch has no more rows than memory holds.
     With `slice_tokens` it is Slice-Only (SO), the first step of the paper's ablation.
     """
 
@@ -317,20 +310,18 @@ class SequencePolicy:
         return max(job.length for job in jobs), min(self.slice_tokens or longest, longest)
 
 
-# Slice-level scheduling on continuous batching: section 7 of the SCLS paper, which its authors
-# leave as future work.
-#
-# A request generates at most one slice per schedule, so the memory that residents need is known up
-# to the slice's end, and newcomers are admitted against that. When a request's slice ends while
-# others queue behind it, it moves to a worker with clearly more free memory, or makes way for the
-# waiting ones. Otherwise it stays and keeps its cache.
-
 SLICES = "slices"
 
 
 @dataclass(frozen=True, slots=True)
 class SliceContinuousPolicy(ContinuousPolicy):
-    """SCLS with caches that stay. Slices end at attempts to admit: rounded up to `interval_steps`.
+    """SCLS with caches that stay: section 7 of the paper, which it leaves as future work.
+
+    A request generates at most one slice per schedule, so the memory that residents need is known
+    up to the slice's end, and newcomers are admitted against that. Slices end at attempts to admit:
+    rounded up to `interval_steps`. When a slice ends while other requests queue behind it, the
+    request moves to a worker with clearly more free memory, or makes way for the waiting ones.
+    Otherwise it stays and keeps its cache.
 
     A worker has promised the sum of L + S over its residents and waiting jobs (Eq. 5, in tokens).
     Requests are routed to the worker that promised the least, the longest first (Eq. 11 with memory
