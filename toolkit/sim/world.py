@@ -314,16 +314,15 @@ def settings_of_kinds(given: Mapping[str, Value], kinds: Sequence[Kind]) -> list
     names = [kind.recipe.name for kind in kinds]
     if not traits_of(kinds[0].recipe.engine.name).server:
         return [dict(given) for _ in names]
-    common = {key: value for key, value in given.items() if key.rpartition(".")[0] not in names}
-    return [
-        common
-        | {
-            key.rpartition(".")[2]: value
-            for key, value in given.items()
-            if key.rpartition(".")[0] == name
-        }
-        for name in names
-    ]
+    common: dict[str, Value] = {}
+    own: dict[str, dict[str, Value]] = {name: {} for name in names}
+    for key, value in given.items():
+        name, _, flag = key.rpartition(".")
+        if name in own:
+            own[name][flag] = value
+        else:
+            common[key] = value
+    return [common | own[name] for name in names]
 
 
 def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:

@@ -85,7 +85,7 @@ def parameters(policy: AnyPolicy) -> dict[str, Value]:
 def validate(settings: Any, owner: str = "") -> None:
     """For `__post_init__`: `InputError` unless each parameter has its type and keeps its limits.
 
-    `owner` is whose parameters they are, in words; empty: those of a policy.
+    `owner` names in words what has the parameters; empty: a policy.
     """
     for f in fields(settings):
         value, limits = getattr(settings, f.name), f.metadata["knob"]
