@@ -326,9 +326,8 @@ class WorkerRounds:
                     ended.append(job)
         if result.failure == "crashed":
             return ended
-        if batch.moves is not None:
-            if batch.moves.overlap:  # the transfers beside the round are complete
-                _transfer(worker, batch.moves)
+        if batch.moves is not None and batch.moves.overlap:
+            _transfer(worker, batch.moves)  # beside the round: they are complete
         if worker.row_limit < worker.slots:
             worker.row_limit = min(2 * worker.row_limit, worker.slots)
         for request_id in result.dropped:
