@@ -216,7 +216,7 @@ TOKENS = ("memory_token_steps", "future_token_attempts")  # sums of tokens
 COUNTED = [
     f.name
     for f in fields(Ledger)
-    if type(f.default) in (int, float) and f.name not in (*PEAKS, *TOKENS)
+    if type(f.default) in (int, float) and f.name not in PEAKS + TOKENS
 ]
 
 

@@ -46,8 +46,9 @@ class SlabWorker(RoundWorker):
         future: bool = False,
         outside: Outside | None = None,
     ) -> None:
-        laws = latency, ledger, runs_out
-        super().__init__(index, *laws, swap=swap, future=future, outside=outside)
+        super().__init__(
+            index, latency, ledger, runs_out, swap=swap, future=future, outside=outside
+        )
         self._capacity = NO_LIMIT if capacity_tokens is None else capacity_tokens
         # decode steps of the current round for which memory suffices; -1: all of them
         self._spills_after = -1
