@@ -252,24 +252,29 @@ class BatonRounds(RoundPlanner):
         footprint, leave = self._leaving(worker)
         back: list[Job] = []
         enter: list[Job] = []
+        longest = 0
         if not leave:
-            # swapped jobs come back, the most urgent first, then by ticket; none overtakes another
-            for job in sorted(swapped.jobs, key=turn_of):
-                if not self._has_room(worker, footprint, job, enters=False):
-                    break
-                footprint.join(job.length)
-                back.append(job)
-            if len(back) == len(swapped):
-                prefill = sum([job.length for job in residents.prefilling])
+            if swapped.jobs:  # they come back, the most urgent first, then by ticket
+                for job in sorted(swapped.jobs, key=turn_of):
+                    if not self._has_room(worker, footprint, job, enters=False):
+                        break  # none overtakes another
+                    footprint.join(job.length)
+                    back.append(job)
+            if len(back) == len(swapped.jobs):
+                prefill = 0
+                if residents.prefilling:
+                    prefill = sum([job.length for job in residents.prefilling])
                 for job in inbox.jobs:
                     if prefill >= self._most_prefill or not self._has_room(worker, footprint, job):
                         break
                     footprint.enter(job)
                     prefill += job.length
                     enter.append(job)
+                    if job.length > longest:
+                        longest = job.length
         footprint.prefilled()
         # one step, if the next waiting job might enter after it
-        more = len(back) == len(swapped) and len(enter) < len(inbox.jobs)
+        more = len(back) == len(swapped.jobs) and len(enter) < len(inbox.jobs)
         steps = 1
         if not leave and not (more and self._has_room(worker, footprint, inbox.jobs[len(enter)])):
             steps = max(self._room(footprint), 1)
@@ -290,7 +295,7 @@ class BatonRounds(RoundPlanner):
             worker.index,
             tuple(enter),
             steps,
-            max([job.length for job in enter], default=0),
+            longest,
             0.0,
             "any",
             True,
