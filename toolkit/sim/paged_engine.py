@@ -173,6 +173,7 @@ class PagedRun:
         engine, flags: see `PagedEngine` and `VllmPolicy`.
         ledger: where the outcome is written; it holds the true output lengths.
         shares: whether requests have contents.
+        tells: whether the caller takes `first_tokens` and `ends`, since requests may follow.
 
     Attributes:
         next_s: when `work` is to be called next; infinity while it has nothing to do.
@@ -181,10 +182,17 @@ class PagedRun:
     """
 
     def __init__(
-        self, index: int, engine: PagedEngine, flags: VllmPolicy, ledger: Ledger, *, shares: bool
+        self,
+        index: int,
+        engine: PagedEngine,
+        flags: VllmPolicy,
+        ledger: Ledger,
+        *,
+        shares: bool,
+        tells: bool,
     ) -> None:
         self._index, self._engine, self._flags, self._ledger = index, engine, flags, ledger
-        self._ahead, self._shares = engine.ahead, shares
+        self._ahead, self._shares, self._tells = engine.ahead, shares, tells
         self._blocks, self._block_tokens = engine.blocks, engine.block_tokens
         self._law = (
             replace(engine.steps, host_s=0.0, host_row_s=0.0) if engine.ahead else engine.steps
@@ -202,44 +210,45 @@ class PagedRun:
             self._flags, self._blocks, self._block_tokens, ahead=self._ahead, shares=self._shares
         )
         self._arrived: list[PagedRequest] = []
-        self._leap: tuple[PagedPass, float, int] | None = None  # plan, begin, passes
+        self._leap: PagedPass | None = None  # its first pass; the passes that run are a leap
+        self._begin_s, self._steps = 0.0, 0  # of the leap: when it begins, and how many passes
         self._can_cut = False  # whether a request that comes ends the leap
         self._begun_s = self._done_s = -math.inf  # of the leap's last pass
         self._under_way: list[PagedRequest] = []  # rows that end with the pass that is under way
         self._plan_s = now_s  # when the next pass is planned
         self.next_s = math.inf
 
-    def arrive(self, row: PagedRequest, now_s: float) -> None:
-        """A request comes."""
+    def arrive(self, row: PagedRequest, now_s: float, *, has_tokens: bool = False) -> None:
+        """A request comes; `has_tokens`: it generated some elsewhere."""
         self._arrived.append(row)
-        if self._ledger.outcomes[row.number].first_token_s >= 0.0:
+        if has_tokens:
             self._moved_here.add(row.number)
         if self._leap is None:
             if self.next_s == math.inf:
                 self.next_s = max(self._plan_s, now_s)
         elif self._can_cut:
-            plan, begin_s, most = self._leap
-            planned = int(self._ahead)  # one more pass is planned already
-            begun = self._law.steps_before(plan.shape, now_s - begin_s, most - planned)
-            self._set_leap(plan, begin_s, max(planned + begun, 1))
-            self._can_cut = False  # those that come later find the same pass running
+            self._set_leap(self._leap, self._begin_s, self._steps, now_s)
 
-    def work(self, *, drain: bool) -> None:
-        """Do what is due at `next_s`: finish the passes that run, or plan the next. Without
-        `drain` no pass is planned where no request waits.
+    def work(self, *, drain: bool, follow: bool, until_s: float = math.inf) -> None:
+        """Do what is due at `next_s`: finish the passes that run, and plan the next.
+
+        Args:
+            drain: False: no pass is planned where no request waits.
+            follow: whether requests may follow from ends: the caller takes these before the next
+                pass is planned.
+            until_s: no other request comes before that time, if it is known.
         """
-        now_s, scheduler = self.next_s, self._scheduler
-        if self._leap is not None:
-            plan, begin_s, steps = self._leap
+        now_s, scheduler, leap = self.next_s, self._scheduler, self._leap
+        if leap is not None:
             self._leap = None
-            ended = self._finish(plan, steps, begin_s, self._begun_s, self._done_s)
+            ended = self._finish(leap, self._steps, self._begin_s, self._begun_s, self._done_s)
             if self._ahead:
                 scheduler.settle(self._under_way)
                 self._under_way, self._plan_s = ended, self._begun_s
             else:
                 scheduler.settle(ended)
-                self._plan_s = self._done_s + self._law.after_s(plan.rows)
-            if self._plan_s > now_s or ended:  # requests may come that the next pass takes
+                self._plan_s = self._done_s + self._law.after_s(leap.rows)
+            if self._plan_s > now_s or (follow and ended):
                 self.next_s = self._plan_s
                 return
         if not (drain or self._arrived or scheduler.waiting):
@@ -256,7 +265,7 @@ class PagedRun:
         if plan.rows:
             steps = scheduler.ahead()
             self._can_cut = steps > 1 and not scheduler.waiting
-            self._set_leap(plan, max(now_s, self._done_s), steps)
+            self._set_leap(plan, max(now_s, self._done_s), steps, until_s)
         elif self._under_way:  # no other row can run before these have left
             scheduler.settle(self._under_way)
             self._under_way = []
@@ -266,16 +275,16 @@ class PagedRun:
 
     def die(self, now_s: float) -> list[PagedRequest]:
         """It dies and comes back empty. Returns its requests in order; `left` is what they lack."""
-        if self._leap is not None:
-            plan, begin_s, steps = self._leap
-            low, high = 0, steps  # passes that were done
+        leap, begin_s = self._leap, self._begin_s
+        if leap is not None:
+            low, high = 0, self._steps  # passes that were done
             while low < high:
                 middle = (low + high + 1) // 2
-                done = self._times(plan, middle, begin_s)[1] <= now_s
+                done = self._times(leap, middle, begin_s)[1] <= now_s
                 low, high = (middle, high) if done else (low, middle - 1)
             if low:
-                begun_s, end_s = self._times(plan, low, begin_s)
-                self._finish(plan, low, begin_s, begun_s, end_s)
+                begun_s, end_s = self._times(leap, low, begin_s)
+                self._finish(leap, low, begin_s, begun_s, end_s)
         self.close()
         rows = [*self._scheduler.abort(), *self._arrived]
         for row in rows:
@@ -288,10 +297,9 @@ class PagedRun:
         """Its own figures."""
         scheduler = self._scheduler
         used = self._blocks - scheduler.pool.free
-        if self._leap is not None and self._leap[2] > 1:
-            plan, begin_s, steps = self._leap
-            share = (now_s - begin_s) / max(self._done_s - begin_s, 1e-9)
-            used += int(share * steps * plan.shape.decodes / self._block_tokens)
+        if self._leap is not None and self._steps > 1:
+            share = (now_s - self._begin_s) / max(self._done_s - self._begin_s, 1e-9)
+            used += int(share * self._steps * self._leap.shape.decodes / self._block_tokens)
         waiting = len(scheduler.waiting) + len(self._arrived)
         return ReplicaReport(waiting, len(scheduler.running), min(used / self._blocks, 1.0), now_s)
 
@@ -304,9 +312,15 @@ class PagedRun:
         ledger.preempted_query_tokens += pool.preempted_queries
         ledger.preempted_hit_tokens += pool.preempted_hits
 
-    def _set_leap(self, plan: PagedPass, begin_s: float, steps: int) -> None:
-        """The next `steps` passes run like the planned one, from `begin_s` on."""
-        self._leap = plan, begin_s, steps
+    def _set_leap(self, plan: PagedPass, begin_s: float, steps: int, until_s: float) -> None:
+        """At most `steps` passes run like the planned one, from `begin_s` on, the last of them when
+        a request comes at `until_s`.
+        """
+        if self._can_cut and until_s < math.inf:
+            planned = int(self._ahead)  # one more pass is planned already
+            begun = self._law.steps_before(plan.shape, until_s - begin_s, steps - planned)
+            steps, self._can_cut = max(planned + begun, 1), False
+        self._leap, self._begin_s, self._steps = plan, begin_s, steps
         self._begun_s, self._done_s = self._times(plan, steps, begin_s)
         self.next_s = self._begun_s if self._ahead else self._done_s
 
@@ -348,7 +362,8 @@ class PagedRun:
         for row in ended:
             self._close(row, end_s)
             ledger.outcomes[row.number].ok = True
-            self.ends.append((end_s, row.number, len(scheduler.running)))
+            if self._tells:
+                self.ends.append((end_s, row.number, len(scheduler.running)))
         ledger.busy_s[self._index] += end_s - begin_s
         ledger.completed_s[self._index] = end_s
         return ended
@@ -377,7 +392,8 @@ class PagedRun:
             row.mark, outcome = mark, ledger.outcomes[row.number]
             if outcome.first_token_s < 0.0:
                 outcome.first_token_s = first_s
-                self.first_tokens.append((first_s, row.number))
+                if self._tells:
+                    self.first_tokens.append((first_s, row.number))
                 continue
             if row.number in self._moved_here:
                 self._moved_here.remove(row.number)
@@ -446,8 +462,9 @@ def serve(
                 content=leaves[place] if leaves else None,
                 watched=bool(watched) and watched[place],
             )
-        run = PagedRun(index, engine, flags, ledger, shares=bool(reuse))
-        _drive(run, rows, reuse.turns(numbers), ledger.arrival_s, front, engine, drain)
+        turns = reuse.turns(numbers)
+        run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=bool(turns))
+        _drive(run, rows, turns, ledger.arrival_s, front, engine, drain)
     return list(refusals.values())
 
 
@@ -467,26 +484,26 @@ def _drive(
     # also those that are refused, if their sessions go on
     coming = [(arrival_s[k], k) for k in sorted({*rows, *turns}) if k not in later]
     heapify(coming)
-    left = len(rows)  # to arrive
+    left, follow = len(rows), bool(turns)  # `left`: to arrive
     while coming or run.next_s < math.inf:
-        ended: list[tuple[float, int, int]] = []
         if coming and coming[0][0] <= run.next_s:
             came_s, number = heappop(coming)
             if number in rows:
                 run.arrive(rows[number], came_s)
                 left -= 1
             else:
-                ended.append((came_s, number, 0))
+                run.ends.append((came_s, number, 0))
         else:
-            run.work(drain=drain or left > 0)
+            next_s = coming[0][0] if coming else math.inf
+            run.work(drain=drain or left > 0, follow=follow, until_s=next_s)
+        if run.ends:
+            for end_s, number, running in run.ends:
+                for turn, think_s in turns.get(number, ()):
+                    seen_s = (front or engine.front(running)).last_s
+                    arrival_s[turn] = end_s + (seen_s + think_s)
+                    heappush(coming, (arrival_s[turn], turn))
+            run.ends.clear()
             run.first_tokens.clear()
-            if run.ends:
-                ended, run.ends = run.ends, []
-        for end_s, number, running in ended:
-            for turn, think_s in turns.get(number, ()):
-                seen_s = (front or engine.front(running)).last_s
-                arrival_s[turn] = end_s + (seen_s + think_s)
-                heappush(coming, (arrival_s[turn], turn))
     run.close()
 
 

@@ -199,7 +199,14 @@ class _RoutedRun:
         self.kind_of = [-1] * len(requests)
         self._shares = [bool(reuse) and kind.flags.prefix_caching for kind in kinds]
         self._replicas = [
-            PagedRun(index, kind.engine, kind.flags, kind.ledger, shares=self._shares[number])
+            PagedRun(
+                index,
+                kind.engine,
+                kind.flags,
+                kind.ledger,
+                shares=self._shares[number],
+                tells=True,
+            )
             for index, (number, kind) in enumerate(each)
         ]
         self._leaves, self._watched = (
@@ -265,7 +272,7 @@ class _RoutedRun:
             elif kind == WORK:
                 replica = replicas[subject]
                 if replica.next_s == now_s:
-                    replica.work(drain=drain or left > 0)
+                    replica.work(drain=drain or left > 0, follow=bool(self._turns))
                     self._take(replica, subject)
             elif kind == ARRIVE:
                 left -= 1
@@ -356,7 +363,8 @@ class _RoutedRun:
         )
         replica = self._replicas[index]
         before_s = replica.next_s
-        replica.arrive(row, now_s)
+        has_tokens = moved and self._ledger.outcomes[number].first_token_s >= 0.0
+        replica.arrive(row, now_s, has_tokens=has_tokens)
         if replica.next_s != before_s:
             heappush(self._events, (replica.next_s, WORK, index, 0))
         return None

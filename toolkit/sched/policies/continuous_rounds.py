@@ -278,19 +278,19 @@ class BatonRounds(RoundPlanner):
         steps = 1
         if not leave and not (more and self._has_room(worker, footprint, inbox.jobs[len(enter)])):
             steps = max(self._room(footprint), 1)
-        room = worker.host_tokens - swapped.tokens
-        swap_out: list[Job] = []
-        evict: list[Job] = []
-        for job in leave:
-            tokens = residents.holds(job)
-            if tokens <= room and job not in residents.prefilling:
-                room -= tokens
-                swap_out.append(job)
-            else:
-                evict.append(job)
-        moves = None
-        if back or swap_out:
-            moves = Moves(resume=tuple(back), swap_in=tuple(back), swap_out=tuple(swap_out))
+        moves, evict = None, leave
+        if leave or back:
+            room, evict = worker.host_tokens - swapped.tokens, []
+            swap_out: list[Job] = []
+            for job in leave:
+                tokens = residents.holds(job)
+                if tokens <= room and job not in residents.prefilling:
+                    room -= tokens
+                    swap_out.append(job)
+                else:
+                    evict.append(job)
+            if back or swap_out:
+                moves = Moves(resume=tuple(back), swap_in=tuple(back), swap_out=tuple(swap_out))
         return Batch(
             worker.index,
             tuple(enter),
