@@ -10,12 +10,12 @@ from pathlib import Path
 import orders
 import pytest
 import yaml
+from operator_kinds import AlertRule, RulesFile
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.serving import HandWorkers, make_driver
-from toolkit.deploy.alerts import rules, series
-from toolkit.deploy.operators import AlertRule
+from toolkit.deploy.monitoring import rules, series
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.render import render_target
 from toolkit.files.recipe import SLA_KEYS
@@ -45,7 +45,7 @@ def rendered(target: str, order: Order) -> list[AlertRule]:
         found = yaml.safe_load(files["prometheusrule.yaml"])["spec"]
     else:
         found = yaml.safe_load(files["alerts.yaml"])
-    return [AlertRule.model_validate(one) for group in found["groups"] for one in group["rules"]]
+    return [one for group in RulesFile.model_validate(found).groups for one in group.rules]
 
 
 @pytest.mark.parametrize("target", OWN)
@@ -114,10 +114,8 @@ def test_every_target_has_its_rule_and_the_server_the_series_that_it_reads(tmp_p
         (sample.name, sample.labels.get("le")) for family in families for sample in family.samples
     }
     order = order_of(tmp_path, sla=sla)
-    found = {
-        rule.alert: rule
-        for rule in rules(order, series(order, monitored=True), QUEUE).groups[0].rules
-    }
+    whole = RulesFile.model_validate(rules(order, series(order, monitored=True), QUEUE))
+    found = {rule.alert: rule for rule in whole.groups[0].rules}
     for key, limit in sla.items():
         rule = found[f"LlmctlTarget{key.title().replace('_', '')}"]
         metric, statistic, _ = key.split("_")
@@ -151,7 +149,7 @@ def test_the_share_beyond_a_limit_is_exact() -> None:
 def fired(folder: Path, order: Order, series_: dict[str, str]) -> set[str]:
     """The alerts that fire after 20 minutes of these series, by promtool's own reckoning."""
     found = rules(order, series(order, monitored=True), QUEUE)
-    names = [rule.alert for rule in found.groups[0].rules]
+    names = [rule["alert"] for rule in found["groups"][0]["rules"]]
     test = {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series_.items()],
@@ -159,7 +157,7 @@ def fired(folder: Path, order: Order, series_: dict[str, str]) -> set[str]:
             {"eval_time": "20m", "alertname": name, "exp_alerts": []} for name in names
         ],
     }
-    (folder / "rules.yaml").write_text(yaml.safe_dump(found.model_dump(by_alias=True)))
+    (folder / "rules.yaml").write_text(yaml.safe_dump(found))
     (folder / "test.yaml").write_text(
         yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]})
     )

@@ -10,17 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import orders
 import pytest
 import yaml
-from pydantic import BaseModel
+from operator_kinds import check_object
 from test_deploy_replicas import NEWER, command_in, fronts, objects, parsed, services, with_engine
 
-from toolkit.backends.vllm.backend import described
+from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.cli.basis import plan_of_fleet
-from toolkit.deploy.manifests import StatefulSet
-from toolkit.deploy.operators import PodMonitor, PrometheusRule, ScaledObject
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.render import manifest_of, render_target
@@ -152,7 +149,7 @@ def test_compose_gives_each_replica_its_kind_s_flags_and_gpu(order: Order, fleet
     for name, number, device in zip(names, (0, 1, 1), "012", strict=True):
         (reserved,) = found[name]["deploy"]["resources"]["reservations"]["devices"]
         assert reserved["device_ids"] == [device]
-        own = described(fleet.alone(number), model_name(fleet))
+        own = VllmBackend().described(fleet.alone(number), model_name(fleet))
         flags = [word for words, _ in own.flags for word in words]
         command = found[name]["command"]
         assert command[: len(own.command) + len(flags)] == [*own.command, *flags]
@@ -168,21 +165,12 @@ def test_a_fleet_s_compose_is_as_the_specification_says(order: Order, tmp_path: 
 
 
 def test_kubernetes_takes_every_object_of_a_fleet(order: Order) -> None:
-    own: dict[str, type[BaseModel]] = {
-        "PodMonitor": PodMonitor,
-        "PrometheusRule": PrometheusRule,
-        "ScaledObject": ScaledObject,
-    }
     kinds, named = [], []
     for data in objects(order).values():
         kinds.append(data["kind"])
         if data["kind"] != "Kustomization":
             named.append((data["kind"], data["metadata"]["name"]))
-        try:
-            kubernetes_validate.validate(data, "1.37", strict=True)
-        except kubernetes_validate.SchemaNotFoundError:
-            if data["kind"] != "Kustomization":
-                own[data["kind"]].model_validate(data)
+        check_object(data)
     assert len(set(named)) == len(named), "each object has a name of its own"
     counts = {kind: kinds.count(kind) for kind in kinds}
     for kind in ("StatefulSet", "PodDisruptionBudget", "ScaledObject"):
@@ -199,7 +187,7 @@ def sets(order: Order) -> list[dict[str, Any]]:
 
 def test_each_kind_s_pods_go_to_nodes_with_its_gpu(order: Order, fleet: Plan) -> None:
     for number, one in enumerate(sets(order)):
-        StatefulSet.model_validate(one)
+        check_object(one)
         assert one["spec"]["replicas"] == (1, 2)[number]
         pod = one["spec"]["template"]["spec"]
         affinity = pod["affinity"]["nodeAffinity"]

@@ -14,8 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import toolkit
 from benchmarks.common.serving import HandWorkers, make_driver
-from toolkit.deploy.alerts import rules
-from toolkit.deploy.monitoring import COLUMNS, dashboard
+from toolkit.deploy.monitoring import dashboard, rules
 from toolkit.deploy.order import Sourced
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.serve.access import Account
@@ -24,6 +23,7 @@ from toolkit.serve.status import gauges
 
 SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
 NAMES = ("llmctl", "vllm")
+COLUMNS = 24  # of Grafana's grid
 NOT_SHOWN = {
     "llmctl_slice_sums_total": "sums of products, from which `bench` reads what an arrival costs",
     "llmctl_engine_info": "what runs, in labels: no number",
@@ -83,7 +83,7 @@ def test_every_metric_is_on_the_dashboard_or_has_a_reason_not_to_be(exposed):
 
 def test_every_alert_reads_an_existing_metric(exposed, tmp_path):
     found = rules(orders.order(orders.plan(tmp_path)), 'namespace="x"', Sourced(7, "test"))
-    read = {rule.alert: {*METRIC.findall(rule.expr)} for rule in found.groups[0].rules}
+    read = {rule["alert"]: {*METRIC.findall(rule["expr"])} for rule in found["groups"][0]["rules"]}
     assert set().union(*read.values()) <= exposed.keys()
     assert [alert for alert, metrics in read.items() if not metrics] == ["LlmctlDown"], (
         "which reads Prometheus' own"
@@ -170,3 +170,15 @@ def test_the_shipped_file_is_the_dashboard(names):
     assert (
         shipped.read_text(encoding="utf-8") == json.dumps(dashboard(names=names), indent=1) + "\n"
     )
+
+
+def test_panels_with_vllm_s_names_are_among_the_others_with_the_same_unit():
+    units = [
+        {
+            panel["title"]: panel["fieldConfig"]["defaults"]["unit"]
+            for panel in dashboard(names=names)["panels"]
+            if panel["type"] == "timeseries"
+        }
+        for names in NAMES
+    ]
+    assert units[1].items() < units[0].items()

@@ -9,10 +9,10 @@ import pytest
 
 import toolkit
 from toolkit.backends.vllm.backend import IMAGES
-from toolkit.deploy.manifests import PodSecurity
 from toolkit.deploy.order import llmctl_image
-from toolkit.deploy.targets.compose import ComposeService
-from toolkit.deploy.targets.raycluster import EXTRA
+from toolkit.deploy.targets import compose
+from toolkit.deploy.targets.kuberay import EXTRA
+from toolkit.deploy.targets.objects import POD_SECURITY as POD
 from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent
@@ -26,12 +26,7 @@ def test_it_starts_from_a_pinned_version_and_runs_as_the_user_of_the_deployments
     (base,) = re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE)
     assert re.fullmatch(r"python:3\.11\.[0-9]+-slim-[a-z]+@sha256:[0-9a-f]{64}", base)
     (user,) = re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)
-    pod = PodSecurity()
-    assert (
-        user
-        == f"{pod.run_as_user}:{pod.run_as_group}"
-        == ComposeService.model_fields["user"].default
-    )
+    assert user == f"{POD['runAsUser']}:{POD['runAsGroup']}" == compose.USER
 
 
 def test_it_runs_in_a_writable_folder_without_sources() -> None:

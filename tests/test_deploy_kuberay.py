@@ -15,14 +15,14 @@ import pytest
 import samples
 import test_deploy_fleets
 import yaml
+from operator_kinds import RayCluster, check_pod
 
 import toolkit
 from toolkit.cli.basis import plan_of_fleet, plan_of_recipe
 from toolkit.cluster.linger import actors, main, peers, wait
 from toolkit.cluster.places import MachineShare, node_labels
-from toolkit.deploy.operators import RayCluster
 from toolkit.deploy.render import render_target
-from toolkit.deploy.targets.raycluster import RAY
+from toolkit.deploy.targets.kuberay import RAY
 from toolkit.errors import InputError
 from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload
@@ -107,13 +107,7 @@ def test_our_model_reads_rendered_objects_and_refuses_unknown_keys(any_plan: Pla
 
 def test_kubernetes_takes_the_pods_of_the_cluster(any_plan: Plan) -> None:
     for group in groups(cluster(any_plan)):
-        pods = {
-            "apiVersion": "v1",
-            "kind": "PodTemplate",
-            "metadata": {"name": "x"},
-            "template": group["template"],
-        }
-        kubernetes_validate.validate(pods, "1.37", strict=True)
+        check_pod(group["template"])
 
 
 @pytest.mark.slow

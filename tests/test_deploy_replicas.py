@@ -10,21 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import orders
 import pytest
 import typer
 import yaml
+from operator_kinds import check_object
 
 import toolkit
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import alive
-from toolkit.backends.vllm.backend import command_of, described
+from toolkit.backends.vllm.backend import VllmBackend, command_of
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_of_recipe
-from toolkit.deploy.alerts import replica_rules
-from toolkit.deploy.manifests import StatefulSet
-from toolkit.deploy.operators import PodMonitor, PrometheusRule, ScaledObject
+from toolkit.deploy.monitoring import replica_rules
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.reckon import startup_s, waiting_threshold
 from toolkit.deploy.render import manifest_of, render_target
@@ -223,15 +221,10 @@ def test_compose_shows_the_front_alone_and_reserves_a_gpu_for_each_replica(order
 
 
 def test_kubernetes_takes_every_object(order: Order) -> None:
-    own = {"PodMonitor": PodMonitor, "PrometheusRule": PrometheusRule, "ScaledObject": ScaledObject}
     kinds = []
     for data in objects(order).values():
         kinds.append(data["kind"])
-        try:
-            kubernetes_validate.validate(data, "1.37", strict=True)
-        except kubernetes_validate.SchemaNotFoundError:
-            if data["kind"] != "Kustomization":
-                own[data["kind"]].model_validate(data)
+        check_object(data)
     assert sorted(kinds) == sorted([
         *("Deployment", "Service", "Service", "StatefulSet", "PodDisruptionBudget"),
         *("NetworkPolicy", "NetworkPolicy", "ServiceAccount", "Role", "RoleBinding"),
@@ -319,14 +312,15 @@ def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipp
     assert rules.keys() >= {"LlmctlDown", "LlmctlNoReplica", "LlmctlTargetTtftP99S"}
 
 
-GATEWAY = Path(toolkit.__file__).parent / "gateway" / "status.py"
+GATEWAY = Path(toolkit.__file__).parent / "gateway" / "front.py"
 
 
 def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
     sla = dict.fromkeys(SLA_KEYS, 1.0)
     plan = shipped.model_copy(update={"recipe": shipped.recipe.model_copy(update={"sla": sla})})
-    rules = replica_rules(orders.order(plan), "a", [("b", Sourced(7, "test"))]).groups[0].rules
-    read = {name for rule in rules for name in re.findall(r"\bllmctl_[a-z0-9_]+", rule.expr)}
+    (group,) = replica_rules(orders.order(plan), "a", [("b", Sourced(7, "test"))])["groups"]
+    expressions = " ".join(rule["expr"] for rule in group["rules"])
+    read = {*re.findall(r"\bllmctl_[a-z0-9_]+", expressions)}
     bare = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in read}
     source = GATEWAY.read_text()
     assert {name for name in bare if f'"{name}"' not in source} == set()
@@ -350,7 +344,7 @@ def test_a_container_gets_the_flags_that_llmctl_serve_gives(
     monkeypatch.setattr("toolkit.engines.loading.saved_model", lambda model, _: model.source)
     order = ServerOrder(plan, "m", "127.0.0.1", 8000, Ending(0, 30))
     words = command_of(order, tmp_path).words("127.0.0.1", 8000)
-    found = [word for flag, _ in described(plan, "m").flags for word in flag]
+    found = [word for flag, _ in VllmBackend().described(plan, "m").flags for word in flag]
     counted = ["--scheduler-cls", "toolkit.backends.vllm.iterations.counted_scheduler"]
     rest = [word for word in words[words.index("--served-model-name") :] if word not in counted]
     assert found == rest[: rest.index("--shutdown-timeout")]
@@ -437,11 +431,6 @@ def test_llmctl_serve_links_all_units_and_starts_and_stops_the_target(
     assert stopped == [
         *("systemctl", "stop", f"{NAME}.target", f"{NAME}.service", f"{NAME}-replica@*.service")
     ], "for a target alone systemctl would not wait"
-
-
-def test_statefulsets_are_read_as_they_are_written(order: Order) -> None:
-    data = objects(order)["core/statefulset.yaml"]
-    assert StatefulSet.model_validate(data).model_dump(by_alias=True, exclude_none=True) == data
 
 
 def test_the_weights_of_llm_ds_router_become_those_of_an_endpoint_picker(shipped: Plan) -> None:

@@ -19,7 +19,7 @@ from toolkit.engines.protocol import (
     StepOutput,
     make_engine,
 )
-from toolkit.engines.round_parts import STEPS
+from toolkit.engines.rebatch_engine import STEPS
 from toolkit.engines.transformers_engine import TIMED_STEPS
 
 KINDS = ["llama", "qwen3", "gpt2", "opt", "rebatch", "deepspeed", "fake"]

@@ -12,8 +12,9 @@ import torch
 from rounds import DONE, WAITS, RoundDriver, free_row, random_rows, rebatch_engine
 
 from toolkit.engines import fixed_step
-from toolkit.engines.fixed_step import FixedShape, FixedSteps, shape_for
+from toolkit.engines.fixed_step import FixedSteps, shape_for
 from toolkit.engines.protocol import Round, StepOutput
+from toolkit.engines.rebatch_cache import FixedShape
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.errors import InputError
 

@@ -24,12 +24,10 @@ from toolkit.files.fit import Fit
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import replicas as pools
-from toolkit.gateway.calls import GenerationCall
-from toolkit.gateway.front import Gateway, GatewaySettings
+from toolkit.gateway.calls import GenerationCall, PassingAnswer
+from toolkit.gateway.front import Gateway, GatewaySettings, GatewayStatus
 from toolkit.gateway.launch import GatewayLaunch, OwnReplicas, kinds_of_replicas
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
-from toolkit.gateway.status import GatewayExposition, GatewayStatus
-from toolkit.gateway.stream import PassingAnswer
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import (
     Balancer,
@@ -139,7 +137,6 @@ def run(
             say=(said if said is not None else []).append,
         )
         gateway = Gateway(pool, balancer, GatewaySettings(**settings), keyring or Keyring())
-        gateway.metrics = GatewayExposition(gateway).text
         sweep = asyncio.create_task(pool.sweep())
         with listen("127.0.0.1", 0) as listener:
             server = HttpServer(gateway.access, WireLimits(descriptors_each=2))

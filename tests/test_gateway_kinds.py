@@ -14,8 +14,7 @@ from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import RouterSpec
-from toolkit.gateway.calls import GenerationCall
-from toolkit.gateway.stream import PassingAnswer
+from toolkit.gateway.calls import GenerationCall, PassingAnswer
 
 LONG = "x" * 200  # does not fit into SHORT
 SHORT = 100

@@ -5,7 +5,7 @@ from synthetic_profiles import ENVIRONMENT, FACTS
 
 from toolkit.errors import InputError
 from toolkit.files.profile import FailedPoint, MemoryPoint, SlicePoint
-from toolkit.profiling.journal import Journal, JournalConditions, PointVisit
+from toolkit.profiling.measure import Journal, JournalConditions, PointVisit
 
 NOW = JournalConditions(
     tool_version="1", recipe={"model": "aa", "profile": "bb"}, environment=ENVIRONMENT, engine=FACTS

@@ -21,8 +21,13 @@ from toolkit.estimators.fitting import fit_profile
 from toolkit.files.profile import FailedPoint, SlicePoint
 from toolkit.files.shipped import load_recipe
 from toolkit.profiling.grid import GridPoint, SliceShape, grid
-from toolkit.profiling.journal import Journal, JournalConditions
-from toolkit.profiling.measure import grid_points, measure, visits_left
+from toolkit.profiling.measure import (
+    Journal,
+    JournalConditions,
+    grid_points,
+    measure,
+    visits_left,
+)
 from toolkit.profiling.process import (
     DEATHS_MAX,
     Died,

@@ -12,7 +12,7 @@ from benchmarks.common.serving import HandWorkers, client, make_driver, turns
 from toolkit.errors import EngineError
 from toolkit.serve.stats import Histogram
 from toolkit.serve.status import failure, gauges, problem, state
-from toolkit.workers.supervisor import SilentWorker
+from toolkit.workers.protocol import SilentWorker
 
 
 def ask(test: Callable[[httpx.AsyncClient], Coroutine], **options) -> None:

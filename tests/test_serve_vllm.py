@@ -162,7 +162,7 @@ def test_a_signal_before_vllm_starts_ends_in_order(tmp_path: Path, monkeypatch: 
     plan = read_file(Plan, plan_for(tmp_path))
     order = ServerOrder(plan, "toy", "127.0.0.1", 0, Ending())
     before = signal.getsignal(signal.SIGTERM)
-    assert backend.launch_vllm(order, lambda url: pytest.fail(url)) == {}
+    assert backend.VllmBackend().launch(order, lambda url: pytest.fail(url)) == {}
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -1,9 +1,15 @@
 """Tasks in child processes: same results, errors of the user come back, and no process is left."""
 
 import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import samples
 from test_tuning import trace
@@ -75,6 +81,36 @@ def test_results_of_abandoned_tasks_are_not_taken_for_later_tasks(bench: Evaluat
         )
 
 
+class EndsItsProcess(dict[str, int]):
+    """Parameters that end the process that unpickles them."""
+
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
 def test_a_process_that_dies_is_an_error_instead_of_an_endless_wait(bench: EvaluationSetup):
     with ProcessPool(1) as crew, pytest.raises(RuntimeError, match="died"):
+        collect(crew, [Task(bench, "slice"), Task(bench, "slice", EndsItsProcess())])
+
+
+def test_a_bug_in_a_child_is_raised_with_its_traceback(bench: EvaluationSetup):
+    with ProcessPool(1) as crew, pytest.raises(TypeError, match="not iterable") as caught:
         collect(crew, [Task(bench, "slice"), Task(bench, "slice", np.int64)])
+    assert "in _candidate" in str(caught.value.__cause__)
+
+
+def test_a_child_ends_with_its_killed_parent(bench: EvaluationSetup, tmp_path: Path):
+    (tmp_path / "tasks").write_bytes(pickle.dumps([Task(bench, "slice")]))
+    code = (
+        "import multiprocessing, pathlib, pickle, sys; from toolkit.tuning.executor import *; "
+        "tasks = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); pool = ProcessPool(1); "
+        "collect(pool, tasks); print(multiprocessing.active_children()[0].pid, flush=True); "
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "tasks")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        assert psutil.wait_procs([child], timeout=60)[0] == [child]

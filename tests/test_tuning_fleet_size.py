@@ -42,11 +42,11 @@ from toolkit.tuning.fleet_size import (
     Counts,
     FleetCounts,
     JudgedSettings,
+    LeastWork,
     Mixes,
     at_counts,
     tune_fleet_to_size,
 )
-from toolkit.tuning.least_work import LeastWork
 from toolkit.tuning.tune import Inputs
 
 SLA = {"ttft_p90_s": 0.4, "mtpot_p90_s": 0.4}

@@ -11,7 +11,7 @@ from commands import llmctl
 from test_fleet_files import write_fleet, write_server
 from test_tuning import HEAD
 
-from toolkit.backends.vllm.backend import described
+from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.cli.basis import open_fleet, plan_of_fleet
 from toolkit.cli.serve_start import override
 from toolkit.cli.tune_show import show
@@ -184,7 +184,8 @@ def test_a_plan_starts_each_kind_with_the_flags_that_were_found(
     assert source.startswith("trial ")
     assert plan.explained["short: chunked_prefill"].source == "its recipe, else vLLM's default"
     for number, tokens in enumerate(of_plan(plan)):
-        flags = [word for words, _ in described(plan.alone(number), "m").flags for word in words]
+        described = VllmBackend().described(plan.alone(number), "m")
+        flags = [word for words, _ in described.flags for word in words]
         assert flags[flags.index("--max-num-batched-tokens") + 1] == str(tokens)
     assert [live.traits.pass_tokens for live in kinds_of_replicas(plan)] == of_plan(plan)
     assert Plan.model_validate_json(file_text(plan)) == plan

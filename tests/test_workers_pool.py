@@ -29,7 +29,14 @@ from toolkit.engines.protocol import (
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
 from toolkit.workers.lifeline import ALIVE, LifeSigns
-from toolkit.workers.pool import MAX_FAILED_LOADS, OnFrame, ProcessWorkers, WorkerPool, WorkerSpec
+from toolkit.workers.pool import (
+    MAX_FAILED_LOADS,
+    OnFrame,
+    Patience,
+    ProcessWorkers,
+    WorkerPool,
+    WorkerSpec,
+)
 from toolkit.workers.protocol import (
     Alive,
     BatchDone,
@@ -44,7 +51,6 @@ from toolkit.workers.protocol import (
     WorkersFailed,
     pack,
 )
-from toolkit.workers.supervisor import Patience
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,6 @@ MODULES = (
     "toolkit.estimators.laws",
     "toolkit.estimators.memory",
     "toolkit.estimators.steps",
-    "toolkit.estimators.times",
     "toolkit.routing.formulas",
     "toolkit.routing.replicas",
     "toolkit.sched.figures",

@@ -32,7 +32,17 @@ class _Guard:
         self._pipe: int | None = None
         self._owner = 0  # the process id: a fork of this process needs its own guard
 
-    def watch(self, group: int, grace_s: float) -> None:
+    def watch(self, group: int, grace_s: float = 0.0) -> None:
+        """Have a process group killed when this process ends, however it ends.
+
+        Args:
+            group: the id of the group, which is that of its first process.
+            grace_s: seconds that the first process has to end by itself. Once it has ended, the
+                rest of the group is killed at once.
+
+        Raises `OSError` if the guard cannot be started. Starting takes 20 to 30 ms, once per
+        process.
+        """
         with self._lock:
             if self._owner != os.getpid():
                 self._groups, self._pipe, self._owner = {}, None, os.getpid()
@@ -40,6 +50,7 @@ class _Guard:
             self._send(f"+{group} {grace_s}\n")
 
     def forget(self, group: int) -> None:
+        """The group has ended: do not kill it. Its id may be reused from now on."""
         with self._lock:
             if self._owner == os.getpid() and self._groups.pop(group, None) is not None:
                 self._send(f"-{group}\n")
@@ -85,24 +96,7 @@ def _start() -> int:
 
 
 _GUARD = _Guard()
-
-
-def watch(group: int, grace_s: float = 0.0) -> None:
-    """Have a process group killed when this process ends, however it ends.
-
-    Args:
-        group: the id of the group, which is that of its first process.
-        grace_s: seconds that the first process has to end by itself. Once it has ended, the rest of
-            the group is killed at once.
-
-    Raises `OSError` if the guard cannot be started. Starting takes 20 to 30 ms, once per process.
-    """
-    _GUARD.watch(group, grace_s)
-
-
-def forget(group: int) -> None:
-    """The group has ended: do not kill it. Its id may be reused from now on."""
-    _GUARD.forget(group)
+watch, forget = _GUARD.watch, _GUARD.forget
 
 
 def main() -> None:
@@ -170,15 +164,13 @@ def _pipe_holders(pipe: int) -> list[int]:
         others = {int(name) for name in os.listdir("/proc") if name.isdecimal()} - {os.getpid()}
     except OSError:
         return []
-    return [process for process in others if _holds(process, wanted)]
-
-
-def _holds(process: int, wanted: str) -> bool:
-    folder = f"/proc/{process}/fd"
-    try:
-        return any(os.readlink(f"{folder}/{name}") == wanted for name in os.listdir(folder))
-    except OSError:  # another user's process, or it has ended
-        return False
+    found = []
+    for process in others:
+        folder = f"/proc/{process}/fd"
+        with contextlib.suppress(OSError):  # another user's process, or it has ended
+            if any(os.readlink(f"{folder}/{name}") == wanted for name in os.listdir(folder)):
+                found.append(process)
+    return found
 
 
 def _exists(process: int) -> bool:

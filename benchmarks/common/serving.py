@@ -41,11 +41,11 @@ from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
     OnEvent,
+    SilentWorker,
     Times,
     WorkerLost,
     WorkerReady,
 )
-from toolkit.workers.supervisor import SilentWorker
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
 HELPER = "toolkit.serve.helper"  # in the command of the process that reads large bodies

@@ -59,7 +59,7 @@ from benchmarks.common.standin_vllm import VERSION, install
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import EngineSpec, PolicySpec, RouterSpec
-from toolkit.gateway.passing import MAX_STRIKES
+from toolkit.gateway.passing import MAX_FAILURES
 
 Figures = dict[str, Any]
 CLIENTS = 48
@@ -82,7 +82,7 @@ SAID = {  # what the front says at SIGHUP, by what has changed
 }
 LETTERS = "acegikmoqsuwy"  # that answers consist of
 REFUSED = "refused"
-GIVEN_UP = f"the request failed on {MAX_STRIKES} replicas"  # as is documented, and told
+GIVEN_UP = f"the request failed on {MAX_FAILURES} replicas"  # as is documented, and told
 AGAIN_S = 0.2  # before a refused request is sent again
 
 

@@ -40,8 +40,14 @@ from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.profiling.process import Unmeasurable, visit
 from toolkit.profiling.run import ProfileBench
 from toolkit.units import MIB
-from toolkit.workers.protocol import BatchDone, OnEvent, Times, WorkerReady, Workers
-from toolkit.workers.supervisor import SilentWorker
+from toolkit.workers.protocol import (
+    BatchDone,
+    OnEvent,
+    SilentWorker,
+    Times,
+    WorkerReady,
+    Workers,
+)
 
 KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hold recipes
 # Tokens of a request with timed decode steps. Servers may hold the last one back for a while.
@@ -62,9 +68,17 @@ def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | N
     Raises `InputError` if neither /metrics nor the recipe gives the KV cache's tokens: a simulation
     needs them.
     """
-    model = recipe.model
-    capacity = kv_tokens(scrape(target)) or _kv_tokens_of(recipe, target)
-    config_vocabulary = model.config.get("vocab_size")
+    model, per_token = recipe.model, recipe.model.kv_bytes_per_token
+    capacity, budget = kv_tokens(scrape(target)), recipe.engine.kv_cache_memory_mib
+    if not capacity:
+        if budget is None or per_token is None:
+            raise InputError(
+                f"neither {target.url}/metrics nor the recipe says how many tokens the KV cache "
+                "holds",
+                "give engine.kv_cache_memory_mib and model.kv_bytes_per_token",
+            )
+        capacity = int(budget * MIB) // per_token
+    vocabulary = model.config.get("vocab_size")
     return EngineFacts(
         engine="openai",
         engine_version=version(target),
@@ -73,11 +87,11 @@ def facts_of(recipe: Recipe, target: Target, dialect: Dialect, max_rows: int | N
         dtype=model.dtype,
         device=recipe.hardware.name,
         threads=recipe.engine.threads,
-        kv_bytes_per_token=model.kv_bytes_per_token or 1,
-        kv_budget_bytes=capacity * (model.kv_bytes_per_token or 1),
+        kv_bytes_per_token=per_token or 1,
+        kv_budget_bytes=capacity * (per_token or 1),
         capacity_tokens=capacity,
         max_model_len=min(model.max_model_len, target.max_model_len or model.max_model_len),
-        vocab_size=config_vocabulary if isinstance(config_vocabulary, int) else SAFE_VOCABULARY,
+        vocab_size=vocabulary if isinstance(vocabulary, int) else SAFE_VOCABULARY,
         prefill_emits_token=True,
         max_rows=max_rows,
         lacks=dialect.lacks,
@@ -92,16 +106,6 @@ def kv_tokens(metrics: Sequence[Metric]) -> int | None:
         if name in ("sglang:max_total_num_tokens", "llmctl_kv_cache_tokens") and value > 0:
             return int(value)
     return None
-
-
-def _kv_tokens_of(recipe: Recipe, target: Target) -> int:
-    budget, per_token = recipe.engine.kv_cache_memory_mib, recipe.model.kv_bytes_per_token
-    if budget is None or per_token is None:
-        raise InputError(
-            f"neither {target.url}/metrics nor the recipe says how many tokens the KV cache holds",
-            "give engine.kv_cache_memory_mib and model.kv_bytes_per_token",
-        )
-    return int(budget * MIB) // per_token
 
 
 class Endpoint:
@@ -132,13 +136,25 @@ class Endpoint:
 
         Raises like `at_times`.
         """
-        samples = [
-            Sample(0.0, length, tokens) for length, tokens in zip(prompts, max_tokens, strict=True)
-        ]
-        return await self.at_times(samples)
+        pairs = zip(prompts, max_tokens, strict=True)
+        return await self.at_times([Sample(0.0, length, tokens) for length, tokens in pairs])
 
-    async def at_times(self, samples: list[Sample], start_s: float | None = None) -> list[Sample]:
-        """Send each request at its scheduled time and wait for all.
+    async def first_token(self, prompt: Prompt, length: int) -> Sample:
+        """Send this prompt of `length` tokens for one token. Raises like `at_times`."""
+        (sample,) = await self.at_times([Sample(0.0, length, 1)], prompts=[prompt])
+        return sample
+
+    def prompt(self, tokens: int) -> Prompt:
+        """A random prompt, which no cache holds."""
+        return self.dialect.prompt(self._rng, tokens, self._vocab_size)
+
+    async def at_times(
+        self,
+        samples: list[Sample],
+        start_s: float | None = None,
+        prompts: Sequence[Prompt] | None = None,
+    ) -> list[Sample]:
+        """Send each request at its scheduled time and wait for all. None as `prompts`: random ones.
 
         Times count from `start_s` of the performance counter. None means: from when all requests
         are built, before any has a connection, as in a replay.
@@ -146,33 +162,12 @@ class Endpoint:
         Raises `Unmeasurable` with the first failure, or if an output has another length than
         requested.
         """
-        prompts = [self.prompt(sample.prompt_tokens) for sample in samples]
-        return await self.send(samples, prompts, start_s)
-
-    async def twice(self, length: int) -> tuple[Sample, Sample]:
-        """Send a prompt for one token, and the same prompt again when that has ended.
-
-        Raises like `at_times`.
-        """
-        prompts = [self.prompt(length)]
-        (new,) = await self.send([Sample(0.0, length, 1)], prompts)
-        (again,) = await self.send([Sample(0.0, length, 1)], prompts)
-        return new, again
-
-    def prompt(self, tokens: int) -> Prompt:
-        """A random prompt, which no cache holds."""
-        return self.dialect.prompt(self._rng, tokens, self._vocab_size)
-
-    async def send(
-        self, samples: list[Sample], prompts: Sequence[Prompt], start_s: float | None = None
-    ) -> list[Sample]:
-        """`at_times` with these prompts."""
         dialect, model = self.dialect, self.target.model
+        prompts = prompts or [self.prompt(sample.prompt_tokens) for sample in samples]
         requests = [
             self._connection.request(dialect.request(model, prompt, sample.wanted_tokens))
             for sample, prompt in zip(samples, prompts, strict=True)
         ]
-
         zero_s = time.perf_counter() if start_s is None else start_s
 
         def clock() -> float:
@@ -264,34 +259,35 @@ class EndpointBench(ServerBench):
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`. Raises `EngineError` if the server no longer answers."""
-        measure = self._prefill_s if point.kind == "prefill" else self._decode_s
-        return visit(lambda: measure(point), warmups)
+        if point.kind != "prefill":
+            return visit(lambda: self._decode_s(point), warmups)
+        rows = point.batch_size
+
+        def prefill_s() -> float:
+            samples = self._together([point.length] * rows, [1] * rows)
+            return max(sample.last_token_s for sample in samples)
+
+        return visit(prefill_s, warmups)
 
     def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
         """See `CachingEngine.time_hits`. A length that cannot be measured is left out."""
-        found = []
+        found, run, endpoint = [], self._runner.run, self._endpoint
         for length in lengths:
             if length >= self.facts.max_model_len:
                 continue
-            try:
-                with self.counting_failures():
-                    pairs = [
-                        self._runner.run(self._endpoint.twice(length)) for _ in range(HIT_VISITS)
-                    ]
-            except Unmeasurable:
-                continue
-            new_s, again_s = (
-                [one.first_token_s for one in side] for side in zip(*pairs, strict=True)
-            )
-            cached = pairs[-1][1].cached_tokens
-            found.append(
-                HitPoint(prompt_tokens=length, new_s=new_s, again_s=again_s, cached_tokens=cached)
-            )
+            new_s, again_s = list[float](), list[float]()
+            with contextlib.suppress(Unmeasurable), self.counting_failures():
+                for _ in range(HIT_VISITS):
+                    prompt = endpoint.prompt(length)
+                    new_s.append(run(endpoint.first_token(prompt, length)).first_token_s)
+                    again = run(endpoint.first_token(prompt, length))
+                    again_s.append(again.first_token_s)
+                cached = again.cached_tokens
+                hit = HitPoint(
+                    prompt_tokens=length, new_s=new_s, again_s=again_s, cached_tokens=cached
+                )
+                found.append(hit)
         return found
-
-    def _prefill_s(self, point: GridPoint) -> float:
-        samples = self._together([point.length] * point.batch_size, [1] * point.batch_size)
-        return max(sample.last_token_s for sample in samples)
 
     def _decode_s(self, point: GridPoint) -> float:
         """Mean time of the steps around the cached length while all rows decode, half before it.
@@ -305,15 +301,13 @@ class EndpointBench(ServerBench):
         extra_max = self.facts.max_model_len - prompt - steps
         extra_tokens = self._extra_tokens.setdefault(point, [0] * point.batch_size)
         for _ in range(TRIES):
-            samples = self._together(
-                [prompt] * point.batch_size, [steps + extra for extra in extra_tokens]
-            )
+            wanted = [steps + extra for extra in extra_tokens]
+            samples = self._together([prompt] * point.batch_size, wanted)
             last = max(samples, key=lambda sample: sample.first_token_s)
             seconds = last.last_token_s - last.first_token_s
             if seconds <= 0.0:
-                raise Unmeasurable(
-                    "all tokens of an output arrived at once: the server does not stream"
-                )
+                why = "all tokens of an output arrived at once: the server does not stream"
+                raise Unmeasurable(why)
             step_s = seconds / (last.output_tokens - 1)
             first_end_s = min(sample.last_token_s for sample in samples)
             if first_end_s >= last.last_token_s - EARLY_SHARE * seconds:
@@ -332,9 +326,8 @@ class EndpointBench(ServerBench):
 
         Requests run at once if their first token comes before the first of them ends.
         """
-        size = 8
+        size, (prompt, tokens) = 8, ROW_LIMIT_TOKENS
         while size <= limit:
-            prompt, tokens = ROW_LIMIT_TOKENS
             samples = self._together([prompt] * size, [tokens] * size)
             first_end_s = min(sample.last_token_s for sample in samples)
             at_once = sum(sample.first_token_s < first_end_s for sample in samples)
@@ -377,9 +370,8 @@ class EndpointWorkers:
         estimated_s: float = math.inf,
     ) -> None:
         """Send the rows as requests, each with its own random prompt."""
-        self._task = asyncio.create_task(
-            self._run(batch_id, [len(row.tokens) for row in rows], steps)
-        )
+        lengths = [len(row.tokens) for row in rows]
+        self._task = asyncio.create_task(self._run(batch_id, lengths, steps))
 
     def run_round(
         self, worker: int, batch_id: int, plan: Round, estimated_s: float = math.inf
@@ -408,20 +400,17 @@ class EndpointWorkers:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, batch_id: int, prompts: Sequence[int], steps: int) -> None:
-        start_s = time.perf_counter()
-        counts = [0] * len(prompts)
+        start_s, rows = time.perf_counter(), len(prompts)
+        counts = [0] * rows
         # If a request fails, all counts stay 0 and the slice has failed.
         with contextlib.suppress(Unmeasurable):
-            counts = [
-                sample.output_tokens
-                for sample in await self._endpoint.together(prompts, [steps] * len(prompts))
-            ]
+            samples = await self._endpoint.together(prompts, [steps] * rows)
+            counts = [sample.output_tokens for sample in samples]
         finish: FinishReason = "length"
-        output = SliceOutput(tuple((0,) * count for count in counts), (finish,) * len(counts))
+        output = SliceOutput(tuple((0,) * count for count in counts), (finish,) * rows)
+        times = Times(engine_s=time.perf_counter() - start_s)
         if self._on_event is not None:
-            self._on_event(
-                BatchDone(0, batch_id, output, Times(engine_s=time.perf_counter() - start_s))
-            )
+            self._on_event(BatchDone(0, batch_id, output, times))
 
 
 class OpenaiBackend:

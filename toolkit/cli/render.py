@@ -256,7 +256,7 @@ def _show(plan: Plan) -> None:
 
 
 def _compare(plan: Plan, existing: Path, as_json: bool) -> None:
-    from toolkit.deploy.differences import differences
+    from toolkit.deploy.plan import differences
     from toolkit.files.io import read_file
     from toolkit.files.plan import Plan
 
@@ -335,7 +335,7 @@ def _plan_text(made: Made, folder: Path) -> str:
 
     A plan there that cannot be read, such as one of another version of llmctl, counts as different.
     """
-    from toolkit.deploy.differences import differences
+    from toolkit.deploy.plan import differences
     from toolkit.files.io import file_text, read_file
     from toolkit.files.plan import Plan
 

@@ -72,20 +72,25 @@ def joined(address: str, cpus: float) -> Iterator[Cluster]:
     """
     check_address(address)
     options: dict[str, Any] = {}
+    has_token = bool(os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH))
     if address == LOCAL:
-        _guard()
+        # Ray listens on every address of the machine: `ray.init` takes loopback for the machine's
+        # own address. A token that only the cluster's processes know keeps others out.
+        os.environ.setdefault(MODE, "token")
+        if not has_token:
+            os.environ[TOKEN] = secrets.token_hex(32)
         options = {
             "num_cpus": cpus,
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": LOOPBACK,
         }
-    else:
-        _take_token()
+    elif has_token or (Path.home() / ".ray" / "auth_token").exists():
+        # Ray uses a token only for an address that it found itself, not for one that was given.
+        os.environ.setdefault(MODE, "token")
     ray = _load()  # Ray reads the environment now
     if address != LOCAL:
         address = _find(address)
-        _reach(address)
     try:
         with _silent():
             context = ray.init(
@@ -94,12 +99,9 @@ def joined(address: str, cpus: float) -> Iterator[Cluster]:
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         raise _cannot_join(address, error) from None
     try:
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        yield Cluster(
-            str(context.address_info["gcs_address"]),
-            nodes,
-            os.environ.get(MODE, "").lower() == "token",
-        )
+        head, nodes = str(context.address_info["gcs_address"]), ray.nodes()
+        guarded = os.environ.get(MODE, "").lower() == "token"
+        yield Cluster(head, sum(node["Alive"] for node in nodes), guarded)
     finally:
         ray.shutdown()
 
@@ -125,9 +127,7 @@ def _load() -> Any:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Discard what Ray's C++ libraries write to file descriptor 2, a line for each retry; errors
-    are raised too.
-    """
+    """Discard what Ray's C++ libraries write to file descriptor 2; errors are raised too."""
     sys.stderr.flush()
     stderr = os.dup(2)
     try:
@@ -139,47 +139,21 @@ def _silent() -> Iterator[None]:
         os.close(stderr)
 
 
-def _guard() -> None:
-    """Set the token of a local cluster: the environment's, or a new one that only its processes
-    know.
-
-    Ray listens on every address of the machine: `ray.init` takes loopback for the machine's own
-    address. The token is what keeps others out.
-    """
-    os.environ.setdefault(MODE, "token")
-    if not (os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH)):
-        os.environ[TOKEN] = secrets.token_hex(32)
-
-
-def _take_token() -> None:
-    """Use an existing token. Ray does so only for an address that it found itself, not for one that
-    was given.
-    """
-    file = Path.home() / ".ray" / "auth_token"
-    if os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH) or file.exists():
-        os.environ.setdefault(MODE, "token")
-
-
 def _find(address: str) -> str:
-    """HOST:PORT of a cluster, also for 'auto'."""
-    if address != AUTO:
-        return address
-    from ray._private.services import canonicalize_bootstrap_address
+    """HOST:PORT of a cluster. Raises `InputError` if none listens; Ray would retry for a minute."""
+    if address == AUTO:
+        from ray._private.services import canonicalize_bootstrap_address
 
-    try:
-        found = canonicalize_bootstrap_address(os.environ.get("RAY_ADDRESS") or AUTO)
-    except (ConnectionError, ValueError):
-        found = None
-    if not found:
-        tried = "RAY_ADDRESS is not set, and no Ray process runs on this machine"
-        raise InputError(
-            f"--ray auto: no cluster was found: {tried}", "ray start --head, or --ray local"
-        )
-    return check_address(str(found))
-
-
-def _reach(address: str) -> None:
-    """Raise `InputError` if no process listens at the address; Ray would retry for a minute."""
+        try:
+            found = canonicalize_bootstrap_address(os.environ.get("RAY_ADDRESS") or AUTO)
+        except (ConnectionError, ValueError):
+            found = None
+        if not found:
+            tried = "RAY_ADDRESS is not set, and no Ray process runs on this machine"
+            raise InputError(
+                f"--ray auto: no cluster was found: {tried}", "ray start --head, or --ray local"
+            )
+        address = check_address(str(found))
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
@@ -190,6 +164,7 @@ def _reach(address: str) -> None:
             f"no Ray cluster at {address}: {reason} (tried: {tried})",
             "see the address of its head there: ray status",
         ) from None
+    return address
 
 
 def _cannot_join(address: str, error: Exception) -> InputError:
@@ -205,10 +180,9 @@ def _cannot_join(address: str, error: Exception) -> InputError:
         return InputError(
             f"the Ray cluster at {address} refused the token, or no token is set", hint
         )
+    hint = f"this machine must belong to it: ray start --address={address}"
     if "ersion mismatch" in message:
         hint = "install the cluster's versions of Ray and Python"
-    else:
-        hint = f"this machine must belong to it: ray start --address={address}"
     return InputError(f"cannot join the Ray cluster at {address}: {first}", hint)
 
 

@@ -2,9 +2,8 @@
 node needs it.
 
     python -m toolkit.cluster.linger worker       until no actor of llmctl runs on this machine
-    python -m toolkit.cluster.linger head PORT    until the machines that are connected to the
-    head's
-                                                  PORT now have left
+    python -m toolkit.cluster.linger head PORT    until the machines that use the head's PORT now
+                                                  have left
 
 Kubernetes ends all pods of a deployment at once, and the front then drains for as long as requests
 run. Their workers, and the head by which Ray finds them, must outlive the front. The pod's grace

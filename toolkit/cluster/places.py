@@ -105,17 +105,37 @@ def node_labels(kinds: Sequence[Kind]) -> list[dict[str, str]]:
     """
     if len(kinds) == 1:
         return [kinds[0].nodes]
-    found = [kind.nodes or _default_labels(kind) for kind in kinds]
+    found: list[dict[str, str]] = []
+    for kind in kinds:
+        name = kind.recipe.name
+        if kind.nodes:
+            labels = kind.nodes
+        elif kind.recipe.hardware.device == "cuda":
+            labels = {ACCELERATOR: accelerator_type(kind.fit.engine.device)}
+        elif re.fullmatch(VALUE_PATTERN, name):
+            labels = {KIND: name}
+        else:
+            raise InputError(
+                f"recipe '{name}': its name cannot be a label of machines",
+                "set their labels in the fleet: nodes",
+            )
+        found.append(labels)
+    # Several recipes may share machines only if these have the same device.
     for number, kind in enumerate(kinds):
         for other, labels in zip(kinds[:number], found, strict=False):
-            _check_apart(kind, other, found[number], labels)
+            devices = other.fit.engine.device, kind.fit.engine.device
+            if labels == found[number] and devices[0] != devices[1]:
+                raise InputError(
+                    f"machines with {devices[0]} and with {devices[1]} have the same label in a "
+                    f"Ray cluster, {_text(labels)}",
+                    "set other labels in the fleet, like nodes: {memory: 80GB}; then: "
+                    "ray start --labels=memory=80GB",
+                )
     return found
 
 
 def accelerator_type(device: str) -> str:
-    """Ray's name of a GPU that its driver or a data sheet calls `device`: A100 for NVIDIA
-    A100-SXM4-80GB.
-    """
+    """Ray's name of a GPU, from its driver's or data sheet's: A100 for NVIDIA A100-SXM4-80GB."""
     name = device if " " in device else f"NVIDIA {device}"
     match = DATA_CENTRE.match(name)
     if match and len(match[1]) > 1:
@@ -139,32 +159,6 @@ def no_room(wanted: Sequence[WorkerPlacement], machines: Sequence[Machine]) -> s
     return "the cluster has no room for " + "; and none for ".join(
         _lacks(kind, machines) for kind in short or kinds
     )
-
-
-def _default_labels(kind: Kind) -> dict[str, str]:
-    if kind.recipe.hardware.device == "cuda":
-        return {ACCELERATOR: accelerator_type(kind.fit.engine.device)}
-    name = kind.recipe.name
-    if not re.fullmatch(VALUE_PATTERN, name):
-        raise InputError(
-            f"recipe '{name}': its name cannot be a label of machines",
-            "set their labels in the fleet: nodes",
-        )
-    return {KIND: name}
-
-
-def _check_apart(
-    kind: Kind, other: Kind, labels: Mapping[str, str], others: Mapping[str, str]
-) -> None:
-    """Several recipes may share machines only if these have the same device."""
-    devices = other.fit.engine.device, kind.fit.engine.device
-    if labels == others and devices[0] != devices[1]:
-        raise InputError(
-            f"machines with {devices[0]} and with {devices[1]} have the same label in a Ray "
-            f"cluster, {_text(labels)}",
-            "set other labels in the fleet, like nodes: {memory: 80GB}; then: "
-            "ray start --labels=memory=80GB",
-        )
 
 
 def _of_kind(place: WorkerPlacement, machines: Sequence[Machine]) -> Iterator[Machine]:

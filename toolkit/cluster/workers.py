@@ -1,8 +1,8 @@
 """Workers as Ray actors: the pool of `toolkit.workers`, with actors as bodies.
 
-In this order: the actor, which runs on a machine of the cluster, and the pool (`RayWorkers`), which
-runs in the front. `toolkit.cluster.places` says which machine each worker takes; when one is lost
-and Ray has moved its bundles, the pool starts their workers there.
+The actor runs on a machine of the cluster, and the pool (`RayWorkers`) in the front.
+`toolkit.cluster.places` says which machine each worker takes; when one is lost and Ray has moved
+its bundles, the pool starts their workers there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from toolkit.cluster.places import ROOM_TIMEOUT_S, Room, WorkerPlacement, reason
 from toolkit.workers.child import serve
 from toolkit.workers.lifeline import LifeSigns
-from toolkit.workers.pool import PATIENCE, Body, WorkerPool
+from toolkit.workers.pool import PATIENCE, Body, Patience, WorkerPool
 from toolkit.workers.process import OnFrame, engine_variables
 from toolkit.workers.protocol import (
     Alive,
@@ -34,7 +34,6 @@ from toolkit.workers.protocol import (
     pack,
     worker_side,
 )
-from toolkit.workers.supervisor import Patience
 
 # Threads of an actor: the loop, a batch's call, the end of the call before it, and other frames.
 THREADS = 4
@@ -148,9 +147,7 @@ class RayWorkers(WorkerPool):
         self._room: Room | None = None
 
     async def start(self, on_event: OnEvent) -> None:
-        """See `WorkerPool.start`. Raises `EngineError` also if the cluster has no room for all
-        workers.
-        """
+        """See `WorkerPool.start`. Raises `EngineError` also if the cluster lacks room for them."""
         room = self._room = Room(self._places)
         try:
             await asyncio.wait_for(room.ready, self._room_timeout_s)

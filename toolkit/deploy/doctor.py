@@ -36,16 +36,44 @@ SAME_MEMORY = 0.98  # drivers keep slightly different shares of the memory for t
 
 def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
     """The checks of the machine. `work_folder` is where results would be written."""
-    return [
-        _check_python(),
-        _check_packages(),
-        _check_devices(devices),
-        _check_processor(),
-        _check_kernels(),
-        _check_compiled(),
-        _check_disk(work_folder),
-        _check_model_cache(),
-    ]
+    version, memory = platform.python_version(), psutil.virtual_memory()
+    wanted = SpecifierSet(metadata.metadata(DISTRIBUTION)["Requires-Python"])
+    python = Check("python", "ok", version)
+    if version not in wanted:
+        python = Check("python", "missing", version, f"use Python {wanted}")
+    free_memory = f"memory {size(memory.total)}, {size(memory.available)} free"
+    processor = Check("cpu", "ok", f"{usable_cpus()} CPUs usable; {free_memory}")
+    try:
+        import toolkit.sched.kernels  # noqa: F401  (the import makes numba look for a cache folder)
+
+        found = f"{metadata.version('numba')}; compiled kernels can be cached"
+        kernels = Check("numba", "ok", found)
+    except RuntimeError as error:
+        remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
+        kernels = Check("numba", "missing", str(error).splitlines()[0], remedy)
+    state = compiled.running()
+    scheduler = Check("scheduler", "ok", f"compiled ({len(compiled.MODULES)} modules)")
+    if not state.compiled:
+        text = f"plain Python, with the same results but slower: {state.reason}"
+        scheduler = Check("scheduler", "note", text, state.remedy)
+    existing, free = _writable(work_folder)
+    if free is None:
+        remedy = "run from a folder of yours, or use --out"
+        disk = Check("disk", "missing", f"{existing} cannot be written", remedy)
+    elif free < LOW_DISK_BYTES:
+        remedy = "little space: results are small, models are not"
+        disk = Check("disk", "note", f"{size(free)} free in {existing}", remedy)
+    else:
+        disk = Check("disk", "ok", f"{size(free)} free in {existing}")
+    cache = model_cache()
+    _, free = _writable(cache)
+    if free is None:
+        remedy = "set HF_HOME to a folder that can be written"
+        models = Check("model cache", "note", f"{cache} cannot be written", remedy)
+    else:
+        models = Check("model cache", "ok", f"{cache} ({size(free)} free)")
+    packages, device = _check_packages(), _check_devices(devices)
+    return [python, packages, device, processor, kernels, scheduler, disk, models]
 
 
 def model_cache() -> Path:
@@ -55,34 +83,23 @@ def model_cache() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-def _check_python() -> Check:
-    version = platform.python_version()
-    wanted = SpecifierSet(metadata.metadata(DISTRIBUTION)["Requires-Python"])
-    if version in wanted:
-        return Check("python", "ok", version)
-    return Check("python", "missing", version, f"use Python {wanted}")
-
-
 def _check_packages() -> Check:
-    requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-    needed = [
-        each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})
-    ]
-    problems = [problem for each in needed if (problem := _package_problem(each))]
+    """Whether each package that llmctl needs is installed, in a version that it takes."""
+    needed, problems = 0, []
+    for each in map(Requirement, metadata.requires(DISTRIBUTION) or []):
+        if each.marker is not None and not each.marker.evaluate({"extra": ""}):
+            continue
+        needed += 1
+        try:
+            version = metadata.version(each.name)
+        except metadata.PackageNotFoundError:
+            problems.append(f"{each.name}{each.specifier} is not installed")
+            continue
+        if not each.specifier.contains(version, prereleases=True):
+            problems.append(f"{each.name} is {version}, needs {each.specifier}")
     if problems:
         return Check("packages", "missing", "; ".join(problems), "install with: make setup")
-    return Check("packages", "ok", f"all {len(needed)} within their ranges")
-
-
-def _package_problem(requirement: Requirement) -> str:
-    wanted = f"{requirement.name}{requirement.specifier}"
-    try:
-        version = metadata.version(requirement.name)
-    except metadata.PackageNotFoundError:
-        return f"{wanted} is not installed"
-    if requirement.specifier.contains(version, prereleases=True):
-        return ""
-    return f"{requirement.name} is {version}, needs {requirement.specifier}"
+    return Check("packages", "ok", f"all {needed} within their ranges")
 
 
 def _check_devices(devices: Devices) -> Check:
@@ -92,68 +109,23 @@ def _check_devices(devices: Devices) -> Check:
             f"{gpu.name} ({size(gpu.memory_bytes)}, {size(gpu.free_bytes)} free)"
             for gpu in devices.gpus
         )
-        return Check(
-            "device",
-            "ok",
-            f"{gpus}; driver {devices.driver or 'unknown'}; {build}, CUDA {devices.cuda}",
-        )
+        driver = devices.driver or "unknown"
+        found = f"{gpus}; driver {driver}; {build}, CUDA {devices.cuda}"
+        return Check("device", "ok", found)
     if devices.driver and not devices.cuda:
         remedy = f"install a torch for CUDA; driver {devices.driver} is here"
         return Check("device", "note", f"CPU only: {build} is built without CUDA", remedy)
     if devices.cuda:
-        return Check(
-            "device", "note", f"CPU only: {build} is built for CUDA {devices.cuda} and sees no GPU"
-        )
+        found = f"CPU only: {build} is built for CUDA {devices.cuda} and sees no GPU"
+        return Check("device", "note", found)
     return Check("device", "ok", f"CPU only; {build}")
 
 
-def _check_processor() -> Check:
-    memory = psutil.virtual_memory()
-    return Check(
-        "cpu",
-        "ok",
-        f"{usable_cpus()} CPUs usable; memory {size(memory.total)}, {size(memory.available)} free",
-    )
-
-
-def _check_kernels() -> Check:
-    try:
-        import toolkit.sched.kernels  # noqa: F401  (the import makes numba look for a cache folder)
-    except RuntimeError as error:
-        remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
-        return Check("numba", "missing", str(error).splitlines()[0], remedy)
-    return Check("numba", "ok", f"{metadata.version('numba')}; compiled kernels can be cached")
-
-
-def _check_compiled() -> Check:
-    found = compiled.running()
-    if found.compiled:
-        return Check("scheduler", "ok", f"compiled ({len(compiled.MODULES)} modules)")
-    text = f"plain Python, with the same results but slower: {found.reason}"
-    return Check("scheduler", "note", text, found.remedy)
-
-
-def _check_disk(folder: Path) -> Check:
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+def _writable(folder: Path) -> tuple[Path, int | None]:
+    """The folder or its nearest parent that exists, and its free bytes; None: no right to write."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     free = shutil.disk_usage(existing).free
-    found = f"{size(free)} free in {existing}"
-    if not os.access(existing, os.W_OK):
-        found, remedy = f"{existing} cannot be written", "run from a folder of yours, or use --out"
-        return Check("disk", "missing", found, remedy)
-    if free < LOW_DISK_BYTES:
-        return Check("disk", "note", found, "little space: results are small, models are not")
-    return Check("disk", "ok", found)
-
-
-def _check_model_cache() -> Check:
-    cache = model_cache()
-    existing = next(parent for parent in (cache, *cache.parents) if parent.exists())
-    if os.access(existing, os.W_OK):
-        return Check(
-            "model cache", "ok", f"{cache} ({size(shutil.disk_usage(existing).free)} free)"
-        )
-    remedy = "set HF_HOME to a folder that can be written"
-    return Check("model cache", "note", f"{cache} cannot be written", remedy)
+    return existing, free if os.access(existing, os.W_OK) else None
 
 
 def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
@@ -175,27 +147,25 @@ def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
 
     Empty where there are no such recipes, or the recipe is for a server itself.
     """
+    guide = "; see docs/how-to/vllm.md"
     if recipe is None:
-        return _check_gpus(devices)
+        shipped = map(load_recipe, sorted(shipped_recipes().glob("*.yaml")))
+        names = [
+            each.name
+            for each in shipped
+            if each.engine.name == "vllm"
+            and each.hardware.device == "cuda"
+            and any(_is_wanted(gpu, each.hardware) for gpu in devices.gpus)
+        ]
+        text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
+        remedy = f"llmctl doctor RECIPE says what is missing{guide}"
+        return [Check("engine", "note", text, remedy)] if names else []
     others = map(load_recipe, siblings(recipe))
     names = [other.name for other in others if other.engine.name == "vllm"]
     if not names or traits_of(recipe.engine.name).server:
         return []
     text = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
-    return [Check("engine", "note", text, f"llmctl doctor {names[0]}; see docs/how-to/vllm.md")]
-
-
-def _check_gpus(devices: Devices) -> list[Check]:
-    names = [
-        recipe.name
-        for recipe in map(load_recipe, sorted(shipped_recipes().glob("*.yaml")))
-        if recipe.engine.name == "vllm"
-        and recipe.hardware.device == "cuda"
-        and any(_is_wanted(gpu, recipe.hardware) for gpu in devices.gpus)
-    ]
-    text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
-    remedy = "llmctl doctor RECIPE says what is missing; see docs/how-to/vllm.md"
-    return [Check("engine", "note", text, remedy)] if names else []
+    return [Check("engine", "note", text, f"llmctl doctor {names[0]}{guide}")]
 
 
 def check_kv_bytes(model: ModelSpec) -> None:
@@ -223,19 +193,30 @@ def check_kv_bytes(model: ModelSpec) -> None:
 
 
 def _check_hardware(recipe: Recipe, devices: Devices) -> Check:
-    hardware = recipe.hardware
-    if hardware.device == "cpu":
-        return _check_cpu(recipe)
-    processes = recipe.workers * recipe.engine.tensor_parallel_size
-    wanted = f"{processes} x {hardware.name}"
-    if hardware.memory_gib is not None:
-        wanted += f" of {hardware.memory_gib:g} GiB"
-    matching = [gpu for gpu in devices.gpus if _is_wanted(gpu, hardware)]
-    if len(matching) >= processes:
-        return Check("hardware", "ok", f"{wanted}: found {len(matching)}")
-    here = ", ".join(gpu.name for gpu in devices.gpus) or "no GPU"
-    remedy = "profile and serve it on a machine that has it; fit, tune and simulate run here"
-    return Check("hardware", "missing", f"{wanted}: this machine has {here}", remedy)
+    """Whether the recipe's GPUs are here, or CPUs for the threads of all its processes."""
+    hardware, engine, workers = recipe.hardware, recipe.engine, recipe.workers
+    shares = engine.tensor_parallel_size
+    if hardware.device == "cuda":
+        wanted = f"{workers * shares} x {hardware.name}"
+        if hardware.memory_gib is not None:
+            wanted += f" of {hardware.memory_gib:g} GiB"
+        matching = [gpu for gpu in devices.gpus if _is_wanted(gpu, hardware)]
+        if len(matching) >= workers * shares:
+            return Check("hardware", "ok", f"{wanted}: found {len(matching)}")
+        here = ", ".join(gpu.name for gpu in devices.gpus) or "no GPU"
+        remedy = "profile and serve it on a machine that has it; fit, tune and simulate run here"
+        return Check("hardware", "missing", f"{wanted}: this machine has {here}", remedy)
+    cpus, threads = usable_cpus(), engine.threads
+    if threads is None:
+        found = f"{workers} workers on all {cpus} CPUs"
+        remedy = "set engine.threads: workers that share CPUs distort each other's times"
+        return Check("hardware", "note" if workers > 1 else "ok", found, remedy)
+    each = f"{shares} processes x {threads} threads" if shares > 1 else f"{threads} threads"
+    found = f"{workers} workers x {each} on {cpus} CPUs"
+    if workers * shares * threads > cpus:
+        remedy = "more threads than CPUs: times will vary; use fewer workers or threads"
+        return Check("hardware", "note", found, remedy)
+    return Check("hardware", "ok", found)
 
 
 def _is_wanted(gpu: CudaDevice, hardware: HardwareSpec) -> bool:
@@ -247,31 +228,8 @@ def _is_wanted(gpu: CudaDevice, hardware: HardwareSpec) -> bool:
     )
 
 
-def _check_cpu(recipe: Recipe) -> Check:
-    cpus, threads = usable_cpus(), recipe.engine.threads
-    if threads is None:
-        remedy = "set engine.threads: workers that share CPUs distort each other's times"
-        return Check(
-            "hardware",
-            "note" if recipe.workers > 1 else "ok",
-            f"{recipe.workers} workers on all {cpus} CPUs",
-            remedy,
-        )
-    shares = recipe.engine.tensor_parallel_size
-    wanted = recipe.workers * shares * threads
-    each = f"{shares} processes x {threads} threads" if shares > 1 else f"{threads} threads"
-    found = f"{recipe.workers} workers x {each} on {cpus} CPUs"
-    if wanted > cpus:
-        return Check(
-            "hardware",
-            "note",
-            found,
-            "more threads than CPUs: times will vary; use fewer workers or threads",
-        )
-    return Check("hardware", "ok", found)
-
-
 def _check_model(model: ModelSpec) -> Check:
+    """Where the model comes from: its config, a folder, the hub's cache here, or the hub."""
     if model.source == "random":
         kind = model.config["model_type"]
         return Check("model", "ok", f"{kind} with random weights from its config; no download")
@@ -282,7 +240,24 @@ def _check_model(model: ModelSpec) -> Check:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model.source):
         remedy = "model.source is 'random', a folder, or a hub id like org/name"
         return Check("model", "missing", f"{model.source}: no such folder", remedy)
-    return _check_hub_model(model)
+    if model.load_format == "dummy" and "model_type" in model.config:
+        found = f"{model.source} with random weights from model.config; no download"
+        if model.tokenizer == "bytes":
+            return Check("model", "ok", found)
+        remedy = "to serve text, fetch its tokenizer, or set tokenizer: bytes"
+        return Check("model", "note", found, remedy)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model.source, "config.json", revision=model.revision)
+    if isinstance(config, str) and not _folder_problem(Path(config).parent, model):
+        return Check("model", "ok", f"{model.source}, downloaded before")
+    weights = ""
+    if model.weight_bytes and model.load_format == "auto":
+        weights = f", {size(model.weight_bytes)}"
+    revision = f" --revision {model.revision}" if model.revision else ""
+    found = f"{model.source}: not in {model_cache()}; from the hub{weights}"
+    remedy = f"fetch it once with: hf download {model.source}{revision}"
+    return Check("model", "missing", found, remedy)
 
 
 def _folder_problem(folder: Path, model: ModelSpec) -> str:
@@ -293,53 +268,23 @@ def _folder_problem(folder: Path, model: ModelSpec) -> str:
     return ""
 
 
-def _check_hub_model(model: ModelSpec) -> Check:
-    from huggingface_hub import try_to_load_from_cache
-
-    if model.load_format == "dummy" and "model_type" in model.config:
-        remedy = (
-            ""
-            if model.tokenizer == "bytes"
-            else "to serve text, fetch its tokenizer, or set tokenizer: bytes"
-        )
-        found = f"{model.source} with random weights from model.config; no download"
-        return Check("model", "note" if remedy else "ok", found, remedy)
-    config = try_to_load_from_cache(model.source, "config.json", revision=model.revision)
-    if isinstance(config, str) and not _folder_problem(Path(config).parent, model):
-        return Check("model", "ok", f"{model.source}, downloaded before")
-    weights = (
-        f", {size(model.weight_bytes)}"
-        if model.weight_bytes and model.load_format == "auto"
-        else ""
-    )
-    revision = f" --revision {model.revision}" if model.revision else ""
-    remedy = f"fetch it once with: hf download {model.source}{revision}"
-    return Check(
-        "model", "missing", f"{model.source}: not in {model_cache()}; from the hub{weights}", remedy
-    )
-
-
 def _check_capacity(recipe: Recipe) -> Check:
-    model = recipe.model
+    """How many tokens' KV cache fits beside the weights, by the recipe's numbers."""
+    model, engine = recipe.model, recipe.engine
+    shares, weights = engine.tensor_parallel_size, model.weight_bytes
     if model.kv_bytes_per_token is None:
         remedy = "give model.kv_bytes_per_token to have it computed"
         return Check("memory", "note", "unknown before profiling", remedy)
-    if recipe.engine.kv_cache_memory_mib is not None:
-        budget, terms = recipe.engine.kv_cache_memory_mib * MIB, "engine.kv_cache_memory_mib"
-    elif recipe.hardware.memory_gib is None or model.weight_bytes is None:
+    if engine.kv_cache_memory_mib is not None:
+        budget, terms = engine.kv_cache_memory_mib * MIB, "engine.kv_cache_memory_mib"
+    elif recipe.hardware.memory_gib is None or weights is None:
         remedy = "give hardware.memory_gib and model.weight_bytes, or engine.kv_cache_memory_mib"
         return Check("memory", "note", "unknown before profiling", remedy)
     else:
-        share, memory = recipe.engine.gpu_memory_utilization, recipe.hardware.memory_gib * GIB
-        budget = share * memory - model.weight_bytes // recipe.engine.tensor_parallel_size
-        terms = f"{share:g} x {size(memory)} - weights {size(model.weight_bytes)}"
-    return _capacity(recipe, budget, terms)
-
-
-def _capacity(recipe: Recipe, budget: float, terms: str) -> Check:
-    model = recipe.model
-    # of one process of a worker
-    per_token = (model.kv_bytes_per_token or 1) // recipe.engine.tensor_parallel_size
+        share, memory = engine.gpu_memory_utilization, recipe.hardware.memory_gib * GIB
+        budget = share * memory - weights // shares
+        terms = f"{share:g} x {size(memory)} - weights {size(weights)}"
+    per_token = model.kv_bytes_per_token // shares  # of one process of a worker
     tokens, rows = int(budget // per_token), int(budget // (per_token * model.max_model_len))
     longest = f"{model.max_model_len:,}"
     if rows < 1:
@@ -348,8 +293,8 @@ def _capacity(recipe: Recipe, budget: float, terms: str) -> Check:
         return Check("memory", "missing", found, remedy)
     found = f"{terms} = {size(budget)} for KV: {tokens:,} tokens, {rows:,} rows of {longest}"
     if recipe.hardware.device == "cpu":
-        shares, weights = recipe.engine.tensor_parallel_size, model.weight_bytes or 0
-        need, free = recipe.workers * (shares * budget + weights), psutil.virtual_memory().available
+        need = recipe.workers * (shares * budget + (weights or 0))
+        free = psutil.virtual_memory().available
         if need > free:
             found = f"{recipe.workers} workers need {size(need)}, {size(free)} is free"
             remedy = "use fewer workers or a smaller engine.kv_cache_memory_mib, or free memory"

@@ -33,6 +33,7 @@ from toolkit.files.tuning import broken
 from toolkit.traces.types import Trace
 
 T = TypeVar("T")
+USER_ID = 10001  # of the user of our images, in all containers
 KEY_FOLDER = "/etc/llmctl"  # of the file with the API key, on a machine that runs the server
 ALLOW_BROKEN = "--allow-broken-limits"
 DNS_LABEL = r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?"

@@ -2,12 +2,13 @@
 
 The same files give the same plan, to the byte. Nothing is measured or searched here. The parts, in
 order: making a plan (`make_plan`), replacing its policy (`replaced`), the choice of a policy with
-the sources of its values, and the explanation of each value (its measurement, trial or file).
+the sources of its values, the explanation of each value (its measurement, trial or file), and the
+comparison of two plans (`differences`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,6 +42,8 @@ from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.world import flags_of, settings_of_kinds
 
 Explained = dict[str, Explanation]
+Pairs = dict[str, tuple[object, object]]  # what a file and the recipe say, by key
+NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differences` ignores
 LIMITS = "limits"  # the key that says whether a plan keeps its limits
 
 NO_POLICY = "default of recipes that name no policy"
@@ -95,30 +98,32 @@ def make_plan(
         workers: in a fleet, the number of the recipe's workers.
 
     Raises `InputError` where the files do not belong together, a policy or parameter is unknown, or
-    an engine cannot run the policy. A plan that is predicted to break limits is made too; the
-    caller may refuse it with `refuse_broken`.
+    an engine cannot run the policy. A plan predicted to break limits is made: see `refuse_broken`.
     """
+    server = traits_of(recipe.engine.name).server
     _check_same(recipe, fit)
-    recipe = recipe if others else _with_tuned_replicas(recipe, tuning)
+    if tuning is not None and server and not others:  # as many replicas as it was tuned for
+        recipe = recipe.model_copy(update={"workers": tuning.workers})
     for kind in others:
         _check_same(kind.recipe, kind.fit)
-    kinds = [
-        Kind(recipe=recipe, fit=fit, workers=recipe.workers if workers is None else workers),
-        *others,
-    ]
+    own = Kind(recipe=recipe, fit=fit, workers=recipe.workers if workers is None else workers)
+    kinds = [own, *others]
     total = sum(kind.workers for kind in kinds)
     if tuning is not None:
-        _check_tuning(tuning, recipe, total)
+        found: Pairs = {"recipe_name": (tuning.recipe_name, recipe.name)}
+        # with a sizing, and for replicas of a server, the tuning says how many run
+        if tuning.sizing is None and not server:
+            found["workers"] = (tuning.workers, total)
+        _refuse_different("tuning", found, "tune it again")
     choice = _choice(given, kinds, tuning)
     chosen = make_any(choice.policy, choice.parameters)
     for kind in kinds:
         _check_servable(chosen, kind.recipe, tuning if given is None else None)
     others = [_with_flags(kind, choice.kinds.get(kind.recipe.name, {})) for kind in others]
-    kinds = [kinds[0], *others]
+    kinds = [own, *others]
     policy = _whole(choice.policy, choice.parameters)
     router = choice.router or router_of(recipe, workers=total)
-    explained = explain(kinds, policy, choice) | explain_replicas(router, kinds, choice)
-    tuned_for = tuning if choice.predicted else None
+    explained, workload = _traffic(tuning if choice.predicted else None)
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
         recipe=recipe,
@@ -127,8 +132,8 @@ def make_plan(
         policy=policy,
         predicted=dict(choice.predicted),
         limits=list(choice.limits),
-        explained=_explain_requests(tuned_for) | explained,
-        workload=_workload(tuned_for),
+        explained=explained | explain(kinds, policy, choice, router),
+        workload=workload,
         others=list(others),
         replica_router=router,
     )
@@ -140,28 +145,33 @@ def _choice(given: PlannedPolicy | None, kinds: Sequence[Kind], tuning: Tuning |
     if given is not None:
         return _from_user(given, kinds, tuning)
     origin = f"recipe '{recipe.name}'" if kinds[1:] else RECIPE
+    if tuning is not None:
+        return _from_tuning(tuning, recipe, origin)
+    written = "policy" in recipe.model_fields_set and "name" in recipe.policy.model_fields_set
+    source = f"{origin if written else NO_POLICY}, not tuned"
+    given_by = dict.fromkeys(recipe.policy.parameters, origin)
+    policy, limits = recipe.policy, recipe_limits(recipe)
+    return Choice(policy.name, policy.parameters, source, given_by, limits, UNTUNED)
+
+
+def _traffic(tuning: Tuning | None) -> tuple[Explained, PlannedWorkload | None]:
+    """The requests that the predictions of `tuning` are about: how they differ from the trace's
+    own, where they do much, and the trace and its rate, if it is recorded.
+    """
     if tuning is None:
-        return _from_recipe(recipe, origin)
-    return _from_tuning(tuning, recipe, origin)
-
-
-def _workload(tuning: Tuning | None) -> PlannedWorkload | None:
-    """The traffic that the tuning's predictions are about, if it is recorded."""
-    trace = tuning.inputs.get("trace") if tuning else None
-    if tuning is None or trace is None:
-        return None
+        return {}, None
+    explained: Explained = {}
+    trace = tuning.inputs.get("trace")
+    if tuning.scaling is not None and tuning.scaling.notable:
+        warned = "; ".join(tuning.scaling.warnings())
+        explained["requests"] = Explanation(value=tuning.scaling.divided(), source=warned)
+    if trace is None:
+        return explained, None
     needed = tuning.sizing.workers if tuning.sizing else None
-    return PlannedWorkload(
-        trace=trace.name, request_rate_rps=tuning.request_rate_rps, workers_needed=needed
+    rate = tuning.request_rate_rps
+    return explained, PlannedWorkload(
+        trace=trace.name, request_rate_rps=rate, workers_needed=needed
     )
-
-
-def _explain_requests(tuning: Tuning | None) -> Explained:
-    """Explain the requests of the predictions, where they differ much from the trace's own."""
-    scaling = tuning.scaling if tuning else None
-    if scaling is None or not scaling.notable:
-        return {}
-    return {"requests": Explanation(value=scaling.divided(), source="; ".join(scaling.warnings()))}
 
 
 def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) -> None:
@@ -188,7 +198,7 @@ def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) ->
 
 def _check_same(recipe: Recipe, fit: Fit) -> None:
     engine, model = fit.engine, recipe.model
-    pairs: dict[str, tuple[object, object]] = {
+    pairs: Pairs = {
         "recipe_name": (fit.recipe_name, recipe.name),
         "workers": (fit.workers, recipe.measured.workers),
         "engine.max_model_len": (engine.max_model_len, model.max_model_len),
@@ -202,15 +212,7 @@ def _check_same(recipe: Recipe, fit: Fit) -> None:
     _refuse_different("fit", pairs, "profile and fit it again")
 
 
-def _check_tuning(tuning: Tuning, recipe: Recipe, workers: int) -> None:
-    pairs: dict[str, tuple[object, object]] = {"recipe_name": (tuning.recipe_name, recipe.name)}
-    # with a sizing, and for replicas of a server, the tuning says how many run
-    if tuning.sizing is None and not traits_of(recipe.engine.name).server:
-        pairs["workers"] = (tuning.workers, workers)
-    _refuse_different("tuning", pairs, "tune it again")
-
-
-def _refuse_different(file: str, pairs: Mapping[str, tuple[object, object]], remedy: str) -> None:
+def _refuse_different(file: str, pairs: Pairs, remedy: str) -> None:
     """Raise `InputError` for the first key with different values in the file and the recipe."""
     for key, (found, wanted) in pairs.items():
         if found != wanted:
@@ -318,20 +320,6 @@ def _whole(policy: str, given: Mapping[str, Value]) -> PlannedPolicy:
     return PlannedPolicy(name=policy, parameters=parameters(make_any(policy, given)))
 
 
-def _from_recipe(recipe: Recipe, origin: str) -> Choice:
-    written = "policy" in recipe.model_fields_set and "name" in recipe.policy.model_fields_set
-    source = f"{origin if written else NO_POLICY}, not tuned"
-    sources = dict.fromkeys(recipe.policy.parameters, origin)
-    return Choice(
-        recipe.policy.name,
-        recipe.policy.parameters,
-        source,
-        sources,
-        recipe_limits(recipe),
-        UNTUNED,
-    )
-
-
 def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
     outcome, trials = tuning.recommended, len(tuning.trials)
     if tuning.keep_defaults:
@@ -339,42 +327,41 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
     elif not tuning.keeps_limits:
         source = f"{_trial(tuning, outcome)} of {trials}; it breaks limits, held out"
     else:
-        gain = (
-            "goodput from none"
-            if tuning.gain_percent is None
-            else f"{tuning.gain_percent:+.1f} % goodput"
-        )
+        gain = "goodput from none"
+        if tuning.gain_percent is not None:
+            gain = f"{tuning.gain_percent:+.1f} % goodput"
         if gain in ("+0.0 % goodput", "-0.0 % goodput"):
             gain = "the same goodput, other latencies"
         source = f"{_trial(tuning, outcome)} of {trials}: {gain}, held out"
     scaled = "scaled " if tuning.scaling and tuning.scaling.notable else ""
     count = len(tuning.held_out_windows)
     windows = f"simulated with the fit on {count} held-out windows of the {scaled}trace"
+    workers_source = "tuning: simulated with this number"
     if tuning.sizing:
         windows += f", with {tuning.workers} workers in all"
-    sources = _sources_of(tuning, recipe, origin, source)
+        left_out = [kind.recipe for kind in tuning.sizing.kinds if not kind.workers]
+        without = f", without {' and '.join(left_out)}" if left_out else ""
+        workers_source = f"tuning: the {tuning.sizing.found} that keep all limits{without}"
+    # A further kind's flags that the search varied, unless they are kept as its recipe has them.
+    of_kinds: dict[str, dict[str, str]] = {}
+    for kind in outcome.kind_parameters:
+        tried = _values_of([trial.outcome.kind_parameters.get(kind, {}) for trial in tuning.trials])
+        varied = [name for name, values in tried.items() if len(values) > 1]
+        of_kinds[kind] = {} if tuning.keep_defaults else dict.fromkeys(varied, source)
     return Choice(
         outcome.policy,
         outcome.parameters,
         source,
-        sources,
+        _sources_of(tuning, recipe, origin, source),
         tuning.limits,
         windows,
         outcome.metrics,
         windows,
         router=outcome.replica_router,
-        workers_source=_workers_source(tuning),
+        workers_source=workers_source,
         kinds=outcome.kind_parameters,
-        kind_sources=_sources_of_kinds(tuning, source),
+        kind_sources=of_kinds,
     )
-
-
-def _workers_source(tuning: Tuning) -> str:
-    if tuning.sizing is None:
-        return "tuning: simulated with this number"
-    left_out = [kind.recipe for kind in tuning.sizing.kinds if not kind.workers]
-    without = f", without {' and '.join(left_out)}" if left_out else ""
-    return f"tuning: the {tuning.sizing.found} that keep all limits{without}"
 
 
 def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dict[str, str]:
@@ -399,18 +386,6 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
     return sources
 
 
-def _sources_of_kinds(tuning: Tuning, source: str) -> dict[str, dict[str, str]]:
-    """The sources of the recommended flags of a fleet's further kinds of servers: the search, for
-    those that it varied and that are not kept as the recipe has them.
-    """
-    found = {}
-    for kind in tuning.recommended.kind_parameters:
-        among = [trial.outcome.kind_parameters.get(kind, {}) for trial in tuning.trials]
-        varied = [name for name, values in _values_of(among).items() if len(values) > 1]
-        found[kind] = {} if tuning.keep_defaults else dict.fromkeys(varied, source)
-    return found
-
-
 def _values_of(settings: Sequence[Mapping[str, ParameterValue]]) -> dict[str, set[object]]:
     """The values that each parameter has."""
     found: dict[str, set[object]] = {}
@@ -429,8 +404,11 @@ def _trial(tuning: Tuning, outcome: Outcome) -> str:
     return "the best"
 
 
-def explain(kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice) -> Explained:
-    """Explain each value of the plan: policy, parameters, laws, predictions.
+def explain(
+    kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice, router: RouterSpec | None
+) -> Explained:
+    """Explain each value of the plan: policy, parameters, laws, predictions, the router before
+    replicas.
 
     The keys of laws of a fleet's further kinds begin with the names of their recipes.
     """
@@ -445,10 +423,16 @@ def explain(kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice) -> Exp
             f"{kind.recipe.name}: {name}": laws[name] for name in laws if name != "workers"
         }
     if len(kinds) > 1 or kinds[0].workers != recipe.workers:
-        explained["workers"] = _explain_fleet(kinds)
+        source = f"fleet: {_counts(kinds)}"
+        other = [kind for kind in kinds if kind.fit.workers != kind.workers]
+        if other:
+            named = ", ".join(f"{kind.recipe.name} with {kind.fit.workers}" for kind in other)
+            source += f"; measured together: {named}"
+        total = sum(kind.workers for kind in kinds)
+        explained["workers"] = Explanation(value=str(total), source=source)
     for name, metric in choice.predicted.items():
         explained[PREDICTED + name] = Explanation(value=_text(metric), source=choice.predicted_on)
-    return explained
+    return explained | ({} if router is None else _explain_router(router, kinds, choice))
 
 
 def explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str]) -> Explained:
@@ -460,33 +444,19 @@ def explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str
     return explained
 
 
-def _with_tuned_replicas(recipe: Recipe, tuning: Tuning | None) -> Recipe:
-    """The recipe with as many replicas of its server as it was tuned for."""
-    if tuning is None or not traits_of(recipe.engine.name).server:
-        return recipe
-    return recipe.model_copy(update={"workers": tuning.workers})
-
-
-def explain_replicas(router: RouterSpec | None, kinds: Sequence[Kind], choice: Choice) -> Explained:
+def _explain_router(router: RouterSpec, kinds: Sequence[Kind], choice: Choice) -> Explained:
     """Explain the router before replicas of a server, its parameters, the replicas' number, and the
-    flags of a fleet's further kinds; empty where there is no router.
+    flags of a fleet's further kinds.
     """
-    if router is None:
-        return {}
     workers = sum(kind.workers for kind in kinds)
     source = RECIPE if router.name != RouterSpec().name else NO_ROUTER
     if choice.router is not None:
         source = choice.source
     known = router_defaults(ROUTERS[router.name])
-    fits = "the fit is of one replica"
-    counted = Explanation(value=str(workers), source=f"{choice.workers_source}; {fits}")
-    if kinds[1:]:
-        counts = ", ".join(f"{kind.workers} of {kind.recipe.name}" for kind in kinds)
-        counted = Explanation(
-            value=str(workers), source=f"{choice.workers_source}: {counts}; {fits}"
-        )
+    counts = f": {_counts(kinds)}" if kinds[1:] else ""
+    why = f"{choice.workers_source}{counts}; the fit is of one replica"
     explained = {
-        "workers": counted,
+        "workers": Explanation(value=str(workers), source=why),
         "replica_router": Explanation(value=router.name, source=source),
     }
     for kind in kinds[1:]:
@@ -494,9 +464,8 @@ def explain_replicas(router: RouterSpec | None, kinds: Sequence[Kind], choice: C
         of_recipe += "; not tuned" * (name not in choice.kind_sources)
         sources = choice.kind_sources.get(name, {})
         for flag, value in kind.recipe.policy.parameters.items():
-            explained[f"{name}: {flag}"] = Explanation(
-                value=_text(value), source=sources.get(flag, of_recipe)
-            )
+            origin = sources.get(flag, of_recipe)
+            explained[f"{name}: {flag}"] = Explanation(value=_text(value), source=origin)
     for name, value in router.parameters.items():
         origin = source
         if value == known[name]:
@@ -513,15 +482,16 @@ def explain_limits(limits: Sequence[Limit], source: str) -> Explanation:
         return Explanation(value="not predicted", source=source)
     if not broken(limits):
         return Explanation(value=f"{len(limits)} of {len(limits)} kept", source=source)
-    kept = len(limits) - len(broken(limits))
-    return Explanation(
-        value=f"{kept} of {len(limits)} kept", source=f"predicted to {breaks(limits)}; {source}"
-    )
+    shown = f"{len(limits) - len(broken(limits))} of {len(limits)} kept"
+    return Explanation(value=shown, source=f"predicted to {breaks(limits)}; {source}")
 
 
 def _explain_fit(workers: int, fit: Fit) -> Explained:
     budget, per_token = fit.engine.kv_budget_bytes, fit.engine.kv_bytes_per_token
     capacity = f"the engine's own count, {budget} bytes of {per_token} per token"
+    memory, paper = f"zeta {fit.memory.zeta:.4g} +- {fit.memory.zeta_std:.2g}", "SCLS Eq. 9"
+    if fit.memory.form == "rules":
+        memory, paper = f"{len(fit.memory.rules)} rules", "SCLS Algorithm 2"
     return {
         "workers": Explanation(
             value=str(workers), source="recipe; the fit was measured with the same number"
@@ -532,7 +502,7 @@ def _explain_fit(workers: int, fit: Fit) -> Explained:
             value=f"{fit.overhead.batch_s:.3g} s a batch, its time x {fit.overhead.stretch:.4g}",
             source=f"whole slices on all workers; {_error(fit.overhead.error)}",
         ),
-        "memory law": _explain_memory(fit),
+        "memory law": Explanation(value=memory, source=f"probed largest batches ({paper})"),
         "capacity_tokens": Explanation(value=str(fit.memory.capacity_tokens), source=capacity),
     }
 
@@ -551,15 +521,8 @@ def _explain_revision(model: ModelSpec) -> Explained:
     }
 
 
-def _explain_fleet(kinds: Sequence[Kind]) -> Explanation:
-    counts = ", ".join(f"{kind.workers} of {kind.recipe.name}" for kind in kinds)
-    source = f"fleet: {counts}"
-    measured = [
-        f"{k.recipe.name} with {k.fit.workers}" for k in kinds if k.fit.workers != k.workers
-    ]
-    if measured:
-        source += f"; measured together: {', '.join(measured)}"
-    return Explanation(value=str(sum(kind.workers for kind in kinds)), source=source)
+def _counts(kinds: Sequence[Kind]) -> str:
+    return ", ".join(f"{kind.workers} of {kind.recipe.name}" for kind in kinds)
 
 
 def _explain_law(law: LatencyFit) -> Explanation:
@@ -567,16 +530,6 @@ def _explain_law(law: LatencyFit) -> Explanation:
     return Explanation(
         value=law.form, source=f"best of {len(law.candidates)} forms; {_error(law.error)}; {valid}"
     )
-
-
-def _explain_memory(fit: Fit) -> Explanation:
-    if fit.memory.form == "rules":
-        return Explanation(
-            value=f"{len(fit.memory.rules)} rules",
-            source="probed largest batches (SCLS Algorithm 2)",
-        )
-    zeta = f"zeta {fit.memory.zeta:.4g} +- {fit.memory.zeta_std:.2g}"
-    return Explanation(value=zeta, source="probed largest batches (SCLS Eq. 9)")
 
 
 def _error(error: HeldOutError) -> str:
@@ -587,3 +540,40 @@ def _text(value: ParameterValue) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key and its two values as text; '' where one side lacks it."""
+
+    key: str
+    old: str
+    new: str
+
+
+def differences(old: Plan, new: Plan) -> list[Difference]:
+    """The keys with values that differ between two plans, in the file's order.
+
+    The versions and machines that wrote them, and their explanations, are not compared.
+    """
+    before, after = (
+        dict(_flat("", plan.model_dump(mode="json", exclude=NOT_COMPARED))) for plan in (old, new)
+    )
+    keys = dict.fromkeys([*before, *after])
+    return [
+        Difference(key, before.get(key, ""), after.get(key, ""))
+        for key in keys
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
+    """The leaves of nested data, with their paths as keys."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(f"{prefix}.{key}".lstrip("."), inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _flat(f"{prefix}[{index}]", inner)
+    else:
+        yield prefix, "null" if value is None else str(value)

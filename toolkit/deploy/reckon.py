@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.deploy.order import Order, Sourced
 from toolkit.errors import InputError
@@ -60,17 +59,14 @@ MAX_BACKLOG = 4096  # requests: no server needs a longer queue
 
 def drain_s(order: Order) -> Sourced[int]:
     """Seconds that running requests get to end: the expected time of the longest request."""
-    wanted: dict[str, float] = {
+    wanted = {
         f"the target {key}": limit
         for key, limit in order.plan.recipe.sla.items()
         if key.startswith("e2e_")
     }
-    predicted = {
-        key: value
-        for key, value in order.plan.predicted.items()
-        if key in ("e2e_p99_s", "e2e_max_s")
-    }
-    wanted |= {f"the predicted {key}": value for key, value in predicted.items()}
+    for key in ("e2e_p99_s", "e2e_max_s"):
+        if key in order.plan.predicted:
+            wanted[f"the predicted {key}"] = order.plan.predicted[key]
     name, longest = max(wanted.items(), key=lambda item: item[1], default=("", 0.0))
     if longest <= MIN_DRAIN_S:
         return Sourced(MIN_DRAIN_S, "llmctl's default; no target and no prediction needs more")
@@ -92,33 +88,30 @@ def startup_s(order: Order) -> Sourced[int]:
     It rests on the time that the profiles measured, else on a bound, which is larger for models
     above 56 GiB.
     """
+    speed = f"{SLOW_BYTES_PER_S / 1e6:.0f} MB/s"
     weights = max((weight_bytes(kind) or 0 for kind in order.plan.kinds), default=0)
     measured = [kind.fit.engine.load_s for kind in order.plan.kinds]
     known = [seconds for seconds in measured if seconds is not None]
     if known and len(known) == len(measured):
-        return _measured_startup_s(max(known), weights if from_hub(order.plan.recipe) else 0)
+        load_s = max(known)
+        download_s = 0
+        if from_hub(order.plan.recipe):
+            download_s = math.ceil(weights / SLOW_BYTES_PER_S)
+        loading_s = max(LOAD_FACTOR * load_s, MIN_MEASURED_STARTUP_S)
+        source = f"fit: loading took {load_s:g} s; {LOAD_FACTOR} times that"
+        if loading_s > LOAD_FACTOR * load_s:
+            source += f", but at least {MIN_MEASURED_STARTUP_S} s"
+        if download_s:
+            source += f", and the download of {weights / GIB:.3g} GiB of weights at {speed}"
+        return Sourced(60 * math.ceil((loading_s + download_s) / 60), source)
     bound = LOAD_S + math.ceil(weights / SLOW_BYTES_PER_S)
     if bound <= MIN_STARTUP_S:
         parts = "download, disk, weights" if from_hub(order.plan.recipe) else "disk, weights"
         source = f"a bound: the time of loading was not measured ({parts})"
         return Sourced(MIN_STARTUP_S, source)
-    speed = f"{SLOW_BYTES_PER_S / 1e6:.0f} MB/s"
     sizes = f"{weights / GIB:.0f} GiB of weights at {speed}, and {LOAD_S} s"
     minutes = -(-bound // 60)
     return Sourced(60 * minutes, f"a bound: {sizes}; the time of loading was not measured")
-
-
-def _measured_startup_s(load_s: float, download_bytes: int) -> Sourced[int]:
-    """The bound where `load_s` was measured, whole minutes."""
-    download_s = math.ceil(download_bytes / SLOW_BYTES_PER_S)
-    loading_s = max(LOAD_FACTOR * load_s, MIN_MEASURED_STARTUP_S)
-    source = f"fit: loading took {load_s:g} s; {LOAD_FACTOR} times that"
-    if loading_s > LOAD_FACTOR * load_s:
-        source += f", but at least {MIN_MEASURED_STARTUP_S} s"
-    if download_s:
-        size = f"{download_bytes / GIB:.3g} GiB of weights"
-        source += f", and the download of {size} at {SLOW_BYTES_PER_S / 1e6:.0f} MB/s"
-    return Sourced(60 * math.ceil((loading_s + download_s) / 60), source)
 
 
 def weight_bytes(kind: Kind) -> int | None:
@@ -227,11 +220,8 @@ def from_hub(recipe: Recipe) -> bool:
 
 def gap_target(recipe: Recipe) -> tuple[str, float] | None:
     """The tightest target on the time between tokens, if there is one."""
-    gaps = [
-        (key, limit)
-        for key, limit in recipe.sla.items()
-        if key.split("_")[0] in ("tpot", "itl", "mtpot")
-    ]
+    names = ("tpot", "itl", "mtpot")
+    gaps = [target for target in recipe.sla.items() if target[0].split("_")[0] in names]
     return min(gaps, key=lambda item: item[1], default=None)
 
 
@@ -294,9 +284,8 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
     if not served:
         return Sourced(None, f"{simulated}: not even one request alone keeps {kept}")
     if served <= at_once:
-        return Sourced(
-            None, f"{simulated}: {served} at once keep {kept}, and all start at once: none can wait"
-        )
+        none_waits = f"{served} at once keep {kept}, and all start at once: none can wait"
+        return Sourced(None, f"{simulated}: {none_waits}")
     found = f"{served} at once keep {kept}"
     if served >= MAX_BACKLOG:
         found = f"even {MAX_BACKLOG} at once keep {kept}, and more were not tried"
@@ -362,22 +351,21 @@ def backlog(lengths: Trace, count: int) -> Trace:
 
 
 def _start_at_once(trace: Trace, policy: AnyPolicy, world: World) -> int:
-    """How many of these requests run after the first tick."""
+    """How many of these requests run after the first tick.
+
+    With chunks, vLLM admits the last request of its first pass perhaps in part.
+    """
     if isinstance(policy, VllmPolicy):
-        return sum(
-            _first_pass(trace.prompt_tokens[k :: world.workers], policy)
-            for k in range(world.workers)
-        )
+        started, budget = 0, policy.max_num_batched_tokens
+        for worker in range(world.workers):
+            prompts = trace.prompt_tokens[worker :: world.workers]
+            ends = np.cumsum(prompts)
+            admitted = ends - prompts < budget if policy.chunked_prefill else ends <= budget
+            started += min(int(admitted.sum()), policy.max_num_seqs)
+        return started
     assert not isinstance(policy, BuiltIn)
     world = world.under(policy)
     scheduler = Scheduler(policy, world.scheduled(), seed=world.seed)
     for request in requests_of(trace, world.max_new_tokens)[0]:
         scheduler.submit(request, 0.0)
     return sum(batch.size for batch in scheduler.tick(0.0))
-
-
-def _first_pass(prompts: NDArray[np.int64], policy: VllmPolicy) -> int:
-    """How many requests vLLM admits to its first pass; with chunks, the last may enter in part."""
-    ends, budget = np.cumsum(prompts), policy.max_num_batched_tokens
-    admitted = ends - prompts < budget if policy.chunked_prefill else ends <= budget
-    return min(int(admitted.sum()), policy.max_num_seqs)

@@ -19,22 +19,27 @@ from pathlib import Path
 from typing import Literal
 
 import toolkit
-from toolkit.deploy.alerts import job, replica_rules, rules, series
-from toolkit.deploy.monitoring import Names, dashboard
-from toolkit.deploy.operators import RulesFile
+from toolkit.deploy.monitoring import (
+    Names,
+    RulesFile,
+    dashboard,
+    job,
+    replica_rules,
+    rules,
+    series,
+)
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill, inside
 from toolkit.deploy.plan import LIMITS
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.replicas import KindReplicas, Replication
 from toolkit.deploy.targets import (
     compose,
+    engine_flags,
     kuberay,
     kubernetes,
     script,
-    sglang,
     statefulset,
     systemd,
-    vllm,
 )
 from toolkit.deploy.targets.objects import DASHBOARD
 from toolkit.engine_traits import traits_of
@@ -58,8 +63,8 @@ TARGETS: dict[str, Callable[[Order], Rendered]] = {
     "kubernetes": kubernetes.render,
     "kuberay": kuberay.render,
     "ray": script.render_ray,
-    "vllm": vllm.render,
-    "sglang": sglang.render,
+    "vllm": engine_flags.render_vllm,
+    "sglang": engine_flags.render_sglang,
 }
 # The same targets for an engine that is a server of its own: replicas, and a front before them.
 OF_REPLICAS: dict[str, Callable[[Order], Rendered]] = {
@@ -167,13 +172,37 @@ def _alerts(
 
 def explanation(target: str, order: Order, rendered: Rendered) -> str:
     """EXPLAIN.md: every value of the files and the plan, and predictions with their errors."""
-    plan = order.plan
-    allowances = []
-    if target not in FOREIGN:
-        because = "the plan is predicted to break limits and was rendered anyway"
-        allowances = [
-            ExplainedValue(f"serve {option}", "given", because) for option in order.allowances
-        ]
+    plan, engine, validation = order.plan, order.plan.fit.engine, order.validation
+    measured = f"with engine {engine.engine} {engine.engine_version}"
+    basis = f"The laws were measured on {engine.device} {measured}."
+    if engine.analytic:
+        basis = f"Nothing here was measured: {engine.analytic}."
+    errors: dict[str, str] = {}
+    if validation is None:
+        basis += " Predictions of this fit are not validated yet: `llmctl validate`."
+    else:
+        basis += f" {validation.summary().capitalize()}."
+        errors = {row.metric: f"{row.error_percent:+.1f} %" for row in validation.metrics}
+    predicted = [  # targets are among the limits
+        (name, f"{plan.predicted[name]:.4g}", errors.get(name, "not validated"))
+        for name in dict.fromkeys([*SHOWN, *errors])
+        if name in plan.predicted
+    ]
+    # What the predictions rest on, as the beginning of a sentence.
+    sources = [each.source for key, each in plan.explained.items() if key.startswith(PREDICTED)]
+    predicted_on = sources[0].capitalize() if sources else ""
+    if plan.workload is not None:
+        rate = f"{plan.workload.request_rate_rps:.4g} requests/s"
+        predicted_on += f" {plan.workload.trace}, at {rate}"
+    verdict = f"All are predicted to be kept. {predicted_on}."
+    if broken(plan.limits):
+        verdict = f"The plan is predicted to {breaks(plan.limits)}. It was rendered anyway."
+    elif any(limit.kept is None for limit in plan.limits):
+        source = plan.explained[LIMITS].source if LIMITS in plan.explained else ""
+        verdict = f"Not predicted: {source}." if source else "Not predicted."
+    because = "the plan is predicted to break limits and was rendered anyway"
+    given = [] if target in FOREIGN else order.allowances
+    allowances = [ExplainedValue(f"serve {option}", "given", because) for option in given]
     planned = [
         ExplainedValue(key, one.value, one.source)
         for key, one in plan.explained.items()
@@ -185,18 +214,18 @@ def explanation(target: str, order: Order, rendered: Rendered) -> str:
         version=toolkit.__version__,
         target=target,
         stamp=order.stamp(),
-        basis=_basis(order),
+        basis=basis,
         start=rendered.start,
         limits=[
             (limit.name, limit.allowed(), limit.prediction(), KEPT[limit.kept])
             for limit in plan.limits
         ],
-        verdict=_verdict(plan),
+        verdict=verdict,
         broken=bool(broken(plan.limits)),
         explained=[*rendered.explained, *allowances],
         planned=planned,
-        predicted=_predicted(order),
-        predicted_on=_predicted_on(plan),
+        predicted=predicted,
+        predicted_on=predicted_on,
     )
 
 
@@ -232,50 +261,6 @@ def shipped_trace(plan: Plan) -> str:
     """The name of the trace that the plan was tuned on, if it ships with the package; else ''."""
     stem = plan.workload.trace.removesuffix(".jsonl") if plan.workload else ""
     return stem if (FOLDER / f"{stem}.jsonl").is_file() and stem else ""
-
-
-def _basis(order: Order) -> str:
-    """What the predictions rest on, in one or two sentences."""
-    engine = order.plan.fit.engine
-    version = f"{engine.engine} {engine.engine_version}"
-    measured = f"The laws were measured on {engine.device} with engine {version}."
-    if engine.analytic:
-        measured = f"Nothing here was measured: {engine.analytic}."
-    if order.validation is None:
-        return f"{measured} Predictions of this fit are not validated yet: `llmctl validate`."
-    return f"{measured} {order.validation.summary().capitalize()}."
-
-
-def _verdict(plan: Plan) -> str:
-    """Whether the plan keeps its limits, in one or two sentences."""
-    source = plan.explained[LIMITS].source if LIMITS in plan.explained else ""
-    if broken(plan.limits):
-        return f"The plan is predicted to {breaks(plan.limits)}. It was rendered anyway."
-    if any(limit.kept is None for limit in plan.limits):
-        return f"Not predicted: {source}." if source else "Not predicted."
-    return f"All are predicted to be kept. {_predicted_on(plan)}."
-
-
-def _predicted(order: Order) -> list[tuple[str, str, str]]:
-    """Metric, value, and the prediction's error, rates first. Targets are among the limits."""
-    plan, errors = order.plan, {}
-    if order.validation:
-        errors = {row.metric: f"{row.error_percent:+.1f} %" for row in order.validation.metrics}
-    wanted = [*SHOWN, *errors]
-    return [
-        (name, f"{plan.predicted[name]:.4g}", errors.get(name, "not validated"))
-        for name in dict.fromkeys(wanted)
-        if name in plan.predicted
-    ]
-
-
-def _predicted_on(plan: Plan) -> str:
-    """What the predictions rest on, as the beginning of a sentence."""
-    sources = [each.source for key, each in plan.explained.items() if key.startswith(PREDICTED)]
-    source = sources[0].capitalize() if sources else ""
-    if plan.workload is None:
-        return source
-    return f"{source} {plan.workload.trace}, at {plan.workload.request_rate_rps:.4g} requests/s"
 
 
 # A folder of rendered files: writing it without losing edits, and comparing it with new files.

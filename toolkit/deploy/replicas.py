@@ -34,7 +34,7 @@ from toolkit.deploy.reckon import (
     waiting_threshold,
     worker_memory_mib,
 )
-from toolkit.deploy.targets.vllm import check_servable_elsewhere, rows
+from toolkit.deploy.targets.engine_flags import check_servable_elsewhere, rows
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Kind
@@ -345,11 +345,6 @@ class Replication:
         """Raise `InputError` where a container of the engine cannot load the model."""
         for kind in self.kinds:
             check_servable_elsewhere(kind.kind.recipe, kind.kind.recipe.engine.name)
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all replicas."""
-        return sum(kind.count.value * kind.gpus.value for kind in self.kinds)
 
     @property
     def alive(self) -> str:

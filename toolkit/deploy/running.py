@@ -158,16 +158,32 @@ def recall(name: str) -> Running:
 def start(folder: Path, manifest: Manifest) -> None:
     """Start a rendered server and wait until it is ready.
 
-    Raises `EngineError` where the service manager is missing or fails.
+    Raises `EngineError` where the service manager is missing or fails. Of systemd its message is
+    the reason in the units' logs, which systemctl does not name.
     """
-    if manifest.target == "systemd":
-        _check_systemd()
-        units = [name for name in manifest.files if Path(name).suffix in UNITS]
-        _run(["systemctl", "link", *(str((folder / unit).absolute()) for unit in units)])
-        _start_unit(_units(manifest))
-    else:
+    if manifest.target != "systemd":
         _check_compose()
         _run(["docker", "compose", "--project-directory", str(folder), "up", "--detach", "--wait"])
+        return
+    _check_systemd()
+    files = [name for name in manifest.files if Path(name).suffix in UNITS]
+    _run(["systemctl", "link", *(str((folder / file).absolute()) for file in files)])
+    units, since = _units(manifest), f"@{time.time():.6f}"
+    started = subprocess.run(["systemctl", "start", units[0]], capture_output=True, text=True)
+    if started.returncode == 0:
+        return
+    subprocess.run(["systemctl", "stop", *units], capture_output=True)  # or it would keep trying
+    logs = [word for unit in units for word in ("--unit", unit)]
+    command = ["journalctl", *logs, "--since", since, "--output", "cat", "--no-pager"]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    # The first error of the service, else of systemd, else of systemctl.
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reasons += [line.partition(": ")[2] for line in lines if ": Failed to " in line]
+    reason = reasons[0] if reasons else _tail(started.stderr)
+    hint = f"journalctl {shlex.join(logs)}"
+    if "credentials" in reason:
+        hint = f"its key and plan must exist first: EXPLAIN.md says how; or see {hint}"
+    raise EngineError(f"{units[0]} did not start: {reason}", hint)
 
 
 def stop(folder: Path, manifest: Manifest) -> None:
@@ -192,29 +208,6 @@ def _units(manifest: Manifest) -> list[str]:
         return units
     templates = [file for file in manifest.files if file.endswith("@.service")]
     return [target, *units, *(file.replace("@", "@*") for file in templates)]
-
-
-def _start_unit(units: Sequence[str]) -> None:
-    """Run `systemctl start` for the first, with the reason of a failure from the logs of all.
-
-    After a failure systemd would keep trying, and systemctl does not name the reason.
-    """
-    unit, since = units[0], f"@{time.time():.6f}"
-    started = subprocess.run(["systemctl", "start", unit], capture_output=True, text=True)
-    if started.returncode == 0:
-        return
-    subprocess.run(["systemctl", "stop", *units], capture_output=True)
-    logs = [word for each in units for word in ("--unit", each)]
-    command = ["journalctl", *logs, "--since", since, "--output", "cat", "--no-pager"]
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-    # The first error of the service, else of systemd, else of systemctl.
-    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    reasons += [line.partition(": ")[2] for line in lines if ": Failed to " in line]
-    reason = reasons[0] if reasons else _tail(started.stderr)
-    hint = f"journalctl {shlex.join(logs)}"
-    if "credentials" in reason:
-        hint = f"its key and plan must exist first: EXPLAIN.md says how; or see {hint}"
-    raise EngineError(f"{unit} did not start: {reason}", hint)
 
 
 def _check_systemd() -> None:

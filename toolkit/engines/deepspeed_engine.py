@@ -46,9 +46,7 @@ LOGITS_TOLERANCE = 0.05  # of the logits' standard deviation: more than rounding
 
 
 class DeepSpeedEngine(TransformersEngine):
-    """See `TransformersEngine`. Raises `EngineError` also if DeepSpeed is missing or does not
-    support the recipe.
-    """
+    """See `TransformersEngine`. Raises `EngineError` also if DeepSpeed cannot run the recipe."""
 
     name = "deepspeed"
 
@@ -181,7 +179,13 @@ def main() -> None:
 
 def injection_problem(spec: ModelSpec, hardware: HardwareSpec) -> str:
     """Why injection cannot serve slices, or ''. Errors of DeepSpeed propagate."""
-    model = _one_layer(spec, hardware)
+    config = copy.deepcopy(load_config(spec))
+    config.get_text_config(decoder=True).num_hidden_layers = 1
+    with torch.device(hardware.device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
+        ).eval()
     expected, _ = _passes(model, model.device)
     before = modules_of(model)
     network = wrap(import_deepspeed(hardware), model, spec, inject=True)
@@ -193,17 +197,6 @@ def injection_problem(spec: ModelSpec, hardware: HardwareSpec) -> str:
     if (found - expected).abs().max() > LOGITS_TOLERANCE * expected.std():
         return "injected kernels give other logits"
     return ""
-
-
-def _one_layer(spec: ModelSpec, hardware: HardwareSpec) -> Any:
-    config = copy.deepcopy(load_config(spec))
-    config.get_text_config(decoder=True).num_hidden_layers = 1
-    with torch.device(hardware.device):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
-        )
-    return model.eval()
 
 
 @torch.inference_mode()

@@ -188,57 +188,36 @@ class Text:
 
     def next(self) -> int:
         """The next token."""
+        config = self._config
         draw = mix(self._state, self._salt, self._generated)
-        token = self._token(draw)
+        may_end = config.eos_one_in and self._generated >= self._may_end_after
+        if may_end and (draw >> 32) % config.eos_one_in == 0:
+            token = config.eos_token_id
+        else:
+            last = min(LAST_TOKEN, config.vocab_size - 1)
+            first = min(FIRST_TOKEN, last)
+            token = first + draw % (last - first + 1)
         self._generated += 1
         self._state = zlib.crc32(array("q", (token,)), self._state)
         return token
 
-    def _token(self, draw: int) -> int:
-        config = self._config
-        may_end = config.eos_one_in and self._generated >= self._may_end_after
-        if may_end and (draw >> 32) % config.eos_one_in == 0:
-            return config.eos_token_id
-        last = min(LAST_TOKEN, config.vocab_size - 1)
-        first = min(FIRST_TOKEN, last)
-        return first + draw % (last - first + 1)
 
-
-def _facts(model: ModelSpec, engine: EngineSpec, config: FakeConfig) -> EngineFacts:
-    kv_bytes = model.kv_bytes_per_token or DEFAULT_KV_BYTES
-    budget = int((engine.kv_cache_memory_mib or DEFAULT_BUDGET_MIB) * (1 << 20))
-    return EngineFacts(
-        engine="fake",
-        engine_version=toolkit.__version__,
-        model_type=config.model_type,
-        parameters=0,
-        dtype=model.dtype,
-        device="none",
-        threads=engine.threads,
-        kv_bytes_per_token=kv_bytes,
-        kv_budget_bytes=budget,
-        capacity_tokens=budget // kv_bytes,
-        max_model_len=model.max_model_len,
-        vocab_size=config.vocab_size,
-        prefill_emits_token=True,
-    )
-
-
-class FakeRow:
+class FakeRow(LiveRow):
     """A row in a round, and the length of the cache that it would have."""
 
+    __slots__ = ("_text",)
+
     def __init__(self, row: Row, config: FakeConfig) -> None:
-        self._live = LiveRow(row, (config.eos_token_id,))
+        super().__init__(row, (config.eos_token_id,))
         self._text = Text(row, config)
-        self._prompt = len(row.tokens)
 
     @property
     def length(self) -> int:
-        return self._prompt + len(self._live.tokens)
+        return len(self.row.tokens) + len(self.tokens)
 
     def next(self) -> tuple[int, FinishReason]:
         """The next token, and why the row ends with it ("" if it does not)."""
-        return self._live.advance(self._text.next())
+        return self.advance(self._text.next())
 
 
 class FakeRoundEngine(FakeEngine):
@@ -383,4 +362,21 @@ class FakeRoundEngine(FakeEngine):
 def load(model: ModelSpec, engine: EngineSpec, _: HardwareSpec) -> FakeRoundEngine:
     """The fake engine of a recipe. Raises `InputError` for unknown keys of `model.config`."""
     config = FakeConfig.of(model)
-    return FakeRoundEngine(_facts(model, engine, config), config)
+    kv_bytes = model.kv_bytes_per_token or DEFAULT_KV_BYTES
+    budget = int((engine.kv_cache_memory_mib or DEFAULT_BUDGET_MIB) * (1 << 20))
+    facts = EngineFacts(
+        engine="fake",
+        engine_version=toolkit.__version__,
+        model_type=config.model_type,
+        parameters=0,
+        dtype=model.dtype,
+        device="none",
+        threads=engine.threads,
+        kv_bytes_per_token=kv_bytes,
+        kv_budget_bytes=budget,
+        capacity_tokens=budget // kv_bytes,
+        max_model_len=model.max_model_len,
+        vocab_size=config.vocab_size,
+        prefill_emits_token=True,
+    )
+    return FakeRoundEngine(facts, config)

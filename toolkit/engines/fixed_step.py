@@ -27,12 +27,12 @@ import logging
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from toolkit.engines.memory import is_out_of_memory
-from toolkit.engines.rebatch_cache import COLUMN_STEP, RebatchCache
+from toolkit.engines.rebatch_cache import COLUMN_STEP, FixedShape, RebatchCache
 from toolkit.engines.slab import additive
 
 EAGER_RUNS = 2
@@ -45,14 +45,6 @@ COLUMN_PARTS = 8  # columns are rounded up by at most one part in so many, or `C
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RebatchCache], torch.Tensor]
 
 _logger = logging.getLogger(__name__)
-
-
-class FixedShape(NamedTuple):
-    """`rows` rows, and the columns from `first` up to, and without, `last`."""
-
-    rows: int
-    first: int
-    last: int
 
 
 def shape_for(cache: RebatchCache, rows: int, ahead: int = 0) -> FixedShape:
@@ -165,16 +157,14 @@ class FixedSteps:
         return logits
 
     def _run(self, shape: FixedShape) -> torch.Tensor:
-        """Logits [R, V] of a step of this shape over the inputs. Nothing in it waits for the
-        device.
-        """
+        """Logits [R, V] of a step of this shape over the inputs. Nothing waits for the device."""
         rows, first, last = shape
         columns = torch.arange(first, last, device=self._column.device)
         begins = self._begins[:rows]
         visible = (columns >= begins) & (columns <= self._column)
         mask = additive(visible, self._dtype)
         positions = self._column - begins
-        with self._cache.fixed(rows, first, last, self._column):
+        with self._cache.fixed(shape, self._column):
             return self._forward(self._tokens[:rows, None], mask, positions, self._cache)
 
     def _graph(self, shape: FixedShape) -> torch.cuda.CUDAGraph | None:
@@ -192,7 +182,13 @@ class FixedSteps:
         try:
             found = self._capture(shape)
         except RuntimeError as error:
-            self._give_up(error)
+            self._captures = False
+            self.clear()
+            ran_out = is_out_of_memory(error)
+            why = "memory ran out" if ran_out else str(error).splitlines()[0]
+            _logger.warning(
+                "decode steps are not captured as CUDA graphs, and run eagerly: %s", why
+            )
             return None
         self._graphs[shape] = found
         if len(self._graphs) > GRAPHS_MAX:
@@ -207,9 +203,3 @@ class FixedSteps:
         if self._pool is None:
             self._pool = graph.pool()
         return graph
-
-    def _give_up(self, error: RuntimeError) -> None:
-        self._captures = False
-        self.clear()
-        why = "memory ran out" if is_out_of_memory(error) else str(error).splitlines()[0]
-        _logger.warning("decode steps are not captured as CUDA graphs, and run eagerly: %s", why)

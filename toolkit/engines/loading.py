@@ -63,26 +63,57 @@ def load_model(
             f"model.max_model_len is {spec.max_model_len}; the model has {positions} positions",
             f"set model.max_model_len to at most {positions}",
         )
-    is_random = spec.source == "random" or spec.load_format == "dummy"
+    is_random = spec.source == "random"
+    name = f"a random {spec.config['model_type']}" if is_random else f"model {spec.source}"
+    gpus = [device] if device.type == "cuda" else []
     try:
-        model = _random_model(spec, config, device) if is_random else _stored_model(spec, device)
+        if not is_random and spec.load_format != "dummy":
+            model = _stored_model(spec, device)
+        else:
+            with torch.random.fork_rng(devices=gpus), device:
+                torch.manual_seed(spec.seed)
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
+                )
+    except ValueError as error:
+        raise EngineError(f"{name} cannot be built: {_one_line(error)}") from None
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise EngineError(
-            f"{_name(spec)} does not fit into {hardware.name}'s memory", "use a smaller model"
+            f"{name} does not fit into {hardware.name}'s memory", "use a smaller model"
         ) from None
     _check_model(model)
     return model.eval()
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The model's config: built from `spec.config`, or the stored one, which must agree with
-    `spec.config`.
-    """
+    """The model's config: built from `spec.config`, or the stored one, which must agree with it."""
     if spec.source == "random" or (spec.load_format == "dummy" and "model_type" in spec.config):
         return _built_config(spec)
-    config = _stored_config(spec)
+    folder = Path(spec.source)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise EngineError(
+                f"model folder {spec.source} has no config.json",
+                "give a folder that transformers saved",
+            )
+        if spec.load_format != "dummy" and not any(folder.glob("*.safetensors")):
+            raise _no_safetensors(spec)
+    elif spec.source.startswith((".", "/", "~")):
+        raise EngineError(
+            f"model folder {spec.source} does not exist", "give a folder with config.json"
+        )
+    try:
+        config = AutoConfig.from_pretrained(
+            spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        )
+    except OSError:
+        raise _not_found(spec) from None
+    except (StrictDataclassError, ValueError, KeyError) as error:
+        raise EngineError(
+            f"model {spec.source}: its config cannot be used: {_one_line(error)}"
+        ) from None
     for key, value in spec.config.items():
         if getattr(config, key, None) != value:
             raise EngineError(
@@ -94,17 +125,13 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def config_digest(config: PreTrainedConfig) -> str:
-    """The sha256 of what a model's config says about the model, without its path and the version
-    that saved it.
-    """
+    """The sha256 of what a config says about its model, without path and version."""
     content = {key: value for key, value in config.to_dict().items() if key not in UNRELATED_KEYS}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a text, from the generation config, which may name several, or from the
-    config.
-    """
+    """The tokens that end a text: from the generation config, perhaps several, or the config."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
@@ -130,14 +157,6 @@ def _device(hardware: HardwareSpec, share: RankShare | None) -> torch.device:
         )
     torch.cuda.set_device(share.rank)
     return torch.device("cuda", share.rank)
-
-
-def _name(spec: ModelSpec) -> str:
-    return (
-        f"a random {spec.config['model_type']}"
-        if spec.source == "random"
-        else f"model {spec.source}"
-    )
 
 
 def _built_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -172,37 +191,6 @@ def _built_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
-def _stored_config(spec: ModelSpec) -> PreTrainedConfig:
-    _check_folder(spec)
-    try:
-        return AutoConfig.from_pretrained(
-            spec.source, revision=spec.revision, trust_remote_code=spec.trust_remote_code
-        )
-    except OSError:
-        raise _not_found(spec) from None
-    except (StrictDataclassError, ValueError, KeyError) as error:
-        raise EngineError(
-            f"model {spec.source}: its config cannot be used: {_one_line(error)}"
-        ) from None
-
-
-def _check_folder(spec: ModelSpec) -> None:
-    folder = Path(spec.source)
-    if not folder.is_dir():
-        if spec.source.startswith((".", "/", "~")):
-            raise EngineError(
-                f"model folder {spec.source} does not exist", "give a folder with config.json"
-            )
-        return
-    if not (folder / "config.json").is_file():
-        raise EngineError(
-            f"model folder {spec.source} has no config.json",
-            "give a folder that transformers saved",
-        )
-    if spec.load_format != "dummy" and not any(folder.glob("*.safetensors")):
-        raise _no_safetensors(spec)
-
-
 def _not_found(spec: ModelSpec) -> EngineError:
     revision = f" at revision {spec.revision}" if spec.revision else ""
     return EngineError(
@@ -219,19 +207,6 @@ def _no_safetensors(spec: ModelSpec) -> EngineError:
         "other formats may run code when they are loaded: convert it with transformers' "
         "save_pretrained",
     )
-
-
-def _random_model(
-    spec: ModelSpec, config: PreTrainedConfig, device: torch.device
-) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        torch.manual_seed(spec.seed)
-        try:
-            return AutoModelForCausalLM.from_config(
-                config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
-            )
-        except ValueError as error:
-            raise EngineError(f"{_name(spec)} cannot be built: {_one_line(error)}") from None
 
 
 def _stored_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
@@ -326,7 +301,10 @@ def _save_tokenizer(folder: Path, max_model_len: int) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {symbol: byte for byte, symbol in enumerate(_symbols())}
+    # Byte-level vocabularies show each byte as a printable character (GPT-2's `bytes_to_unicode`).
+    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
+    hidden = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in shown else next(hidden)): byte for byte in range(256)}
     vocabulary |= {name: token for token, name in SPECIAL_NAMES.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -341,16 +319,3 @@ def _save_tokenizer(folder: Path, max_model_len: int) -> None:
         pad_token=SPECIAL_NAMES[PAD],
         model_max_length=max_model_len,
     ).save_pretrained(folder)
-
-
-def _symbols() -> list[str]:
-    """The printable character for each byte in byte-level vocabularies (GPT-2's
-    `bytes_to_unicode`).
-    """
-    shown = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    hidden = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]

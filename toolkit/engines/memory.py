@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ OUT_OF_MEMORY_SIGNS = (
     "CUDA error: out of memory",
 )
 
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
@@ -180,17 +182,14 @@ def kv_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
     weights; on a GPU that share also becomes the allocator's limit. Raises `InputError` if neither
     is known, and `EngineError` if nothing is left.
     """
-    if device.type == "cuda":
-        return _cuda_budget_bytes(engine, device)
-    if engine.kv_cache_memory_mib is None:
-        raise InputError(
-            "engine.kv_cache_memory_mib is not set, and a CPU has no memory of its own to divide",
-            "set it to the MiB that one worker may use for its KV cache, like 1024",
-        )
-    return int(engine.kv_cache_memory_mib * MIB)
-
-
-def _cuda_budget_bytes(engine: EngineSpec, device: torch.device) -> int:
+    if device.type != "cuda":
+        if engine.kv_cache_memory_mib is None:
+            raise InputError(
+                "engine.kv_cache_memory_mib is not set, and a CPU has no memory of its own to "
+                "divide",
+                "set it to the MiB that one worker may use for its KV cache, like 1024",
+            )
+        return int(engine.kv_cache_memory_mib * MIB)
     free, total = torch.cuda.mem_get_info(device)
     share = int(engine.gpu_memory_utilization * total)
     torch.cuda.set_per_process_memory_fraction(engine.gpu_memory_utilization, device)
@@ -217,18 +216,23 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     )
 
 
-def as_out_of_memory(work: Callable[[], Result]) -> Result:
-    """The result of `work()`; if memory runs out, raises `OutOfMemory`.
+def raises_out_of_memory(work: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a function that raises `OutOfMemory` where memory runs out.
 
     It is raised after the handler, not in it, because its context would keep the batch's tensors
     alive.
     """
-    try:
-        return work()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        message, of_device = str(error), not isinstance(error, PastBudget)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    raise OutOfMemory(message, of_device=of_device)
+
+    @wraps(work)
+    def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return work(*args, **kwargs)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            message, of_device = str(error), not isinstance(error, PastBudget)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise OutOfMemory(message, of_device=of_device)
+
+    return called

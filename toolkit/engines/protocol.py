@@ -159,9 +159,7 @@ OnStep = Callable[[StepOutput], bool]  # False: stop at this step boundary
 
 
 class Engine(Protocol):
-    """A loaded model. Out of memory is `torch.OutOfMemoryError` inside, and `OutOfMemory` at this
-    interface.
-    """
+    """A loaded model. Out of memory is `torch.OutOfMemoryError` inside, `OutOfMemory` outside."""
 
     facts: EngineFacts
 
@@ -173,9 +171,7 @@ class Engine(Protocol):
         ...
 
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
-        """Seconds on `clock` of one prefill of [batch_size, input_length] tokens, with left padding
-        as in a real batch.
-        """
+        """Seconds on `clock` of a prefill of [batch_size, input_length], left-padded as in use."""
         ...
 
     def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
@@ -242,9 +238,7 @@ def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) ->
 def load_engine(
     model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: RankShare | None = None
 ) -> Engine | RoundEngine:
-    """This process's engine, or its share of an engine, from the module that `EngineTraits.load`
-    names.
-    """
+    """This process's engine, or its share of one, from the module of `EngineTraits.load`."""
     load = attribute(traits_of(engine.name).load)
     loaded: Engine | RoundEngine = (
         load(model, engine, hardware, share) if share else load(model, engine, hardware)
@@ -287,9 +281,7 @@ class LiveRow:
         return self.tokens[-1] if self.tokens else self.row.tokens[-1]
 
     def advance(self, drawn: int) -> tuple[int, FinishReason]:
-        """The token that the row gets if `drawn` was drawn, and why the row ends with it ("" if it
-        does not).
-        """
+        """The token that the row gets if `drawn` was drawn, and why the row ends with it, or ""."""
         row = self.row
         count = row.generated + len(self.tokens) + 1
         token = drawn

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -46,36 +46,31 @@ LEFT_SHARE = 4
 COLUMN_STEP = 64  # with `whole_rows`, slabs have multiples of this many columns
 
 
-@dataclass(slots=True, frozen=True)
-class FixedPass:
-    """A pass of one token per row that writes the column `column` [1], on the device, and reads the
-    columns `first` up to `last` of the first `rows` rows.
-    """
+class FixedShape(NamedTuple):
+    """`rows` rows, and the columns from `first` up to, and without, `last`."""
 
     rows: int
     first: int
     last: int
-    column: torch.Tensor
 
 
 class ColumnWindow:
     """The columns that the rows use now, the same for all layers, and the next pass's first row.
 
     Attributes:
-        fixed: the pass in progress, if it is one of fixed shape.
+        fixed: of a pass of fixed shape that is in progress: what it reads, and the column [1] that
+            it writes, on the device.
     """
 
     __slots__ = ("end", "first_row", "fixed", "start")
 
     def __init__(self) -> None:
         self.start = self.end = self.first_row = 0
-        self.fixed: FixedPass | None = None
+        self.fixed: tuple[FixedShape, torch.Tensor] | None = None
 
 
 class WindowLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's slabs. A pass reads the window and writes after its end; the window moves after
-    the pass.
-    """
+    """One layer's slabs. A pass reads the window and writes after it; then the window moves."""
 
     def __init__(self, window: ColumnWindow) -> None:
         super().__init__()
@@ -87,7 +82,11 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._window.fixed is not None:
-            return self._update_fixed(self._window.fixed, key_states, value_states)
+            shape, column = self._window.fixed
+            columns, at = slice(shape.first, shape.last), column - shape.first
+            keys = self.key_slab[: shape.rows, :, columns].index_copy_(2, at, key_states)
+            values = self.value_slab[: shape.rows, :, columns].index_copy_(2, at, value_states)
+            return keys, values
         start, old, first = self._window.start, self._window.end, self._window.first_row
         rows = slice(first, first + key_states.shape[0])
         end = old + key_states.shape[-2]
@@ -97,21 +96,10 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
         self.value_slab[rows, :, old:end] = value_states
         return self.key_slab[rows, :, start:end], self.value_slab[rows, :, start:end]
 
-    def _update_fixed(
-        self, fixed: FixedPass, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (
-            slab[: fixed.rows, :, fixed.first : fixed.last]
-            for slab in (self.key_slab, self.value_slab)
-        )
-        keys.index_copy_(2, fixed.column - fixed.first, key_states)
-        values.index_copy_(2, fixed.column - fixed.first, value_states)
-        return keys, values
-
     def get_seq_length(self) -> int:
-        fixed = self._window.fixed
-        if fixed is not None:
-            return fixed.last - fixed.first - 1
+        if self._window.fixed is not None:
+            shape, _ = self._window.fixed
+            return shape.last - shape.first - 1
         return self._window.end - self._window.start
 
     def narrow(self, start: int, end: int) -> None:
@@ -233,9 +221,7 @@ class RebatchCache(Cache):  # type: ignore[misc]
         )
 
     def growth_bytes(self, newcomers: int, width: int) -> int:
-        """Bytes that `make_room` takes at least for `newcomers` more rows of at most `width`
-        tokens.
-        """
+        """Bytes that `make_room` takes at least for `newcomers` rows of at most `width` tokens."""
         rows, columns = self.rows + newcomers, max(width, self.width) + 1
         if rows <= self.row_capacity and columns <= self.columns:
             return 0
@@ -274,8 +260,15 @@ class RebatchCache(Cache):  # type: ignore[misc]
         for index in sorted(indices, reverse=True):
             last = len(order) - 1
             if index != last:
-                self._copy_row(last, index)
-                order[index], self._begin[index] = order[last], self._begin[last]
+                begin, end, start = self._begin[last], self._window.end, self._window.start
+                # Methods that need no memory; an assignment of a scalar does.
+                for slab in self._slabs():
+                    if self._whole_rows:
+                        slab[index].copy_(slab[last])
+                    else:
+                        slab[index, :, begin:end].copy_(slab[last, :, begin:end])
+                        slab[index, :, start:begin].zero_()
+                order[index], self._begin[index] = order[last], begin
             order.pop()
             self._begin.pop()
         self._release()
@@ -291,9 +284,9 @@ class RebatchCache(Cache):  # type: ignore[misc]
             self._window.first_row = 0
 
     @contextmanager
-    def fixed(self, rows: int, first: int, last: int, column: torch.Tensor) -> Iterator[None]:
-        """In this context, a pass is a `FixedPass`."""
-        self._window.fixed = FixedPass(rows, first, last, column)
+    def fixed(self, shape: FixedShape, column: torch.Tensor) -> Iterator[None]:
+        """In this context, a pass of one token per row reads `shape` and writes `column` [1]."""
+        self._window.fixed = shape, column
         try:
             yield
         finally:
@@ -491,17 +484,6 @@ class RebatchCache(Cache):  # type: ignore[misc]
         if start < begin:
             for slab in self._slabs():
                 slab[index, :, start:begin].zero_()
-
-    def _copy_row(self, source: int, target: int) -> None:
-        """Copy with methods that need no memory; an assignment of a scalar does."""
-        if self._whole_rows:
-            for slab in self._slabs():
-                slab[target].copy_(slab[source])
-            return
-        begin, end, start = self._begin[source], self._window.end, self._window.start
-        for slab in self._slabs():
-            slab[target, :, begin:end].copy_(slab[source, :, begin:end])
-            slab[target, :, start:begin].zero_()
 
     def _release(self) -> None:
         """Remove columns that no row needs from the window."""

@@ -4,9 +4,8 @@
 Newcomers are prefilled apart, grouped by length and in bounded passes, and embedded into the
 running batch between two of its steps; or, for comparison, they are prefilled within a step. Rows
 may be paused, swapped to host memory and back without a prefill, or evicted. The scheduler decides
-all of
-that: this engine performs the moves, and counts tokens and bytes. Slices (`run_slice`) run as in
-    the static engine, while the kept rows wait; timings are of rounds.
+all of that: this engine performs the moves, and counts tokens and bytes. Slices (`run_slice`) run
+as in the static engine, while the kept rows wait; timings are of rounds and of their parts.
 
 Memory may run out at any allocation. Each part of a round either happens or changes nothing. A pass
 that did not fit is repeated after all spare memory is freed, which suffices if memory was short
@@ -15,20 +14,21 @@ for fewer rows or fewer columns. That takes longer, but no row loses its cache a
 on. If the cache itself has no room, parts do not help, and the rows concerned are dropped: for a
 move its row, for a prefill the newcomers, for a step one row. All other rows go on.
 
-In this order: `Retries` repeats passes; `RebatchEngine` runs rounds; `_Progress` is the state of
-one round.
+In this order: `Retries` repeats passes; `RebatchEngine` runs and times rounds; `_Progress` is the
+state of one round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import torch
 
 from toolkit.engines.fixed_step import FixedSteps
-from toolkit.engines.memory import ByteLedger, as_out_of_memory
+from toolkit.engines.memory import ByteLedger, raises_out_of_memory
 from toolkit.engines.protocol import (
     LiveRow,
     OnStep,
@@ -36,11 +36,11 @@ from toolkit.engines.protocol import (
     Round,
     RoundOutput,
     Row,
+    SamplingParams,
     SliceOutput,
     StepOutput,
 )
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
-from toolkit.engines.round_parts import RoundParts
 from toolkit.engines.row_cache import BatchCache, RowCache, use_row_attention
 from toolkit.engines.running import Newcomer, PrefillBatch, Prefiller, RunningBatch
 from toolkit.engines.sampling import Sampler
@@ -49,7 +49,11 @@ from toolkit.engines.tensor_parallel import RankShare
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import InputError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+from toolkit.sched.rounds import PADDING_SHARE
 
+STEPS = 4  # decode steps that are timed together
+SHORTEST_DIVISOR = 4  # the shortest row of a timed batch has 1/4 of the longest row's tokens
+UNBOUNDED_TOKENS = 1 << 40  # output limit of a timed row
 PARTS_PER_TRY = (1, 1, 2, 4, 8)  # into how many parts each try splits a pass
 Result = TypeVar("Result")
 
@@ -94,10 +98,7 @@ class Retries:
 
 class RebatchEngine(TransformersEngine):
     """`toolkit.engines.protocol.RoundEngine` on any causal language model of transformers with full
-    attention.
-
-    Raises `EngineError` if the model or the device cannot be used, and `InputError` if the recipe
-    lacks a setting.
+    attention. Raises what `TransformersEngine` raises.
     """
 
     name = "rebatch"
@@ -117,48 +118,22 @@ class RebatchEngine(TransformersEngine):
         self.host_ledger = ByteLedger(engine.swap_bytes(hardware.device))
         like = torch.empty(0, dtype=self._dtype, device=self._device)
         cache, fixed = self._make_cache(engine, like)
-        self._batch = RunningBatch(self._forward, cache, self._sampler, self._masks_as, fixed)
+
+        def make_sampler(rows: Sequence[Row]) -> Sampler:
+            return Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
+
+        self._batch = RunningBatch(self._forward, cache, make_sampler, self._masks_as, fixed)
         arena = HostArena(self.host_ledger.budget_bytes, pin=True) if like.is_cuda else None
         self._suspended = SuspendedRows(self._kv_shapes, like, self.ledger, self.host_ledger, arena)
         passes = self._prefill_columns, self._padded, self._shape, self.ledger, cache
         self._prefiller = Prefiller(*passes, mixes=self._shapes_in)
-        self._parts = RoundParts(
-            self._batch, self._prefiller, self._suspended, self._kv_shapes, like, self._synchronize
-        )
         # A bounded pass was made since the last step: running rows do not wait for two.
         self._step_is_due = False
 
+    @raises_out_of_memory
+    @torch.inference_mode()
     def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
         """See `RoundEngine.run_round`."""
-        return as_out_of_memory(lambda: self._run(plan, on_step))
-
-    def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
-        """See `Engine.run_slice`. Slabs that rounds keep without rows make room."""
-        if not self._batch:
-            self._batch.cache.fit()
-        return super().run_slice(rows, steps, on_step)
-
-    def time_part(
-        self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
-    ) -> float:
-        """See `RoundEngine.time_part`."""
-        return self._timed(lambda: self._parts.time(part, rows, length, others, clock))
-
-    def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_prefill`: newcomers of similar length, prefilled before they join."""
-        rows = self._timed_rows(batch_size, input_length)
-        return self._timed(lambda: self._parts.prefill(rows, clock))
-
-    def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_decode`: rows with lengths from 1/4 of `cached_length` up to it."""
-        return self._timed(lambda: self._parts.step(batch_size, cached_length, clock))
-
-    @torch.inference_mode()
-    def _timed(self, work: Callable[[], float]) -> float:
-        return as_out_of_memory(work)
-
-    @torch.inference_mode()
-    def _run(self, plan: Round, on_step: OnStep) -> RoundOutput:
         self._check_rows(plan.enter)
         progress = _Progress(plan, on_step, Retries(self.ledger, self._batch.cache.fit))
         self._move(plan, progress)
@@ -166,35 +141,108 @@ class RebatchEngine(TransformersEngine):
         over = progress.is_over()
         while (self._batch or self._prefiller.busy) and not over:
             if self._batch:
-                self._step(progress)
+                step = progress.retries.make(self._batch.step, parts_max=len(self._batch))
+                if step is not None:
+                    self._step_is_due = False
+                    progress.count_step(step)
+                elif not self._drop_newcomers(progress):  # those that are not prefilled lose little
+                    self._drop_last(progress)
             over = progress.is_over()
             if not over:
                 self._admit(progress)
                 # A round that is stopped ends after a step, not between a step and its pass.
                 over = bool(progress.ended) or progress.is_short
-        self._suspended.settle()
-        joined, ended = tuple(progress.joined), tuple(progress.ended)
-        dropped = tuple(sorted(progress.dropped, reverse=True))
+        self._suspended.wait()
+        cache, others = self._batch.cache, self._suspended.device_tokens + self._prefiller.tokens
         return RoundOutput(
-            progress.steps, joined, ended, *self._usage(), dropped, progress.retries.ran_out
+            progress.steps,
+            tuple(progress.joined),
+            tuple(progress.ended),
+            cache.tokens + others,
+            cache.padded_tokens + others,
+            tuple(sorted(progress.dropped, reverse=True)),
+            progress.retries.ran_out,
         )
 
-    def _step(self, progress: _Progress) -> None:
-        """Make one step of all rows. If memory is too short for it, drop the newcomers, or else the
-        last admitted row, and end the round.
+    def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
+        """See `Engine.run_slice`. Slabs that rounds keep without rows make room."""
+        if not self._batch:
+            self._batch.cache.fit()
+        return super().run_slice(rows, steps, on_step)
+
+    @raises_out_of_memory
+    @torch.inference_mode()
+    def time_part(
+        self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
+    ) -> float:
+        """See `RoundEngine.time_part`: rows with random caches of unequal lengths."""
+        batch, cache = self._batch, self._batch.cache
+        try:
+            if part == "join":
+                self._fill(others, length)
+                shortest = length - int(PADDING_SHARE * length)  # of rows prefilled together
+                caches = self._caches(rows, length, shortest)
+                cache.make_room(others + rows, length, ahead=1)
+                return self._time(lambda: batch.join(_newcomers(caches, others), caches), clock)
+            self._fill(rows + others, length)
+            if part == "leave":
+
+                def leave() -> None:
+                    for number in range(rows):
+                        batch.drop(number)
+
+                return self._time(leave, clock)
+            if part == "grow":  # per step, a move to slabs that are as large as memory allows
+                ahead = cache.columns - cache.width + 1
+                seconds = self._time(lambda: cache.make_room(rows + others, length, ahead), clock)
+                return seconds / max(cache.columns_ahead, 1)
+            if part == "swap_out":
+                return self._time(lambda: self._all_to_host(rows), clock)
+            self._all_to_host(rows)
+            cache.make_room(rows + others, length, ahead=1)
+            return self._time(lambda: self._all_back(rows), clock)
+        finally:
+            self._clear(rows)
+
+    @raises_out_of_memory
+    @torch.inference_mode()
+    def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
+        """See `Engine.time_prefill`: from newcomers of similar length to their first tokens."""
+        rows = self._timed_rows(batch_size, input_length)
+        newcomers = [(number, _timed_row(tokens)) for number, tokens in enumerate(rows)]
+
+        def prefill() -> None:
+            self._prefiller.add(newcomers)
+            while self._prefiller.busy:
+                for group, logits in self._prefiller.advance():
+                    self._batch.first_tokens(group.newcomers, logits)
+                    self._prefiller.release(group)
+
+        try:
+            return self._time(prefill, clock)
+        finally:
+            self._clear(0)
+
+    @raises_out_of_memory
+    @torch.inference_mode()
+    def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
+        """See `Engine.time_decode`: the mean of a few steps of rows with lengths from 1/4 of
+        `cached_length`, up to it at the last step.
+
+        An untimed step comes first, as in serving: filling the cache has evicted the weights from
+        the processor's caches.
         """
-        step = progress.retries.make(self._batch.step, parts_max=len(self._batch))
-        if step is None:
-            if not self._drop_newcomers(progress):
-                self._drop_last(progress)
-            return
-        self._step_is_due = False
-        progress.count_step(step)
+        try:
+            self._fill(batch_size, max(cached_length - STEPS, 1))
+            self._batch.step()
+            self._batch.warm_up(STEPS)
+            steps = range(STEPS)
+            return self._time(lambda: [self._batch.step() for _ in steps], clock) / STEPS
+        finally:
+            self._clear(0)
 
     def _drop_newcomers(self, progress: _Progress) -> bool:
-        """Drop the newcomers that are not prefilled, which lose little. Returns whether there were
-        any.
-        """
+        """Drop the newcomers that are not prefilled. Returns whether there were any."""
         numbers = self._prefiller.numbers
         self._prefiller.clear()
         self._step_is_due = False
@@ -203,9 +251,7 @@ class RebatchEngine(TransformersEngine):
         return bool(numbers)
 
     def _drop_last(self, progress: _Progress) -> None:
-        """Drop the last admitted row, of the paused rows if there are any: no client waits for
-        their next tokens.
-        """
+        """Drop the last admitted row, a paused one if there is any: no client waits for it."""
         number = max(self._suspended.on_device or self._batch.numbers)
         self._evict(number)
         progress.dropped.append(number)
@@ -225,8 +271,18 @@ class RebatchEngine(TransformersEngine):
                     progress.dropped.append(number)
         if not plan.overlap:
             self._suspended.wait()
-        dropped = set(progress.dropped)
-        self._resume([number for number in plan.resume if number not in dropped], progress)
+        rows: list[Newcomer] = []
+        caches: list[RowKV] = []
+        for number in plan.resume:
+            if number in progress.dropped:
+                continue
+            live, cached = self._suspended.take(number)
+            if cached is None:
+                self._prefiller.add([(number, live)])
+            else:
+                rows.append((number, live))
+                caches.append(cached)
+        self._join(rows, caches, progress)
         for number in plan.numbers:
             if number in self._batch or number in self._suspended:
                 raise ValueError(f"row {number} is here already")
@@ -276,18 +332,6 @@ class RebatchEngine(TransformersEngine):
             raise ValueError(f"row {number} is not here")
         return self._suspended.copy_of(live, None)
 
-    def _resume(self, numbers: Sequence[int], progress: _Progress) -> None:
-        rows: list[Newcomer] = []
-        caches: list[RowKV] = []
-        for number in numbers:
-            live, cached = self._suspended.take(number)
-            if cached is None:
-                self._prefiller.add([(number, live)])
-            else:
-                rows.append((number, live))
-                caches.append(cached)
-        self._join(rows, caches, progress)
-
     def _join(self, rows: Sequence[Newcomer], caches: Sequence[RowKV], progress: _Progress) -> None:
         """Embed rows into the batch together, or else one by one; drop those that do not fit."""
         if self.ledger.attempt(lambda: self._batch.join(rows, caches)) is not None:
@@ -325,29 +369,23 @@ class RebatchEngine(TransformersEngine):
     def _finish_prefill(
         self, group: PrefillBatch, logits: torch.Tensor, progress: _Progress
     ) -> None:
-        """Give the rows of a prefilled group their first tokens, and let those that go on join the
-        batch.
-        """
+        """Give the rows of a group their first tokens, and let those that go on join the batch."""
         newcomers = group.newcomers
         step = progress.retries.make(
             lambda _: self._batch.first_tokens(newcomers, logits), parts_max=1
         )
         if step is None:
+            self._prefiller.release(group)
             progress.dropped += [number for number, _ in newcomers]
             progress.is_short = True
-        else:
-            ended = {number for number, _ in step.ended}
-            staying = [
-                pair
-                for pair in zip(newcomers, group.caches(), strict=True)
-                if pair[0][0] not in ended
-            ]
-            rows, caches = [row for row, _ in staying], [cached for _, cached in staying]
-            self._join(rows, caches, progress)
+            return
+        ended = {number for number, _ in step.ended}
+        pairs = zip(newcomers, group.caches(), strict=True)
+        staying = [(row, cached) for row, cached in pairs if row[0] not in ended]
+        self._join([row for row, _ in staying], [cached for _, cached in staying], progress)
         self._prefiller.release(group)
-        if step is not None:
-            progress.count_joined(step.rows)
-            progress.report(step)
+        progress.count_joined(step.rows)
+        progress.report(step)
 
     def _shape_in(self, progress: _Progress) -> None:
         """Prefill all newcomers in a step of the running rows."""
@@ -373,31 +411,23 @@ class RebatchEngine(TransformersEngine):
     def _make_cache(
         self, engine: EngineSpec, like: torch.Tensor
     ) -> tuple[BatchCache, FixedSteps | None]:
-        """The cache, and what makes its steps in fixed shapes, if anything does."""
-        if engine.kv_layout == "slab":
-            fixed = self._takes_fixed_steps(engine.cuda_graphs)
-            cache = RebatchCache(self._kv_shapes, like, self.ledger, whole_rows=fixed)
-            if not fixed:
-                return cache, None
-            captures = like.is_cuda
-            return cache, FixedSteps(self._forward, cache, self._dtype, capture=captures)
-        if self._shapes_in:
-            raise InputError(
-                "engine.joining is shape: newcomers are shaped into a padded slab, but "
-                "engine.kv_layout is rows",
-                "set engine.joining to embed, or engine.kv_layout to slab",
-            )
-        if engine.cuda_graphs:
-            raise InputError(
-                "engine.cuda_graphs is true, but engine.kv_layout is rows, and steps over single "
-                "rows have no fixed shape",
-                "set engine.kv_layout to slab, or leave cuda_graphs out",
-            )
-        use_row_attention(self._model)
-        return RowCache(self._kv_shapes, like, self.ledger), None
-
-    def _takes_fixed_steps(self, wanted: bool | None) -> bool:
-        """Whether decode steps have fixed shapes: on a GPU by default, where the model can."""
+        """The cache, and what makes steps of fixed shapes: by default on a GPU, if possible."""
+        wanted = engine.cuda_graphs
+        if engine.kv_layout != "slab":
+            if self._shapes_in:
+                raise InputError(
+                    "engine.joining is shape: newcomers are shaped into a padded slab, but "
+                    "engine.kv_layout is rows",
+                    "set engine.joining to embed, or engine.kv_layout to slab",
+                )
+            if wanted:
+                raise InputError(
+                    "engine.cuda_graphs is true, but engine.kv_layout is rows, and steps over "
+                    "single rows have no fixed shape",
+                    "set engine.kv_layout to slab, or leave cuda_graphs out",
+                )
+            use_row_attention(self._model)
+            return RowCache(self._kv_shapes, like, self.ledger), None
         why = ""
         if self._masks_as is None:
             why = "the model makes its own masks"
@@ -409,18 +439,74 @@ class RebatchEngine(TransformersEngine):
             )
         if wanted is None:
             # In a process that shares a model, a capture would have to fail in all or in none.
-            wanted = self._device.type == "cuda" and self.ledger.alone
-        return wanted and not why
+            wanted = like.is_cuda and self.ledger.alone
+        is_fixed = wanted and not why
+        cache = RebatchCache(self._kv_shapes, like, self.ledger, whole_rows=is_fixed)
+        if not is_fixed:
+            return cache, None
+        return cache, FixedSteps(self._forward, cache, self._dtype, capture=like.is_cuda)
 
-    def _usage(self) -> tuple[int, int]:
-        """Tokens of KV cache on the device, and the same with padding."""
-        cache, others = self._batch.cache, self._suspended.device_tokens + self._prefiller.tokens
-        return cache.tokens + others, cache.padded_tokens + others
+    def _time(self, work: Callable[[], object], clock: Callable[[], float]) -> float:
+        self._synchronize()
+        start = clock()
+        work()
+        self._synchronize()
+        return clock() - start
 
-    def _sampler(self, rows: Sequence[Row]) -> Sampler:
-        return Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
+    def _fill(self, rows: int, length: int) -> None:
+        """Let `rows` rows join the empty batch, of `length` tokens down to a quarter of that."""
+        caches = self._caches(rows, length, max(length // SHORTEST_DIVISOR, 1))
+        self._batch.join(_newcomers(caches, 0), caches)
+
+    def _caches(self, rows: int, length: int, shortest: int) -> list[RowKV]:
+        """Views of one row of random keys and values, of `length` tokens down to `shortest`."""
+        like = torch.empty(0, dtype=self._dtype, device=self._device)
+        whole = [
+            tuple(like.new_empty(heads, length, dim).normal_() for _, heads, _, dim in pair)
+            for pair in self._kv_shapes
+        ]
+        lengths = [length - row * (length - shortest) // max(rows - 1, 1) for row in range(rows)]
+        return [
+            [(keys[:, :count], values[:, :count]) for keys, values in whole] for count in lengths
+        ]
+
+    def _all_to_host(self, rows: int) -> None:
+        for number in range(rows):
+            self._swap_out(number)
+        self._suspended.wait()
+
+    def _all_back(self, rows: int) -> None:
+        for number in range(rows):
+            self._swap_in(number)
+        returned = [self._suspended.take(number) for number in range(rows)]
+        newcomers = [(number, live) for number, (live, _) in enumerate(returned)]
+        self._batch.join(newcomers, [cached for _, cached in returned if cached is not None])
+        self._suspended.wait()
+
+    def _clear(self, rows: int) -> None:
+        """Drop all timed rows, of which the first `rows` may be swapped out."""
+        self._batch.clear()
+        self._prefiller.clear()
+        for number in range(rows):
+            if number in self._suspended:
+                self._suspended.drop(number)
 
 
+def _newcomers(caches: Sequence[RowKV], first: int) -> list[Newcomer]:
+    """Rows with all tokens but the last in `caches`, numbered from `first`."""
+    lengths = (cached[0][0].shape[1] for cached in caches)
+    return [
+        (number, _timed_row([number % 2] * (length + 1)))
+        for number, length in enumerate(lengths, first)
+    ]
+
+
+def _timed_row(tokens: Sequence[int]) -> LiveRow:
+    row = Row("profile", tuple(tokens), 0, UNBOUNDED_TOKENS, SamplingParams(ignore_eos=True))
+    return LiveRow(row, ())
+
+
+@dataclass(slots=True)
 class _Progress:
     """What a round has done so far, and whether it goes on.
 
@@ -428,23 +514,23 @@ class _Progress:
         joined, ended, dropped: as in `RoundOutput`.
         is_short: memory has no room for more steps or newcomers, so the round ends and the
             scheduler decides again.
+        is_wanted: False once `on_step` has stopped the round.
     """
 
-    def __init__(self, plan: Round, on_step: OnStep, retries: Retries) -> None:
-        self.plan = plan
-        self.retries = retries
-        self._on_step = on_step
-        self._is_wanted = True
-        self.steps = 0
-        self.joined: list[tuple[int, int]] = []
-        self.ended: list[int] = []
-        self.dropped: list[int] = []
-        self.is_short = False
+    plan: Round
+    on_step: OnStep
+    retries: Retries
+    steps: int = 0
+    joined: list[tuple[int, int]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    is_short: bool = False
+    is_wanted: bool = True
 
     def is_over(self) -> bool:
         """Whether the round ends here."""
         may_stop = (self.plan.steps_before + self.steps) % self.plan.stop_every == 0
-        stopped = may_stop and not self._is_wanted
+        stopped = may_stop and not self.is_wanted
         if self.plan.chunk_tokens and not self.steps:
             stopped = False  # a bounded pass is followed by its step
         return self.is_short or bool(self.ended) or self.steps >= self.plan.steps or stopped
@@ -457,7 +543,7 @@ class _Progress:
     def report(self, step: StepOutput) -> None:
         """Report tokens to the caller, which may stop the round."""
         self.ended += [number for number, _ in step.ended]
-        self._is_wanted = self._on_step(step) and self._is_wanted
+        self.is_wanted = self.on_step(step) and self.is_wanted
 
     def count_joined(self, numbers: Sequence[int]) -> None:
         """Count rows that got their first token now."""

@@ -214,9 +214,7 @@ class RowCache(Cache):  # type: ignore[misc]
             yield self._like.new_empty(2 * len(self.layers), self._heads, room, self._dim)
 
     def _refresh(self) -> None:
-        """Discard the tensors that a step needs. The next step makes them, so leaving needs no
-        memory.
-        """
+        """Discard a step's tensors. The next step makes them, so leaving needs no memory."""
         self._positions = None
         self._written = None
 
@@ -244,17 +242,14 @@ def _room(tokens: int) -> int:
 
 
 BatchCache = RebatchCache | RowCache
-
-
 ROW_ATTENTION = "sdpa_by_row"
-OneOrMany = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: OneOrMany,
-    value: OneOrMany,
+    key: torch.Tensor | Views,
+    value: torch.Tensor | Views,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     **others: Any,
@@ -270,11 +265,11 @@ def attend(
         assert isinstance(value, torch.Tensor)
         rows, heads, queries, dim = query.shape
         kv_heads = key.shape[1]
-        if queries == 1 and kv_heads < heads and _is_shared(attention_mask):
+        mask = attention_mask
+        is_shared = mask is None or (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
+        if queries == 1 and kv_heads < heads and is_shared:  # all heads have one mask
             packed = query.reshape(rows, kv_heads, heads // kv_heads, dim)
-            found = scaled_dot_product_attention(
-                packed, key, value, attn_mask=attention_mask, scale=scaling
-            )
+            found = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
             return found.reshape(rows, 1, heads, dim), None
         padded: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
@@ -290,36 +285,24 @@ def attend(
     return torch.cat(by_row).view(rows, 1, heads, dim), None
 
 
-def _is_shared(mask: torch.Tensor | None) -> bool:
-    """Whether all heads have the same mask."""
-    return mask is None or (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
-
-
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Let `model` attend through `attend` if it can; else it stays as it is."""
-    if _attends_by_sdpa(model):
-        _register(model)
+def use_packed_attention(model: PreTrainedModel) -> bool:
+    """Let `model` attend through `attend`. Returns whether it can; else it stays as it is."""
+    known = model.config._attn_implementation in ("sdpa", ROW_ATTENTION)
+    can = bool(known and getattr(model, "_supports_attention_backend", False))
+    if can:
+        AttentionInterface.register(ROW_ATTENTION, attend)
+        AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
+        model.set_attn_implementation(ROW_ATTENTION)
+    return can
 
 
 def use_row_attention(model: PreTrainedModel) -> None:
     """Let `model` attend row by row when its cache is a `RowCache`. Raises `EngineError` for a
     model that does not support that.
     """
-    if not _attends_by_sdpa(model):
+    if not use_packed_attention(model):
         kind, now = model.config.model_type, model.config._attn_implementation
         raise EngineError(
             f"model_type '{kind}' attends by '{now}' and cannot attend row by row",
             "set engine.kv_layout to slab",
         )
-    _register(model)
-
-
-def _attends_by_sdpa(model: PreTrainedModel) -> bool:
-    known = model.config._attn_implementation in ("sdpa", ROW_ATTENTION)
-    return known and getattr(model, "_supports_attention_backend", False)
-
-
-def _register(model: PreTrainedModel) -> None:
-    AttentionInterface.register(ROW_ATTENTION, attend)
-    AttentionMaskInterface.register(ROW_ATTENTION, sdpa_mask)
-    model.set_attn_implementation(ROW_ATTENTION)

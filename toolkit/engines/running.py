@@ -134,8 +134,10 @@ class Prefiller:
         group = self._group = self._group or self._begin(bound, cuts)
         planned = self._passes.next(bound)
         planned = planned.up_to(planned.start - (planned.start - planned.end) // parts)
-        if cuts:
-            planned = self._fitting(planned)
+        while cuts and planned.end - planned.start > 1:  # as much as memory has room for
+            if self._pass_bytes(planned) <= self._ledger.free_bytes:
+                break
+            planned = planned.up_to((planned.start + planned.end + 1) // 2)
         group.batch.cache.keep(planned.start)
         with self._ledger.reserve(self._pass_bytes(planned)):
             logits = self._forward(group.batch, planned.start, planned.end)
@@ -160,9 +162,7 @@ class Prefiller:
             self._group = None
 
     def _begin(self, bound: int, cuts: bool) -> PrefillBatch:
-        """A group of the first waiting newcomer and similar ones (or all, with `mixes`), as many as
-        the bound and memory allow.
-        """
+        """A group of the first waiting newcomer and as many similar ones as the limits allow."""
         formed = self._passes.form(bound, lambda lengths: self._fits(lengths, bound, cuts))
         held = len(formed.keys) * formed.width * self._cache.bytes_per_token
         newcomers = [(number, self._rows[number]) for number in formed.keys]
@@ -174,31 +174,19 @@ class Prefiller:
             )
 
     def _fits(self, lengths: Sequence[int], bound: int, cuts: bool) -> bool:
-        """Whether memory has room for a group; if it is short, the batch frees its spare memory."""
-        needed = self._bytes(len(lengths), max(lengths), bound, cuts)
-        if needed > self._ledger.free_bytes:
-            self._cache.fit()
-        return needed <= self._ledger.free_bytes
-
-    def _bytes(self, rows: int, width: int, bound: int, cuts: bool) -> int:
-        """Bytes of a group: its caches, and the larger of its largest pass and its rows' places in
-        the batch.
+        """Whether memory has room for a group: its caches, and the larger of its largest pass and
+        its rows' places in the batch. If memory is short, the batch frees its spare memory.
         """
+        rows, width = len(lengths), max(lengths)
         columns = min(width, max(bound // rows, 1)) if bound else width
         if rows == 1 and cuts:
             columns = 1  # a pass that is too long can be cut
         pass_bytes = self._shape.prefill_bytes(rows, columns, width - columns)
-        return rows * width * self._cache.bytes_per_token + max(
-            pass_bytes, self._cache.growth_bytes(rows, width)
-        )
-
-    def _fitting(self, planned: PrefillPass[int]) -> PrefillPass[int]:
-        """The pass, or as much of its beginning as memory has room for."""
-        start, end = planned.start, planned.end
-        while end - start > 1 and self._pass_bytes(planned) > self._ledger.free_bytes:
-            end = (start + end + 1) // 2
-            planned = planned.up_to(end)
-        return planned
+        needed = rows * width * self._cache.bytes_per_token
+        needed += max(pass_bytes, self._cache.growth_bytes(rows, width))
+        if needed > self._ledger.free_bytes:
+            self._cache.fit()
+        return needed <= self._ledger.free_bytes
 
     def _pass_bytes(self, planned: PrefillPass[int]) -> int:
         columns = planned.end - planned.start
@@ -292,7 +280,17 @@ class RunningBatch:
         """Decode one more token for every row, in `parts` passes; rows that end leave."""
         cache, last = self.cache, self._prepared()
         cache.make_room(len(self), 0, ahead=1)
-        logits = self._logits(last) if parts == 1 else self._logits_in_parts(last, parts)
+        if parts == 1:
+            logits = self._logits(last)
+        else:  # a pass over fewer rows needs less memory besides the cache
+            mask, positions = cache.mask(self._masks_as), cache.positions()
+            found, size = [], -(-len(self) // parts)
+            for first in range(0, len(self), size):
+                rows = slice(first, first + size)
+                with cache.rows_from(first):
+                    own = None if mask is None else mask[rows]
+                    found.append(self._forward(last[rows, None], own, positions[rows], cache))
+            logits = torch.cat(found)
         drawn = self._sampler.draw(logits, self._draws)
         tokens = drawn.tolist()
         cache.advance()
@@ -358,20 +356,6 @@ class RunningBatch:
             return self._fixed.logits(last)
         cache = self.cache
         return self._forward(last[:, None], cache.mask(self._masks_as), cache.positions(), cache)
-
-    def _logits_in_parts(self, last: torch.Tensor, parts: int) -> torch.Tensor:
-        """As `_logits`, in passes over some of the rows: a pass over fewer rows needs less memory
-        besides the cache.
-        """
-        cache, size = self.cache, -(-len(self) // parts)
-        mask, positions = cache.mask(self._masks_as), cache.positions()
-        found = []
-        for first in range(0, len(self), size):
-            rows = slice(first, first + size)
-            with cache.rows_from(first):
-                own = None if mask is None else mask[rows]
-                found.append(self._forward(last[rows, None], own, positions[rows], cache))
-        return torch.cat(found)
 
     def _prepared(self) -> torch.Tensor:
         """[N] the tokens that a step reads. If rows have come or gone since the last step, this

@@ -78,25 +78,22 @@ class Sampler:
     def draw(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         """The next tokens [N], from logits [N, V]; `step` counts the draws from 0."""
         if self._penalties or self._forbidden:
-            logits = self._adjust(logits.float(), step)
-        best = _largest(logits)
-        tokens = (
-            best
-            if all(self._greedy)
-            else torch.where(self._is_greedy, best, self._sample(logits, step))
-        )
-        if self._penalties:
-            self._seen.scatter_(1, tokens[:, None], True)
-        return tokens
-
-    def _adjust(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+            logits = logits.float()
         if self._penalties:
             penalised = torch.where(logits < 0, logits * self._penalty, logits / self._penalty)
             logits = torch.where(self._seen, penalised, logits)
-        for index, min_tokens, tokens in self._forbidden:
+        for index, min_tokens, forbidden in self._forbidden:
             if self._starts[index] + step < min_tokens:
-                logits[index, tokens] = -torch.inf
-        return logits
+                logits[index, forbidden] = -torch.inf
+        if logits.is_cuda:
+            tokens = logits.argmax(dim=-1)
+        else:  # numpy takes a twentieth of torch's time for this; both take the first of equals
+            tokens = torch.from_numpy(logits.float().numpy().argmax(axis=-1))
+        if not all(self._greedy):
+            tokens = torch.where(self._is_greedy, tokens, self._sample(logits, step))
+        if self._penalties:
+            self._seen.scatter_(1, tokens[:, None], True)
+        return tokens
 
     def _sample(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         scores = self._filter.apply(logits.float() / self._temperature)
@@ -105,10 +102,8 @@ class Sampler:
             uniform(row.sampling.seed, start + step)
             for row, start in zip(self._rows, self._starts, strict=True)
         ]
-        targets = (
-            torch.tensor(points, dtype=torch.float64, device=self._device)[:, None]
-            * cumulative[:, -1:]
-        )
+        shares = torch.tensor(points, dtype=torch.float64, device=self._device)[:, None]
+        targets = shares * cumulative[:, -1:]
         return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
@@ -133,9 +128,8 @@ class _Filter:
         if self._by_min_p:
             floor = scores.amax(dim=-1, keepdim=True) + self._log_min_p.clamp(max=0.0)
             scores = scores.masked_fill(scores < floor, -torch.inf)
-        return self._cut_ranks(scores) if self._by_rank else scores
-
-    def _cut_ranks(self, scores: torch.Tensor) -> torch.Tensor:
+        if not self._by_rank:
+            return scores
         ranked = scores.sort(dim=-1, descending=True).values
         ranked = ranked.masked_fill(ranked < ranked.gather(1, self._top_k - 1), -torch.inf)
         shares = ranked.softmax(dim=-1)
@@ -143,16 +137,6 @@ class _Filter:
         kept = ((before < self._top_p) | (self._top_p >= 1)) & (ranked > -torch.inf)
         last = kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1
         return scores.masked_fill(scores < ranked.gather(1, last), -torch.inf)
-
-
-def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """[N]: the index of the largest logit, the first if several are equal.
-
-    On a CPU numpy takes a twentieth of torch's time for this.
-    """
-    if logits.is_cuda:
-        return logits.argmax(dim=-1)
-    return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
 
 
 def _seen(rows: Sequence[Row], vocab_size: int) -> torch.Tensor:

@@ -3,9 +3,6 @@
 Keys and values are written in place, and attention reads a view. transformers' `DynamicCache`
 instead concatenates at every step, which copies the whole cache each time. A layer holds the same
 [N, kv_heads, columns, head_dim] in both, so the tokens are the same.
-
-In this order: the cache's layers, the cache, the check that a model's layers fit into it, and the
-padded batch.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ memory come from an arena that is pinned in few large pieces, since pinning take
 transfer and stops the thread; transfers run on their own stream in parallel with computation. On a
 CPU, device and host memory are the same: a swap only changes which ledger is charged, and the only
 copy is the one out of the batch.
-
-In this order: the arena, a suspended row, and all of them.
 """
 
 from __future__ import annotations
@@ -98,20 +96,18 @@ class HostArena:
             wanted = min(wanted, self._bound_bytes - self.held_bytes)
         if wanted < size or not size:
             return None
-        self._pieces.append(self._allocate(wanted))
-        place = (len(self._pieces) - 1, 0, wanted)
-        insort(self._free, place)
-        return place
-
-    def _allocate(self, size: int) -> torch.Tensor:
+        piece = None
         if self._pin:
             try:
-                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                piece = torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
                 self._pin = False
                 why = str(error).splitlines()[0]
                 _logger.warning("host memory cannot be pinned, so swaps are slower: %s", why)
-        return torch.empty(size, dtype=torch.uint8)
+        self._pieces.append(torch.empty(wanted, dtype=torch.uint8) if piece is None else piece)
+        place = (len(self._pieces) - 1, 0, wanted)
+        insort(self._free, place)
+        return place
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +133,7 @@ class SuspendedRow:
 
 
 class SuspendedRows:
-    """SuspendedRow rows by number.
+    """Suspended rows by number.
 
     Args:
         shapes: what each layer caches.
@@ -181,10 +177,6 @@ class SuspendedRows:
     @property
     def device_tokens(self) -> int:
         return sum(row.length for row in self._rows.values() if not row.on_host)
-
-    @property
-    def host_tokens(self) -> int:
-        return sum(row.length for row in self._rows.values() if row.on_host)
 
     def copy_of(self, live: LiveRow, cached: RowKV | None) -> SuspendedRow:
         """A row that leaves the batch, with a copy of its cache in a block. `cached` is None for a
@@ -234,12 +226,8 @@ class SuspendedRows:
         """Forget a row."""
         row = self._rows.pop(number)
         self._ledgers[row.on_host].take(-row.size_bytes)
-        if row.on_host:
-            self._give_back(row.block)
-
-    def settle(self) -> None:
-        """End a round: wait for transfers to the host."""
-        self.wait()
+        if row.on_host and row.block is not None and self._arena is not None:
+            self._arena.give(row.block)
 
     def unpause(self, number: int) -> SuspendedRow:
         """Remove a paused row and return it."""
@@ -250,9 +238,7 @@ class SuspendedRows:
         return row
 
     def swap_in(self, number: int) -> None:
-        """Move the row from host memory to the device, where it is paused. On CUDA this starts the
-        transfer.
-        """
+        """Move the row from host memory to the device, paused. On CUDA this starts the transfer."""
         row = self._rows[number]
         self._ledgers[0].take(row.size_bytes)
         self._ledgers[1].take(-row.size_bytes)
@@ -261,15 +247,8 @@ class SuspendedRows:
             self.wait()  # its transfer to the host may not have ended
             block = self._like.new_empty(row.block.shape)
             row.arrival = self._transfer(row.block, block)
-            self._give_back(row.block)
+            self._arena.give(row.block)  # its next transfers come after, on the same stream
             row.block = block
-
-    def _give_back(self, block: torch.Tensor | None) -> None:
-        """Free a block in host memory. The transfers that still read or write it come before those
-        of the block's next row, which are on the same stream.
-        """
-        if block is not None and self._arena is not None:
-            self._arena.give(block)
 
     def wait(self) -> None:
         """Wait until all transfers to the host have ended."""

@@ -65,8 +65,6 @@ WHOLE = ("embedding_rowwise", "replicated_with_grad_allreduce", "replicate")
 # How long to wait for a rank that still loads; a rank that has ended is noticed at once.
 RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=30)
 
-Hook = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
-
 
 @dataclass(slots=True)
 class RankShare:
@@ -142,19 +140,16 @@ def cut(model: Any, share: RankShare) -> None:
                 f"model_type '{kind}' cannot be divided: its plan for {name} is {what}",
                 "use tensor_parallel_size 1",
             )
-        _cut_linear(module, style, share)
-
-
-def _cut_linear(module: nn.Linear, style: str, share: RankShare) -> None:
-    by_output = style in BY_OUTPUT
-    module.weight = _part(module.weight, 0 if by_output else 1, share)
-    if module.bias is not None and by_output:
-        module.bias = _part(module.bias, 0, share)
-    elif module.bias is not None and share.rank:  # outputs are summed, so one rank adds the bias
-        module.register_parameter("bias", None)
-    hook = _gather(share.size) if style in GATHERED else None if by_output else _sum
-    if hook is not None:
-        module.register_forward_hook(hook)
+        by_output = style in BY_OUTPUT
+        module.weight = _part(module.weight, 0 if by_output else 1, share)
+        if module.bias is not None and by_output:
+            module.bias = _part(module.bias, 0, share)
+        elif module.bias is not None and share.rank:  # outputs are summed: one rank adds the bias
+            module.register_parameter("bias", None)
+        if style in GATHERED:
+            module.register_forward_hook(_gather)
+        elif not by_output:
+            module.register_forward_hook(_sum)
 
 
 def _part(weight: torch.Tensor, dim: int, share: RankShare) -> nn.Parameter:
@@ -164,9 +159,8 @@ def _part(weight: torch.Tensor, dim: int, share: RankShare) -> nn.Parameter:
             f"{weight.shape[dim]}",
             "use tensor_parallel_size 1",
         )
-    return nn.Parameter(
-        weight.detach().chunk(share.size, dim)[share.rank].clone(), requires_grad=False
-    )
+    part = weight.detach().chunk(share.size, dim)[share.rank].clone()
+    return nn.Parameter(part, requires_grad=False)
 
 
 def _sum(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -174,13 +168,10 @@ def _sum(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor
     return output
 
 
-def _gather(size: int) -> Hook:
-    def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(output) for _ in range(size)]
-        dist.all_gather(parts, output.contiguous())
-        return torch.cat(parts, dim=-1)
-
-    return hook
+def _gather(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(output) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, output.contiguous())
+    return torch.cat(parts, dim=-1)
 
 
 RANK_COMMAND = (sys.executable, "-m", "toolkit.engines.tensor_parallel")
@@ -232,9 +223,7 @@ _DECODER = msgspec.json.Decoder(Line)
 
 
 class TensorParallelEngine:
-    """`RoundEngine` on several processes, of which this is rank 0. Raises the errors of the engine
-    that it loads.
-    """
+    """`RoundEngine` on several processes; this is rank 0. Raises the errors of its engine."""
 
     def __init__(self, model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
         size = engine.tensor_parallel_size
@@ -244,13 +233,22 @@ class TensorParallelEngine:
         with tempfile.TemporaryDirectory(prefix="llmctl-group-") as folder:
             rendezvous = str(Path(folder, "ranks"))
             texts = model.model_dump_json(), engine.model_dump_json(), hardware.model_dump_json()
-            self._others = [_start(LoadModel(*texts, rank, rendezvous)) for rank in range(1, size)]
+            # A rank's process ends when its stdin is closed, so it does not outlive rank 0.
+            self._others = [
+                subprocess.Popen(RANK_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+                for _ in range(1, size)
+            ]
+            for rank, other in enumerate(self._others, start=1):
+                _write(other, _ENCODER.encode(LoadModel(*texts, rank, rendezvous)) + b"\n")
             try:
                 self._engine = load_engine(
                     model, engine, hardware, RankShare(0, size, rendezvous, self._watch)
                 )
             except BaseException:  # also when interrupted: the other ranks would wait for ever
-                self._end()
+                self._ending.set()
+                for other in self._others:
+                    other.kill()
+                    other.wait()
                 raise
         self.facts = self._engine.facts
 
@@ -316,19 +314,6 @@ class TensorParallelEngine:
                 target=end_with, args=(rank, other), daemon=True, name=f"rank {rank}"
             ).start()
 
-    def _end(self) -> None:
-        self._ending.set()
-        for other in self._others:
-            other.kill()
-            other.wait()
-
-
-def _start(load: LoadModel) -> subprocess.Popen[bytes]:
-    """Start a rank's process. It ends when its stdin is closed, so it does not outlive rank 0."""
-    other = subprocess.Popen(RANK_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    _write(other, _ENCODER.encode(load) + b"\n")
-    return other
-
 
 def _write(other: subprocess.Popen[bytes], text: bytes) -> None:
     assert other.stdin is not None
@@ -379,6 +364,10 @@ class RankOrders:
 
 def follow(engine: Engine, orders: RankOrders) -> None:
     """Repeat what rank 0 does, without end."""
+
+    def no_clock() -> float:  # rank 0 measures
+        return 0.0
+
     for line in orders:
         # Rank 0's own ledger refuses the same batch, and reports it.
         with contextlib.suppress(OutOfMemory), _device_memory_ends_group():
@@ -387,22 +376,14 @@ def follow(engine: Engine, orders: RankOrders) -> None:
             elif isinstance(line, RankRound):
                 cast(RoundEngine, engine).run_round(line.plan, orders.on_step)
             elif isinstance(line, Timing):
-                _repeat_timing(engine, line)
-
-
-def _repeat_timing(engine: Engine, line: Timing) -> None:
-    """Rank 0 measures, so the clock here does not matter."""
-
-    def clock() -> float:
-        return 0.0
-
-    if line.what == "prefill":
-        engine.time_prefill(line.rows, line.length, clock)
-    elif line.what == "decode":
-        engine.time_decode(line.rows, line.length, clock)
-    else:
-        part = cast(Part, line.what)
-        cast(RoundEngine, engine).time_part(part, line.rows, line.length, line.others, clock)
+                sizes = line.rows, line.length
+                if line.what == "prefill":
+                    engine.time_prefill(*sizes, no_clock)
+                elif line.what == "decode":
+                    engine.time_decode(*sizes, no_clock)
+                else:
+                    part = cast(Part, line.what)
+                    cast(RoundEngine, engine).time_part(part, *sizes, line.others, no_clock)
 
 
 def main() -> None:

@@ -56,9 +56,7 @@ class Detokenizer(Protocol):
     """Turns one request's tokens into text, piece by piece."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens; bytes of an unfinished character wait
-        inside.
-        """
+        """The text that is certain after these tokens; unfinished characters wait inside."""
         ...
 
     def flush(self) -> str:
@@ -84,9 +82,7 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Messages of `role` and `content` in the model's chat template, up to the assistant's
-        turn.
-        """
+        """Messages of `role` and `content` in the chat template, up to the assistant's turn."""
         ...
 
     def detokenizer(self) -> Detokenizer: ...
@@ -143,18 +139,14 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens."""
         return self._decoder.decode(_bytes_of(tokens))
 
     def flush(self) -> str:
-        """The text that was held back, at the end of the output."""
         return self._decoder.decode(b"", final=True)
 
 
 def utf8(text: str) -> bytes:
-    """The text's bytes. Raises `InputError` for half of a surrogate pair, which JSON can contain
-    and UTF-8 cannot.
-    """
+    """The text's bytes. Raises `InputError` for half of a surrogate pair, which JSON can hold."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -170,9 +162,7 @@ def _bytes_of(tokens: Sequence[int]) -> bytes:
 
 
 class FileTokenizer:
-    """`Tokenizer` from a tokenizer.json, with the special tokens and the chat template of the files
-    in the same folder.
-    """
+    """`Tokenizer` from a tokenizer.json, and the special tokens and template in its folder."""
 
     def __init__(
         self, file: Path, settings: Path | None = None, template: Path | None = None
@@ -224,20 +214,17 @@ class WindowDetokenizer:
         self._emitted_text = ""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens."""
-        return "".join([self._next(token) for token in tokens])
+        found = ""
+        for token in tokens:
+            self._window.append(token)
+            text = self._tokenizer.decode(self._window)
+            certain = len(text) > len(self._emitted_text) and not text.endswith(REPLACEMENT)
+            if certain or len(self._window) - self._emitted >= MAX_HELD_TOKENS:
+                found += self._emit(text)
+        return found
 
     def flush(self) -> str:
-        """The text that was held back."""
         return self._emit(self._tokenizer.decode(self._window))
-
-    def _next(self, token: int) -> str:
-        self._window.append(token)
-        text = self._tokenizer.decode(self._window)
-        certain = len(text) > len(self._emitted_text) and not text.endswith(REPLACEMENT)
-        if certain or len(self._window) - self._emitted >= MAX_HELD_TOKENS:
-            return self._emit(text)
-        return ""
 
     def _emit(self, text: str) -> str:
         new = text[len(self._emitted_text) :]
@@ -248,9 +235,7 @@ class WindowDetokenizer:
 
 
 def _stored(model: ModelSpec, name: str) -> Path | None:
-    """A file of the model: from its folder, or from the hub or the hub's local cache. None if the
-    model has no such file.
-    """
+    """A file of the model's folder, or of the hub or its local cache; None if it has none."""
     folder = Path(model.source)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
@@ -297,9 +282,7 @@ def _special_tokens(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_source(options: Mapping[str, Any], template: Path | None) -> str:
-    """The template of the file, else of the settings, which may be a list of named templates; else
-    the default one.
-    """
+    """The template of the file, else of the settings, perhaps from a list, else the default."""
     if template is not None:
         return template.read_text(encoding="utf-8")
     source = options.get("chat_template")
@@ -335,9 +318,12 @@ class ChatTemplate:
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _to_json
+        # Plain JSON, not escaped for HTML, as in transformers.
+        environment.filters["tojson"] = lambda value, indent=None, **_: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -372,9 +358,7 @@ class ChatTemplate:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox bounds `range`; this also stops a template that multiplies or pads a string
-    to gigabytes.
-    """
+    """jinja2's sandbox; it also stops a template that multiplies or pads a string to gigabytes."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
@@ -389,12 +373,3 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    """Plain JSON, not escaped for HTML, as in transformers."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

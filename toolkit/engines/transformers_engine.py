@@ -17,11 +17,11 @@ from transformers.cache_utils import Cache
 
 from toolkit.engines.devices import choose_attention_kernels
 from toolkit.engines.loading import config_digest, eos_token_ids, load_model
-from toolkit.engines.memory import ByteLedger, ModelShape, as_out_of_memory, kv_budget_bytes
+from toolkit.engines.memory import ByteLedger, ModelShape, kv_budget_bytes, raises_out_of_memory
 from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord, remaining
 from toolkit.engines.row_cache import ROW_ATTENTION, use_packed_attention
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.slab import KVShape, PaddedBatch, SlabCache
+from toolkit.engines.slab import PaddedBatch, SlabCache
 from toolkit.engines.tensor_parallel import RankShare
 from toolkit.errors import InputError
 from toolkit.files.io import processor
@@ -70,7 +70,11 @@ class TransformersEngine:
         # The type of masks that attention adds to its scores; None: the model makes its own.
         sdpa = self._model.config._attn_implementation in ("sdpa", ROW_ATTENTION)
         self._masks_as = self._dtype if sdpa else None
-        self._kv_shapes = self._probe_kv_shapes()
+        # What each layer caches is measured: configs name the sizes in too many ways for a formula.
+        probe = self._padded([[0]], 1)
+        with torch.inference_mode():
+            self._prefill(probe)
+        self._kv_shapes = probe.cache.kv_shapes()
         self._kv_bytes_per_token = self._shape.value_bytes * sum(
             keys[1] * keys[3] + values[1] * values[3] for keys, values in self._kv_shapes
         )
@@ -121,22 +125,10 @@ class TransformersEngine:
         model: Callable[..., Any] = self._model
         return model
 
+    @raises_out_of_memory
+    @torch.inference_mode()
     def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
         """See `Engine.run_slice`."""
-        return as_out_of_memory(lambda: self._serve(rows, steps, on_step))
-
-    def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_prefill`: from the rows' tokens to each first token on the host."""
-        return as_out_of_memory(lambda: self._time_prefill(batch_size, input_length, clock))
-
-    def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
-        """See `Engine.time_decode`: the steps that serve, on random keys and values, the mean of a
-        few; the last one has `cached_length` cached tokens.
-        """
-        return as_out_of_memory(lambda: self._time_decode(batch_size, cached_length, clock))
-
-    @torch.inference_mode()
-    def _serve(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
         self._check_rows(rows)
         width = max(len(row.tokens) for row in rows)
         steps = min(steps, max(remaining(row) for row in rows))
@@ -153,10 +145,10 @@ class TransformersEngine:
                 logits = self._decode(batch, drawn)
         return record.output()
 
+    @raises_out_of_memory
     @torch.inference_mode()
-    def _time_prefill(
-        self, batch_size: int, input_length: int, clock: Callable[[], float]
-    ) -> float:
+    def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:
+        """See `Engine.time_prefill`: from the rows' tokens to each first token on the host."""
         rows = self._timed_rows(batch_size, input_length)
         with self.ledger.reserve(self.slice_bytes(batch_size, input_length, 1)):
             self._synchronize()
@@ -165,18 +157,19 @@ class TransformersEngine:
             self._prefill(batch).argmax(dim=-1).tolist()
             return clock() - start
 
+    @raises_out_of_memory
     @torch.inference_mode()
-    def _time_decode(
-        self, batch_size: int, cached_length: int, clock: Callable[[], float]
-    ) -> float:
+    def time_decode(self, batch_size: int, cached_length: int, clock: Callable[[], float]) -> float:
+        """See `Engine.time_decode`: the steps that serve, on random keys and values, the mean of a
+        few; the last one has `cached_length` cached tokens.
+        """
         # Each step is one column longer than the last, as in serving: kernels that are planned for
         # a length are planned anew in every step.
         steps = min(TIMED_STEPS, max(cached_length - 1, 1))
         filled = max(cached_length - steps, 1)
         rows = self._timed_rows(batch_size, filled)
-        held = batch_size * (
-            cached_length + 1
-        ) * self._kv_bytes_per_token + self._shape.prefill_bytes(batch_size, 1)
+        held = batch_size * (cached_length + 1) * self._kv_bytes_per_token
+        held += self._shape.prefill_bytes(batch_size, 1)
         with self.ledger.reserve(held):
             batch = self._padded(rows, filled + 1 + steps)
             like = torch.empty(0, dtype=self._dtype, device=self._device)
@@ -221,12 +214,8 @@ class TransformersEngine:
     def _prefill_columns(self, batch: PaddedBatch, start: int, end: int) -> torch.Tensor:
         """Cache the columns from `start` to `end`; logits [N, V] of the token after `end`."""
         columns = slice(start, end)
-        return self._forward(
-            batch.input_ids[:, columns],
-            batch.mask[:, :end],
-            batch.positions[:, columns],
-            batch.cache,
-        )
+        ids, positions = batch.input_ids[:, columns], batch.positions[:, columns]
+        return self._forward(ids, batch.mask[:, :end], positions, batch.cache)
 
     def _decode(self, batch: PaddedBatch, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] after one more token per row, [N]."""
@@ -254,29 +243,16 @@ class TransformersEngine:
         ).logits
         return logits[:, -1]
 
-    @torch.inference_mode()
-    def _probe_kv_shapes(self) -> list[KVShape]:
-        """What each layer really caches, from a pass over one token: configs name the sizes in too
-        many ways for a formula.
-        """
-        batch = self._padded([[0]], 1)
-        self._prefill(batch)
-        return batch.cache.kv_shapes()
-
     def _timed_rows(self, batch_size: int, length: int) -> list[list[int]]:
-        """Random tokens; the first row has `length` tokens, and the lengths decrease to 3/4 of it,
-        so that there is padding.
-        """
+        """Random tokens, with padding: lengths decrease from `length` to 3/4 of it."""
         shortest = length - length // SPREAD_DIVISOR
-        lengths = [
-            length - row * (length - shortest) // max(batch_size - 1, 1)
-            for row in range(batch_size)
-        ]
-        generator = torch.Generator().manual_seed(length)
+        step, generator = max(batch_size - 1, 1), torch.Generator().manual_seed(length)
         tokens: list[list[int]] = torch.randint(
             self._shape.vocab, (batch_size, length), generator=generator
         ).tolist()
-        return [row[:count] for row, count in zip(tokens, lengths, strict=True)]
+        return [
+            row[: length - index * (length - shortest) // step] for index, row in enumerate(tokens)
+        ]
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

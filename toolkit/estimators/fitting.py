@@ -39,7 +39,6 @@ from toolkit.files.fit import (
     MemoryFit,
     OverheadFit,
     Range,
-    RoundsFit,
     StepsFit,
 )
 from toolkit.files.io import EnvelopeFields
@@ -199,6 +198,7 @@ def _points(name: str, rows: Sequence[tuple[int, int, list[float]]]) -> Points:
     return Points(np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds))
 
 
+T = TypeVar("T")
 Measured = TypeVar("Measured", PrefillPoint, DecodePoint)
 NORMAL_MEDIAN = 0.6745  # of |x| where x is standard normal
 
@@ -215,31 +215,34 @@ def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fi
     the machine may be slower tomorrow.
     """
     rng = np.random.default_rng(seed)
-    return [_resampled(profile, fit, rng) for _ in range(draws)]
+    drawn = []
+    for _ in range(draws):
+        points = prefill_points(_redrawn(profile.prefill, rng))
+        prefill = _refit(fit.prefill, points, rng, square=True)
+        points = decode_points(_redrawn(profile.decode, rng))
+        decode = _refit(fit.decode, points, rng, square=False)
+        law = SegmentedLaw(
+            tuple(prefill.segments), tuple(decode.segments), fit.engine.prefill_emits_token
+        )
+        served_s, seconds = forms.slice_times(_picked(profile.slices, rng), law)
+        overhead = _with_line(fit.overhead, forms.fit_line(served_s, seconds))
+        rounds, steps = fit.rounds, fit.steps
+        if rounds and profile.rounds:
+            # The parts of a round stay as fitted: they are a few percent of a round.
+            sequences = _picked(sequences_of(profile.rounds), rng)
+            parts = law_of_parts(law, rounds.join, rounds.leave, rounds.grow)
+            line = refit_round_overhead(sequences, parts)
+            rounds = rounds.model_copy(update={"overhead": _with_line(rounds.overhead, line)})
+        if steps and profile.steps:
+            steps = resampled_steps(steps, profile.steps, rng)
+        laws = {"prefill": prefill, "decode": decode, "overhead": overhead}
+        drawn.append(fit.model_copy(update=laws | {"rounds": rounds, "steps": steps}))
+    return drawn
 
 
-def _resampled(profile: Profile, fit: Fit, rng: np.random.Generator) -> Fit:
-    prefill = _refit(fit.prefill, prefill_points(_redrawn(profile.prefill, rng)), rng, square=True)
-    decode = _refit(fit.decode, decode_points(_redrawn(profile.decode, rng)), rng, square=False)
-    law = SegmentedLaw(
-        tuple(prefill.segments), tuple(decode.segments), fit.engine.prefill_emits_token
-    )
-    slices = [
-        profile.slices[k] for k in rng.integers(len(profile.slices), size=len(profile.slices))
-    ]
-    overhead = _with_line(fit.overhead, forms.refit_overhead(slices, law))
-    rounds = fit.rounds
-    if rounds and profile.rounds:
-        # The parts of a round stay as fitted: they are a few percent of a round.
-        sequences = sequences_of(profile.rounds)
-        drawn = [sequences[k] for k in rng.integers(len(sequences), size=len(sequences))]
-        parts = law_of_parts(law, rounds.join, rounds.leave, rounds.grow)
-        line = refit_round_overhead(drawn, parts)
-        rounds = rounds.model_copy(update={"overhead": _with_line(rounds.overhead, line)})
-    steps = fit.steps
-    if steps and profile.steps:
-        steps = resampled_steps(steps, profile.steps, rng)
-    return _replaced(fit, prefill, decode, overhead, rounds, steps)
+def _picked(values: Sequence[T], rng: np.random.Generator) -> list[T]:
+    """As many values, drawn with replacement."""
+    return [values[k] for k in rng.integers(len(values), size=len(values))]
 
 
 def _redrawn(points: Sequence[Measured], rng: np.random.Generator) -> list[Measured]:
@@ -265,61 +268,36 @@ def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
     `resampled_fits`. The memory law stays: its edge is drawn in every simulation.
     """
     rng = np.random.default_rng(seed)
-    return [_scaled(fit, rng) for _ in range(draws)]
-
-
-def _scaled(fit: Fit, rng: np.random.Generator) -> Fit:
-    prefill, decode, overhead = (
-        _factor(law.error, rng) for law in (fit.prefill, fit.decode, fit.overhead)
-    )
-    rounds = fit.rounds
-    if rounds:
-        slower = _slower(rounds.overhead, _factor(rounds.overhead.error, rng))
-        rounds = rounds.model_copy(update={"overhead": slower})
-    steps = fit.steps
-    if steps:
-        steps = with_step_law(steps, law_of_steps(steps).times(_factor(steps.error, rng)))
-    return _replaced(
-        fit,
-        _times(fit.prefill, prefill),
-        _times(fit.decode, decode),
-        _slower(fit.overhead, overhead),
-        rounds,
-        steps,
-    )
+    drawn = []
+    for _ in range(draws):
+        laws = {
+            "prefill": _scaled(fit.prefill, rng),
+            "decode": _scaled(fit.decode, rng),
+            "overhead": _slower(fit.overhead, rng),
+        }
+        rounds, steps = fit.rounds, fit.steps
+        if rounds:
+            rounds = rounds.model_copy(update={"overhead": _slower(rounds.overhead, rng)})
+        if steps:
+            steps = with_step_law(steps, law_of_steps(steps).times(_factor(steps.error, rng)))
+        drawn.append(fit.model_copy(update=laws | {"rounds": rounds, "steps": steps}))
+    return drawn
 
 
 def _factor(error: HeldOutError, rng: np.random.Generator) -> float:
     return float(np.exp(rng.standard_normal() * error.median_percent / 100.0 / NORMAL_MEDIAN))
 
 
-def _times(law: LatencyFit, factor: float) -> LatencyFit:
+def _scaled(law: LatencyFit, rng: np.random.Generator) -> LatencyFit:
+    factor = _factor(law.error, rng)
     segments = [scaled_segment(segment, factor) for segment in law.segments]
     return law.model_copy(update={"segments": segments})
 
 
-def _slower(overhead: OverheadFit, factor: float) -> OverheadFit:
+def _slower(overhead: OverheadFit, rng: np.random.Generator) -> OverheadFit:
+    factor = _factor(overhead.error, rng)
     return _with_line(overhead, (overhead.batch_s * factor, overhead.stretch * factor))
 
 
 def _with_line(overhead: OverheadFit, line: tuple[float, float]) -> OverheadFit:
     return overhead.model_copy(update={"batch_s": line[0], "stretch": line[1]})
-
-
-def _replaced(
-    fit: Fit,
-    prefill: LatencyFit,
-    decode: LatencyFit,
-    overhead: OverheadFit,
-    rounds: RoundsFit | None,
-    steps: StepsFit | None,
-) -> Fit:
-    return fit.model_copy(
-        update={
-            "prefill": prefill,
-            "decode": decode,
-            "overhead": overhead,
-            "rounds": rounds,
-            "steps": steps,
-        }
-    )

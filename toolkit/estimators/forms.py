@@ -299,7 +299,7 @@ def fit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw, seed: int) -> 
             f"overhead: {len(slices)} slices measured, at least {SLICES_MIN} are needed",
             "set profile.slices in the recipe; then: llmctl profile RECIPE",
         )
-    served, seconds = _slice_times(slices, law)
+    served, seconds = slice_times(slices, law)
     if seconds.min() <= 0.0:
         raise InputError(
             f"overhead: a slice of {seconds.min()} s", "measure again with: llmctl profile RECIPE"
@@ -314,12 +314,7 @@ def fit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw, seed: int) -> 
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
 
 
-def refit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw) -> tuple[float, float]:
-    """batch_s and stretch of `slices` that `fit_overhead` accepted, without the held-out error."""
-    return fit_line(*_slice_times(slices, law))
-
-
-def _slice_times(slices: Sequence[SlicePoint], law: SegmentedLaw) -> tuple[Floats, Floats]:
+def slice_times(slices: Sequence[SlicePoint], law: SegmentedLaw) -> tuple[Floats, Floats]:
     """T_serve of each slice by the law, and its measured seconds."""
     served = [law.serve_s(point.batch_size, point.input_length, point.steps) for point in slices]
     return np.array(served), np.array([point.seconds for point in slices])

@@ -18,8 +18,10 @@ is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize, nnls
@@ -46,7 +48,6 @@ from toolkit.files.profile import (
     EngineFacts,
     FrontPoint,
     MemoryPoint,
-    PartPoint,
     Profile,
     RoundPoint,
     RoundsProfile,
@@ -93,15 +94,10 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
 
     Raises `InputError` without probes, if a probe contradicts itself, or if not even one row ran.
     """
-    capacity, bytes_per_token = engine.capacity_tokens, engine.kv_bytes_per_token
+    capacity, per_token = engine.capacity_tokens, engine.kv_bytes_per_token
+    law = partial(MemoryFit, capacity_tokens=capacity, kv_bytes_per_token=per_token)
     if engine.is_server:
-        return MemoryFit(
-            form="zeta",
-            capacity_tokens=capacity,
-            kv_bytes_per_token=bytes_per_token,
-            zeta=1.0,
-            zeta_std=0.0,
-        )
+        return law(form="zeta", zeta=1.0, zeta_std=0.0)
     _check_probes(probes)
     found = _Probes(
         length=np.array([probe.input_length for probe in probes], dtype=float),
@@ -114,22 +110,10 @@ def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
         tolerance = np.maximum(row, EDGE_TOLERANCE * np.median(low))
         zeta, std = _edge(low, high)
         if np.max(low - tolerance) < np.min(high + tolerance):
-            return MemoryFit(
-                form="zeta",
-                capacity_tokens=capacity,
-                kv_bytes_per_token=bytes_per_token,
-                zeta=zeta,
-                zeta_std=std,
-                workspace=workspace,
-            )
-    return MemoryFit(
-        form="rules",
-        capacity_tokens=capacity,
-        kv_bytes_per_token=bytes_per_token,
-        zeta=zeta,
-        zeta_std=_bracket_std(found.ran, found.failed),
-        rules=_rules(found.length + found.steps, found.ran, engine.max_model_len),
-    )
+            return law(form="zeta", zeta=zeta, zeta_std=std, workspace=workspace)
+    rules = _rules(found.length + found.steps, found.ran, engine.max_model_len)
+    std = _bracket_std(found.ran, found.failed)
+    return law(form="rules", zeta=zeta, zeta_std=std, rules=rules)
 
 
 def _check_probes(probes: Sequence[MemoryPoint]) -> None:
@@ -241,7 +225,19 @@ def fit_rounds(profile: Profile, law: SegmentedLaw, seed: int) -> FittedRounds |
     overhead = fit_round_overhead(
         sequences_of(measured), law_of_parts(law, join, leave, grow), seed
     )
-    share = _usable_tokens(measured.memory) / profile.engine.capacity_tokens
+    if not measured.memory:
+        raise InputError(
+            "rounds: memory was not probed",
+            "set profile.memory_lengths in the recipe, and " + MEASURE_AGAIN,
+        )
+    # Rows times the longest row's tokens that ran at every probed length, with the last row
+    # prefilled while the others held their caches.
+    usable = min(p.largest_ok * (p.input_length + p.steps) for p in measured.memory)
+    if not usable:
+        raise InputError(
+            "rounds: not even one row ran at some length", "give the engine more KV cache"
+        )
+    share = usable / profile.engine.capacity_tokens
     rounds = RoundsFit(join=join, leave=leave, grow=grow, overhead=overhead, usable_share=share)
     swap = fit_swap(
         measured, profile.engine.kv_bytes_per_token, seed, overlaps=profile.engine.device != "cpu"
@@ -338,23 +334,6 @@ def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PartFit:
     return PartFit(flat_s=flat_s, row_s=row_s, token_s=token_s, error=error)
 
 
-def _usable_tokens(probes: Sequence[MemoryPoint]) -> int:
-    """Rows times the longest row's tokens that ran at every probed length, with the last row
-    prefilled while the others held their caches.
-    """
-    if not probes:
-        raise InputError(
-            "rounds: memory was not probed",
-            "set profile.memory_lengths in the recipe, and " + MEASURE_AGAIN,
-        )
-    usable = min(probe.largest_ok * (probe.input_length + probe.steps) for probe in probes)
-    if not usable:
-        raise InputError(
-            "rounds: not even one row ran at some length", "give the engine more KV cache"
-        )
-    return usable
-
-
 def fit_swap(
     measured: RoundsProfile, bytes_per_token: int, seed: int, *, overlaps: bool = True
 ) -> SwapFit | None:
@@ -369,7 +348,10 @@ def fit_swap(
     seconds = np.array([forms.typical(point.seconds) for point in points])
     if seconds.min() <= 0.0:
         return None
-    columns = _swap_columns(points, bytes_per_token)
+    rows = np.array([float(point.rows) for point in points])
+    sizes = np.array([float(point.rows * point.length * bytes_per_token) for point in points])
+    out = np.array([point.part == "swap_out" for point in points])
+    columns = np.stack([rows, sizes * out, sizes * ~out], axis=1)
     error = forms.percent_error(_held_out(columns, seconds, None, seed), seconds)
     latency_s, out_s, in_s = forms.solve_relative(columns, seconds).tolist()
     return SwapFit(
@@ -380,14 +362,6 @@ def fit_swap(
         overlaps=overlaps,
         error=error,
     )
-
-
-def _swap_columns(points: Sequence[PartPoint], bytes_per_token: int) -> Floats:
-    """Caches moved, bytes moved out, and bytes moved in: [n, 3]."""
-    rows = np.array([float(point.rows) for point in points])
-    sizes = np.array([float(point.rows * point.length * bytes_per_token) for point in points])
-    out = np.array([point.part == "swap_out" for point in points])
-    return np.stack([rows, sizes * out, sizes * ~out], axis=1)
 
 
 def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed: int) -> Floats:
@@ -441,16 +415,7 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     host_s, host_row_s = _fit_host(points)
     front_s, front_row_s = _fit_front(measured.front)
     return StepsFit(
-        base_s=law.base_s,
-        row_s=law.row_s,
-        prefill_s=law.prefill_s,
-        cached_s=law.cached_s,
-        attended_s=law.attended_s,
-        behind_s=law.behind_s,
-        token_s=list(law.token_s),
-        knots=list(law.knots),
-        host_s=host_s,
-        host_row_s=host_row_s,
+        **_coefficients(replace(law, host_s=host_s, host_row_s=host_row_s)),
         error=errors[kept],
         candidates=[
             Candidate(form=f"knots {', '.join(map(str, knots))}", error=error)
@@ -477,8 +442,7 @@ def _check_passes(points: Sequence[StepPoint]) -> None:
         )
     if not any(point.prefills for point in points) or all(point.prefills for point in points):
         raise InputError(
-            "steps: passes with chunks of prompts and passes without are both needed",
-            MEASURE_AGAIN,
+            "steps: passes with chunks of prompts and passes without are both needed", MEASURE_AGAIN
         )
     if any(not point.seconds or min(point.seconds) <= 0.0 for point in points):
         raise InputError("steps: a pass took no time", MEASURE_AGAIN)
@@ -526,20 +490,13 @@ def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Genera
 
 def with_step_law(fit: StepsFit, law: StepLaw) -> StepsFit:
     """`fit` with the coefficients of `law`."""
-    return fit.model_copy(
-        update={
-            "base_s": law.base_s,
-            "row_s": law.row_s,
-            "prefill_s": law.prefill_s,
-            "cached_s": law.cached_s,
-            "attended_s": law.attended_s,
-            "behind_s": law.behind_s,
-            "token_s": list(law.token_s),
-            "knots": list(law.knots),
-            "host_s": law.host_s,
-            "host_row_s": law.host_row_s,
-        }
-    )
+    return fit.model_copy(update=_coefficients(law))
+
+
+def _coefficients(law: StepLaw) -> dict[str, Any]:
+    """The coefficients of `law` by the names that `StepLaw` and `StepsFit` give them."""
+    values = {each.name: getattr(law, each.name) for each in fields(law) if each.init}
+    return values | {"token_s": list(law.token_s), "knots": list(law.knots)}
 
 
 def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:

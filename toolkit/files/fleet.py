@@ -20,14 +20,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.io import fit_path
 from toolkit.files.plan import Kind
-from toolkit.files.recipe import (
-    MAX_WORKERS,
-    MORE_WORKERS,
-    WORKERS_LIMIT,
-    Labels,
-    Recipe,
-    Workers,
-)
+from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Labels, Recipe, Workers
 from toolkit.files.shipped import AnyPath, recipe_path
 from toolkit.files.strict import Strict, load_yaml, validate
 from toolkit.files.tuning import Tuning
@@ -238,10 +231,8 @@ def _check_server(first: Kind, kind: Kind) -> None:
     """Raise `InputError` for a kind that cannot be beside the first: all are workers of llmctl's
     scheduler, or all are servers with schedulers of their own and laws of their passes.
     """
-    names, engines = (
-        [each.recipe.name for each in (first, kind)],
-        [each.recipe.engine.name for each in (first, kind)],
-    )
+    names = [each.recipe.name for each in (first, kind)]
+    engines = [each.recipe.engine.name for each in (first, kind)]
     servers = [traits_of(engine).server for engine in engines]
     if servers[0] != servers[1]:
         server = servers.index(True)

@@ -473,7 +473,17 @@ class LineLog:
 
         The replaced lines are lost too. The next mark of the same gap replaces this one.
         """
-        at = self._mark_place() if self._mark_at is None else self._mark_at
+        at = self._mark_at
+        if at is None:  # after the last line behind which the file has room for a mark
+            at, length = self._size, os.fstat(self._fd).st_size
+            if at + MARK_BYTES > length:
+                first = max(at - LOOK_BACK_BYTES, 0)
+                tail = os.pread(self._fd, at - first, first)
+                kept = tail.rfind(NEWLINE, 0, max(length - MARK_BYTES - first, 0)) + 1
+                replaced = tail.count(NEWLINE, kept)
+                self.lost += replaced
+                self._gap += replaced
+                at = first + kept
         written = os.pwrite(self._fd, self._mark_line(), at)
         if written == MARK_BYTES:
             self._mark_at, self._size = at, at + MARK_BYTES
@@ -481,17 +491,3 @@ class LineLog:
             self._size = at  # a partial mark has overwritten the lines there
         os.ftruncate(self._fd, self._size)
         os.lseek(self._fd, self._size, os.SEEK_SET)
-
-    def _mark_place(self) -> int:
-        """Where a mark begins: after the last line behind which the file has room for a mark."""
-        length = os.fstat(self._fd).st_size
-        if self._size + MARK_BYTES <= length:
-            return self._size
-        first = max(self._size - LOOK_BACK_BYTES, 0)
-        tail = os.pread(self._fd, self._size - first, first)
-        end = max(length - MARK_BYTES - first, 0)
-        at = tail.rfind(NEWLINE, 0, end) + 1
-        replaced = tail.count(NEWLINE, at)
-        self.lost += replaced
-        self._gap += replaced
-        return first + at

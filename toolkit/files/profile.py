@@ -214,8 +214,7 @@ class EngineFacts(Strict):
     )
     analytic: str = Field(default="", description="the assumptions, where nothing was measured")
     load_s: float | None = Field(
-        default=None,
-        description="seconds until the engine was loaded; none: it was not measured",
+        default=None, description="seconds until the engine was loaded; none: it was not measured"
     )
     lacks: list[str] = Field(
         default=[], description="of a server: the parts of OpenAI's API that it lacks"

@@ -39,6 +39,7 @@ Labels = dict[LabelKey, LabelValue]
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
 Grid = Annotated[list[Positive], Field(min_length=1)]
 Scalar = bool | int | float | str | None
@@ -175,18 +176,16 @@ class HardwareSpec(Strict):
 
     device: Literal["cpu", "cuda"] = Field(description="where workers run")
     name: str = Field(description="for readers and for doctor's check, like 'A100-80GB'")
-    memory_gib: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="of one device"
-    )
-    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
+    memory_gib: PositiveFloat | None = Field(default=None, description="of one device")
+    peak_tflops: PositiveFloat | None = Field(
         default=None,
         description="dense, in model.dtype, from the data sheet; for analytic profiles",
     )
-    bandwidth_gb_s: Annotated[float, Field(gt=0)] | None = Field(
+    bandwidth_gb_s: PositiveFloat | None = Field(
         default=None,
         description="of the device's memory, from the data sheet; for analytic profiles",
     )
-    usd_per_hour: Annotated[float, Field(gt=0)] | None = Field(
+    usd_per_hour: PositiveFloat | None = Field(
         default=None,
         description="price of one worker's devices for an hour; for the cost of tokens",
     )
@@ -218,7 +217,7 @@ class EngineSpec(Strict):
         description="processes that share each worker's model, one device each; must divide heads "
         "and KV heads",
     )
-    kv_cache_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
+    kv_cache_memory_mib: PositiveFloat | None = Field(
         default=None,
         description="KV cache of one worker's process; None on a GPU: from gpu_memory_utilization",
     )
@@ -245,7 +244,7 @@ class EngineSpec(Strict):
         description="rebatch with kv_layout slab: decode steps of fixed shapes, on a GPU captured "
         "as CUDA graphs; None: on a GPU, where they can be captured",
     )
-    swap_memory_mib: Annotated[float, Field(gt=0)] | None = Field(
+    swap_memory_mib: PositiveFloat | None = Field(
         default=None,
         description="rebatch: host memory of one worker for swapped caches, pinned on a GPU; None: "
         "no limit on a CPU, and 4096 on a GPU",
@@ -363,15 +362,15 @@ class TuneSpec(Strict):
     held_out_windows: Positive = Field(
         default=4, description="other windows, used only for the verdict"
     )
-    window_s: Annotated[float, Field(gt=0)] | None = Field(
+    window_s: PositiveFloat | None = Field(
         default=None,
         description="length of a window in the scaled trace, where the trace allows it; None: as "
         "long as all fit with gaps",
     )
-    request_rate_rps: Annotated[float, Field(gt=0)] | None = Field(
+    request_rate_rps: PositiveFloat | None = Field(
         default=None, description="scale arrivals to this mean rate; None: the trace's own"
     )
-    load: Annotated[float, Field(gt=0)] | None = Field(
+    load: PositiveFloat | None = Field(
         default=None,
         description="instead of a rate: scale arrivals to this multiple of the greatest rate that "
         "the untuned policy can serve",
@@ -434,16 +433,16 @@ class ServeSpec(Strict):
     max_waiting: Positive = Field(
         default=4096, description="requests waiting before new ones get 503"
     )
-    hang_s: Annotated[float, Field(gt=0)] = Field(
+    hang_s: PositiveFloat = Field(
         default=30.0,
         description="a worker is killed that reports nothing for this long and 10 times its "
         "batch's estimate, or that loads or is idle without a sign of work for 4 times this long",
     )
-    request_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+    request_timeout_s: PositiveFloat | None = Field(
         default=None,
         description="default of a request's deadline, and its upper bound; None: no deadline",
     )
-    load_timeout_s: Annotated[float, Field(gt=0)] = Field(
+    load_timeout_s: PositiveFloat = Field(
         default=3600.0,
         description="the first load of a worker takes at most this long, downloads included",
     )
@@ -472,7 +471,7 @@ class Recipe(Strict):
         default=RouterSpec(), description="chooses the replica of a server for each request"
     )
     profile: ProfileSpec
-    sla: dict[str, Annotated[float, Field(gt=0)]] = Field(
+    sla: dict[str, PositiveFloat] = Field(
         default_factory=dict,
         description="latency targets in seconds: ttft_p99_s, e2e_p95_s, tpot_mean_s, ...",
         json_schema_extra={

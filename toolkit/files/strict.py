@@ -285,18 +285,14 @@ def load_yaml(path: Path) -> object:
     except _RefusedError as error:
         raise InputError(f"{path.name}: {error}") from None
     except yaml.YAMLError as error:
-        raise InputError(
-            f"{path.name}: {_describe(error)}", "check the indentation and quotes there"
-        ) from None
-
-
-def _describe(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f"line {mark.line + 1}, column {mark.column + 1}: not YAML: {error.problem}"
-    if isinstance(error, yaml.reader.ReaderError):
-        return f"character {error.position} is not allowed in YAML: {error.reason}"
-    return f"not YAML: {error}"
+        problem = f"not YAML: {error}"
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            mark = error.problem_mark
+            problem = f"line {mark.line + 1}, column {mark.column + 1}: not YAML: {error.problem}"
+        elif isinstance(error, yaml.reader.ReaderError):
+            problem = f"character {error.position} is not allowed in YAML: {error.reason}"
+        hint = "check the indentation and quotes there"
+        raise InputError(f"{path.name}: {problem}", hint) from None
 
 
 class _RefusedError(Exception):

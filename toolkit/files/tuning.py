@@ -80,12 +80,17 @@ def share_used(share: float) -> str:
 def recipe_limits(recipe: Recipe) -> list[Limit]:
     """Every limit of `recipe`, its latency targets first, without predictions."""
     spec = recipe.tune
-    found = [Limit(name=key, bound="at most", limit=limit) for key, limit in recipe.sla.items()]
-    found.append(Limit(name=OOM, bound="at most", limit=spec.max_oom_percent))
-    if spec.max_evicted_percent is not None:
-        found.append(Limit(name=EVICTED, bound="at most", limit=spec.max_evicted_percent))
-    if spec.max_refused_percent is not None:
-        found.append(Limit(name=REFUSED, bound="at most", limit=spec.max_refused_percent))
+    most: dict[str, float | None] = {
+        **recipe.sla,
+        OOM: spec.max_oom_percent,
+        EVICTED: spec.max_evicted_percent,
+        REFUSED: spec.max_refused_percent,
+    }
+    found = [
+        Limit(name=key, bound="at most", limit=limit)
+        for key, limit in most.items()
+        if limit is not None
+    ]
     if spec.min_attainment_percent is not None:
         found.append(Limit(name=ATTAINMENT, bound="at least", limit=spec.min_attainment_percent))
     return found
@@ -143,7 +148,18 @@ class Scaling(Strict):
 
     def summary(self) -> str:
         """All changes in one line."""
-        return "; ".join(f"{name} {self._change(lengths)}" for name, lengths in self._both())
+        changes = []
+        for name, lengths in self._both():
+            limit, parts = lengths.limit_tokens, []
+            if lengths.divisor > 1.0:
+                edge = f"99th percentile {lengths.percentile_99_tokens:.0f} -> {limit}"
+                parts.append(f"divided by {lengths.divisor:.4g} ({edge})")
+            if lengths.clipped:
+                percent = 100 * lengths.clipped / self.requests
+                share = f"{lengths.clipped:,} of {self.requests:,}, {percent:.1f} %"
+                parts.append(f"clipped to {limit} tokens ({share})")
+            changes.append(f"{name} {', '.join(parts) or f'unchanged: all within {limit} tokens'}")
+        return "; ".join(changes)
 
     def divided(self) -> str:
         """The divisors in words: 'prompts divided by 11.91'; '' where nothing was divided."""
@@ -172,17 +188,6 @@ class Scaling(Strict):
 
     def _both(self) -> tuple[tuple[str, ScaledLengths], ...]:
         return ("prompts", self.prompts), ("outputs", self.outputs)
-
-    def _change(self, lengths: ScaledLengths) -> str:
-        parts = []
-        if lengths.divisor > 1.0:
-            edge = f"99th percentile {lengths.percentile_99_tokens:.0f} -> {lengths.limit_tokens}"
-            parts.append(f"divided by {lengths.divisor:.4g} ({edge})")
-        if lengths.clipped:
-            percent = 100 * lengths.clipped / self.requests
-            share = f"{lengths.clipped:,} of {self.requests:,}, {percent:.1f} %"
-            parts.append(f"clipped to {lengths.limit_tokens} tokens ({share})")
-        return ", ".join(parts) or f"unchanged: all within {lengths.limit_tokens} tokens"
 
     def _what_limits_prompts(self) -> str:
         """Whether the recipe or the model itself limits the prompts."""
@@ -242,12 +247,7 @@ class Outcome(Strict):
 
     def same_settings(self, other: Outcome) -> bool:
         """Whether both have the same settings."""
-        return (self.policy, self.parameters, self.replica_router, self.kind_parameters) == (
-            other.policy,
-            other.parameters,
-            other.replica_router,
-            other.kind_parameters,
-        )
+        return self.model_copy(update={"metrics": other.metrics}) == other
 
 
 def searched_key(policy: str, router: str | None) -> str:

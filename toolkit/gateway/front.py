@@ -4,20 +4,35 @@
 that the balancer names, and to another one when that fails, until the client has the whole answer
 (`toolkit.gateway.passing`). Nothing that was accepted is lost as long as a replica is up, or comes
 back within the time that a request waits for one.
+
+`PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
+prefixes, both from bytes: a gateway does not tokenize.
+
+`families_of` and `GatewayStatus` show its metrics and its status page. A metric or a figure
+that the server of one engine also has, has the same name here. Metrics of replicas are called
+`llmctl_replica_*`, with the replica's URL as a label. The status page numbers replicas in the order
+of /replicas, since it shows no address.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
+import secrets
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import count
+from typing import Any
 
 import msgspec
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,7 +40,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import toolkit
 from toolkit.endpoints.target import REPLICA_METRICS
 from toolkit.endpoints.upstream import UpstreamError
-from toolkit.gateway.calls import GenerationCall, PromptGauge
+from toolkit.gateway.calls import GenerationCall, Prompt
 from toolkit.gateway.passing import (
     NO_REPLICA,
     PassedRequest,
@@ -34,23 +49,29 @@ from toolkit.gateway.passing import (
     send_whole,
     whole_body,
 )
-from toolkit.gateway.replicas import ReplicaPool
-from toolkit.gateway.status import merged_metrics
+from toolkit.gateway.replicas import LiveReplica, ReplicaPool
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import router_parameters
+from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
 from toolkit.serve.forms import read_body, read_json_bytes
+from toolkit.serve.metrics import Gauges, by_label, family_of, histogram_family, usage_of_keys
 from toolkit.serve.stats import Stats
-from toolkit.serve.status import DATA, PAGE, StatusPage
+from toolkit.serve.status import DATA, PAGE, Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
-
-_logger = logging.getLogger(__name__)
 
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 WAIT_UP_S = 60.0  # an accepted request waits this long for a replica to be up
+BYTES_PER_TOKEN = 4.0  # of text, before any was counted
+COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
 # The path of a request passes only where it is one of these.
 RELAYED = ("/tokenize", "/detokenize", "/v1/embeddings")
+OUT = {  # states of replicas that the history notes
+    "down": "replica {} is down",
+    "hung": "replica {} hangs",
+    "left out": "replica {} is left out",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +96,56 @@ class GatewaySettings:
     wait_up_s: float = WAIT_UP_S
 
 
+class PromptGauge:
+    """Estimates of prompts from their bytes.
+
+    Text counts as many tokens as its bytes make at the mean of the prompts that servers have
+    counted. A block is a piece of as many bytes as 64 tokens have in the first prompts; equal
+    hashes stand for equal bytes in it and in all before it. The hashes are keyed by a secret of
+    this process, so that nothing can be looked up in a log of them.
+    """
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._bytes, self._tokens, self._counted = 0, 0, 0
+        self._block_bytes = round(BLOCK_TOKENS * BYTES_PER_TOKEN)
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self._bytes / self._tokens if self._tokens else BYTES_PER_TOKEN
+
+    def tokens(self, prompt: Prompt) -> int:
+        """About how many tokens a prompt has."""
+        if isinstance(prompt, list):
+            return max(len(prompt), 1)
+        return max(round(len(prompt or b"") / self.bytes_per_token), 1)
+
+    def blocks(self, prompt: Prompt) -> tuple[int, ...]:
+        """The hashes of a prompt's full blocks."""
+        if isinstance(prompt, list):
+            try:
+                content, size = array("q", prompt).tobytes(), 8 * BLOCK_TOKENS
+            except OverflowError:
+                return ()
+        else:
+            content, size = prompt or b"", self._block_bytes
+        found, before, key = [], b"", self._key
+        for at in range(0, len(content) - size + 1, size):
+            before = blake2b(before + content[at : at + size], digest_size=8, key=key).digest()
+            found.append(int.from_bytes(before, "big") >> 1)
+        return tuple(found)
+
+    def count(self, prompt: Prompt, tokens: int) -> None:
+        """A server counted a prompt's tokens."""
+        if not isinstance(prompt, bytes) or tokens < 1:
+            return
+        self._bytes += len(prompt)
+        self._tokens += tokens
+        self._counted += 1
+        if self._counted == COUNTED_PROMPTS:
+            self._block_bytes = max(round(BLOCK_TOKENS * self._bytes / self._tokens), 1)
+
+
 class Gateway:
     """The application, and what its requests share. `access` is the ASGI application to serve.
 
@@ -94,29 +165,24 @@ class Gateway:
         keyring: Keyring,
         *,
         stats: Stats | None = None,
-        gauge: PromptGauge | None = None,
         log: TraceLog | None = None,
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool, self.balancer, self.settings = pool, balancer, settings
-        self.stats, self.gauge = stats or Stats(), gauge or PromptGauge()
+        self.stats, self.gauge = stats or Stats(), PromptGauge()
         self.budget = RetryBudget()
-        self.running = 0
         self.leaving = self.draining = False
-        self.idle = asyncio.Event()
+        self.running, self.idle = 0, asyncio.Event()
         self.idle.set()
         self.moved: dict[str, int] = {}
-        self.now_s, self.keyring = now_s, keyring
-        self.log, self._start_s = log, now_s()
-        self.numbers = count(1)  # of the requests
+        self.now_s, self.keyring = time.monotonic, keyring
+        self.log, self.numbers = log, count(1)  # of the requests
         self._created = int(time.time())
-        self.metrics: Callable[[], bytes] = lambda: b""
         self.status: StatusPage | None = None
         open_paths = ["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])]
         self.access: ASGIApp = AccessGate(
             self._answer,
             keyring,
-            now_s,
+            self.now_s,
             open_paths=open_paths,
             local_paths=[PAGE, DATA] if settings.status_page else [],
             local_hosts_only=settings.local_hosts_only,
@@ -141,49 +207,64 @@ class Gateway:
             await asyncio.wait_for(self.idle.wait(), timeout_s)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
         try:
-            await self._route(scope, receive, send)
+            if path in ("/v1/completions", "/v1/chat/completions") and method == "POST":
+                await self._generate(scope, receive, send)
+            elif path in RELAYED and method == "POST":
+                await self._relay(scope, receive, send)
+            elif path == REPLICA_METRICS and method == "GET":
+                content = await asyncio.to_thread(merged_metrics, await self.pool.read_metrics())
+                await send_whole(send, 200, [(b"content-type", METRICS_TYPE)], content)
+            elif method not in ("GET", "HEAD"):
+                raise ApiError(f"there is no such route: {method} {path[:80]}", status=404)
+            elif self.status is not None and path in (PAGE, DATA):
+                show = self.status.page if path == PAGE else self.status.data
+                response = await show(Request(scope, receive))
+                await response(scope, receive, send)
+            else:
+                status, kind, content = self._page(path)
+                await send_whole(send, status, [(b"content-type", kind)], content)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, method = scope["path"], scope["method"]
-        if path in ("/v1/completions", "/v1/chat/completions") and method == "POST":
-            await self._generate(scope, receive, send)
-        elif path in RELAYED and method == "POST":
-            await self._relay(scope, receive, send)
-        elif path == REPLICA_METRICS and method == "GET":
-            content = await asyncio.to_thread(merged_metrics, await self.pool.read_metrics())
-            await send_whole(send, 200, [(b"content-type", METRICS_TYPE)], content)
-        elif method not in ("GET", "HEAD"):
-            raise ApiError(f"there is no such route: {method} {path[:80]}", status=404)
-        elif self.status is not None and path in (PAGE, DATA):
-            show = self.status.page if path == PAGE else self.status.data
-            response = await show(Request(scope, receive))
-            await response(scope, receive, send)
-        else:
-            status, kind, content = self._page(path)
-            await send_whole(send, status, [(b"content-type", kind)], content)
-
     def _page(self, path: str) -> tuple[int, bytes, bytes]:
         """The status, the content type and the content of a page."""
-        kind, encode = b"application/json", msgspec.json.encode
+        status, shown = 200, dict[str, object]()
         match path:
-            case "/health":
-                return 200, kind, encode({"status": "ok"})
-            case "/ready":
-                return (200 if self.state == "ready" else 503), kind, encode({"status": self.state})
-            case "/version":
-                return 200, kind, encode({"version": toolkit.__version__})
             case "/metrics":
-                return 200, METRICS_TYPE, self.metrics()
+                return 200, METRICS_TYPE, text_of(families_of(self))
+            case "/health":
+                shown = {"status": "ok"}
+            case "/ready":
+                status, shown = 200 if self.state == "ready" else 503, {"status": self.state}
+            case "/version":
+                shown = {"version": toolkit.__version__}
             case "/v1/models":
-                return 200, kind, encode({"object": "list", "data": [self._model()]})
+                shown = {"object": "list", "data": [self._model()]}
             case "/replicas":
-                return 200, kind, encode(self._shown())
-        if path.removeprefix("/v1/models/") == self.model and self.model:
-            return 200, kind, encode(self._model())
-        raise ApiError(f"there is no such route: GET {path[:80]}", status=404)
+                router, several = self.balancer.router, len(self.pool.kinds) > 1
+                about = {"router": router.name, "parameters": router_parameters(router)}
+                replicas = [
+                    {
+                        "url": each.url,
+                        "state": each.state,
+                        "problem": each.problem,
+                        "version": each.version,
+                        "running": len(each.attempts),
+                        "requests": each.requests,
+                        "failures": each.failures,
+                        "moved": each.moved,
+                    }
+                    | ({"kind": self.pool.kind_of(each)} if several else {})
+                    for each in self.pool.replicas
+                ]
+                shown = about | {"state": self.state, "replicas": replicas}
+            case _ if self.model and path.removeprefix("/v1/models/") == self.model:
+                shown = self._model()
+            case _:
+                raise ApiError(f"there is no such route: GET {path[:80]}", status=404)
+        return status, b"application/json", msgspec.json.encode(shown)
 
     @property
     def model(self) -> str:
@@ -194,26 +275,6 @@ class Gateway:
         about = {"id": self.model, "object": "model", "created": self._created}
         about |= {"owned_by": "llmctl", "replicas": len(self.pool.up)}
         return about | {"max_model_len": min(lengths, default=None)}
-
-    def _shown(self) -> dict[str, object]:
-        """The state of all replicas."""
-        shown = [
-            {
-                "url": each.url,
-                "state": each.state,
-                "problem": each.problem,
-                "version": each.version,
-                "running": len(each.attempts),
-                "requests": each.requests,
-                "failures": each.failures,
-                "moved": each.moved,
-            }
-            | ({"kind": self.pool.kind_of(each)} if self.pool.kinds[1:] else {})
-            for each in self.pool.replicas
-        ]
-        router = self.balancer.router
-        about = {"router": router.name, "parameters": router_parameters(router)}
-        return about | {"state": self.state, "replicas": shown}
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a small request to any replica, and its whole answer back."""
@@ -265,3 +326,155 @@ class Gateway:
             self.running -= 1
             if not self.running:
                 self.idle.set()
+
+
+def families_of(gateway: Gateway) -> Iterator[Metric]:
+    """The gateway's own metrics, at the moment of a scrape."""
+    stats, replicas = gateway.stats, gateway.pool.replicas
+    labels = {"model_name": gateway.model, "router": gateway.balancer.router.name}
+    beyond = "Requests beyond the rows that replicas run at once."
+    for name, text, value in (
+        ("llmctl_requests_running", "Requests for tokens that have not ended.", gateway.running),
+        ("llmctl_requests_waiting", beyond, gateway.waiting),
+    ):
+        yield family_of(GaugeMetricFamily, name, text, labels, value)
+    refused = "Requests that got 503 because of overload, or without a replica."
+    within = "Requests that met every target."
+    for name, text, value in (
+        ("llmctl_prompt_tokens", "Prompt tokens of ended requests.", stats.prompt_tokens),
+        ("llmctl_generation_tokens", "Tokens generated.", stats.generation_tokens),
+        ("llmctl_requests_within_targets", within, stats.within_targets),
+        ("llmctl_refused", refused, stats.refused),
+    ):
+        yield family_of(CounterMetricFamily, name, text, labels, value)
+    name, text = "llmctl_requests", "Requests that ended, and how."
+    yield by_label(CounterMetricFamily, name, text, labels, "finish_reason", dict(stats.ended))
+    text = "Answers that a second replica continued, by how."
+    yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", gateway.moved)
+    for name, text, histogram in (
+        ("llmctl_ttft_seconds", "Arrival to first token, of streams.", stats.ttft),
+        ("llmctl_itl_seconds", "Time between tokens of streams.", stats.itl),
+        ("llmctl_tpot_seconds", "First to last token, per token after the first.", stats.tpot),
+        ("llmctl_e2e_seconds", "Arrival to last token.", stats.e2e),
+    ):
+        yield histogram_family(name, text, labels, histogram)
+    reports = {one.url: gateway.balancer.replicas[one.index].report for one in replicas}
+    usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
+    reported = "Share of its KV cache that a replica reported last."
+    up = {one.url: float(one.state == "up") for one in replicas}
+    running = {one.url: float(len(one.attempts)) for one in replicas}
+    for name, text, values in (
+        ("llmctl_replica_up", "1 while a replica may be sent requests.", up),
+        ("llmctl_replica_running", "Requests that a replica has.", running),
+        ("llmctl_replica_kv_usage", reported, usage),
+    ):
+        yield by_label(GaugeMetricFamily, name, text, labels, "replica", values)
+    for name, text, attribute in (
+        ("llmctl_replica_requests", "Attempts sent to a replica.", "requests"),
+        ("llmctl_replica_failures", "Attempts that failed there.", "failures"),
+        ("llmctl_replica_moved", "Answers that went on elsewhere.", "moved"),
+    ):
+        values = {one.url: float(getattr(one, attribute)) for one in replicas}
+        yield by_label(CounterMetricFamily, name, text, labels, "replica", values)
+    yield from usage_of_keys(labels, gateway.keyring.named)
+
+
+def merged_metrics(texts: Mapping[str, str]) -> bytes:
+    """The metrics of several servers, by URL, as one text with the URLs as the label `replica`.
+
+    A text that is not in Prometheus' format is left out.
+    """
+    found: dict[str, Metric] = {}
+    for url, text in texts.items():
+        try:
+            families = list(text_string_to_metric_families(text))
+        except ValueError:
+            continue
+        for family in families:
+            empty = Metric(family.name, family.documentation, family.type)
+            found.setdefault(family.name, empty).samples += [
+                Sample(one.name, {"replica": url, **one.labels}, one.value)
+                for one in family.samples
+            ]
+    return text_of(found.values())
+
+
+class _Families:
+    """What `generate_latest` takes."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def text_of(families: Iterable[Metric]) -> bytes:
+    """Metrics in Prometheus' text format."""
+    text: bytes = generate_latest(_Families(families))
+    return text
+
+
+class GatewayStatus(StatusPage):
+    """The status page of a gateway: that of one engine, with replicas for workers."""
+
+    def __init__(self, gateway: Gateway, facts: Facts) -> None:
+        self._gateway, self._start_s = gateway, gateway.now_s()
+        self._states: dict[LiveReplica, str] = {}
+        super().__init__(MetricHistory(gateway.stats, self._gauges, lambda: self._uptime_s), facts)
+
+    def sample(self) -> None:
+        """See `StatusPage.sample`. Replicas that went down since the last one are noted."""
+        before, self._states = self._states, {}
+        for number, replica in enumerate(self._gateway.pool.replicas):
+            self._states[replica] = replica.state
+            if replica.state in OUT and before.get(replica) != replica.state:
+                self.history.note(OUT[replica.state].format(number))
+        if self._gateway.pool.up or self._gateway.stats.ended:
+            self.history.sample()
+
+    @property
+    def _uptime_s(self) -> float:
+        return self._gateway.now_s() - self._start_s
+
+    def _gauges(self) -> Gauges:
+        gateway = self._gateway
+        known = [gateway.balancer.replicas[replica.index] for replica in gateway.pool.up]
+        usage = sum(each.kv_usage for each in known) / max(len(known), 1)
+        waiting = gateway.waiting
+        return Gauges(gateway.running - waiting, waiting, usage, 0, (), 0.0, {})
+
+    def _now(self) -> dict[str, Any]:
+        gateway, stats = self._gateway, self._gateway.stats
+        router, known = gateway.balancer.router, gateway.balancer.replicas
+        replicas = [
+            {
+                "kind": gateway.pool.kind_of(one),
+                "state": one.state,
+                "running": max(len(one.attempts) - known[one.index].waiting, 0),
+                "waiting": known[one.index].waiting,
+                "kv_share": known[one.index].kv_usage,
+                "cached_share": one.cached_share,
+                "requests": one.requests,
+                "failures": one.failures,
+                "moved": one.moved,
+            }
+            for one in gateway.pool.replicas
+        ]
+        return {
+            "state": gateway.state,
+            "problem": NO_REPLICA if gateway.state == NO_REPLICA else "",
+            "uptime_s": round(self._uptime_s, 1),
+            "router": router.name,
+            "knobs": router_parameters(router),
+            "workers": [],
+            "replicas": replicas,
+            "totals": {
+                "ended": dict(stats.ended),
+                "input_tokens": stats.prompt_tokens,
+                "output_tokens": stats.generation_tokens,
+                "refused": stats.refused,
+                "continued": sum(gateway.moved.values()),
+                "retry_budget": gateway.budget.share,
+            },
+        }

@@ -12,7 +12,7 @@ import math
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -28,13 +28,12 @@ from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LlmctlError
 from toolkit.estimators.steps import PassTimes, law_of_steps
-from toolkit.files.plan import Kind, Plan
+from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
-from toolkit.gateway.front import Gateway, GatewaySettings
+from toolkit.gateway.front import Gateway, GatewaySettings, GatewayStatus
 from toolkit.gateway.on_ray import replicas_on_ray
 from toolkit.gateway.replicas import LiveKind, LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
-from toolkit.gateway.status import GatewayExposition, GatewayStatus
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
 from toolkit.routing.routers import LawRouter, Router
@@ -85,7 +84,7 @@ class GatewayLaunch:
         room_timeout_s: how long the cluster may take to have room for all of them.
         kinds: of the replicas, as `kinds_of_replicas` gives them.
         reread: reads the plan again for `own`, at SIGHUP.
-        key: sent to the replicas of `source`.
+        key: sent to the replicas of `source`; those of `own` are given another.
     """
 
     plan: Plan
@@ -119,28 +118,19 @@ def kinds_of_replicas(plan: Plan, *, any_version: bool = False) -> list[LiveKind
     """What the plan knows of its replicas: one kind, or those of a fleet. Their version is the one
     that was fitted, where the engine's passes were.
     """
-    kinds = plan.kinds
-    traits = weighed([_traits(kind, plan.policy_of(number)) for number, kind in enumerate(kinds)])
-    if len(kinds) == 1:
+    found, versions, default = [], [], ReplicaTraits(1)
+    for number, kind in enumerate(plan.kinds):
+        engine, steps, given = kind.fit.engine, kind.fit.steps, plan.policy_of(number)
+        pass_tokens = int(given.get("max_num_batched_tokens", default.pass_tokens))
+        rows = int(given.get("max_num_seqs", engine.max_rows or default.max_rows))
+        law, name = None if steps is None else PassTimes(law_of_steps(steps)), kind.recipe.name
+        found.append(ReplicaTraits(engine.capacity_tokens, pass_tokens, rows, law, name))
+        by_pass = traits_of(kind.recipe.engine.name).timed_by_pass and not any_version
+        versions.append((engine.engine_version or "") if by_pass else "")
+    traits = weighed(found)
+    if len(traits) == 1:
         traits = [msgspec.structs.replace(traits[0], kind="")]
-    versions = [
-        kind.fit.engine.engine_version or ""
-        if traits_of(kind.recipe.engine.name).timed_by_pass and not any_version
-        else ""
-        for kind in kinds
-    ]
     return [LiveKind(*each) for each in zip(traits, versions, strict=True)]
-
-
-def _traits(kind: Kind, given: Mapping[str, Value]) -> ReplicaTraits:
-    engine, steps = kind.fit.engine, kind.fit.steps
-    return ReplicaTraits(
-        engine.capacity_tokens,
-        int(given.get("max_num_batched_tokens", ReplicaTraits(1).pass_tokens)),
-        int(given.get("max_num_seqs", engine.max_rows or ReplicaTraits(1).max_rows)),
-        None if steps is None else PassTimes(law_of_steps(steps)),
-        kind.recipe.name,
-    )
 
 
 def replicas_like(plan: Plan, served_model: str, *, strict: bool) -> ReplicaNeeds:
@@ -166,13 +156,12 @@ def limits_of_replicas(
     if (admission or plan.recipe.serve.admission) != "targets":
         return UNLIMITED
     limits = LatencyLimits.of(plan.recipe.sla)
-    lacks, hint = "", ""
     if limits == UNLIMITED:
         lacks, hint = "the recipe has no target for TTFT or E2E", "set sla in the recipe"
     elif any(kind.fit.steps is None for kind in plan.kinds):
         lacks = f"the fit of engine {plan.fit.engine.engine} has no law of forward passes"
         hint = "profile and fit engine vllm"
-    if not lacks:
+    else:
         return limits
     if admission is not None:
         raise InputError(f"--admission targets: {lacks}", f"{hint}, or: --admission queue")
@@ -190,12 +179,9 @@ def launch_gateway(order: GatewayLaunch, on_ready: Callable[[str], None]) -> Map
     replica never loads.
     """
     if _needs_laws(order.router, order.kinds):
-        raise InputError(
-            NO_LAW,
-            "serve a plan with a fitted law of passes (engine vllm), or choose another --router",
-        )
-    asks_key = bool(order.access[0] or order.access[1])
-    check_exposure(order.host, asks_key=asks_key, insecure=order.insecure)
+        hint = "serve a plan with a fitted law of passes (engine vllm), or choose another --router"
+        raise InputError(NO_LAW, hint)
+    check_exposure(order.host, asks_key=any(order.access), insecure=order.insecure)
     with ExitStack() as stack:
         listener = stack.enter_context(listen(order.host, order.port))
         events = stack.enter_context(EventLog(order.event_log)) if order.event_log else None
@@ -203,6 +189,8 @@ def launch_gateway(order: GatewayLaunch, on_ready: Callable[[str], None]) -> Map
         if order.ray:
             there = replicas_on_ray(order.plan, order.ray, order.room_timeout_s)
             order = replace(order, own=stack.enter_context(there))
+        if order.own is not None:
+            order = replace(order, key=secrets.token_urlsafe(24))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         return runner.run(_serve(order, listener, events, log, on_ready))
 
@@ -214,31 +202,26 @@ async def _serve(
     log: TraceLog | None,
     on_ready: Callable[[str], None],
 ) -> Mapping[str, int]:
-    say, balancer = order.ending.say, _balancer(order, events)
-    serve_spec = order.plan.recipe.serve
-    key = secrets.token_urlsafe(24) if order.own is not None else order.key
-    hang_s = serve_spec.hang_s
-    pool = ReplicaPool(balancer, order.kinds, order.needs, hang_s=hang_s, key=key, say=say)
-    keyring = Keyring(*order.access)
-    local = is_loopback(order.host) and not (order.access[0] or order.access[1])
-    settings = replace(order.settings, local_hosts_only=local)
-    stats = Stats(sla=order.plan.recipe.sla)
-    gateway = Gateway(pool, balancer, settings, keyring, stats=stats, log=log)
-    gateway.metrics = GatewayExposition(gateway).text
-    limits = WireLimits(client_share=order.client_share, descriptors_each=2)
-    server = HttpServer(gateway.access, limits, on_share=stats.count_share)
-    signals = Signals()
+    gateway, say, signals = _gateway(order, events, log), order.ending.say, Signals()
+    pool, limits = gateway.pool, WireLimits(client_share=order.client_share, descriptors_each=2)
+    server = HttpServer(gateway.access, limits, on_share=gateway.stats.count_share)
 
     def show(plan: Plan) -> None:
         if gateway.status is not None:
             gateway.status.facts = _facts(order, plan)
 
-    own = OwnReplicas(order, pool, key, show) if order.own is not None else None
-    followed, tls = followed_files(order.callers, keyring.renew, order.certificate)
+    own = OwnReplicas(order, pool, order.key, show) if order.own is not None else None
+    followed, tls = followed_files(order.callers, gateway.keyring.renew, order.certificate)
     if own is not None and order.reread is not None:
         followed.append(Followed(WatchedFiles([], order.reread), own.renew))  # at SIGHUP alone
-    background = _background(order, gateway, events)
-    background.append(follow(followed, say))
+    background = [order.manager.report_health(lambda: True), pool.sweep(), follow(followed, say)]
+    if order.settings.status_page:
+        gateway.status = GatewayStatus(gateway, _facts(order, order.plan))
+        background.append(gateway.status.sampling())
+    if order.router.reads_reports:
+        background.append(pool.read_reports())
+    if events is not None:
+        background.append(flush(events))
     tasks = [asyncio.create_task(each) for each in background]
     address = url(listener, tls=tls is not None)
     try:
@@ -261,44 +244,32 @@ async def _serve(
         await pool.stop()
         await server.stop(LAST_BYTES_S)
         signals.close()
-    return dict(stats.ended)
+    return dict(gateway.stats.ended)
 
 
-def _balancer(order: GatewayLaunch, events: EventLog | None) -> Balancer:
-    """The balancer without replicas; its log begins with what a replay needs to know of it."""
-    router = order.router
-    if events is not None:
+def _gateway(order: GatewayLaunch, events: EventLog | None, log: TraceLog | None) -> Gateway:
+    """The gateway, without replicas yet. The log of its balancer begins with what a replay needs to
+    know of it.
+    """
+    recipe, say = order.plan.recipe, order.ending.say
+    router, limits, sink = order.router, order.limits, None if events is None else events.add
+    if sink is not None:
         given: dict[str, Value] = dict(parameters(router))  # type: ignore[arg-type]
-        targets = (None if math.isinf(limit) else limit for limit in order.limits)
-        events.add(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
-    return Balancer(
-        router,
-        [],
-        block_tokens=BLOCK_TOKENS,
-        limits=order.limits,
-        index_limit=INDEX_LIMIT,
-        sink=events.add if events is not None else None,
+        targets = (None if math.isinf(limit) else limit for limit in limits)
+        sink(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
+    balancer = Balancer(
+        router, [], block_tokens=BLOCK_TOKENS, limits=limits, index_limit=INDEX_LIMIT, sink=sink
     )
+    hang_s, key = recipe.serve.hang_s, order.key
+    pool = ReplicaPool(balancer, order.kinds, order.needs, hang_s=hang_s, key=key, say=say)
+    local = is_loopback(order.host) and not any(order.access)
+    settings = replace(order.settings, local_hosts_only=local)
+    stats = Stats(sla=recipe.sla)
+    return Gateway(pool, balancer, settings, Keyring(*order.access), stats=stats, log=log)
 
 
 def _facts(order: GatewayLaunch, plan: Plan) -> Facts:
     return facts_of(plan, order.needs.model or model_name(plan))
-
-
-def _background(
-    order: GatewayLaunch, gateway: Gateway, events: EventLog | None
-) -> list[Coroutine[None, None, None]]:
-    """What runs while the gateway serves, its status page with it."""
-    pool = gateway.pool
-    background = [order.manager.report_health(lambda: True), pool.sweep()]
-    if order.settings.status_page:
-        gateway.status = GatewayStatus(gateway, _facts(order, order.plan))
-        background.append(gateway.status.sampling())
-    if order.router.reads_reports:
-        background.append(pool.read_reports())
-    if events is not None:
-        background.append(flush(events))
-    return background
 
 
 async def _begin(
@@ -308,7 +279,9 @@ async def _begin(
     signals: Signals,
     tasks: list[asyncio.Task[None]],
 ) -> None:
-    """Find or start the replicas, and wait for the first of them, or for all that are our own."""
+    """Find or start the replicas, and wait for all that are our own, or for the first of others to
+    be up (a strict order waits for a word of each).
+    """
     if own is not None:
         own.start()
         await first_of(own.loaded(), own.failed.wait(), signals.first.wait())
@@ -316,25 +289,16 @@ async def _begin(
         order.ending.say(pool.renew(await order.source.read()))
         following = follow_source(order.source, pool.renew, order.ending.say)
         tasks.append(asyncio.create_task(following))
-        waits = [_refused(pool), signals.first.wait(), asyncio.sleep(FIRST_PROBES_S)]
-        await first_of(_first_probes(pool, strict=order.needs.strict), *waits)
+        now_s = asyncio.get_running_loop().time
+        end_s = now_s() + FIRST_PROBES_S
+        while not signals.first.is_set() and pool.refused is None and now_s() < end_s:
+            asked = [replica.problem != "not asked yet" for replica in pool.replicas]
+            if asked and (all(asked) or (pool.up and not order.needs.strict)):
+                break
+            await asyncio.sleep(POLL_EVERY_S / 10)
     refused = pool.refused or (own.error if own is not None else None)
     if refused is not None:
         raise refused
-
-
-async def _first_probes(pool: ReplicaPool, *, strict: bool) -> None:
-    """Wait for one replica to be up; with `strict` for a word of each."""
-    while True:
-        states = [replica.problem != "not asked yet" for replica in pool.replicas]
-        if pool.replicas and (all(states) if strict else pool.up or all(states)):
-            return
-        await asyncio.sleep(POLL_EVERY_S / 10)
-
-
-async def _refused(pool: ReplicaPool) -> None:
-    while pool.refused is None:
-        await asyncio.sleep(POLL_EVERY_S)
 
 
 def _kinds_in(plan: Plan) -> list[tuple[str, int]]:
@@ -365,15 +329,8 @@ class OwnReplicas:
         self.error: LlmctlError | None = None
         self._own, self._pool, self._say = order.own, pool, order.ending.say
         self._ending, self._show = order.ending, show
-        address = "127.0.0.1", 0
-        made = ServerOrder(
-            order.plan,
-            order.needs.model,
-            *address,
-            order.ending,
-            key,
-            on_foreign=order.on_foreign,
-        )
+        model, foreign = order.needs.model, order.on_foreign
+        made = ServerOrder(order.plan, model, "127.0.0.1", 0, order.ending, key, on_foreign=foreign)
         self._router, self._any_version = order.router, not any(k.version for k in order.kinds)
         self._count = order.plan.workers
         self._order = self._loaded = made  # what all are to be, and what each kind loaded last
@@ -390,8 +347,7 @@ class OwnReplicas:
         self._rolling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        for number in range(self._count):
-            self._tasks.append(asyncio.create_task(self._keep(number)))
+        self._tasks = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
 
     async def loaded(self) -> None:
         """Wait until all are up."""
@@ -470,8 +426,7 @@ class OwnReplicas:
                 if now.state == "up":
                     return ""
                 why = now.problem if now.state == "left out" else ""
-            if lost is not None and lost[0] is order:
-                why = lost[1]
+            why = lost[1] if lost is not None and lost[0] is order else why
             if why and is_trial:
                 return why
 

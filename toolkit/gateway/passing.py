@@ -12,9 +12,8 @@ import msgspec
 from starlette.types import Receive, Send
 
 from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
-from toolkit.gateway.calls import GenerationCall
+from toolkit.gateway.calls import DIVERGED, GenerationCall, PassingAnswer, StreamedUsage
 from toolkit.gateway.replicas import LiveReplica
-from toolkit.gateway.stream import DIVERGED, PassingAnswer, StreamedUsage
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-MAX_STRIKES = 4  # attempts in a row that failed without a new token, of one request
+MAX_FAILURES = 4  # attempts in a row that failed without a new token, of one request
 RETRY_SHARE = 0.2  # of all requests may be tried again after an answer of 500 and above
 RETRY_BURST = 20.0
 BUSY = (429, 503)  # a replica refuses a request; another one may take it
@@ -36,6 +35,7 @@ MAX_WHOLE_BYTES = 64 << 20
 PAUSE_S = 0.05  # before a replica is asked again that refused before
 PASSED_BACK = (b"content-type", b"retry-after", b"x-should-retry")
 NO_REPLICA = "no replica is up"
+CANNOT_GO_ON = "the answer broke off and cannot be continued"
 
 
 class RetryBudget:
@@ -61,12 +61,11 @@ class RetryBudget:
 
 
 class PassFailedError(Exception):
-    """An attempt failed. `struck`: it had reached the replica, which may have failed because of
-    it."""
+    """An attempt failed. `counts`: the replica may have failed because of the request."""
 
-    def __init__(self, why: str, *, struck: bool = True) -> None:
+    def __init__(self, why: str, *, counts: bool = True) -> None:
         super().__init__(why)
-        self.struck = struck
+        self.counts = counts
 
 
 class PassedRequest:
@@ -130,19 +129,15 @@ class PassedRequest:
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
                 await self._until_answered(gone)
         except TimeoutError:
-            self._status = "timeout"
-            await self._give_up(f"no end within {limit_s:g} s", 504)
+            await self._give_up(f"no end within {limit_s:g} s", "timeout", 504)
         finally:
             gone.cancel()
             self._record()
 
     async def _until_answered(self, gone: asyncio.Task[None]) -> None:
-        strikes = 0
-        while True:
+        failures = 0
+        while (replica := await self._choose(gone)) is not None:
             tokens = self._passing.tokens
-            replica = await self._choose(gone)
-            if replica is None:
-                return
             try:
                 if await self._attempt(replica, gone):
                     return
@@ -154,14 +149,12 @@ class PassedRequest:
                     await self._close_stream(self._passing.finish())
                     return
                 if str(failed) == DIVERGED:
-                    self._status = "failed"
-                    await self._give_up(f"the answer broke off, and {failed}", 503)
+                    await self._give_up(f"the answer broke off, and {failed}")
                     return
-                strikes = 1 if self._passing.tokens > tokens else strikes + failed.struck
-                if strikes >= MAX_STRIKES:
-                    self._status = "failed"
-                    text = f"the request failed on {strikes} replicas; the last: {failed}"
-                    await self._give_up(text, 503)
+                failures = 1 if self._passing.tokens > tokens else failures + failed.counts
+                if failures >= MAX_FAILURES:
+                    text = f"the request failed on {failures} replicas; the last: {failed}"
+                    await self._give_up(text)
                     return
                 self._excluded.add(replica.index)
                 if self._passing.begun:
@@ -177,12 +170,19 @@ class PassedRequest:
             roomy = [each for each in gateway.pool.up if each.has_room(self._outgrown)]
             up = {replica.index for replica in roomy}
             if up and up <= self._excluded:
-                if await self._refused():
+                if self._refusal is not None and not self._head_sent:
+                    self._status = f"HTTP {self._refusal[0]}"
+                    await send_whole(self._send, *self._refusal)
                     return None
                 self._excluded.clear()
                 await asyncio.sleep(PAUSE_S)
             if up:
-                index = self._route(up)
+                # Replicas that failed it, or are slow to start, get it only if need be.
+                unfit = self._excluded | ({replica.index for replica in gateway.pool.up} - up)
+                barred = unfit | set(gateway.pool.barred())
+                barred = unfit if up <= barred else barred
+                routed, now_s = self._routed(), gateway.now_s()
+                index = gateway.balancer.route(routed, now_s, sorted(barred))
                 if index is not None:
                     return gateway.pool.by_index[index]
             limit_s = gateway.settings.wait_up_s
@@ -191,29 +191,9 @@ class PassedRequest:
             if not waiting.done():
                 waiting.cancel()
             elif not waiting.result():
-                self._status = "failed"
-                await self._give_up(NO_REPLICA, 503)
+                await self._give_up(NO_REPLICA)
                 return None
         return None
-
-    async def _refused(self) -> bool:
-        """Pass on what a replica answered, if that was an error and the client has nothing yet.
-        Returns whether it did.
-        """
-        if self._refusal is None or self._head_sent:
-            return False
-        self._status = f"HTTP {self._refusal[0]}"
-        await send_whole(self._send, *self._refusal)
-        return True
-
-    def _route(self, up: set[int]) -> int | None:
-        """One of these replicas; those that failed it, or are slow to start, only if need be."""
-        gateway = self._gateway
-        cramped = {replica.index for replica in gateway.pool.up} - up
-        barred = self._excluded | cramped | set(gateway.pool.barred())
-        if up <= barred:
-            barred = self._excluded | cramped
-        return gateway.balancer.route(self._routed(), gateway.now_s(), sorted(barred))
 
     def _routed(self) -> RoutedRequest:
         """The request as the router sees it: its prompt ends with what the client has."""
@@ -269,8 +249,7 @@ class PassedRequest:
             speaks_ids=replica.speaks_ids and call.stream, max_model_len=replica.max_model_len
         )
         if made is None:
-            self._status = "failed"
-            await self._give_up("the answer broke off and cannot be continued", 503)
+            await self._give_up(CANNOT_GO_ON)
             return True
         answer = None
         headers = [*gateway.pool.headers, (b"content-type", b"application/json")]
@@ -292,7 +271,7 @@ class PassedRequest:
             reached = answer is not None or "lost" in str(error)
             why = "the connection broke off" if reached else "it cannot be reached"
             gateway.pool.failed(replica, why)
-            raise PassFailedError(why, struck=reached) from None
+            raise PassFailedError(why, counts=reached) from None
         finally:
             if answer is not None:
                 await answer.close()
@@ -300,43 +279,33 @@ class PassedRequest:
     async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> bool:
         """A replica answered with an error. Returns whether that ends the request."""
         content = await whole_body(answer)
-        gateway, status = self._gateway, answer.status
-        if self._outgrows(replica, status, content):
-            raise PassFailedError("the request does not fit into its context", struck=False)
+        gateway, status, size = self._gateway, answer.status, replica.max_model_len
+        if size is not None and status in TOO_LONG and _OF_CONTEXT.search(content):
+            # Of another replica, which may be away for now, the context may be longer.
+            listed = gateway.pool.replicas
+            if any(each.max_model_len and each.max_model_len > size for each in listed):
+                self._outgrown = max(self._outgrown, size)
+                raise PassFailedError("the request does not fit into its context", counts=False)
         if self._head_sent:
             if status >= 500 or status in BUSY:
-                raise PassFailedError(f"it answered {status}", struck=status not in BUSY)
+                raise PassFailedError(f"it answered {status}", counts=status not in BUSY)
             if self._passing.falls_back():
                 return False
-            self._status = "failed"
             begun = self._passing.begun
-            why = "the answer broke off and cannot be continued"
-            await self._give_up(why if begun else f"a replica answered {status}", 503)
+            await self._give_up(CANNOT_GO_ON if begun else f"a replica answered {status}")
             return True
         refusal = status, kept_headers(answer), content
         if status in BUSY or (status >= 500 and gateway.budget.take()):
             self._refusal = refusal
             self._excluded.add(replica.index)
-            raise PassFailedError(f"it answered {status}", struck=status not in BUSY)
+            raise PassFailedError(f"it answered {status}", counts=status not in BUSY)
         self._status = f"HTTP {status}"
         await send_whole(self._send, *refusal)
         return True
 
-    def _outgrows(self, replica: LiveReplica, status: int, content: bytes) -> bool:
-        """Whether a replica's context is too short for the request, and another one's is longer. It
-        may be away for now.
-        """
-        size = replica.max_model_len
-        if size is None or status not in TOO_LONG or not _OF_CONTEXT.search(content):
-            return False
-        listed = self._gateway.pool.replicas
-        if not any(each.max_model_len and each.max_model_len > size for each in listed):
-            return False
-        self._outgrown = max(self._outgrown, size)
-        return True
-
     async def _stream(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
-        passing, send, now_s = self._passing, self._send, self._gateway.now_s
+        gateway, passing, send = self._gateway, self._passing, self._send
+        now_s = gateway.now_s
         if not self._head_sent:
             kind = answer.header("content-type") or "text/event-stream"
             headers = [(b"content-type", kind.encode("latin-1")), (b"cache-control", b"no-cache")]
@@ -344,9 +313,18 @@ class PassedRequest:
             self._head_sent = True
         async for piece in answer.body():
             out = passing.feed(piece)
-            self.heard_s = replica.heard_s = now_s()
+            at_s = self.heard_s = replica.heard_s = now_s()
             if passing.new_tokens:
-                self._on_tokens(passing.new_tokens)
+                if math.isnan(self._first_s):
+                    self._first_s = at_s
+                else:
+                    self._max_gap_s = max(self._max_gap_s, at_s - self._last_s)
+                if not self.streaming:
+                    self.streaming = True
+                    gateway.balancer.first_token(self._id, at_s)
+                arrival_s = self.arrival_s
+                gateway.stats.count_tokens(passing.new_tokens, arrival_s, self._last_s, at_s)
+                self._last_s = at_s
             if out:
                 self.waiting = False
                 await send({"type": "http.response.body", "body": out, "more_body": True})
@@ -369,32 +347,20 @@ class PassedRequest:
             read = msgspec.json.decode(content, type=_WholeAnswer)
         except (msgspec.DecodeError, RecursionError):
             read = _WholeAnswer()
-        if any(reason in ("abort", "error") for reason in read.reasons):
+        reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
+        if any(reason in ("abort", "error") for reason in reasons):
             raise PassFailedError("the server aborted the request")
         self._usage = read.usage
-        self._status = read.reasons[0] if read.reasons else "stop"
-        self._first_s = math.nan
-        self._last_s = self._gateway.now_s()
+        self._status = reasons[0] if reasons else "stop"
+        self._first_s, self._last_s = math.nan, self._gateway.now_s()
         await send_whole(self._send, 200, kept_headers(answer), content)
 
     def _hear(self, replica: LiveReplica) -> None:
         self.heard_s = replica.heard_s = self._gateway.now_s()
 
-    def _on_tokens(self, count: int) -> None:
-        """Tokens came, at `heard_s`."""
-        gateway, now_s = self._gateway, self.heard_s
-        if math.isnan(self._first_s):
-            self._first_s = now_s
-        else:
-            self._max_gap_s = max(self._max_gap_s, now_s - self._last_s)
-        if not self.streaming:
-            self.streaming = True
-            gateway.balancer.first_token(self._id, now_s)
-        gateway.stats.count_tokens(count, self.arrival_s, self._last_s, now_s)
-        self._last_s = now_s
-
-    async def _give_up(self, text: str, status: int) -> None:
+    async def _give_up(self, text: str, ended: str = "failed", status: int = 503) -> None:
         """End with an error: in the stream, if the client has a part of it."""
+        self._status = ended
         error = ApiError(text, status=status, code="replicas")
         if not self._head_sent:
             error.headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -404,8 +370,8 @@ class PassedRequest:
 
     def _record(self) -> None:
         """Count the request, and write it to the log."""
-        gateway, usage = self._gateway, self._usage or self._passing.usage
-        stats = gateway.stats
+        gateway, stats = self._gateway, self._gateway.stats
+        usage = self._usage or self._passing.usage
         tokens = usage.completion_tokens if usage else self._passing.tokens
         prompt = usage.prompt_tokens if usage else self.prompt_tokens
         stats.prompt_tokens += prompt
@@ -422,21 +388,11 @@ class PassedRequest:
             times = self.arrival_s, self._first_s, self._last_s
             stats.count_end(self._status, *times, tokens, self._max_gap_s)
         if gateway.log is not None:
-            first, last = (
-                ms_or_none(at_s - self.arrival_s) for at_s in (self._first_s, self._last_s)
-            )
-            ok = self._status in ("stop", "length")
-            gateway.log.add(
-                TraceLine(
-                    gateway.log.timestamp(self.arrival_s),
-                    prompt,
-                    tokens,
-                    self._call.max_tokens or gateway.settings.max_new_tokens,
-                    first,
-                    last,
-                    "ok" if ok else self._status,
-                )
-            )
+            arrival_s, ok = self.arrival_s, self._status in ("stop", "length")
+            first, last = (ms_or_none(at_s - arrival_s) for at_s in (self._first_s, self._last_s))
+            most = self._call.max_tokens or gateway.settings.max_new_tokens
+            at, status = gateway.log.timestamp(arrival_s), "ok" if ok else self._status
+            gateway.log.add(TraceLine(at, prompt, tokens, most, first, last, status))
 
 
 class _WholeChoice(msgspec.Struct):
@@ -446,10 +402,6 @@ class _WholeChoice(msgspec.Struct):
 class _WholeAnswer(msgspec.Struct):
     choices: list[_WholeChoice] = []
     usage: StreamedUsage | None = None
-
-    @property
-    def reasons(self) -> list[str]:
-        return [choice.finish_reason for choice in self.choices if choice.finish_reason]
 
 
 async def whole_body(answer: UpstreamAnswer) -> bytes:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -41,7 +41,7 @@ SWEEP_EVERY_S = 0.25
 MAX_PROBE_BYTES = 4 << 20
 _REPORTED = re.compile(
     rb"^(?:vllm:num_requests|llmctl_requests|vllm:kv|vllm:gpu|llmctl_kv)_"
-    rb"(waiting|running|cache_usage_(?:perc|ratio))(?:\{[^}]*\})? (\S+)",
+    rb"(waiting|running|cache_usage)(?:_perc|_ratio)?(?:\{[^}]*\})? (\S+)",
     re.MULTILINE,
 )
 LIKE_SHARE = 0.1  # a cache is a kind's if it differs from that of its fit by no more
@@ -110,6 +110,11 @@ class LiveReplica:
     cached_tokens: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def cached_share(self) -> float | None:
+        """The share of all prompts that the router expected to be cached; None without any."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
     def has_room(self, outgrown: int) -> bool:
         """Whether its context is longer than one that a request did not fit into."""
         return self.max_model_len is None or self.max_model_len > outgrown
@@ -155,7 +160,6 @@ class ReplicaPool:
         hang_s: float,
         key: str = "",
         say: Callable[[str], None] = lambda _: None,
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replicas: list[LiveReplica] = []  # without those that are gone
         self.by_index: dict[int, LiveReplica] = {}
@@ -164,7 +168,7 @@ class ReplicaPool:
         self.changed = asyncio.Event()  # a replica came up, or one was refused
         self.headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self._balancer, self.kinds, self._needs = balancer, kinds, needs
-        self._hang_s, self._say, self._now_s = hang_s, say, now_s
+        self._hang_s, self._say = hang_s, say
         # for each kind, indexes of the balancer: their replicas are gone
         self._free: list[list[int]] = [[] for _ in kinds]
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
@@ -187,13 +191,19 @@ class ReplicaPool:
         Requests that run on a replica that is no longer listed may end there. Raises `InputError`
         for an invalid URL and an unknown kind, and changes nothing then.
         """
-        wanted = dict(self._address(text) for text in listed)
+        names = [kind.traits.kind for kind in self.kinds]
+        unnamed = None if names[1:] else 0  # None: the kind is to be read
+        wanted: dict[str, int | None] = {}
+        for text in listed:
+            name, url = split_kind(text.rstrip("/"))
+            if name and name not in names:
+                several = f"kinds of this plan: {', '.join(names)}"
+                hint = several if names[1:] else "this plan is no fleet"
+                raise InputError(f"replica {text}: there is no kind '{name}'", hint)
+            wanted[url] = names.index(name) if name else unnamed
         known = {one.url: one.kind if one.told else None for one in self.replicas}
-        made = {
-            url: Upstream(url, math.inf)
-            for url, kind in wanted.items()
-            if url not in known or known[url] != kind
-        }
+        new = [url for url, kind in wanted.items() if url not in known or known[url] != kind]
+        made = {url: Upstream(url, math.inf) for url in new}
         gone = [one for one in self.replicas if one.url in made or one.url not in wanted]
         for replica in gone:
             self.remove(replica)
@@ -203,17 +213,6 @@ class ReplicaPool:
         parts += [f"new: {', '.join(made)}"] if made else []
         parts += [f"gone: {', '.join(replica.url for replica in gone)}"] if gone else []
         return "; ".join(parts)
-
-    def _address(self, text: str) -> tuple[str, int | None]:
-        """The URL of a replica, and the number of its kind; None: it is to be read."""
-        name, url = split_kind(text.rstrip("/"))
-        if not name:
-            return url, 0 if len(self.kinds) == 1 else None
-        names = [kind.traits.kind for kind in self.kinds]
-        if name in names:
-            return url, names.index(name)
-        valid = f"kinds of this plan: {', '.join(names)}" if names[1:] else "this plan is no fleet"
-        raise InputError(f"replica {text}: there is no kind '{name}'", valid)
 
     def add(self, url: str, upstream: Upstream | None = None, kind: int | None = 0) -> LiveReplica:
         """Watch a further replica, of a kind; None: it is read from what the replica reports."""
@@ -272,8 +271,7 @@ class ReplicaPool:
         """Replicas that came back shortly and have their share for now."""
         if not self._slow:
             return []
-        now_s, found = self._now_s(), []
-        up = self.up
+        now_s, up, found = time.monotonic(), self.up, []
         mean = sum(len(replica.attempts) for replica in up) / max(len(up), 1)
         for replica in list(self._slow):
             part = (now_s - replica.slow_since_s) / SLOW_START_S
@@ -300,7 +298,7 @@ class ReplicaPool:
         """Find answers that stand still, and replicas that are silent, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_EVERY_S)
-            now_s = self._now_s()
+            now_s = time.monotonic()
             for replica in list(self.by_index.values()):
                 for attempt in list(replica.attempts):
                     late = attempt.waiting and now_s - attempt.heard_s > self._hang_s
@@ -318,9 +316,9 @@ class ReplicaPool:
     async def read_reports(self) -> None:
         """Give the balancer the replicas' own figures, until cancelled."""
         while True:
-            start_s = self._now_s()
+            start_s = time.monotonic()
             await asyncio.gather(*(self._report(replica) for replica in self.up))
-            await asyncio.sleep(max(REPORT_EVERY_S - (self._now_s() - start_s), 0.01))
+            await asyncio.sleep(max(REPORT_EVERY_S - (time.monotonic() - start_s), 0.01))
 
     async def read_metrics(self) -> dict[str, str]:
         """The pages /metrics of the replicas that are up and have one, by URL."""
@@ -338,10 +336,9 @@ class ReplicaPool:
             await replica.upstream.__aexit__(None, None, None)
 
     def _take_out(self, replica: LiveReplica, state: State, why: str) -> None:
-        was_up = replica.state == "up"
-        replica.state, replica.problem = state, why
-        if was_up:
+        if replica.state == "up":
             self._balancer.change(replica.index, is_up=False)
+        replica.state, replica.problem = state, why
 
     def _release(self, replica: LiveReplica) -> None:
         """Forget a replica that is gone once its last request has ended."""
@@ -356,7 +353,33 @@ class ReplicaPool:
         while True:
             problem = "" if replica.state == "draining" else await self._probe(replica)
             failed = failed + 1 if problem else 0
-            self._judge(replica, problem, failed)
+            match replica.state:
+                case "draining" | "gone":
+                    pass
+                case "up":
+                    if failed >= FAILED_PROBES:
+                        self.failed(replica, problem)
+                case _ if problem:
+                    foreign = problem.startswith(("it serves ", "it runs ", "its kind "))
+                    if problem != replica.problem:
+                        left_out = " is left out" if foreign else ""
+                        self._say(f"replica {replica.url}{left_out}: {problem}")
+                    if replica.state != "hung":
+                        replica.state = "left out" if foreign else "down"
+                    replica.problem = problem
+                    if foreign and self._needs.strict and self.refused is None:
+                        hint = "leave it out of the list, or drop --strict"
+                        self.refused = InputError(f"replica {replica.url}: {problem}", hint)
+                        self.changed.set()
+                case _:
+                    first = replica.state == "joining"
+                    if any(other.requests for other in self.replicas):
+                        replica.slow_since_s = time.monotonic()
+                        self._slow.add(replica)
+                    replica.state, replica.problem, replica.failed_answers = "up", "", 0
+                    self._balancer.change(replica.index, is_up=True, is_fresh=not first)
+                    self._say(f"replica {replica.url} is up")
+                    self.changed.set()
             if replica.state == "up":
                 pause_s = PROBE_UP_S if not failed else PROBE_DOWN_S
             else:
@@ -367,49 +390,11 @@ class ReplicaPool:
                 await asyncio.sleep(PROBE_DOWN_S / 5)  # what has just failed needs a moment
                 wait_s = PROBE_DOWN_S
 
-    def _judge(self, replica: LiveReplica, problem: str, failed: int) -> None:
-        """A probe found a problem, for the `failed`th time in a row, or none."""
-        match replica.state:
-            case "draining" | "gone":
-                return
-            case "up":
-                if failed >= FAILED_PROBES:
-                    self.failed(replica, problem)
-            case _ if problem:
-                self._note(replica, problem)
-            case _:
-                self._come_up(replica)
-
-    def _note(self, replica: LiveReplica, problem: str) -> None:
-        foreign = problem.startswith(("it serves ", "it runs ", "its kind "))
-        if problem != replica.problem:
-            left_out = " is left out" if foreign else ""
-            self._say(f"replica {replica.url}{left_out}: {problem}")
-        if replica.state != "hung":
-            replica.state = "left out" if foreign else "down"
-        replica.problem = problem
-        if foreign and self._needs.strict and self.refused is None:
-            self.refused = InputError(
-                f"replica {replica.url}: {problem}", "leave it out of the list, or drop --strict"
-            )
-            self.changed.set()
-
-    def _come_up(self, replica: LiveReplica) -> None:
-        first = replica.state == "joining"
-        others = any(other.requests for other in self.replicas)
-        if others:
-            replica.slow_since_s = self._now_s()
-            self._slow.add(replica)
-        replica.state, replica.problem, replica.failed_answers = "up", "", 0
-        self._balancer.change(replica.index, is_up=True, is_fresh=not first)
-        self._say(f"replica {replica.url} is up")
-        self.changed.set()
-
     async def _probe(self, replica: LiveReplica) -> str:
         """Why a replica cannot serve; '' if it can."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                status, _ = await self._get(replica, b"/health")
+                status, _ = await self._ask(replica, b"/health")
                 if status not in (200, 404):
                     return f"/health answered {status}"
                 if replica.state == "up" and status == 200:
@@ -426,7 +411,7 @@ class ReplicaPool:
 
     async def _identify(self, replica: LiveReplica) -> str:
         """What is wrong with a replica's model, context or version; '' if nothing is."""
-        status, body = await self._get(replica, b"/v1/models")
+        status, body = await self._ask(replica, b"/v1/models")
         if status != 200:
             return f"/v1/models answered {status}"
         try:
@@ -443,7 +428,11 @@ class ReplicaPool:
         length = model.max_model_len
         if needs.max_model_len and length is not None and length < needs.max_model_len:
             return f"it serves {length} tokens of context, fewer than {needs.max_model_len}"
-        replica.version = await self._version(replica)
+        status, body = await self._ask(replica, b"/version")
+        replica.version = ""
+        if status == 200:
+            with suppress(msgspec.DecodeError):
+                replica.version = msgspec.json.decode(body, type=Version).version
         if not replica.told and (problem := await self._find_kind(replica)):
             return problem
         known = replica.version.partition("+")[0]  # without what a build adds
@@ -464,9 +453,8 @@ class ReplicaPool:
         sizes = [kind.traits.capacity_tokens for kind in self.kinds]
         like = [k for k, each in enumerate(sizes) if abs(size - each) <= LIKE_SHARE * each]
         if len(like) != 1:
-            kinds = ", ".join(
-                f"{one.traits.kind} {one.traits.capacity_tokens}" for one in self.kinds
-            )
+            traits = [kind.traits for kind in self.kinds]
+            kinds = ", ".join(f"{each.kind} {each.capacity_tokens}" for each in traits)
             reported = f"it reports a cache of {size} tokens" if size else "it reports no cache"
             remedy = f"name it: --replica KIND={replica.url}"
             return f"its kind is unknown: {reported}; of {kinds}; {remedy}"
@@ -479,17 +467,13 @@ class ReplicaPool:
             self.by_index[replica.index] = replica
         return ""
 
-    async def _version(self, replica: LiveReplica) -> str:
-        status, body = await self._get(replica, b"/version")
-        if status != 200:
-            return ""
-        try:
-            return msgspec.json.decode(body, type=Version).version
-        except msgspec.DecodeError:
-            return ""
-
-    async def _get(self, replica: LiveReplica, path: bytes) -> tuple[int, bytes]:
-        answer = await replica.upstream.send("GET", path, self.headers, b"")
+    async def _ask(
+        self, replica: LiveReplica, path: bytes, asked: dict[str, Any] | None = None
+    ) -> tuple[int, bytes]:
+        """The status and the body of an answer: to a POST of `asked` as JSON, else to a GET."""
+        kind = [] if asked is None else [(b"content-type", b"application/json")]
+        method, content = ("GET", b"") if asked is None else ("POST", msgspec.json.encode(asked))
+        answer = await replica.upstream.send(method, path, [*self.headers, *kind], content)
         body = bytearray()
         try:
             async for piece in answer.body():
@@ -503,17 +487,10 @@ class ReplicaPool:
     async def _generates(self, replica: LiveReplica) -> bool:
         """Whether a replica generates a token within `hang_s`."""
         asked = {"model": self.model, "prompt": "a", "max_tokens": 1}
-        headers = [*self.headers, (b"content-type", b"application/json")]
-        body = msgspec.json.encode(asked)
         try:
             async with asyncio.timeout(self._hang_s):
-                answer = await replica.upstream.send("POST", b"/v1/completions", headers, body)
-                try:
-                    async for _ in answer.body():
-                        pass
-                finally:
-                    await answer.close()
-                return answer.status < 500
+                status, _ = await self._ask(replica, b"/v1/completions", asked)
+                return status < 500
         except (TimeoutError, UpstreamError):
             return False
 
@@ -526,18 +503,16 @@ class ReplicaPool:
             replica.wake.set()
 
     async def _report(self, replica: LiveReplica) -> None:
-        at_s = self._now_s()
+        at_s = time.monotonic()
         body = await self._metrics_page(replica)
-        if body is not None and replica.state == "up":
-            found = report_of(body, at_s)
-            if found is not None:
-                self._balancer.report(replica.index, found)
+        if body is not None and replica.state == "up" and (found := report_of(body, at_s)):
+            self._balancer.report(replica.index, found)
 
     async def _metrics_page(self, replica: LiveReplica) -> bytes | None:
         """A replica's /metrics; None where it has none."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                status, body = await self._get(replica, b"/metrics")
+                status, body = await self._ask(replica, b"/metrics")
         except (TimeoutError, UpstreamError):
             return None
         return body if status == 200 else None
@@ -548,20 +523,11 @@ def report_of(metrics: bytes, at_s: float) -> ReplicaReport | None:
 
     Requests of several engines are added, and of their caches the fullest counts.
     """
-    waiting = running = 0.0
-    usage, seen = 0.0, 0
-    for match in _REPORTED.finditer(metrics):
-        name, text = match.groups()
-        try:
-            value = float(text)
-        except ValueError:
-            continue
-        seen += 1
-        match name:
-            case b"waiting":
-                waiting += value
-            case b"running":
-                running += value
-            case _:
-                usage = max(usage, value)
-    return ReplicaReport(int(waiting), int(running), usage, at_s) if seen else None
+    found: dict[bytes, list[float]] = {b"waiting": [], b"running": [], b"cache_usage": []}
+    for name, value in _REPORTED.findall(metrics):
+        with suppress(ValueError):
+            found[name].append(float(value))
+    waiting, running, usage = found.values()
+    if not waiting + running + usage:
+        return None
+    return ReplicaReport(int(sum(waiting)), int(sum(running)), max(0.0, *usage), at_s)

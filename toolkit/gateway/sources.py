@@ -29,6 +29,7 @@ WATCH_S = 290  # then the API server ends a watch, which begins again
 PAUSE_S, PAUSE_MAX_S = 0.5, 30.0  # before a watch or a list that failed is tried again
 ANSWER_S = 10.0
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+RIGHTS = "its service account needs `list` and `watch` on endpointslices of discovery.k8s.io"
 KINDS = "FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
 
 
@@ -98,7 +99,8 @@ class ListedReplicas:
     """A file with one URL, or KIND=URL, a line; `#` begins a comment."""
 
     def __init__(self, path: Path) -> None:
-        self._files = WatchedFiles([path], lambda: _read_list(path))
+        self._path = path
+        self._files = WatchedFiles([path], self._read)
 
     async def wait(self) -> bool:
         """See `ReplicaSource.wait`."""
@@ -106,8 +108,23 @@ class ListedReplicas:
         return True
 
     async def read(self) -> list[str]:
+        """See `ReplicaSource.read`."""
         self._files.changed()
         return self._files.value
+
+    def _read(self) -> list[str]:
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not text"
+            hint = f"--replicas takes {KINDS}"
+            raise InputError(f"{self._path}: cannot be read: {why}", hint) from None
+        urls = [line.partition("#")[0].strip() for line in lines]
+        found = list(dict.fromkeys(_checked(url) for url in urls if url))
+        if len(found) > MAX_REPLICAS:
+            why = f"{self._path}: {len(found)} replicas; the limit is {MAX_REPLICAS}"
+            raise InputError(why, "list fewer")
+        return found
 
 
 class NamedReplicas:
@@ -122,14 +139,13 @@ class NamedReplicas:
         return True
 
     async def read(self) -> list[str]:
+        """See `ReplicaSource.read`."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise InputError(
-                f"{self._name}: cannot be resolved: {error.strerror}",
-                "check the name in --replicas",
-            ) from None
+            why = f"{self._name}: cannot be resolved: {error.strerror}"
+            raise InputError(why, "check the name in --replicas") from None
         return sorted({_url(str(address[0]), self._port) for *_, address in found})
 
 
@@ -189,11 +205,9 @@ class SlicedReplicas:
         authorities = account / "ca.crt" if api.startswith("https:") else None
         self._api = Upstream(api, WATCH_S + ANSWER_S, authorities)
         self._token, self._port = account, port
-        self._path = (
-            f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-            f"?labelSelector=kubernetes.io%2Fservice-name%3D{service}"
-        )
         self._where = f"{namespace}/{service}"
+        slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        self._path = f"{slices}?labelSelector=kubernetes.io%2Fservice-name%3D{service}"
         self._slices: dict[str, _Slice] = {}
         self._version = ""  # of the slices that are known; '': they are to be listed
         self._changes: AsyncGenerator[None, None] | None = None  # a watch that goes on
@@ -217,40 +231,29 @@ class SlicedReplicas:
     async def read(self) -> list[str]:
         """See `ReplicaSource.read`."""
         if not self._version:
+            self._fail()  # unless they can be listed
             try:
-                await self._list()
-            except InputError:
-                self._fail()
-                raise
-        return self._urls()
-
-    def _fail(self) -> None:
-        self._pause_s = min(max(2 * self._pause_s, PAUSE_S), PAUSE_MAX_S)
-
-    def _urls(self) -> list[str]:
+                async with asyncio.timeout(ANSWER_S):
+                    answer = await self._ask("")
+                    body = b"".join([piece async for piece in answer.body()])
+                    await answer.close()
+                if answer.status != 200:
+                    why = f"the API server answered {answer.status} for {self._where}"
+                    raise InputError(why, RIGHTS)
+                slices = msgspec.json.decode(body, type=_Slices)
+            except (TimeoutError, UpstreamError, msgspec.DecodeError):
+                why = f"the API server gave no EndpointSlices of {self._where}"
+                raise InputError(why, RIGHTS) from None
+            self._slices = {one.metadata.name or str(k): one for k, one in enumerate(slices.items)}
+            self._version, self._pause_s = slices.metadata.resource_version or "0", 0.0
         found = [one for each in self._slices.values() for one in each.endpoints or ()]
         staying = [one for one in found if not one.conditions.terminating]
         serving = [one for one in found if one.conditions.serving]  # until others are there
-        return sorted(
-            {_url(address, self._port) for one in staying or serving for address in one.addresses}
-        )
+        addresses = {address for one in staying or serving for address in one.addresses}
+        return sorted(_url(address, self._port) for address in addresses)
 
-    async def _list(self) -> None:
-        hint = "its service account needs `list` and `watch` on endpointslices of discovery.k8s.io"
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                answer = await self._ask("")
-                body = b"".join([piece async for piece in answer.body()])
-                await answer.close()
-            if answer.status != 200:
-                raise InputError(f"the API server answered {answer.status} for {self._where}", hint)
-            slices = msgspec.json.decode(body, type=_Slices)
-        except (TimeoutError, UpstreamError, msgspec.DecodeError):
-            raise InputError(
-                f"the API server gave no EndpointSlices of {self._where}", hint
-            ) from None
-        self._slices = {one.metadata.name or str(k): one for k, one in enumerate(slices.items)}
-        self._version, self._pause_s = slices.metadata.resource_version or "0", 0.0
+    def _fail(self) -> None:
+        self._pause_s = min(max(2 * self._pause_s, PAUSE_S), PAUSE_MAX_S)
 
     async def _watch(self) -> AsyncGenerator[None, None]:
         """Yield after each change. Ends where the watch does; the slices are to be listed again if
@@ -268,27 +271,22 @@ class SlicedReplicas:
             async for piece in answer.body():
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in filter(None, lines):
-                    if not self._apply(msgspec.json.decode(line, type=_Change)):
-                        self._version = ""
-                        return
+                    change = msgspec.json.decode(line, type=_Change)
+                    found = change.object
+                    match change.type:
+                        case "ERROR":
+                            self._version = ""
+                            return
+                        case "ADDED" | "MODIFIED":
+                            self._slices[found.metadata.name] = found
+                        case "DELETED":
+                            self._slices.pop(found.metadata.name, None)
+                    self._version = found.metadata.resource_version
                 if lines:
                     self._pause_s = 0.0
                     yield
         finally:
             await answer.close()
-
-    def _apply(self, change: _Change) -> bool:
-        """Apply a change; False: the API server gave an error."""
-        found = change.object
-        match change.type:
-            case "ERROR":
-                return False
-            case "ADDED" | "MODIFIED":
-                self._slices[found.metadata.name] = found
-            case "DELETED":
-                self._slices.pop(found.metadata.name, None)
-        self._version = found.metadata.resource_version
-        return True
 
     async def _ask(self, query: str) -> UpstreamAnswer:
         headers = [(b"accept", b"application/json")]
@@ -344,24 +342,9 @@ async def follow_source(
             problem = error.message
 
 
-def _read_list(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise InputError(f"{path}: cannot be read: {reason}", f"--replicas takes {KINDS}") from None
-    urls = [line.partition("#")[0].strip() for line in lines]
-    found = list(dict.fromkeys(_checked(url) for url in urls if url))
-    if len(found) > MAX_REPLICAS:
-        raise InputError(
-            f"{path}: {len(found)} replicas; the limit is {MAX_REPLICAS}", "list fewer"
-        )
-    return found
-
-
 def _checked(text: str) -> str:
     text = text.rstrip("/")
-    _, url = split_kind(text)
+    url = split_kind(text)[1]
     Upstream(url if not url.startswith("https") else "http" + url[5:], ANSWER_S)
     return text
 

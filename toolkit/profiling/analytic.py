@@ -7,8 +7,8 @@ efficiency factors may come from a measured profile of the same engine on other 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -27,7 +27,7 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 from toolkit.files.recipe import DTYPE_BYTES, Recipe
-from toolkit.profiling.grid import PROMPTS, GridPoint, Kind, SliceShape, grid, slice_shapes
+from toolkit.profiling.grid import PROMPTS, grid, slice_shapes
 from toolkit.profiling.measure import probe_shapes, safe_tokens
 from toolkit.units import GIB, MIB
 
@@ -57,12 +57,10 @@ def basis_of(measured: Profile, recipe: Recipe) -> Basis:
     Raises `InputError` for a profile that is analytic itself.
     """
     if measured.engine.analytic:
-        raise InputError(
-            "the profile to learn from is analytic itself", "give one that was measured"
-        )
-    efficiency, error = fit_efficiency(
-        peaks_of(recipe), sizes_of(recipe), measured.prefill, measured.decode
-    )
+        why = "the profile to learn from is analytic itself"
+        raise InputError(why, "give one that was measured")
+    peaks, sizes = peaks_of(recipe), sizes_of(recipe)
+    efficiency, error = fit_efficiency(peaks, sizes, measured.prefill, measured.decode)
     return Basis(efficiency, f"fitted to {measured.recipe_name}, median error {error:.0f} %")
 
 
@@ -75,26 +73,35 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
     line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
     facts = _facts(recipe, line.sizes, basis.text())
     points, skipped = grid(recipe.profile, facts)
-    probes = [
-        _probe(length, steps, facts.capacity_tokens)
-        for length, steps in probe_shapes(recipe.profile, facts)
-    ]
+    prefill, decode, probes, slices = [], [], [], []
+    for point in points:
+        n, length = point.batch_size, point.length
+        if point.kind == "prefill":
+            seconds = [line.prefill_s(n, length)]
+            prefill.append(PrefillPoint(batch_size=n, input_length=length, seconds=seconds))
+        else:
+            seconds = [line.decode_s(n, length)]
+            decode.append(DecodePoint(batch_size=n, cached_length=length, seconds=seconds))
+    for length, steps in probe_shapes(recipe.profile, facts):
+        rows = facts.capacity_tokens // (length + steps)
+        probes.append(
+            MemoryPoint(input_length=length, steps=steps, largest_ok=rows, smallest_oom=rows + 1)
+        )
     shapes = slice_shapes(recipe.profile, safe_tokens(probes, facts), facts.max_model_len)
+    for shape in shapes.values():
+        n, length, steps = shape.batch_size, shape.input_length, shape.steps
+        decode_s = sum(line.decode_s(n, length + step) for step in range(1, steps))
+        slice_s = line.prefill_s(n, length) + decode_s
+        slices.append(SlicePoint(batch_size=n, input_length=length, steps=steps, seconds=slice_s))
     return Profile(
         **head,
         recipe_name=recipe.name,
         workers=recipe.workers,
         clock="wall",
         engine=facts,
-        prefill=[
-            PrefillPoint(batch_size=n, input_length=l, seconds=[line.prefill_s(n, l)])
-            for n, l in _of(points, "prefill")  # noqa: E741
-        ],
-        decode=[
-            DecodePoint(batch_size=n, cached_length=l, seconds=[line.decode_s(n, l)])
-            for n, l in _of(points, "decode")  # noqa: E741
-        ],
-        slices=[_slice(shape, line) for shape in shapes.values()],
+        prefill=prefill,
+        decode=decode,
+        slices=slices,
         memory=probes,
         failed=skipped,
         steps=_steps(recipe, facts, line) if traits_of(recipe.engine.name).timed_by_pass else None,
@@ -103,16 +110,11 @@ def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None =
 
 def peaks_of(recipe: Recipe) -> Peaks:
     """The device's peak compute and bandwidth, from the recipe."""
-    hardware = recipe.hardware
-    _require(
-        {
-            "hardware.peak_tflops": hardware.peak_tflops,
-            "hardware.bandwidth_gb_s": hardware.bandwidth_gb_s,
-        }
-    )
-    assert hardware.peak_tflops is not None
-    assert hardware.bandwidth_gb_s is not None
-    return Peaks(hardware.peak_tflops * 1e12, hardware.bandwidth_gb_s * 1e9)
+    tflops, gb_s = recipe.hardware.peak_tflops, recipe.hardware.bandwidth_gb_s
+    _require({"hardware.peak_tflops": tflops, "hardware.bandwidth_gb_s": gb_s})
+    assert tflops is not None
+    assert gb_s is not None
+    return Peaks(tflops * 1e12, gb_s * 1e9)
 
 
 def sizes_of(recipe: Recipe) -> ModelSizes:
@@ -138,24 +140,32 @@ def sizes_of(recipe: Recipe) -> ModelSizes:
 
 
 def _require(values: dict[str, object]) -> None:
-    missing = [name for name, value in values.items() if value is None]
-    if missing:
-        raise InputError(
-            f"an analytic profile needs {', '.join(missing)}", "see the data sheet and the model"
-        )
+    if missing := [name for name, value in values.items() if value is None]:
+        why = f"an analytic profile needs {', '.join(missing)}"
+        raise InputError(why, "see the data sheet and the model")
 
 
 def _facts(recipe: Recipe, sizes: ModelSizes, analytic: str) -> EngineFacts:
-    budget = _kv_budget_bytes(recipe, sizes)
+    engine, memory_gib = recipe.engine, recipe.hardware.memory_gib
+    if engine.kv_cache_memory_mib is not None:
+        budget = int(engine.kv_cache_memory_mib * MIB)
+    else:
+        _require({"hardware.memory_gib": memory_gib})
+        assert memory_gib is not None
+        budget = int(memory_gib * GIB * engine.gpu_memory_utilization) - sizes.weight_bytes
+        if budget < sizes.kv_bytes_per_token:
+            share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
+            weights = f"the weights, {sizes.weight_bytes / GIB:.1f} GiB"
+            raise InputError(f"{weights}, leave no KV cache in {share}")
     vocabulary = recipe.model.config.get("vocab_size")
     return EngineFacts(
-        engine=recipe.engine.name,
+        engine=engine.name,
         engine_version="",
         model_type=str(recipe.model.config.get("model_type", "")),
         parameters=sizes.weights,
         dtype=recipe.model.dtype,
         device=recipe.hardware.name,
-        threads=recipe.engine.threads,
+        threads=engine.threads,
         kv_bytes_per_token=sizes.kv_bytes_per_token,
         kv_budget_bytes=budget,
         capacity_tokens=budget // sizes.kv_bytes_per_token,
@@ -164,30 +174,6 @@ def _facts(recipe: Recipe, sizes: ModelSizes, analytic: str) -> EngineFacts:
         prefill_emits_token=True,
         analytic=analytic,
     )
-
-
-def _kv_budget_bytes(recipe: Recipe, sizes: ModelSizes) -> int:
-    engine, memory_gib = recipe.engine, recipe.hardware.memory_gib
-    if engine.kv_cache_memory_mib is not None:
-        return int(engine.kv_cache_memory_mib * MIB)
-    _require({"hardware.memory_gib": memory_gib})
-    assert memory_gib is not None
-    budget = int(memory_gib * GIB * engine.gpu_memory_utilization) - sizes.weight_bytes
-    if budget < sizes.kv_bytes_per_token:
-        share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
-        raise InputError(
-            f"the weights, {sizes.weight_bytes / GIB:.1f} GiB, leave no KV cache in {share}"
-        )
-    return budget
-
-
-def _probe(length: int, steps: int, capacity: int) -> MemoryPoint:
-    rows = capacity // (length + steps)
-    return MemoryPoint(input_length=length, steps=steps, largest_ok=rows, smallest_oom=rows + 1)
-
-
-def _of(points: Sequence[GridPoint], kind: Kind) -> list[tuple[int, int]]:
-    return [(point.batch_size, point.length) for point in points if point.kind == kind]
 
 
 def _steps(recipe: Recipe, facts: EngineFacts, line: Roofline) -> StepsProfile:
@@ -204,42 +190,27 @@ def _steps(recipe: Recipe, facts: EngineFacts, line: Roofline) -> StepsProfile:
     few = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     decoding = [(0, 0), *((n, length) for n in spec.batch_sizes for length in few)]
     chunks = [(0, 0), *((k, length) for k in (1, PROMPTS) for length in spec.input_lengths)]
+    points = []
+    for (rows, cached), (count, length) in product(decoding, chunks):
+        held, new = rows * cached, count * length  # tokens of the decoding rows, and of prompts
+        if not rows + count or rows + new > PASS_TOKENS:
+            continue
+        attended = count * chunk_attended(0, length)
+        point = StepPoint(
+            decodes=rows,
+            decode_cached=held,
+            prefills=count,
+            prefill_tokens=new,
+            prefill_attended=attended,
+            seconds=[line.pass_s(rows + new, held + attended, held + new)],
+            host_s=[],
+        )
+        points.append(point)
     return StepsProfile(
         block_tokens=block_tokens,
         blocks=facts.capacity_tokens // block_tokens,
         max_num_batched_tokens=PASS_TOKENS,
         async_scheduling=False,
-        points=[
-            _step(line, rows, cached, count, length)
-            for rows, cached in decoding
-            for count, length in chunks
-            if rows + count and rows + count * length <= PASS_TOKENS
-        ],
+        points=points,
         front=[],
-    )
-
-
-def _step(line: Roofline, rows: int, cached: int, chunks: int, length: int) -> StepPoint:
-    """A pass of `rows` decodes with `cached` tokens each and `chunks` whole prompts of `length`."""
-    attended = chunks * chunk_attended(0, length)
-    moved = rows * cached + chunks * length
-    return StepPoint(
-        decodes=rows,
-        decode_cached=rows * cached,
-        prefills=chunks,
-        prefill_tokens=chunks * length,
-        prefill_attended=attended,
-        seconds=[line.pass_s(rows + chunks * length, rows * cached + attended, moved)],
-        host_s=[],
-    )
-
-
-def _slice(shape: SliceShape, line: Roofline) -> SlicePoint:
-    n, length = shape.batch_size, shape.input_length
-    decoded = sum(line.decode_s(n, length + step) for step in range(1, shape.steps))
-    return SlicePoint(
-        batch_size=n,
-        input_length=length,
-        steps=shape.steps,
-        seconds=line.prefill_s(n, length) + decoded,
     )

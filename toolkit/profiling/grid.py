@@ -41,6 +41,12 @@ class GridPoint:
             return self.length + self.others
         return (self.batch_size + self.others) * self.length
 
+    def failed(self, reason: str) -> FailedPoint:
+        """The record that it could not be measured, and why."""
+        return FailedPoint(
+            kind=self.kind, batch_size=self.batch_size, length=self.length, reason=reason
+        )
+
     def __str__(self) -> str:
         beside = f" beside {self.others}" if self.others else ""
         length = f"{'L' if self.kind == 'prefill' else 'l'}={self.length}"
@@ -50,20 +56,15 @@ class GridPoint:
 def grid(spec: ProfileSpec, facts: EngineFacts) -> tuple[list[GridPoint], list[FailedPoint]]:
     """The recipe's points that fit the engine, and those that do not, with the reason."""
     lengths: dict[Kind, list[int]] = {"prefill": spec.input_lengths, "decode": spec.cached_lengths}
-    points: list[GridPoint] = []
-    skipped: list[FailedPoint] = []
-    for kind, wanted in lengths.items():
-        for length in sorted(set(wanted)):
-            for batch_size in sorted(set(spec.batch_sizes)):
-                point = GridPoint(kind, batch_size, length)
-                reason = _too_large(point, facts)
-                if reason:
-                    skipped.append(
-                        FailedPoint(kind=kind, batch_size=batch_size, length=length, reason=reason)
-                    )
-                else:
-                    points.append(point)
-    return points, skipped
+    wanted = [
+        GridPoint(kind, batch_size, length)
+        for kind in lengths
+        for length in sorted(set(lengths[kind]))
+        for batch_size in sorted(set(spec.batch_sizes))
+    ]
+    reasons = {point: _too_large(point, facts) for point in wanted}
+    skipped = [point.failed(reason) for point, reason in reasons.items() if reason]
+    return [point for point, reason in reasons.items() if not reason], skipped
 
 
 def _too_large(point: GridPoint, facts: EngineFacts) -> str:
@@ -195,25 +196,17 @@ def slice_shapes(spec: ProfileSpec, tokens_max: float, length_max: int) -> dict[
     Each slice depends on the seed and its number only. Sizes and lengths are log-uniform over the
     grid's ranges. A number is left out if no draw fits.
     """
-    drawn = {
-        number: _draw_shape(
-            spec, tokens_max, length_max, random.Random(f"{spec.seed}/slice/{number}")
-        )
-        for number in range(spec.slices)
-    }
-    return {number: shape for number, shape in drawn.items() if shape}
-
-
-def _draw_shape(
-    spec: ProfileSpec, tokens_max: float, length_max: int, rng: random.Random
-) -> SliceShape | None:
-    for _ in range(DRAWS_MAX):
-        steps = rng.choice(spec.slice_tokens)
-        length = log_uniform(spec.input_lengths, rng)
-        batch_size = log_uniform(spec.batch_sizes, rng)
-        if batch_size * (length + steps) <= tokens_max and length + steps <= length_max:
-            return SliceShape(batch_size, length, steps)
-    return None
+    found: dict[int, SliceShape] = {}
+    for number in range(spec.slices):
+        rng = random.Random(f"{spec.seed}/slice/{number}")
+        for _ in range(DRAWS_MAX):
+            steps = rng.choice(spec.slice_tokens)
+            length = log_uniform(spec.input_lengths, rng)
+            batch_size = log_uniform(spec.batch_sizes, rng)
+            if batch_size * (length + steps) <= tokens_max and length + steps <= length_max:
+                found[number] = SliceShape(batch_size, length, steps)
+                break
+    return found
 
 
 def log_uniform(values: Sequence[int], rng: random.Random) -> int:

@@ -1,27 +1,216 @@
-"""Measuring: visits to the grid's points, and the search for the memory edge.
+"""Measuring: visits to the grid's points, the search for the memory edge, and the journal.
 
 The grid is measured in rounds, and every sample is kept. Repeats of a point one after the other all
 share the state of the machine at that moment. Repeats in different rounds do not: a disturbance
 then spoils a few samples of every point, in equal shares.
+
+The journal has every result on disk at once, so that a killed profile resumes where it was. It has
+one JSON object per line: first the conditions of the measurement, then a key and a result each. A
+last line that was torn by a kill is cut off. If another line is damaged, that line and all after it
+are measured again, and the file is kept as it was. The caller that writes the profile then deletes
+the journal.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, TypeVar
 
+from pydantic import Field, ValidationError
+
+from toolkit.errors import InputError
 from toolkit.files.profile import (
     DecodePoint,
     EngineFacts,
     FailedPoint,
+    FrontPoint,
     MemoryPoint,
     PartPoint,
     PrefillPoint,
+    RoundSequence,
+    SlicePoint,
+    StepPoint,
+    differences,
+    identity,
 )
 from toolkit.files.recipe import ProfileSpec
+from toolkit.files.strict import Environment, Strict
 from toolkit.profiling.grid import CHEAP_VISITS, GridPoint, SliceShape, in_rounds
-from toolkit.profiling.journal import Journal, PointVisit, Result
 from toolkit.profiling.process import TimedEngine, TimedPassEngine, TimedRoundEngine, Unmeasurable
+
+
+class JournalConditions(Strict):
+    """The conditions that must be equal for results to belong together."""
+
+    tool_version: str
+    recipe: dict[str, str]  # section to the digest of its content
+    environment: Environment
+    engine: EngineFacts
+
+    def differences(self, now: JournalConditions) -> list[str]:
+        """What has changed, in words."""
+        names = sorted(self.recipe.keys() | now.recipe.keys())
+        names = [name for name in names if self.recipe.get(name) != now.recipe.get(name)]
+        changed = [f"'{name}' of the recipe" for name in names]
+        if self.tool_version != now.tool_version:
+            changed.append(f"llmctl ({self.tool_version}, now {now.tool_version})")
+        changed += _environment_changes(self.environment, now.environment)
+        then, engine = self.engine, now.engine
+        if abs(then.capacity_tokens / engine.capacity_tokens - 1.0) < 0.01:
+            # On a GPU the KV budget is what was free when the engine loaded.
+            budget, tokens = engine.kv_budget_bytes, engine.capacity_tokens
+            then = then.model_copy(update={"kv_budget_bytes": budget, "capacity_tokens": tokens})
+        if then != engine:
+            found = differences(identity(self.engine), identity(engine))
+            changed += found or ["what the engine says of itself"]
+        return changed
+
+
+class PointVisit(Strict):
+    """The samples of a visit to a grid point, in seconds, and its passes if the engine reports
+    them.
+    """
+
+    seconds: list[float]
+    steps: list[StepPoint] = Field(default=[])
+    front: list[FrontPoint] = Field(default=[])
+
+
+ResultT = TypeVar("ResultT")
+Result = PointVisit | SlicePoint | MemoryPoint | RoundSequence | FailedPoint
+
+
+class JournalEntry(Strict):
+    """A line of the file."""
+
+    key: str
+    result: Result
+
+
+class Journal:
+    """Results by key, each on disk when `put` returns. A context manager, for one process at a
+    time.
+
+    Args:
+        path: the file. Content that is unusable or unwanted is kept as <path>.old.
+        conditions: the present ones.
+        fresh: do not resume from an existing file.
+
+    Attributes:
+        results: those in the file, and those put since.
+        set_aside: why an old file, or its end, was set aside; '' if none was.
+
+    Raises `InputError` if the file cannot be written, or another process has it open.
+    """
+
+    def __init__(self, path: Path, conditions: JournalConditions, *, fresh: bool = False) -> None:
+        self._old = path.with_name(path.name + ".old")
+        self.results: dict[str, Result] = {}
+        self.set_aside = ""
+        self._stream = _open_locked(path)
+        lines = self._stream.read().splitlines(keepends=True)
+        # Without a line break a kill has torn the first line, and none follows.
+        if lines and lines[0].endswith(b"\n"):
+            self.set_aside = "--fresh was given"
+            if not fresh:
+                try:
+                    then = JournalConditions.model_validate_json(lines[0])
+                    changed = ", ".join(then.differences(conditions))
+                    self.set_aside = f"changed since: {changed}" if changed else ""
+                except ValidationError:
+                    self.set_aside = "its first line cannot be read"
+            if not self.set_aside:
+                self._load(lines)
+                return
+            self._stream.close()
+            os.replace(path, self._old)
+            self._stream = _open_locked(path)
+        self._stream.truncate(0)
+        self._append(conditions)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def put(self, key: str, result: Result) -> None:
+        """Record a result."""
+        self.results[key] = result
+        self._append(JournalEntry(key=key, result=result))
+
+    def _append(self, line: Strict) -> None:
+        self._stream.write(line.model_dump_json().encode() + b"\n")
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    def _load(self, lines: list[bytes]) -> None:
+        """Load the lines up to the first that is torn or damaged, and cut off it and the rest."""
+        end = len(lines[0])
+        for number, line in enumerate(lines[1:], start=2):
+            try:
+                entry = JournalEntry.model_validate_json(line)
+            except ValidationError:
+                if line.endswith(b"\n"):
+                    self._old.write_bytes(b"".join(lines))
+                    self.set_aside = f"from line {number} on, which cannot be read"
+                break
+            if not line.endswith(b"\n"):
+                break
+            self.results[entry.key] = entry.result
+            end += len(line)
+        self._stream.truncate(end)
+        self._stream.seek(end)
+
+
+def _environment_changes(then: Environment, now: Environment) -> list[str]:
+    """The packages with other versions now, and whether the machine does."""
+    changed = []
+    for name in sorted(then.packages.keys() | now.packages.keys()):
+        was, version = then.packages.get(name, "none"), now.packages.get(name, "none")
+        if was != version:
+            changed.append(f"{name} ({was}, now {version})")
+    same: dict[str, object] = {"packages": now.packages}
+    if now.device != "cpu" and _without_kernel(then.platform) == _without_kernel(now.platform):
+        # Rented GPUs of one kind run on hosts with different kernels.
+        same["platform"] = now.platform
+    if then.model_copy(update=same) != now:
+        changed.append("the machine")
+    return changed
+
+
+def _without_kernel(platform: str) -> str:
+    """`platform.platform()` without the kernel's release: Linux-6.18.44-gpu-x86_64-with-glibc2.39
+    is Linux-x86_64-with-glibc2.39.
+    """
+    return re.sub(r"^Linux-.*?-(x86_64|aarch64)", r"Linux-\1", platform)
+
+
+def _open_locked(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a+b")
+    except OSError as error:
+        why = f"{path}: cannot be written: {error.strerror}"
+        raise InputError(why, "choose another place with --out") from None
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        why = f"{path}: another llmctl profile is writing it"
+        raise InputError(why, "wait for it, or choose another --out") from None
+    stream.seek(0)
+    return stream
+
+
+def of_kind(kind: type[ResultT], results: Iterable[object]) -> list[ResultT]:
+    """The results of this type."""
+    return [result for result in results if isinstance(result, kind)]
 
 
 def visit_key(point: GridPoint, number: int) -> str:
@@ -58,20 +247,11 @@ def measure(
             try:
                 seconds = bench.time(point, warmups(number, spec))
             except Unmeasurable as reason:
-                failure = FailedPoint(
-                    kind=point.kind,
-                    batch_size=point.batch_size,
-                    length=point.length,
-                    reason=str(reason),
-                )
-                journal.put(failure_key(point), failure)
+                journal.put(failure_key(point), point.failed(str(reason)))
             else:
-                steps, front = (
-                    bench.take_passes() if isinstance(bench, TimedPassEngine) else ([], [])
-                )
-                journal.put(
-                    visit_key(point, number), PointVisit(seconds=seconds, steps=steps, front=front)
-                )
+                passes = bench.take_passes() if isinstance(bench, TimedPassEngine) else ([], [])
+                visit = PointVisit(seconds=seconds, steps=passes[0], front=passes[1])
+                journal.put(visit_key(point, number), visit)
         advance(str(point))
 
 
@@ -91,18 +271,11 @@ def grid_points(
     """The points of the profile, with the samples of all their visits."""
     prefill, decode = [], []
     for point, seconds in _measured(points, spec, results):
+        rows, length = point.batch_size, point.length
         if point.kind == "prefill":
-            prefill.append(
-                PrefillPoint(
-                    batch_size=point.batch_size, input_length=point.length, seconds=seconds
-                )
-            )
+            prefill.append(PrefillPoint(batch_size=rows, input_length=length, seconds=seconds))
         elif point.kind == "decode":
-            decode.append(
-                DecodePoint(
-                    batch_size=point.batch_size, cached_length=point.length, seconds=seconds
-                )
-            )
+            decode.append(DecodePoint(batch_size=rows, cached_length=length, seconds=seconds))
     return prefill, decode
 
 
@@ -128,12 +301,9 @@ def _measured(
 ) -> Iterator[tuple[GridPoint, list[float]]]:
     """Points that were measured and never failed, with all their samples."""
     for point in points:
-        visits = [
-            results.get(visit_key(point, number)) for number in range(spec.repeats * CHEAP_VISITS)
-        ]
-        seconds = [
-            second for visit in visits if isinstance(visit, PointVisit) for second in visit.seconds
-        ]
+        keys = (visit_key(point, number) for number in range(spec.repeats * CHEAP_VISITS))
+        visits = of_kind(PointVisit, (results.get(key) for key in keys))
+        seconds = [second for visit in visits for second in visit.seconds]
         if seconds and failure_key(point) not in results:
             yield point, seconds
 
@@ -179,26 +349,20 @@ def probe_shapes(spec: ProfileSpec, facts: EngineFacts) -> list[tuple[int, int]]
     """
     if facts.is_server:
         return []
-    lengths = [
-        length for length in sorted(set(spec.memory_lengths)) if length < facts.max_model_len
-    ]
+    lengths = sorted(set(spec.memory_lengths))
+    all_steps = {length: facts.max_model_len - length for length in lengths}
     return [
         (length, steps)
-        for length in lengths
-        for steps in sorted(
-            {
-                min(max(spec.slice_tokens), facts.max_model_len - length),
-                facts.max_model_len - length,
-            }
-        )
+        for length, most in all_steps.items()
+        for steps in sorted({min(max(spec.slice_tokens), most), most})
+        if most > 0
     ]
 
 
 def admission_lengths(spec: ProfileSpec, facts: EngineFacts) -> list[int]:
     """The lengths at which rows are admitted one by one; each row can still generate two tokens."""
-    return [
-        length for length in sorted(set(spec.memory_lengths)) if length + 2 <= facts.max_model_len
-    ]
+    lengths = sorted(set(spec.memory_lengths))
+    return [length for length in lengths if length + 2 <= facts.max_model_len]
 
 
 def probe_admission(bench: TimedRoundEngine, length: int) -> MemoryPoint:
@@ -217,12 +381,8 @@ def safe_tokens(probes: Iterable[MemoryPoint], facts: EngineFacts) -> float:
     """N * (L + S) that runs at any length: `SAFE_SHARE` of the edge, without probes of the
     capacity.
     """
-    known = [
-        probe.largest_ok * (probe.input_length + probe.steps)
-        for probe in probes
-        if probe.largest_ok
-    ]
-    return SAFE_SHARE * min([*known, facts.capacity_tokens])
+    edges = [one.largest_ok * (one.input_length + one.steps) for one in probes if one.largest_ok]
+    return SAFE_SHARE * min([*edges, facts.capacity_tokens])
 
 
 def probe_memory(bench: TimedEngine, length: int, steps: int, deadline_s: float) -> MemoryPoint:

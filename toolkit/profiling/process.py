@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Literal, Protocol, cast, runtime_checkable
+from typing import IO, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
 
@@ -30,11 +30,6 @@ from toolkit.files.recipe import Recipe
 from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.workers.process import engine_environment
 from toolkit.workers.protocol import Workers
-
-# What profiling needs of an engine: time a point, and test whether a batch fits.
-#
-# `LocalTimedEngine` uses an engine in this process, `toolkit.profiling.process.EngineProcess` one
-# in a process of its own.
 
 Clock = Literal["cpu", "wall"]
 CLOCKS: dict[Clock, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
@@ -128,21 +123,22 @@ class LocalTimedEngine:
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`."""
+        kind, rows, length, clock = point.kind, point.batch_size, point.length, self._clock
+
+        def run() -> float:
+            if kind == "prefill":
+                return self._engine.time_prefill(rows, length, clock)
+            if kind == "decode":
+                return self._engine.time_decode(rows, length, clock)
+            assert kind != "mix"
+            assert kind != "traffic"
+            assert kind != "hit"
+            return self._round_engine.time_part(kind, rows, length, point.others, clock)
+
         try:
-            return visit(lambda: self._run(point), warmups, self._now_s)
+            return visit(run, warmups, self._now_s)
         except OutOfMemory:
             raise Unmeasurable("out of memory") from None
-
-    def _run(self, point: GridPoint) -> float:
-        rows, length, clock = point.batch_size, point.length, self._clock
-        if point.kind == "prefill":
-            return self._engine.time_prefill(rows, length, clock)
-        if point.kind == "decode":
-            return self._engine.time_decode(rows, length, clock)
-        assert point.kind != "mix"
-        assert point.kind != "traffic"
-        assert point.kind != "hit"
-        return self._round_engine.time_part(point.kind, rows, length, point.others, clock)
 
     @property
     def _round_engine(self) -> RoundEngine:
@@ -180,13 +176,7 @@ def slice_rows(shape: SliceShape, vocab_size: int = 2) -> list[Row]:
     lengths = [shape.input_length - number * spread // last for number in range(shape.batch_size)]
     sampling = SamplingParams(ignore_eos=True)
     return [
-        Row(
-            f"profile-{number}",
-            tokens[:length],
-            generated=0,
-            max_new_tokens=shape.steps,
-            sampling=sampling,
-        )
+        Row(f"profile-{number}", tokens[:length], 0, shape.steps, sampling)
         for number, length in enumerate(lengths)
     ]
 
@@ -258,6 +248,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 Request = LoadEngine | Time | Fits | Admit | KeepBusy
 Reply = Loaded | RunTimes | Tried | Admitted | Failed
+ReplyT = TypeVar("ReplyT", RunTimes, Tried, Admitted)
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -335,14 +326,12 @@ class EngineProcess:
         try:
             reply = read_reply(self._replies)
         except EOFError:
-            raise EngineError(
-                f"the engine's process ended while it loaded: {self._end()}"
-            ) from None
+            why = f"the engine's process ended while it loaded: {self._end()}"
+            raise EngineError(why) from None
         if isinstance(reply, Failed):
             self.stop()
-            raise (InputError if reply.exit_code == InputError.exit_code else EngineError)(
-                reply.message, reply.hint
-            )
+            is_input = reply.exit_code == InputError.exit_code
+            raise (InputError if is_input else EngineError)(reply.message, reply.hint)
         assert isinstance(reply, Loaded)
         self.facts = EngineFacts.model_validate_json(reply.facts_json)
         return self.facts
@@ -355,9 +344,7 @@ class EngineProcess:
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:
         """See `TimedEngine.time`. Raises `Died` if the point killed the process."""
-        reply = self._request(Time(point, warmups))
-        assert isinstance(reply, RunTimes)
-        return list(reply.seconds)
+        return list(self._request(Time(point, warmups), RunTimes).seconds)
 
     def fits(self, shape: SliceShape) -> bool:
         """See `TimedEngine.fits`. A shape that kills the process did not fit.
@@ -365,11 +352,9 @@ class EngineProcess:
         The kernel kills a process when memory is short.
         """
         try:
-            reply = self._request(Fits(shape))
+            return self._request(Fits(shape), Tried).fitted
         except Died:
             return False
-        assert isinstance(reply, Tried)
-        return reply.fitted
 
     def workers(self, recipe: Recipe) -> Workers:
         """The processes that will serve: several equal workers."""
@@ -381,35 +366,31 @@ class EngineProcess:
         """See `TimedRoundEngine.admit`. Raises `Died` if it killed the process: the rows are then
         unknown.
         """
-        reply = self._request(Admit(length, limit))
-        assert isinstance(reply, Admitted)
+        reply = self._request(Admit(length, limit), Admitted)
         return reply.rows, reply.ran_out
 
     def keep_busy(self, shapes: Sequence[SliceShape]) -> None:
         """Serve these slices over and over until `stop`."""
         self._send(KeepBusy(tuple(shapes)))
 
-    def _request(self, request: Request) -> Reply:
+    def _request(self, request: Request, kind: type[ReplyT]) -> ReplyT:
         self._send(request)
         try:
             reply = read_reply(self._replies)
         except EOFError:
-            reason = self._end()
-            self._restart(reason)
+            reason, self._deaths = self._end(), self._deaths + 1
+            if self._deaths >= DEATHS_MAX:
+                raise EngineError(
+                    f"the engine's process ended {self._deaths} times, the last time: {reason}",
+                    "look at its output above; smaller profile.batch_sizes may help",
+                ) from None
+            self.start()
+            self.wait()
             raise Died(f"the engine's process ended: {reason}") from None
         if isinstance(reply, Failed):
             raise Unmeasurable(reply.message)
+        assert isinstance(reply, kind)
         return reply
-
-    def _restart(self, reason: str) -> None:
-        self._deaths += 1
-        if self._deaths >= DEATHS_MAX:
-            message = f"the engine's process ended {self._deaths} times, the last time: {reason}"
-            raise EngineError(
-                message, "look at its output above; smaller profile.batch_sizes may help"
-            )
-        self.start()
-        self.wait()
 
     def _send(self, request: Request) -> None:
         # A dead child is noticed by the end of file in the place of its reply.

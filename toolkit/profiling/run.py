@@ -41,11 +41,15 @@ from toolkit.profiling.grid import (
     slice_shapes,
     traffic_points,
 )
-from toolkit.profiling.journal import Journal, JournalConditions, PointVisit, Result, of_kind
 from toolkit.profiling.measure import (
     TIME_LIMIT_S,
+    Journal,
+    JournalConditions,
+    PointVisit,
+    Result,
     grid_points,
     measure,
+    of_kind,
     probe_memory,
     probe_shapes,
     safe_tokens,
@@ -110,62 +114,45 @@ def estimate_s(
     It needs up to four quick timings: the smallest and the largest point of each kind.
     """
     kinds: tuple[Kind, ...] = ("prefill", "decode")
-    lines = {
-        kind: _Line.timed([point for point in points if point.kind == kind], bench)
-        for kind in kinds
-    }
+    prefill_s, decode_s = (
+        _line_through([point for point in points if point.kind == kind], bench) for kind in kinds
+    )
 
     def visit_s(number: int, point: GridPoint) -> float:
-        once_s = lines[point.kind if point.kind == "prefill" else "decode"].at(point.tokens)
+        once_s = (prefill_s if point.kind == "prefill" else decode_s)(point.tokens)
         samples = min(VISIT_SAMPLES, max(1.0, VISIT_S / max(once_s, SHORTEST_S)))
         return once_s * (warmups(number, spec) + samples)
 
-    def slice_s(shape: SliceShape) -> float:
-        tokens = shape.batch_size * shape.input_length
-        return lines["prefill"].at(tokens) + shape.steps * lines["decode"].at(tokens)
+    def batch_s(prefills: int, tokens: int, steps: float) -> float:
+        return prefills * prefill_s(tokens) + steps * decode_s(tokens)
 
     capacity = bench.facts.capacity_tokens
-    probe_s = PROBES_PER_LENGTH * lines["prefill"].at(capacity)
     visits_s = sum(visit_s(number, point) for number, point in work.visits)
-    slices_s = sum(slice_s(shape) for shape in work.slices.values()) / workers
-    admissions_s = sum(
-        capacity / length * lines["prefill"].at(length) for length in work.admissions
-    )
+    memory_s = len(work.memory) * PROBES_PER_LENGTH * prefill_s(capacity)
+    admissions_s = sum(capacity / length * prefill_s(length) for length in work.admissions)
+    shapes = work.slices.values()
+    slices_s = sum(batch_s(1, one.batch_size * one.input_length, one.steps) for one in shapes)
     # A sequence draws batch sizes, lengths and steps from ranges: geometric means stand for them.
     ranges = spec.batch_sizes, spec.input_lengths
     tokens = round(math.prod(math.sqrt(min(each) * max(each)) for each in ranges))
     steps = ROUNDS * math.sqrt(max(spec.slice_tokens))
-    prefills_s = SEQUENCE_PREFILLS * lines["prefill"].at(tokens)
-    sequence_s = prefills_s + steps * lines["decode"].at(tokens)
-    return (
-        visits_s
-        + slices_s
-        + len(work.memory) * probe_s
-        + admissions_s
-        + len(work.sequences) * sequence_s / workers
-    )
+    sequences_s = len(work.sequences) * batch_s(SEQUENCE_PREFILLS, tokens, steps)
+    return visits_s + memory_s + admissions_s + (slices_s + sequences_s) / workers
 
 
-@dataclass(slots=True, frozen=True)
-class _Line:
-    """Seconds of a point, as a line in its tokens."""
-
-    flat_s: float
-    token_s: float
-
-    @classmethod
-    def timed(cls, points: Sequence[GridPoint], bench: TimedEngine) -> _Line:
-        ends = sorted(points, key=lambda point: point.tokens)
-        if not ends:
-            return cls(0.0, 0.0)
-        small, large = ends[0], ends[-1]
-        small_s = _wall_s(small, bench)
-        large_s = max(_wall_s(large, bench), small_s)
-        slope = (large_s - small_s) / max(large.tokens - small.tokens, 1)
-        return cls(max(small_s - slope * small.tokens, 1e-6), slope)
-
-    def at(self, tokens: int) -> float:
-        return self.flat_s + self.token_s * tokens
+def _line_through(points: Sequence[GridPoint], bench: TimedEngine) -> Callable[[int], float]:
+    """Seconds of a point by its tokens: the line through the smallest and the largest of `points`,
+    which are timed; 0 without any.
+    """
+    if not points:
+        return lambda _: 0.0
+    ends = sorted(points, key=lambda point: point.tokens)
+    small, large = ends[0], ends[-1]
+    small_s = _wall_s(small, bench)
+    large_s = max(_wall_s(large, bench), small_s)
+    token_s = (large_s - small_s) / max(large.tokens - small.tokens, 1)
+    flat_s = max(small_s - token_s * small.tokens, 1e-6)
+    return lambda tokens: flat_s + token_s * tokens
 
 
 def _wall_s(point: GridPoint, bench: TimedEngine) -> float:
@@ -249,12 +236,10 @@ def profile(
         )
         with Journal(journal_path(out), conditions, fresh=fresh) as journal:
             session = _Session(recipe, bench.facts, journal, watch, load_s)
-            watch.planned(session.plan(bench, load_s))
+            watch.planned(session.plan(bench))
             session.probe_memory(bench)
             session.probe_admission(bench)
-            session.keep_limits(bench)
             session.measure(bench)
-            session.time_hits(bench)
             bench.stop()  # frees its memory for the workers
             session.run_slices(make_workers or bench.workers)
             session.run_sequences(make_workers or bench.workers)
@@ -280,12 +265,8 @@ class _Session:
         watch: ProfileProgress,
         load_s: float,
     ) -> None:
-        self._recipe = recipe
-        self._load_s = load_s
-        self._spec = recipe.profile
-        self._facts = facts
-        self._journal = journal
-        self._progress = watch
+        self._recipe, self._facts, self._load_s = recipe, facts, load_s
+        self._journal, self._progress, self._spec = journal, watch, recipe.profile
         self._points, self._skipped = grid(self._spec, facts)
         traits = traits_of(facts.engine)
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
@@ -309,16 +290,17 @@ class _Session:
             sequences=self._rounds.sequences_left() if self._rounds else (),
         )
 
-    def _slices_left(self) -> dict[int, SliceShape]:
-        """The slices that the journal lacks. Before memory is probed, they may be too large."""
-        results = self._journal.results
-        tokens_max = safe_tokens(_batch_probes(results), self._facts)
-        shapes = slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
-        return {
-            number: shape for number, shape in shapes.items() if _slice_key(number) not in results
-        }
+    def _shapes(self) -> dict[int, SliceShape]:
+        """The slices by number. Before memory is probed, they may be too large."""
+        tokens_max = safe_tokens(_batch_probes(self._journal.results), self._facts)
+        return slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
 
-    def plan(self, bench: TimedEngine, load_s: float) -> ProfileEstimate:
+    def _slices_left(self) -> dict[int, SliceShape]:
+        """The slices that the journal lacks."""
+        results, shapes = self._journal.results, self._shapes()
+        return {k: shape for k, shape in shapes.items() if _slice_key(k) not in results}
+
+    def plan(self, bench: TimedEngine) -> ProfileEstimate:
         work = self._work
         # The neighbours load once; the workers load for slices and again for sequences.
         loads = bool(work.visits) + bool(work.slices) + bool(work.sequences)
@@ -326,7 +308,7 @@ class _Session:
         return ProfileEstimate(
             points=len(self._points),
             steps=work.steps,
-            about_s=work_s + loads * load_s,
+            about_s=work_s + loads * self._load_s,
             resumed=len(self._journal.results),
             skipped=dict(Counter(point.reason for point in self._skipped)),
             set_aside=self._journal.set_aside,
@@ -350,24 +332,18 @@ class _Session:
     def measure(self, bench: TimedEngine) -> None:
         """Measure the grid while as many other engines are busy as when serving.
 
-        On GPUs each worker has its own device, so none is needed.
+        On GPUs each worker has its own device, so none is needed. Also measure what a prefix cache
+        saves, if the engine may have one.
         """
-        if not self._work.visits:
-            return
-        shared = self._recipe.hardware.device == "cpu"
-        others = self._recipe.workers - 1 if shared else 0
-        tokens_max = safe_tokens(_batch_probes(self._journal.results), self._facts)
-        shapes = slice_shapes(self._spec, tokens_max, self._facts.max_model_len)
-        with busy_neighbours(self._recipe, others, list(shapes.values())):
-            measure(self._work.visits, bench, self._spec, self._journal, self._progress.advanced)
-
-    def keep_limits(self, bench: TimedEngine) -> None:
-        """Keep the limits of the passes, if the engine reports passes."""
         if isinstance(bench, TimedPassEngine):
-            self._steps = bench.steps
-
-    def time_hits(self, bench: TimedEngine) -> None:
-        """Measure what a prefix cache saves, if the engine may have one."""
+            self._steps = bench.steps  # the limits of its passes
+        if self._work.visits:
+            shared = self._recipe.hardware.device == "cpu"
+            others = self._recipe.workers - 1 if shared else 0
+            shapes = list(self._shapes().values())
+            with busy_neighbours(self._recipe, others, shapes):
+                progress, journal = self._progress.advanced, self._journal
+                measure(self._work.visits, bench, self._spec, journal, progress)
         if isinstance(bench, CachingEngine):
             self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
 
@@ -389,14 +365,15 @@ class _Session:
         results = self._journal.results
         prefill, decode = grid_points(self._points, self._spec, results)
         if not prefill or not decode:
-            failed = next(
-                (r.reason for r in results.values() if isinstance(r, FailedPoint)), "nothing fits"
-            )
-            kind = "decode step" if prefill else "prefill"
-            raise EngineError(
-                f"no {kind} of the grid could be measured: {failed}",
-                "see profile in the recipe",
-            )
+            failed = [one.reason for one in of_kind(FailedPoint, results.values())]
+            kind, why = "decode step" if prefill else "prefill", [*failed, "nothing fits"][0]
+            message = f"no {kind} of the grid could be measured: {why}"
+            raise EngineError(message, "see profile in the recipe")
+        steps, visits = self._steps, of_kind(PointVisit, results.values())
+        if steps is not None:  # with all passes that were logged while the grid was measured
+            passes = [point for visit in visits for point in visit.steps]
+            front = [point for visit in visits for point in visit.front]
+            steps = steps.model_copy(update={"points": passes, "front": front})
         # A server that ran before was not loaded here.
         load_s = round(self._load_s, 1) if traits_of(self._facts.engine).started else None
         return Profile(
@@ -411,23 +388,15 @@ class _Session:
             memory=_batch_probes(results),
             failed=[*self._skipped, *of_kind(FailedPoint, results.values())],
             rounds=self._rounds.result() if self._rounds else None,
-            steps=_with_points(self._steps, results) if self._steps else None,
+            steps=steps,
             hits=self._hits,
         )
-
-
-def _with_points(limits: StepsProfile, results: Mapping[str, Result]) -> StepsProfile:
-    """Add all passes that were logged while the grid was measured."""
-    visits = of_kind(PointVisit, results.values())
-    points = [point for visit in visits for point in visit.steps]
-    front = [point for visit in visits for point in visit.front]
-    return limits.model_copy(update={"points": points, "front": front})
 
 
 def _batch_probes(results: Mapping[str, Result]) -> list[MemoryPoint]:
     """The probes of the memory edge of static batches."""
     probes = (result for key, result in results.items() if key.startswith("memory/"))
-    found = [probe for probe in probes if isinstance(probe, MemoryPoint)]
+    found = of_kind(MemoryPoint, probes)
     return sorted(found, key=lambda probe: (probe.input_length, probe.steps))
 
 

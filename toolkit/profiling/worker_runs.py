@@ -9,7 +9,6 @@ decode steps in rounds; those are in the grid.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import random
 import time
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams, SliceOutput
+from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams
 from toolkit.files.profile import (
     EngineFacts,
     FailedPoint,
@@ -31,8 +30,14 @@ from toolkit.files.profile import (
 )
 from toolkit.files.recipe import ProfileSpec, Recipe
 from toolkit.profiling.grid import SliceShape, log_uniform, part_points
-from toolkit.profiling.journal import Journal
-from toolkit.profiling.measure import admission_lengths, probe_admission, round_parts, safe_tokens
+from toolkit.profiling.measure import (
+    Journal,
+    admission_lengths,
+    of_kind,
+    probe_admission,
+    round_parts,
+    safe_tokens,
+)
 from toolkit.profiling.process import TimedRoundEngine, Unmeasurable, slice_rows
 from toolkit.sched.rounds import groups_alike
 from toolkit.workers.protocol import BatchDone, RoundDone, WorkerEvent, WorkerReady, Workers
@@ -59,13 +64,10 @@ class Feed(ABC, Generic[Work, Point]):
         work: Mapping[int, Work],
         record: Callable[[int, Point | FailedPoint], None],
     ) -> None:
-        self.workers = workers
+        self.workers, self._record = workers, record
         self.batches = 0  # sent so far
-        self._waiting = deque(work.items())
-        self._unrecorded = list(work.values())
-        self._left = len(work)
-        self._record = record
-        self._begun = False
+        self._waiting, self._unrecorded = deque(work.items()), list(work.values())
+        self._left, self._begun = len(work), False
         self._done = asyncio.Event()
 
     async def run(self) -> None:
@@ -121,8 +123,6 @@ ENTER_SHARE = 0.7  # share of the rounds with room in which rows enter
 ENTER_MAX = 4  # rows that enter a running batch at once
 DRAWS_MAX = 50
 
-SequenceRecord = Callable[[int, RoundSequence | FailedPoint], None]
-
 
 @dataclass(slots=True, frozen=True)
 class Ranges:
@@ -150,7 +150,7 @@ class RowsOfSequence:
         self._ranges = ranges
         self._rng = random.Random(f"{ranges.spec.seed}/rounds/{number}")
         self._wanted = log_uniform(ranges.spec.batch_sizes, self._rng)
-        self._next = first_row
+        self.next_row = first_row  # not used by this sequence
         self._cached: dict[int, int] = {}  # cached tokens of each row
         self._to_come: dict[int, int] = {}  # tokens that it still generates
         self._stale = tuple(stale)
@@ -164,14 +164,19 @@ class RowsOfSequence:
         """Numbers of the rows in the batch."""
         return tuple(self._cached)
 
-    @property
-    def next_row(self) -> int:
-        """The first row number that this sequence has not used."""
-        return self._next
-
     def plan(self) -> Round:
-        """The next round."""
-        self._entering = self._drawn()
+        """The next round. The rows that enter are a full batch if none runs, else a few."""
+        room = self._wanted - len(self._cached)
+        count = room
+        if self._cached:
+            count = self._rng.randint(1, ENTER_MAX) if self._rng.random() < ENTER_SHARE else 0
+        self._entering = {}
+        for _ in range(min(count, room)):
+            row = self._draw_row()
+            if row is None:
+                break
+            self._entering[self.next_row] = row
+            self.next_row += 1
         lengths = [len(row.tokens) for row in self._entering.values()]
         self._groups = [
             (len(group), max(lengths[index] for index in group)) for group in groups_alike(lengths)
@@ -209,26 +214,11 @@ class RowsOfSequence:
             )
         )
 
-    def _drawn(self) -> dict[int, Row]:
-        """The rows that enter: a full batch if none runs, a few at a time otherwise."""
-        room = self._wanted - len(self._cached)
-        count = room
-        if self._cached:
-            count = self._rng.randint(1, ENTER_MAX) if self._rng.random() < ENTER_SHARE else 0
-        entering: dict[int, Row] = {}
-        for _ in range(min(count, room)):
-            row = self._draw_row(entering)
-            if row is None:
-                break
-            entering[self._next] = row
-            self._next += 1
-        return entering
-
-    def _draw_row(self, entering: dict[int, Row]) -> Row | None:
+    def _draw_row(self) -> Row | None:
         """Another row that fits with the running and entering ones; None if no draw fits."""
         spec, facts, rng = self._ranges.spec, self._ranges.facts, self._rng
         ends = [tokens + self._to_come[number] for number, tokens in self._cached.items()]
-        ends += [len(row.tokens) + row.max_new_tokens for row in entering.values()]
+        ends += [len(row.tokens) + row.max_new_tokens for row in self._entering.values()]
         for _ in range(DRAWS_MAX):
             length = log_uniform(spec.input_lengths, rng)
             output = 1 + log_uniform((1, 2 * max(spec.slice_tokens)), rng)
@@ -238,69 +228,59 @@ class RowsOfSequence:
                 and (len(ends) + 1) * longest <= self._ranges.tokens_max
             ):
                 tokens = tuple(position % facts.vocab_size for position in range(length))
-                return Row(
-                    f"profile-{self._next}", tokens, 0, output, SamplingParams(ignore_eos=True)
-                )
+                name, sampling = f"profile-{self.next_row}", SamplingParams(ignore_eos=True)
+                return Row(name, tokens, 0, output, sampling)
         return None
-
-
-@dataclass(slots=True)
-class _OnWorker:
-    """The sequence that a worker runs; `number` is None if it is not recorded."""
-
-    number: int | None
-    rows: RowsOfSequence
-    sent_s: float = math.nan
 
 
 class SequenceFeed(Feed[int, RoundSequence]):
     """Runs the numbered sequences, a round at a time on each worker."""
 
     def __init__(
-        self, workers: Workers, numbers: Sequence[int], ranges: Ranges, record: SequenceRecord
+        self,
+        workers: Workers,
+        numbers: Sequence[int],
+        ranges: Ranges,
+        record: Callable[[int, RoundSequence | FailedPoint], None],
     ) -> None:
         super().__init__(workers, {number: number for number in numbers}, record)
         self._ranges = ranges
-        self._on: dict[int, _OnWorker] = {}
+        # by worker: the number of its sequence, the sequence, and when its round was sent
+        self._on: dict[int, tuple[int | None, RowsOfSequence, float]] = {}
         # by worker: the first row number to use, and the rows that it still holds
         self._held: dict[int, tuple[int, Sequence[int]]] = {}
 
     def start(self, worker: int, number: int | None, work: int) -> None:
         first_row, stale = self._held.pop(worker, (0, ()))
-        self._on[worker] = _OnWorker(number, RowsOfSequence(self._ranges, work, first_row, stale))
-        self._send(worker)
+        self._send(worker, number, RowsOfSequence(self._ranges, work, first_row, stale))
 
     def on_event(self, event: WorkerEvent, now_s: float) -> None:
-        if isinstance(event, RoundDone) and event.worker in self._on:
-            self._round_done(event, now_s)
-        elif isinstance(event, WorkerReady) and event.worker not in self._on:
+        if isinstance(event, WorkerReady) and event.worker not in self._on:
             self.next(event.worker)  # the worker was lost, and its rows with it
-
-    def _round_done(self, event: RoundDone, now_s: float) -> None:
-        worker, running = event.worker, self._on[event.worker]
-        if event.output is None or event.failure:
+        if not isinstance(event, RoundDone) or event.worker not in self._on:
+            return
+        worker, output = event.worker, event.output
+        number, rows, sent_s = self._on[worker]
+        if output is None or event.failure:
             del self._on[worker]
-            reason = event.failure
-            self.finish(
-                running.number, FailedPoint(kind="rounds", batch_size=0, length=0, reason=reason)
-            )
-            if event.output is not None:  # a crashed worker is ready again later
-                self._held[worker] = running.rows.next_row, running.rows.left_by(event.output)
+            failed = FailedPoint(kind="rounds", batch_size=0, length=0, reason=event.failure)
+            self.finish(number, failed)
+            if output is not None:  # a crashed worker is ready again later
+                self._held[worker] = rows.next_row, rows.left_by(output)
                 self.next(worker)
             return
-        running.rows.finish(event.output, now_s - running.sent_s)
-        if len(running.rows.points) < ROUNDS:
-            self._send(worker)
+        rows.finish(output, now_s - sent_s)
+        if len(rows.points) < ROUNDS:
+            self._send(worker, number, rows)
             return
-        self.finish(running.number, RoundSequence(rounds=running.rows.points))
-        self._held[worker] = running.rows.next_row, running.rows.rows
+        self.finish(number, RoundSequence(rounds=rows.points))
+        self._held[worker] = rows.next_row, rows.rows
         self.next(worker)
 
-    def _send(self, worker: int) -> None:
-        running = self._on[worker]
-        plan = running.rows.plan()
+    def _send(self, worker: int, number: int | None, rows: RowsOfSequence) -> None:
+        plan = rows.plan()
         self.batches += 1
-        running.sent_s = time.perf_counter()
+        self._on[worker] = number, rows, time.perf_counter()
         self.workers.run_round(worker, self.batches, plan)
 
 
@@ -343,36 +323,30 @@ class RoundsStage:
             self._journal.put(_sequence_key(number), result)
             advance(f"rounds {number + 1} of {self._recipe.profile.sequences}")
 
-        ranges = Ranges(
-            self._recipe.profile, self._facts, safe_tokens(self._admissions(), self._facts)
-        )
+        tokens_max = safe_tokens(self._admissions(), self._facts)
+        ranges = Ranges(self._recipe.profile, self._facts, tokens_max)
         asyncio.run(SequenceFeed(workers, self.sequences_left(), ranges, record).run())
 
     def result(self) -> RoundsProfile:
-        """The profile's section on rounds."""
-        results = self._journal.results
+        """The profile's section on rounds. The memory for swapped caches of one worker is the
+        recipe's bound, else its part of half the machine's.
+        """
+        recipe, results = self._recipe, self._journal.results
+        host_bytes = recipe.engine.swap_bytes(recipe.hardware.device)
+        if host_bytes is None:
+            total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            host_bytes = int(HOST_SHARE * total_bytes) // recipe.workers
         return RoundsProfile(
-            parts=round_parts(self.points, self._recipe.profile, results),
-            sequences=[result for result in results.values() if isinstance(result, RoundSequence)],
+            parts=round_parts(self.points, recipe.profile, results),
+            sequences=of_kind(RoundSequence, results.values()),
             memory=self._admissions(),
-            host_bytes=self._host_bytes(),
+            host_bytes=host_bytes,
         )
 
     def _admissions(self) -> list[MemoryPoint]:
-        results, lengths = (
-            self._journal.results,
-            admission_lengths(self._recipe.profile, self._facts),
-        )
-        found = (results.get(_admission_key(length)) for length in lengths)
-        return [probe for probe in found if isinstance(probe, MemoryPoint)]
-
-    def _host_bytes(self) -> int:
-        """Bytes of one worker: the recipe's bound, else its part of half the machine's memory."""
-        bound = self._recipe.engine.swap_bytes(self._recipe.hardware.device)
-        if bound is not None:
-            return bound
-        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(HOST_SHARE * total_bytes) // self._recipe.workers
+        lengths = admission_lengths(self._recipe.profile, self._facts)
+        found = (self._journal.results.get(_admission_key(length)) for length in lengths)
+        return of_kind(MemoryPoint, found)
 
 
 def _admission_key(length: int) -> str:
@@ -383,18 +357,6 @@ def _sequence_key(number: int) -> str:
     return f"rounds/{number}"
 
 
-SliceRecord = Callable[[int, SlicePoint | FailedPoint], None]
-
-
-@dataclass(slots=True, frozen=True)
-class _Sent:
-    """A running slice; `number` is None if it is not recorded."""
-
-    number: int | None
-    shape: SliceShape
-    sent_s: float
-
-
 class SliceFeed(Feed[SliceShape, SlicePoint]):
     """Runs the numbered slices. Their times are the wall seconds from dispatch to result."""
 
@@ -403,42 +365,35 @@ class SliceFeed(Feed[SliceShape, SlicePoint]):
         workers: Workers,
         shapes: Mapping[int, SliceShape],
         vocab_size: int,
-        record: SliceRecord,
+        record: Callable[[int, SlicePoint | FailedPoint], None],
     ) -> None:
         super().__init__(workers, shapes, record)
         self._vocab_size = vocab_size
-        self._sent: dict[int, _Sent] = {}
+        # by batch: the number of the slice, its shape, and when it was sent
+        self._sent: dict[int, tuple[int | None, SliceShape, float]] = {}
 
     def start(self, worker: int, number: int | None, work: SliceShape) -> None:
         rows = slice_rows(work, self._vocab_size)
         self.batches += 1
-        self._sent[self.batches] = _Sent(number, work, time.perf_counter())
+        self._sent[self.batches] = number, work, time.perf_counter()
         self.workers.run(worker, self.batches, rows, work.steps)
 
     def on_event(self, event: WorkerEvent, now_s: float) -> None:
         if isinstance(event, BatchDone):
-            sent = self._sent.pop(event.batch_id)
-            self.finish(sent.number, _outcome(sent, event, now_s - sent.sent_s))
+            number, shape, sent_s = self._sent.pop(event.batch_id)
+            rows, length, steps = shape.batch_size, shape.input_length, shape.steps
+            tokens = sum(map(len, event.output.tokens))
+            result: SlicePoint | FailedPoint
+            if event.failure or tokens != rows * steps:
+                why = event.failure or f"{tokens} tokens came back"
+                result = FailedPoint(kind="slice", batch_size=rows, length=length, reason=why)
+            else:
+                seconds = now_s - sent_s
+                result = SlicePoint(
+                    batch_size=rows, input_length=length, steps=steps, seconds=seconds
+                )
+            self.finish(number, result)
             if event.failure != "crashed":  # a crashed worker is ready again later
                 self.next(event.worker)
         elif isinstance(event, WorkerReady):
             self.next(event.worker)
-
-
-def _outcome(sent: _Sent, event: BatchDone, seconds: float) -> SlicePoint | FailedPoint:
-    shape = sent.shape
-    if event.failure or _tokens(event.output) != shape.batch_size * shape.steps:
-        reason = event.failure or f"{_tokens(event.output)} tokens came back"
-        return FailedPoint(
-            kind="slice", batch_size=shape.batch_size, length=shape.input_length, reason=reason
-        )
-    return SlicePoint(
-        batch_size=shape.batch_size,
-        input_length=shape.input_length,
-        steps=shape.steps,
-        seconds=seconds,
-    )
-
-
-def _tokens(output: SliceOutput) -> int:
-    return sum(map(len, output.tokens))

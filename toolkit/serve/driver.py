@@ -39,13 +39,13 @@ from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
     RoundDone,
+    SilentWorker,
     WorkerEvent,
     WorkerLost,
     WorkerReady,
     Workers,
     WorkersFailed,
 )
-from toolkit.workers.supervisor import SilentWorker
 
 SHUTTING_DOWN = "the server is shutting down"
 TIMED_OUT = "it was not done at its deadline"

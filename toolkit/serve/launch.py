@@ -42,10 +42,9 @@ from toolkit.serve.http import CLIENT_SHARE, WireLimits
 from toolkit.serve.live import ActiveRequest
 from toolkit.serve.status import Status, facts_of
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
-from toolkit.workers.pool import ProcessWorkers, WorkerSpec
+from toolkit.workers.pool import Patience, ProcessWorkers, WorkerSpec
 from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
-from toolkit.workers.supervisor import Patience
 
 PENDING_BYTES_MAX = 1 << 16  # of an event log, before they are written
 EVENT_LOG_BYTES_MAX = 1 << 30  # an hour or so of a busy server

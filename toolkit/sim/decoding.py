@@ -19,8 +19,7 @@ from heapq import heappop, heappush
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from toolkit.estimators.laws import SegmentedLaw
-from toolkit.estimators.times import LawTimes
+from toolkit.estimators.laws import LawTimes, SegmentedLaw
 from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Job, Moves

@@ -23,6 +23,7 @@ LATEST_S = 253_402_300_800.0
 
 MOONCAKE_BLOCK = 512  # tokens of a block in Mooncake's traces, which do not say it
 
+PARTS, WHOLE = "deltas_without_responses", "message_array_with_responses"  # of AIPerf
 AFTER_UNUSABLE = "after an unusable turn of their session"
 ANEW = "\0anew"  # a key of rows that might continue another and do not
 
@@ -150,26 +151,18 @@ def whole_prompts(records: Iterator[Record], source: str) -> Iterator[Record]:
         if label in turns and before is None:
             yield {**record, REASON: AFTER_UNUSABLE}
             continue
+        mode = record.get("context_mode")
+        if mode not in (None, PARTS, WHOLE):
+            raise InputError(
+                f"{source}: row {row:,}: context_mode is {mode!r}, which is not known",
+                f"known: {PARTS}, {WHOLE}",
+            )
         try:
-            turn = _Turn.of(record, before, _is_whole(record, source, row), fresh)
+            turn = _Turn.of(record, before, mode == WHOLE, fresh)
         except (ValueError, OverflowError):
             turn = None
         turns[label] = turn
         yield record if turn is None else {**record, **turn.columns()}
-
-
-def _is_whole(record: Mapping[str, object], source: str, row: int) -> bool:
-    """Whether a row of AIPerf's holds a whole prompt. `InputError` for an unknown mode."""
-    mode = record.get("context_mode")
-    if mode not in (None, PARTS, WHOLE):
-        raise InputError(
-            f"{source}: row {row:,}: context_mode is {mode!r}, which is not known",
-            f"known: {PARTS}, {WHOLE}",
-        )
-    return mode == WHOLE
-
-
-PARTS, WHOLE = "deltas_without_responses", "message_array_with_responses"  # of AIPerf
 
 
 @dataclass(slots=True, frozen=True)
@@ -241,19 +234,14 @@ class _AgentFile:
     """
 
     def __init__(
-        self,
-        session: Mapping[str, object],
-        labels: Iterator[int],
-        fresh: Iterator[int],
-        base: int,
+        self, session: Mapping[str, object], labels: Iterator[int], fresh: Iterator[int], base: int
     ) -> None:
         self.top = base  # the greatest id so far
         self._block = length(session.get("block_size"))
         if self._block < 1:
             raise ValueError("a block without tokens")
         self._base = base if session.get("hash_id_scope") == "local" else 0
-        self._labels = labels
-        self._fresh = fresh
+        self._labels, self._fresh = labels, fresh
         self._open: dict[int, _Open] = {}  # by the id of the last whole block of the prompt
 
     def rows(self, requests: object, start_s: float = 0.0) -> Iterator[Record]:
@@ -402,8 +390,7 @@ def detect(found: Collection[str], source: str) -> Format:
     missing = [column for column in nearest.required if column not in found]
     if len(missing) == len(nearest.required):
         raise InputError(
-            f"{source}: not a trace: none of the known columns, found {columns or 'none'}",
-            KNOWN,
+            f"{source}: not a trace: none of the known columns, found {columns or 'none'}", KNOWN
         )
     named = " and ".join(f"'{column}'" for column in missing)
     raise InputError(

@@ -62,7 +62,16 @@ class Lengths:
             raise InputError(
                 f"'{self.kind}' is not a distribution of lengths", nearest(self.kind, FORMS)
             )
-        low, high, limits = self._limits_of_b()
+        low, high, limits = 0.0, 0.0, f"lengths from 1 to {MAX_LENGTH} tokens"
+        match self.kind:
+            case "uniform":
+                low, high, limits = self.a, MAX_LENGTH, f"{limits}, LOW not above HIGH"
+            case "lognormal":
+                low, high = 1e-9, MAX_SIGMA
+                limits += f", SIGMA above 0 and up to {MAX_SIGMA:g}"
+            case "pareto":
+                low, high = MIN_ALPHA, MAX_ALPHA
+                limits += f", ALPHA from {MIN_ALPHA:g} to {MAX_ALPHA:g}"
         if not (1 <= self.a <= MAX_LENGTH and low <= self.b <= high):
             raise InputError(
                 f"'{self._spelled()}' is not possible", f"{self.kind}:{FORMS[self.kind]}, {limits}"
@@ -78,19 +87,6 @@ class Lengths:
     def _spelled(self) -> str:
         numbers = [self.a] if self.kind == "fixed" else [self.a, self.b]
         return ":".join([self.kind, *(f"{value:g}" for value in numbers)])
-
-    def _limits_of_b(self) -> tuple[float, float, str]:
-        """The least and the greatest `b`, and the limits of `a` and `b` in words."""
-        tokens = f"lengths from 1 to {MAX_LENGTH} tokens"
-        match self.kind:
-            case "uniform":
-                return self.a, MAX_LENGTH, f"{tokens}, LOW not above HIGH"
-            case "lognormal":
-                return 1e-9, MAX_SIGMA, f"{tokens}, SIGMA above 0 and up to {MAX_SIGMA:g}"
-            case "pareto":
-                limits = f"{tokens}, ALPHA from {MIN_ALPHA:g} to {MAX_ALPHA:g}"
-                return MIN_ALPHA, MAX_ALPHA, limits
-        return 0.0, 0.0, tokens
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         """Draw `count` lengths in tokens."""
@@ -248,15 +244,8 @@ def generate(
     """
     rng = np.random.default_rng(seed)
     arrival_s = arrivals.times(rng, duration_s)
-    count = len(arrival_s)
-    prompts, outputs = prompt.draw(rng, count), output.draw(rng, count)
-    note = (
-        f"generated: {arrivals} for {duration_s:g} s, "
-        f"prompts {prompt}, outputs {output}, seed {seed}"
-    )
-    no_limits = np.zeros(count, dtype=np.int64)
-    made = Trace(arrival_s, prompts, outputs, no_limits, "generated", (note,))
-    return _with_content(made, content, prompt, output, rng) if content else made
+    note = f"{arrivals} for {duration_s:g} s, prompts {prompt}, outputs {output}, seed {seed}"
+    return _requests(arrival_s, prompt, output, rng, content, note)
 
 
 def backlog(
@@ -269,27 +258,27 @@ def backlog(
         raise InputError(f"a backlog of {count} requests is not possible", "give at least 1")
     _check_count(count, "the backlog")
     rng = np.random.default_rng(seed)
-    prompts, outputs = prompt.draw(rng, count), output.draw(rng, count)
-    drawn = f"prompts {prompt}, outputs {output}, seed {seed}"
-    note = f"generated: a backlog of {count} requests, {drawn}"
-    no_limits = np.zeros(count, dtype=np.int64)
-    made = Trace(np.zeros(count), prompts, outputs, no_limits, "generated", (note,))
-    return _with_content(made, content, prompt, output, rng) if content else made
+    note = f"a backlog of {count} requests, prompts {prompt}, outputs {output}, seed {seed}"
+    return _requests(np.zeros(count), prompt, output, rng, content, note)
 
 
-def _with_content(
-    firsts: Trace,
-    content: SharedContent,
+def _requests(
+    arrival_s: Floats,
     prompt: Lengths,
     output: Lengths,
     rng: np.random.Generator,
+    content: SharedContent | None,
+    note: str,
 ) -> Trace:
-    """The requests of `firsts` as first turns, with their prompts after the shared parts, and their
-    later turns.
+    """Requests with drawn lengths at these times. With `content` they are first turns: the shared
+    parts stand before their prompts, and later turns follow.
     """
-    count = len(firsts)
-    ones = np.ones(count, dtype=np.int64)
-    turns = ones if content.turns is None else content.turns.draw(rng, count)
+    count = len(arrival_s)
+    prompts, outputs = prompt.draw(rng, count), output.draw(rng, count)
+    notes, no_limits = (f"generated: {note}",), np.zeros(count, dtype=np.int64)
+    if content is None:
+        return Trace(arrival_s, prompts, outputs, no_limits, "generated", notes)
+    turns = no_limits + 1 if content.turns is None else content.turns.draw(rng, count)
     total = int(turns.sum())
     _check_count(total, f"{count:,} sessions of {content.turns} turns")
     begins = np.cumsum(turns) - turns
@@ -303,10 +292,7 @@ def _with_content(
         values[first], values[~first] = drawn, lengths.draw(rng, total - count)
         return values
 
-    own, answers = (
-        column(firsts.prompt_tokens, prompt),
-        column(firsts.output_tokens, output),
-    )
+    own, answers = column(prompts, prompt), column(outputs, output)
     think_s = np.zeros(total)
     if content.think_ms is not None:
         think_s[~first] = content.think_ms.draw(rng, total - count) / 1000.0
@@ -322,20 +308,20 @@ def _with_content(
         raise InputError(
             f"a prompt would have {prompts.max():,} tokens", "give fewer turns, or shorter parts"
         )
-    arrival_s = firsts.arrival_s[session] + _sums_by(begins, turns, think_s)
+    times_s = arrival_s[session] + _sums_by(begins, turns, think_s)
+    shared = _content_blocks(content, prompts, session, template, ahead)
+    sessions = Sessions(np.where(first, -1, np.arange(total) - 1), think_s)
     whole = Trace(
-        arrival_s,
+        times_s,
         prompts,
         answers,
         np.zeros(total, dtype=np.int64),
-        firsts.source,
-        (*firsts.notes, f"shared: {content}"),
-        shared=_content_blocks(content, prompts, session, template, ahead),
-        sessions=Sessions(np.where(first, -1, np.arange(total) - 1), think_s)
-        if content.turns
-        else None,
+        "generated",
+        (*notes, f"shared: {content}"),
+        shared=shared,
+        sessions=sessions if content.turns else None,
     )
-    return whole.take(np.argsort(arrival_s, kind="stable"))
+    return whole.take(np.argsort(times_s, kind="stable"))
 
 
 def _sums_by(begins: NDArray[np.int64], turns: NDArray[np.int64], values: Floats) -> Floats:
@@ -406,23 +392,15 @@ def draw_arrivals(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:
 
     Of a session, the first turn's time is drawn, and the others stay as long after it as they are.
     """
-    if trace.sessions is not None:
-        return _draw_sessions(trace, arrivals, seed)
-    gaps = arrivals.gaps(np.random.default_rng(seed), len(trace) - 1)
-    arrival_s = np.concatenate([np.zeros(1), np.cumsum(gaps)])
-    notes = (*trace.notes, f"arrival times drawn: {arrivals}, seed {seed}")
-    return replace(trace, arrival_s=arrival_s, notes=notes)
-
-
-def _draw_sessions(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:
-    assert trace.sessions
-    first = trace.sessions.first
-    starts = np.flatnonzero(trace.sessions.previous < 0)
-    share = len(starts) / len(trace)
-    drawn = replace(arrivals, rate_rps=arrivals.rate_rps * share)
-    gaps = drawn.gaps(np.random.default_rng(seed), len(starts) - 1)
+    rng, sessions = np.random.default_rng(seed), trace.sessions
+    if sessions is None:
+        arrival_s = np.concatenate([np.zeros(1), np.cumsum(arrivals.gaps(rng, len(trace) - 1))])
+        notes = (*trace.notes, f"arrival times drawn: {arrivals}, seed {seed}")
+        return replace(trace, arrival_s=arrival_s, notes=notes)
+    first, starts = sessions.first, np.flatnonzero(sessions.previous < 0)
+    drawn = replace(arrivals, rate_rps=arrivals.rate_rps * (len(starts) / len(trace)))
     start_s = np.zeros(len(trace))
-    start_s[starts] = np.concatenate([np.zeros(1), np.cumsum(gaps)])
+    start_s[starts] = np.concatenate([np.zeros(1), np.cumsum(drawn.gaps(rng, len(starts) - 1))])
     arrival_s = start_s[first] + trace.arrival_s - trace.arrival_s[first]
     note = f"arrival times of {len(starts):,} sessions drawn: {drawn}, seed {seed}"
     whole = replace(trace, arrival_s=arrival_s, notes=(*trace.notes, note))

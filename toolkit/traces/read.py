@@ -15,9 +15,9 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, repeat, zip_longest
 from pathlib import Path
 from typing import TextIO
 
@@ -101,17 +101,14 @@ def read_trace(path: Path) -> tuple[Trace, ReadReport]:
         if path.is_dir():
             return _read_folder(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return _read(file, path.name)
+            found, records = _open_records(file, path.name)
+            form = formats.detect(found, path.name)
+            whole = form.whole(records, path.name) if form.whole else records
+            return _collect(whole, form, path.name)
     except OSError as error:
         raise InputError(f"{path}: cannot read the trace: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not a trace: it is not UTF-8 text", formats.KNOWN) from error
-
-
-def _read(file: TextIO, source: str) -> tuple[Trace, ReadReport]:
-    found, records = _open_records(file, source)
-    form = formats.detect(found, source)
-    return _collect(form.whole(records, source) if form.whole else records, form, source)
 
 
 def _read_folder(folder: Path) -> tuple[Trace, ReadReport]:
@@ -143,12 +140,18 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
     file.seek(0)
     if first == "":
         raise InputError(f"{source}: the trace is empty", formats.KNOWN)
-    if first in "[{":
-        return _json(_json_array(file, source) if first == "[" else _json_lines(file), source)
-    lines = _csv_lines(file, source)
-    columns = [name.strip() for name in next((line for line in lines if "".join(line).strip()), [])]
-    # A short row has None for missing columns. Values beyond the columns of a row are ignored.
-    return columns, (dict(zip_longest(columns, line[: len(columns)])) for line in lines if line)
+    if first not in "[{":
+        lines = _csv_lines(file, source)
+        head = next((line for line in lines if "".join(line).strip()), [])
+        columns = [name.strip() for name in head]
+        # A short row has None for missing columns. Values beyond the columns of a row are ignored.
+        return columns, (dict(zip_longest(columns, line[: len(columns)])) for line in lines if line)
+    values = _json_array(file, source) if first == "[" else _json_lines(file)
+    records = (value if isinstance(value, dict) else None for value in values)
+    for skipped, record in enumerate(records):
+        if record is not None:
+            return list(record), chain(repeat(None, skipped), [record], records)
+    raise InputError(f"{source}: not a trace: it holds no JSON object", formats.KNOWN)
 
 
 def _csv_lines(file: TextIO, source: str) -> Iterator[list[str]]:
@@ -178,7 +181,7 @@ def _lenient(text: str) -> object:
         return None
 
 
-def _json_array(file: TextIO, source: str) -> Iterator[object]:
+def _json_array(file: TextIO, source: str) -> list[object]:
     text = file.read()
     try:
         values: object = msgspec.json.decode(text)
@@ -187,26 +190,7 @@ def _json_array(file: TextIO, source: str) -> Iterator[object]:
         if not isinstance(values, list):
             raise InputError(f"{source}: not a JSON array: {error}", formats.KNOWN) from error
     assert isinstance(values, list), "the text begins with a bracket"
-    yield from values
-
-
-def _json(values: Iterable[object], source: str) -> tuple[list[str], Iterator[Record]]:
-    """The columns of the first object, and all values as records."""
-    rest = iter(values)
-    head: list[Record] = []
-    for value in rest:
-        head.append(value if isinstance(value, dict) else None)
-        if head[-1] is not None:
-            break
-    if not head or head[-1] is None:
-        raise InputError(f"{source}: not a trace: it holds no JSON object", formats.KNOWN)
-
-    def rows() -> Iterator[Record]:
-        yield from head
-        for value in rest:
-            yield value if isinstance(value, dict) else None
-
-    return list(head[-1]), rows()
+    return values
 
 
 def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trace, ReadReport]:
@@ -239,8 +223,7 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     if not kept:
         problem = f"{source}: no usable row: {'; '.join(report.lines())}"
         raise InputError(
-            problem,
-            "correct these rows; docs/reference/traces.md, 'Invalid rows', has the limits",
+            problem, "correct these rows; docs/reference/traces.md, 'Invalid rows', has the limits"
         )
     return _ordered(kept, sharing, report)
 

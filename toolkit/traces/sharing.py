@@ -2,8 +2,7 @@
 
 A row with impossible blocks or an impossible session is read without them, counted, and named;
 nothing is guessed. `Sharing` does that for the readers. `scale_blocks` and `keep_sessions` follow
-lengths that were divided or clipped. `reuse_curve` says how much
-a cache of each size reuses.
+lengths that were divided or clipped. `reuse_curve` says how much a cache of each size reuses.
 """
 
 from __future__ import annotations
@@ -83,28 +82,40 @@ class Sharing:
     def add(self, record: Mapping[str, object], row: int, prompt: int) -> None:
         """The row with this number, which is kept. `InputError` for blocks of another size."""
         self._rows.append(row)
-        ids = record.get(self._form.blocks)
-        self._counts.append(0 if ids is None else self._add_blocks(record, ids, row, prompt))
-        label = record.get(self._form.session)
-        if label is None:
-            self._previous.append(-1)
-            self._think_s.append(0.0)
-        else:
-            self._add_turn(record, label, row)
-
-    def _add_blocks(self, record: Mapping[str, object], ids: object, row: int, prompt: int) -> int:
-        block = self._size(record, row)
-        found = block_ids(ids)
-        if found is None:
-            self.unshared.add(NO_LIST, f"row {row:,}")
-            return 0
-        wanted = -(-prompt // block)
-        if len(found) != wanted:
-            said = f"{len(found)} for {prompt:,} tokens in blocks of {block}, must be {wanted}"
-            self.unshared.add(MISCOUNTED, f"row {row:,}: {said}")
-            return 0
-        self._ids.extend(found)
-        return wanted
+        given = record.get(self._form.blocks)
+        self._counts.append(0)
+        if given is not None:
+            block, ids = self._size(record, row), block_ids(given)
+            wanted = -(-prompt // block)
+            if ids is None:
+                self.unshared.add(NO_LIST, f"row {row:,}")
+            elif len(ids) != wanted:
+                said = f"{len(ids)} for {prompt:,} tokens in blocks of {block}, must be {wanted}"
+                self.unshared.add(MISCOUNTED, f"row {row:,}: {said}")
+            else:
+                self._ids.extend(ids)
+                self._counts[-1] = wanted
+        label, previous, think_s = record.get(self._form.session), -1, 0.0
+        if label is not None:
+            if isinstance(label, str | int):
+                previous = self._latest.get(label, -2)
+                self._latest[label] = len(self._previous)
+            if previous == -1:
+                self.unlinked.add(ORPHANED, f"row {row:,}")
+            elif previous >= 0:
+                given = record.get(self._form.think)
+                try:
+                    think_s = 0.0 if given is None else number(given) / 1000.0
+                    if not 0.0 <= think_s < np.inf:
+                        raise ValueError
+                except (ValueError, OverflowError):
+                    shown = f"row {row:,}: {self._form.think} is {given!r}, must be at least 0 ms"
+                    self.unlinked.add(THOUGHTLESS, shown)
+                    previous, think_s = -1, 0.0
+            elif ANEW in record:
+                self.unlinked.add(EDITED, f"row {row:,}")
+        self._previous.append(max(previous, -1))
+        self._think_s.append(think_s)
 
     def _size(self, record: Mapping[str, object], row: int) -> int:
         given = record.get("block_tokens", MOONCAKE_BLOCK)
@@ -127,28 +138,6 @@ class Sharing:
             )
         self._block_tokens, self._said_in = block, row
         return block
-
-    def _add_turn(self, record: Mapping[str, object], label: object, row: int) -> None:
-        previous, think_s = -1, 0.0
-        if isinstance(label, str | int):
-            previous = self._latest.get(label, -2)
-            self._latest[label] = len(self._previous)
-        if previous == -1:
-            self.unlinked.add(ORPHANED, f"row {row:,}")
-        elif previous >= 0:
-            given = record.get(self._form.think)
-            try:
-                think_s = 0.0 if given is None else number(given) / 1000.0
-                if not 0.0 <= think_s < np.inf:
-                    raise ValueError
-            except (ValueError, OverflowError):
-                shown = f"row {row:,}: {self._form.think} is {given!r}, must be at least 0 ms"
-                self.unlinked.add(THOUGHTLESS, shown)
-                previous, think_s = -1, 0.0
-        elif ANEW in record:
-            self.unlinked.add(EDITED, f"row {row:,}")
-        self._previous.append(max(previous, -1))
-        self._think_s.append(think_s)
 
     def attach(self, trace: Trace) -> Trace:
         """`trace` with its blocks and sessions; its rows are in the file's order."""
@@ -338,8 +327,7 @@ def reusable_tokens(trace: Trace) -> Ints:
         return np.zeros(len(trace), dtype=np.int64)
     shared = trace.shared
     rows = np.repeat(np.arange(len(trace)), shared.counts)
-    _, firsts, inverse = np.unique(shared.ids, return_index=True, return_inverse=True)
-    origin = firsts[inverse]
+    origin = first_places(shared.ids)
     tokens = block_lengths(trace)
     seen = np.where(rows[origin] < rows, np.minimum(tokens, tokens[origin]), 0)
     return np.bincount(rows, seen, minlength=len(trace)).astype(np.int64)

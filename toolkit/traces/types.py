@@ -151,9 +151,32 @@ def join(traces: Sequence[Trace]) -> Trace:
 
     Raises `ValueError` for parts with blocks of different sizes.
     """
-    priority = None
+    sizes = [len(trace) for trace in traces]
+    priority = shared = sessions = None
     if any(trace.priority is not None for trace in traces):
         priority = np.concatenate([np.array(trace.priorities, np.int64) for trace in traces])
+    known = [trace.shared for trace in traces if trace.shared]
+    if known:
+        if len({each.block_tokens for each in known}) > 1:
+            raise ValueError("the parts have blocks of different sizes")
+        counts = [
+            trace.shared.counts if trace.shared else np.zeros(size, np.int64)
+            for trace, size in zip(traces, sizes, strict=True)
+        ]
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+        ids = np.concatenate([each.ids for each in known])
+        shared = SharedBlocks(known[0].block_tokens, ids, offsets)
+    if any(trace.sessions for trace in traces):
+        turns = [
+            trace.sessions or Sessions(np.full(size, -1, dtype=np.int64), np.zeros(size))
+            for trace, size in zip(traces, sizes, strict=True)
+        ]
+        previous = np.concatenate([each.previous for each in turns])
+        begins = np.repeat(np.cumsum(sizes) - sizes, sizes)  # of each row's part
+        sessions = Sessions(
+            np.where(previous < 0, -1, previous + begins),
+            np.concatenate([each.think_s for each in turns]),
+        )
     return replace(
         traces[0],
         arrival_s=np.concatenate([trace.arrival_s for trace in traces]),
@@ -161,37 +184,9 @@ def join(traces: Sequence[Trace]) -> Trace:
         output_tokens=np.concatenate([trace.output_tokens for trace in traces]),
         max_tokens=np.concatenate([trace.max_tokens for trace in traces]),
         priority=priority,
-        shared=_joined_blocks(traces),
-        sessions=_joined_sessions(traces),
+        shared=shared,
+        sessions=sessions,
     )
-
-
-def _joined_blocks(traces: Sequence[Trace]) -> SharedBlocks | None:
-    known = [trace.shared for trace in traces if trace.shared]
-    if not known:
-        return None
-    if len({shared.block_tokens for shared in known}) > 1:
-        raise ValueError("the parts have blocks of different sizes")
-    counts = [
-        trace.shared.counts if trace.shared else np.zeros(len(trace), np.int64) for trace in traces
-    ]
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-    return SharedBlocks(
-        known[0].block_tokens, np.concatenate([shared.ids for shared in known]), offsets
-    )
-
-
-def _joined_sessions(traces: Sequence[Trace]) -> Sessions | None:
-    if not any(trace.sessions for trace in traces):
-        return None
-    previous, think_s, before = [], [], 0
-    for trace in traces:
-        count = len(trace)
-        turns = trace.sessions or Sessions(np.full(count, -1, dtype=np.int64), np.zeros(count))
-        previous.append(np.where(turns.previous < 0, -1, turns.previous + before))
-        think_s.append(turns.think_s)
-        before += count
-    return Sessions(np.concatenate(previous), np.concatenate(think_s))
 
 
 def trace_path(trace: str | os.PathLike[str], *, folders: bool = False) -> Path:

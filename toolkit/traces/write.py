@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Self
@@ -27,7 +27,7 @@ import numpy as np
 from toolkit.errors import InputError
 from toolkit.files.io import write_text
 from toolkit.traces.formats import MOONCAKE_BLOCK
-from toolkit.traces.types import Sessions, SharedBlocks, Trace
+from toolkit.traces.types import Sessions, Trace
 
 MAX_BYTES = 256 << 20  # of each of the log's two files: some two million requests
 
@@ -63,9 +63,10 @@ def write_trace(trace: Trace, path: Path) -> None:
 
     Raises `InputError` where the path cannot be written.
     """
-    count = len(trace)
-    block = trace.shared.block_tokens if trace.shared else MOONCAKE_BLOCK
+    shared, count = trace.shared, len(trace)
+    block = shared.block_tokens if shared else MOONCAKE_BLOCK
     size = None if block == MOONCAKE_BLOCK else block
+    ids = (shared.of(row).tolist() or None if shared else None for row in range(count))
     labels, think_ms = _turns(trace.sessions, count)
     lines = (
         TraceLine(
@@ -80,17 +81,10 @@ def write_trace(trace: Trace, path: Path) -> None:
             hash_ids=blocks,
         )
         for (arrival, prompt, output, limit, priority), label, think, blocks in zip(
-            trace.rows(), labels, think_ms, _ids(trace.shared, count), strict=True
+            trace.rows(), labels, think_ms, ids, strict=True
         )
     )
     write_lines(lines, path)
-
-
-def _ids(shared: SharedBlocks | None, count: int) -> Iterator[list[int] | None]:
-    """The ids of each row; None for a row without."""
-    if shared is None:
-        return repeat(None, count)
-    return (shared.of(row).tolist() or None for row in range(count))
 
 
 def _turns(sessions: Sessions | None, count: int) -> tuple[Iterable[int | None], Iterable[float]]:
@@ -131,7 +125,13 @@ class TraceLog:
         self._offset_s = time.time() - time.monotonic()
         self._torn = False  # the last line has no line end
         try:
-            _check_trace(self._path)
+            first = b""
+            if self._path.is_file():
+                with self._path.open("rb") as file:
+                    first = file.readline(1 << 12)
+            if first and not (first.startswith(b"{") and b'"timestamp"' in first):
+                name = self._path.name  # lines would spoil what it holds
+                raise InputError(f"{name}: exists and is not a trace", "choose another file")
             self._open()
         except OSError as error:
             raise InputError(
@@ -153,7 +153,9 @@ class TraceLog:
         text = b"\n" * self._torn + _encode(line) + b"\n"
         try:
             if self._regular and self._size + len(text) > self._max_bytes:
-                self._rotate()
+                os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+                self._file.close()
+                self._open()
                 text = text.lstrip(b"\n")
             written = self._file.write(text) or 0
             if self._regular and written < len(text):  # the disk is full: remove the partial line
@@ -188,18 +190,3 @@ class TraceLog:
             with self._path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
                 self._torn = file.read(1) != b"\n"
-
-    def _rotate(self) -> None:
-        os.replace(self._path, self._path.with_name(self._path.name + ".1"))
-        self._file.close()
-        self._open()
-
-
-def _check_trace(path: Path) -> None:
-    """Raise `InputError` for a file that holds something else: lines would spoil it."""
-    if not path.is_file() or not path.stat().st_size:
-        return
-    with path.open("rb") as file:
-        first = file.readline(1 << 12)
-    if not (first.startswith(b"{") and b'"timestamp"' in first):
-        raise InputError(f"{path.name}: exists and is not a trace", "choose another file")

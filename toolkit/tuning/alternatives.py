@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -30,7 +29,14 @@ from toolkit.sched.policies import BUILT_IN, refusal
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import world_of
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task, capacity_rps
+from toolkit.tuning.evaluate import (
+    ATTAINMENT,
+    CandidateLimits,
+    Evaluation,
+    EvaluationSetup,
+    Task,
+    capacity_rps,
+)
 from toolkit.tuning.executor import Runner, collect
 
 WORKERS_MAX = 256  # the greatest number of workers that is tried
@@ -57,19 +63,30 @@ class WorkerCounts:
                 return row.feasible
         task = Task.of(at_size(self.setup, workers), outcome)
         [done] = collect(self.runner, [task], self.tick)
-        usage = done.usage(self.limits)
-        binding = max(usage, key=lambda key: usage[key])
-        row = SizingRow(
-            settings=settings,
-            workers=workers,
-            feasible=done.feasible(self.limits),
-            goodput_rps=done.goodput_rps,
-            attainment_percent=done.outcome.metrics.get("sla_attainment_percent", 0.0),
-            binding=binding,
-            binding_ratio=usage[binding],
-        )
-        self.rows.append(row)
-        return row.feasible
+        self.rows.append(sizing_row(settings, done, self.limits, workers))
+        return self.rows[-1].feasible
+
+
+def sizing_row(
+    settings: str,
+    done: Evaluation,
+    limits: CandidateLimits,
+    workers: int,
+    counts: Sequence[int] = (),
+) -> SizingRow:
+    """How named settings do with so many workers; `counts`: of each kind of a fleet."""
+    usage = done.usage(limits)
+    binding = max(usage, key=lambda key: usage[key])
+    return SizingRow(
+        settings=settings,
+        workers=workers,
+        counts=list(counts),
+        feasible=done.feasible(limits),
+        goodput_rps=done.goodput_rps,
+        attainment_percent=done.outcome.metrics.get(ATTAINMENT, 0.0),
+        binding=binding,
+        binding_ratio=usage[binding],
+    )
 
 
 def at_size(setup: EvaluationSetup, workers: int) -> EvaluationSetup:
@@ -139,16 +156,15 @@ class AlternativeRuns:
     limits: CandidateLimits
     tick: Callable[[], None]
 
-    def run(self, setup: EvaluationSetup, outcome: Outcome) -> Evaluation:
-        """Evaluate the policy and parameters of `outcome` on `setup`."""
-        [done] = collect(self.runner, [Task.of(setup, outcome)], self.tick)
-        return done
-
     def keeps(self, setup: EvaluationSetup, outcome: Outcome) -> bool:
         """Whether the policy and parameters of `outcome` keep every limit on `setup`."""
         task = replace(Task.of(setup, outcome), stop_limits=self.limits)
         [done] = collect(self.runner, [task], self.tick)
         return done.feasible(self.limits)
+
+    def fewest_workers(self, setup: EvaluationSetup, outcome: Outcome) -> int | None:
+        """The fewest workers found with which `outcome` keeps every limit on `setup`, or None."""
+        return fewest(lambda count: self.keeps(at_size(setup, count), outcome))
 
     def up_to_rps(
         self, recipe: Recipe, setup: EvaluationSetup, outcome: Outcome, feasible: bool
@@ -244,7 +260,7 @@ def alternatives(
         sibling_keeps = any(sibling.feasible for sibling in siblings)
         several = not traits_of(engine).server or chosen.outcome.policy in BUILT_IN
         if several and not policies and not sibling_keeps:
-            workers = fewest(lambda count: runs.keeps(at_size(runs.setup, count), chosen.outcome))
+            workers = runs.fewest_workers(runs.setup, chosen.outcome)
     # The best searched policy is worth naming where the engine cannot run it and it is better.
     best = max(searched, key=lambda candidate: (candidate.feasible(runs.limits), candidate.score))
     better = (
@@ -259,10 +275,6 @@ def alternatives(
         siblings=list(siblings),
         workers=workers,
     )
-
-
-def _keeps_at(runs: AlternativeRuns, setup: EvaluationSetup, outcome: Outcome, count: int) -> bool:
-    return runs.keeps(at_size(setup, count), outcome)
 
 
 def try_siblings(
@@ -283,22 +295,22 @@ def try_siblings(
         setup = replace(runs.setup, world=world, label=f"{runs.setup.label}, {spec.name}")
         outcome = Outcome(policy=spec.policy.name, parameters=spec.policy.parameters, metrics={})
         if sized and (not server or outcome.policy in BUILT_IN):
-            enough = fewest(partial(_keeps_at, runs, setup, outcome))
-            setup = at_size(setup, enough or workers)
+            setup = at_size(setup, runs.fewest_workers(setup, outcome) or workers)
             world = setup.world
         price = spec.hardware.usd_per_hour or recipe.hardware.usd_per_hour
-        done = runs.run(setup, outcome)
+        [done] = collect(runs.runner, [Task.of(setup, outcome)], runs.tick)
         feasible = done.feasible(runs.limits)
-        sibling = Sibling(
-            recipe=spec.name,
-            engine=spec.engine.name,
-            analytic=bool(kind.fit.engine.analytic),
-            workers=world.size,
-            held_out=done.outcome,
-            usage=done.usage(runs.limits),
-            feasible=feasible,
-            up_to_rps=runs.up_to_rps(spec, setup, done.outcome, feasible),
-            usd_per_hour=price and price * world.size,
+        found.append(
+            Sibling(
+                recipe=spec.name,
+                engine=spec.engine.name,
+                analytic=bool(kind.fit.engine.analytic),
+                workers=world.size,
+                held_out=done.outcome,
+                usage=done.usage(runs.limits),
+                feasible=feasible,
+                up_to_rps=runs.up_to_rps(spec, setup, done.outcome, feasible),
+                usd_per_hour=price and price * world.size,
+            )
         )
-        found.append(sibling)
     return found

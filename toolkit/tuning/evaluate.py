@@ -199,13 +199,15 @@ class Evaluation:
             return value / limit if limit else (1.0 + value if value else 0.0)
 
         metrics = self.outcome.metrics
+        most = {
+            OOM: limits.max_oom_percent,
+            EVICTED: limits.max_evicted_percent,
+            REFUSED: limits.max_refused_percent,
+        }
         used = dict(self.ratios)
-        used["oom_percent"] = share(metrics.get("oom_percent", 0.0), limits.max_oom_percent)
-        if limits.max_evicted_percent is not None:
-            evicted = metrics.get("evicted_percent", 0.0)
-            used["evicted_percent"] = share(evicted, limits.max_evicted_percent)
-        if limits.max_refused_percent is not None:
-            used[REFUSED] = share(metrics.get(REFUSED, 0.0), limits.max_refused_percent)
+        for key, limit in most.items():
+            if limit is not None:
+                used[key] = share(metrics.get(key, 0.0), limit)
         if limits.min_attainment_percent is not None:
             late = 100.0 - metrics.get(ATTAINMENT_LOWER, 0.0)
             used[ATTAINMENT] = share(late, 100.0 - limits.min_attainment_percent)
@@ -287,7 +289,10 @@ class Task:
         rest = sum(map(len, windows[len(results) :]))
         if limits is None or not results or not rest:
             return False
-        served = _joined([*(result.served for result in results), _perfect(rest)])
+        # The others are served at once; fewer than 2 tokens have no time per output token.
+        none, two = np.zeros(rest), np.full(rest, 2)
+        perfect = Served(none, none, none, two, none, np.ones(rest, dtype=np.bool_))
+        served = _joined([*(result.served for result in results), perfect])
         late = sum(int(np.count_nonzero(~meets_sla(result.served, sla))) for result in results)
         metrics = {
             key: sum(result.metrics.get(key, 0.0) for result in results) / len(windows)
@@ -316,10 +321,9 @@ class Task:
         if self.setup.world.refuses:
             metrics[REFUSED] = 100.0 * metrics["refused"] / metrics["requests"]
         served = _joined([result.served for result in results])
-        whole = parameters(self._candidate())
         outcome = Outcome(
             policy=self.policy,
-            parameters=whole,
+            parameters=parameters(self._candidate()),
             metrics=metrics,
             replica_router=self.router,
             kind_parameters={
@@ -351,19 +355,8 @@ class Task:
 
 
 def _joined(parts: Sequence[Served]) -> Served:
-    """The requests of all parts."""
-    return Served(
-        **{
-            column: np.concatenate([getattr(part, column) for part in parts])
-            for column in Served.__dataclass_fields__
-        }
-    )
-
-
-def _perfect(requests: int) -> Served:
-    """Requests that are served at once, of the fewest tokens that have a time per output token."""
-    none = np.zeros(requests)
-    return Served(none, none, none, np.full(requests, 2), none, np.ones(requests, dtype=np.bool_))
+    columns = Served.__dataclass_fields__
+    return Served(*(np.concatenate([getattr(part, key) for part in parts]) for key in columns))
 
 
 @dataclass(slots=True, frozen=True)
@@ -405,10 +398,8 @@ def make_screen(setup: EvaluationSetup) -> Screen | None:
             targets[f"{metric}_p{100.0 - late:.6f}_{unit}"] = limit
     if not targets:
         return None
-    sla = {**setup.sla, **targets}
-    return Screen(
-        replace(setup, windows=windows, sla=sla, label=f"{setup.label}, first part"), targets
-    )
+    sla, label = {**setup.sla, **targets}, f"{setup.label}, first part"
+    return Screen(replace(setup, windows=windows, sla=sla, label=label), targets)
 
 
 def lower_bound_percent(windows: Sequence[NDArray[np.bool_]]) -> float:

@@ -1,9 +1,7 @@
 """Running tasks in this process, in child processes or on a cluster, and keeping their results.
 
-A child process gets one window of a task at a time over its own pipe and sends back the result. It
-ends when the pipe closes, so no child survives a killed parent. Only the parent handles the
-keyboard's interrupt; it then ends its children. All runners give the same results, in different
-orders.
+A child process gets one window of a task at a time and sends back the result. It ends with its
+parent, also where that is killed. All runners give the same results, in different orders.
 
 The second half keeps evaluations so that an interrupted search can go on: the search is
 deterministic, so it asks for the same evaluations again. They are kept in a journal file beside the
@@ -16,11 +14,13 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Protocol
 
 from pydantic import Field, TypeAdapter
@@ -102,9 +102,6 @@ class Pieces:
             if window < len(task.setup.windows) and index not in self._ended:
                 yield Piece(index, window, task.on(window))
 
-    def __len__(self) -> int:
-        return sum(len(task.setup.windows) for task in self._tasks)
-
     def add(self, piece: Piece, result: SimulatedWindow) -> Iterator[tuple[int, Evaluation]]:
         """Yield the task's index and evaluation if it ends with this piece."""
         index, task = piece.index, self._tasks[piece.index]
@@ -123,70 +120,63 @@ class Pieces:
 
 
 class ProcessPool:
-    """Runs tasks in `jobs` processes, started with the first tasks. Its `with` block ends them.
+    """Runs tasks in `jobs` processes, started when tasks need them. Its `with` block ends them.
 
-    A user's error in a task is raised here. A process that dies otherwise prints its traceback, and
-    `RuntimeError` is raised here.
+    An error in a task is raised here. `RuntimeError` is raised where a process dies.
     """
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
-        self._children: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._pool: ProcessPoolExecutor | None = None
+        self._others = set(multiprocessing.active_children())
 
     def __enter__(self) -> ProcessPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        for process, pipe in self._children:
-            pipe.close()
-            process.terminate()
-        for process, _pipe in self._children:
-            process.join()
-        self._children = []
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            for child in set(multiprocessing.active_children()) - self._others:
+                child.terminate()  # also in the middle of a window, which may take minutes
+            self._pool.shutdown(cancel_futures=True)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         pieces = Pieces(tasks)
         waiting = iter(pieces)
-        running: dict[Connection, Piece] = {}
+        running: dict[Future[SimulatedWindow | _Failure], Piece] = {}
 
-        def send_next(pipe: Connection) -> None:
-            for piece in waiting:
-                pipe.send(piece)
-                running[pipe] = piece
-                return
+        def submit(most: int) -> None:
+            for piece in islice(waiting, most):
+                if self._pool is None:  # a fork would copy locks of other threads
+                    context = multiprocessing.get_context("spawn")
+                    self._pool = ProcessPoolExecutor(self.jobs, context, _tie_to_parent)
+                running[self._pool.submit(_simulate, piece)] = piece
 
         try:
-            self._start(len(pieces))
-            for _, pipe in self._children[: len(pieces)]:
-                send_next(pipe)
+            submit(self.jobs)
             while running:
-                ready = set(wait(list(running)))
-                for pipe in [pipe for pipe in running if pipe in ready]:
-                    piece = running.pop(pipe)
-                    try:
-                        result = pipe.recv()
-                    except (EOFError, OSError):
-                        raise RuntimeError("a process of the search died") from None
-                    seen = _unwrap(result)
-                    send_next(pipe)
-                    yield from pieces.add(piece, seen)
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in [future for future in running if future in ended]:
+                    piece, result = running.pop(future), _unwrap(future.result())
+                    submit(1)
+                    yield from pieces.add(piece, result)
+        except BrokenProcessPool:
+            raise RuntimeError("a process of the search died") from None
         finally:
-            if running:  # stopped early: these results must not be taken for those of later tasks
-                self._end()
+            for future in running:
+                future.cancel()
 
-    def _start(self, wanted: int) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks of other threads
-        while len(self._children) < min(self.jobs, wanted):
-            pipe, childs_end = context.Pipe()
-            process = context.Process(target=_child, args=(childs_end,), daemon=True)
-            process.start()
-            childs_end.close()
-            self._children.append((process, pipe))
+
+def _tie_to_parent() -> None:
+    """In a child process: end at once where the parent ends, and at the keyboard's interrupt."""
+
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 class ClusterRunner:
@@ -227,20 +217,6 @@ def _unwrap(result: object) -> SimulatedWindow:
         raise result.kind(result.message, result.hint)
     assert isinstance(result, SimulatedWindow)
     return result
-
-
-def _child(pipe: Connection) -> None:
-    """The main loop of a child process: simulate pieces until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        try:
-            piece = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            pipe.send(_simulate(piece))
-        except OSError:
-            return
 
 
 class EvaluationStore(Protocol):
@@ -315,8 +291,8 @@ class JournalFile:
         self.known = _read(path, fingerprint)
         if not self.known:
             path.write_text(json.dumps(fingerprint) + "\n")
-        else:
-            _drop_torn_line(path)
+        else:  # drop a torn last line
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
         """See `EvaluationStore.keep`."""
@@ -373,10 +349,3 @@ def evaluation_of(outcome: object, ratios: object, stopped_after: object = None)
     if "goodput_rps" not in found.outcome.metrics:
         raise ValueError("an evaluation without goodput_rps")
     return found
-
-
-def _drop_torn_line(path: Path) -> None:
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        os.truncate(path, end)

@@ -147,7 +147,9 @@ def search(
     (`_evaluate`). Others may end early (`_may_end_early`), which changes no other trial.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = _sampler(settings)
+    own = settings.spaces[0]
+    twins = {f"{own.policy}.{name}": f"{own.policy}.{first}" for name, first in own.twins.items()}
+    sampler = _AlikeFirst(settings.seed, settings.alike, twins)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     several = len(settings.spaces) > 1
     for space in settings.spaces:
@@ -184,12 +186,6 @@ def search(
         best_rps = max(evaluation.goodput_rps for evaluation in evaluations if evaluation.whole)
         size = BATCH if len(evaluations) > 1 else max(len(settings.spaces) - 1, 1)
     return found
-
-
-def _sampler(settings: SearchSettings) -> optuna.samplers.BaseSampler:
-    own = settings.spaces[0]
-    twins = {f"{own.policy}.{name}": f"{own.policy}.{first}" for name, first in own.twins.items()}
-    return _AlikeFirst(settings.seed, settings.alike, twins)
 
 
 def _screened(found: Found, settings: SearchSettings) -> set[str]:

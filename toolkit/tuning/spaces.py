@@ -17,12 +17,7 @@ from toolkit.errors import InputError, nearest
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, RouterSpec
 from toolkit.files.tuning import Outcome, ParameterValue, searched_key
-from toolkit.routing.routers import (
-    ROUTERS,
-    refuse_unknown_router,
-    router_defaults,
-    router_knobs,
-)
+from toolkit.routing.routers import ROUTERS, refuse_unknown_router, router_defaults, router_knobs
 from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
 from toolkit.sched.policies.parameters import Knob, Value, defaults, knobs, parameters
 from toolkit.sim.world import flags_of

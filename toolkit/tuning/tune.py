@@ -75,13 +75,7 @@ from toolkit.tuning.search import (
     search,
     sensitivity,
 )
-from toolkit.tuning.spaces import (
-    PolicySpace,
-    make_spaces,
-    router_spaces,
-    sweeps,
-    with_kinds,
-)
+from toolkit.tuning.spaces import PolicySpace, make_spaces, router_spaces, sweeps, with_kinds
 
 # limits with a key in `Evaluation.usage` that differs from their metric
 USAGE_KEYS = {ATTAINMENT_LOWER: ATTAINMENT}
@@ -141,7 +135,13 @@ def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> Search
     engines = engines_of(recipe, others)
     router = router_of(recipe, workers=workers)
     if router is not None:
-        own = with_kinds(_built_in(spaces[0], workers), others, workers)
+        if spaces[0].policy not in BUILT_IN:  # each replica has a scheduler of its own
+            raise InputError(
+                f"policy '{spaces[0].policy}' on {workers} replicas: only the policies of a "
+                f"server's own scheduler ({', '.join(BUILT_IN)}) are simulated behind a router",
+                "set policy.name to one of them, or workers to 1",
+            )
+        own = with_kinds(spaces[0], others, workers)
         named = partial(_router, recipe, workers)
         spaces = router_spaces(own, router, spec.routers, spec.space, named)
     own, *rest = spaces
@@ -155,17 +155,6 @@ def _router(recipe: Recipe, workers: int, name: str) -> RouterSpec:
     found = router_of(recipe, name, workers)
     assert found is not None, "asked only where there are replicas"
     return found
-
-
-def _built_in(own: PolicySpace, workers: int) -> PolicySpace:
-    """The recipe's own policy, which must be built into the replicas: each has a scheduler."""
-    if own.policy not in BUILT_IN:
-        raise InputError(
-            f"policy '{own.policy}' on {workers} replicas: only the policies of a server's "
-            f"own scheduler ({', '.join(BUILT_IN)}) are simulated behind a router",
-            "set policy.name to one of them, or workers to 1",
-        )
-    return own
 
 
 def engines_of(recipe: Recipe, others: Sequence[Kind]) -> list[str]:
@@ -286,14 +275,15 @@ def reported(
     """
     recipe = inputs.recipe
     settings = settings_of(recipe, inputs.fit, inputs.others)
-    limits = settings.limits
     runs = _alternative_runs(inputs, runner, progress)
-    default, *held_out = _judge(runs.setup, runner, found, settings, progress)
+    default, *held_out = _judge(runs, found, settings.spaces)
     chosen, space, in_turn = _settle_router(
-        runs, _chosen(held_out, found, settings), settings, progress
+        runs, _chosen(held_out, found, settings), settings.spaces
     )
-    trials, latency = found.trials(), _latency_metric(chosen)
-    verdict = _verdict(default, chosen, limits, recipe)
+    # Goodput is weighed against the target nearest to its limit, where that is a metric.
+    ratios = {key: r for key, r in chosen.ratios.items() if key in chosen.outcome.metrics}
+    trials, latency = found.trials(), max(ratios, key=lambda key: ratios[key], default=LATENCY)
+    verdict = _verdict(default, chosen, runs)
     recommended = default if verdict["keep_defaults"] else chosen
     others = None
     if not inputs.others:
@@ -317,9 +307,7 @@ def reported(
             "in_turn": in_turn,
             "latency_metric": latency,
             "front": front(trials, latency),
-            "uncertainty": _uncertainty(
-                inputs, runs.setup, runner, (default.outcome, chosen.outcome), progress
-            ),
+            "uncertainty": _uncertainty(inputs, runs, (default.outcome, chosen.outcome)),
             "engines": inputs.engines,
             "alternatives": others,
             "cost": _cost(inputs, recommended.outcome, runs.setup),
@@ -360,63 +348,50 @@ def _cost(inputs: Inputs, outcome: Outcome, setup: EvaluationSetup) -> Cost | No
     )
     cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
     new, rows = prompt - cached, max(metrics.get("batch_size_mean", 1.0), 1.0)
-    steps = inputs.fit.steps if not inputs.others else None
-    if steps is None:
-        return Cost(
-            usd_per_hour=per_hour,
-            usd_per_million_requests=1e6 * usd,
-            usd_per_million_in=None,
-            usd_per_million_cached=None,
-            usd_per_million_out=None,
-        )
+    cost = Cost(
+        usd_per_hour=per_hour,
+        usd_per_million_requests=1e6 * usd,
+        usd_per_million_in=None,
+        usd_per_million_cached=None,
+        usd_per_million_out=None,
+    )
+    steps = inputs.fit.steps
+    if steps is None or inputs.others:
+        return cost
     in_s = steps.token_s[-1] + steps.attended_s * new / 2
     cached_s = steps.attended_s * new
     out_s = (steps.base_s + steps.host_s) / rows + steps.row_s + steps.host_row_s
     out_s += steps.token_s[0] + steps.cached_s * (prompt + output / 2)
     usd_per_s = usd / (new * in_s + cached * cached_s + output * out_s)
-    return Cost(
-        usd_per_hour=per_hour,
-        usd_per_million_requests=1e6 * usd,
-        usd_per_million_in=1e6 * usd_per_s * in_s,
-        usd_per_million_cached=1e6 * usd_per_s * cached_s if cached else None,
-        usd_per_million_out=1e6 * usd_per_s * out_s,
+    return cost.model_copy(
+        update={
+            "usd_per_million_in": 1e6 * usd_per_s * in_s,
+            "usd_per_million_cached": 1e6 * usd_per_s * cached_s if cached else None,
+            "usd_per_million_out": 1e6 * usd_per_s * out_s,
+        }
     )
 
 
-def _judge(
-    setup: EvaluationSetup,
-    runner: Runner,
-    found: Found,
-    settings: SearchSettings,
-    progress: Progress,
-) -> list[Evaluation]:
-    """The recipe's settings and the best trial of each searched policy, evaluated on `setup`."""
-    tasks = [settings.spaces[0].task(setup, {})]
-    for space in settings.spaces:
-        number = found.best([space.key])
-        if number is not None:
-            tasks.append(Task.of(setup, found.evaluations[number].outcome))
-    return collect(runner, tasks, lambda: progress(0.0))
-
-
-def _latency_metric(chosen: Evaluation) -> str:
-    """What goodput is weighed against: the target nearest to its limit, where that is a metric."""
-    ratios = {key: r for key, r in chosen.ratios.items() if key in chosen.outcome.metrics}
-    return max(ratios, key=lambda key: ratios[key], default=LATENCY)
+def _judge(runs: AlternativeRuns, found: Found, spaces: Sequence[PolicySpace]) -> list[Evaluation]:
+    """The recipe's settings and the best trial of each searched policy, held out."""
+    best = [found.best([space.key]) for space in spaces]
+    outcomes = [found.evaluations[number].outcome for number in best if number is not None]
+    tasks = [spaces[0].task(runs.setup, {}), *(Task.of(runs.setup, each) for each in outcomes)]
+    return collect(runs.runner, tasks, runs.tick)
 
 
 def _settle_router(
-    runs: AlternativeRuns, chosen: Evaluation, settings: SearchSettings, progress: Progress
+    runs: AlternativeRuns, chosen: Evaluation, spaces: Sequence[PolicySpace]
 ) -> tuple[Evaluation, PolicySpace, Outcome | None]:
     """The chosen settings, their space, and their outcome with requests to each replica in turn
     (None without a router). Where the router gains nothing, the settings in turn are chosen.
     """
-    space = next(space for space in settings.spaces if space.key == chosen.outcome.key)
+    space = next(space for space in spaces if space.key == chosen.outcome.key)
     if space.router is None:
         return chosen, space, None
     task = replace(Task.of(runs.setup, chosen.outcome), router=RouterSpec())
-    [in_turn] = collect(runs.runner, [task], lambda: progress(0.0))
-    if not _router_gains(in_turn, chosen, settings.limits):
+    [in_turn] = collect(runs.runner, [task], runs.tick)
+    if not _router_gains(in_turn, chosen, runs.limits):
         chosen, space = in_turn, space.in_turn()
     return chosen, space, in_turn.outcome
 
@@ -456,18 +431,16 @@ def best_trial(found: Found, keys: Collection[str]) -> int:
     return number
 
 
-def _verdict(
-    default: Evaluation, best: Evaluation, limits: CandidateLimits, recipe: Recipe
-) -> dict[str, object]:
+def _verdict(default: Evaluation, best: Evaluation, runs: AlternativeRuns) -> dict[str, object]:
     """The fields of a tuning that compare the best with the recipe's settings, on held-out windows,
     and judge the recommended one of the two by each limit.
     """
-    before, after = default.goodput_rps, best.goodput_rps
+    before, after, limits = default.goodput_rps, best.goodput_rps, runs.limits
     keep = (best.feasible(limits), best.score) <= (default.feasible(limits), default.score)
     recommended = default if keep else best
     usage, metrics = recommended.usage(limits), recommended.outcome.metrics
     judged = []
-    for limit in recipe_limits(recipe):
+    for limit in recipe_limits(runs.recipe):
         share = usage[USAGE_KEYS.get(limit.name, limit.name)]
         # A target is judged on the requests of all windows together.
         ratio = recommended.ratios.get(limit.name)
@@ -514,11 +487,7 @@ def _window_specs(windows: Sequence[TraceWindow]) -> list[TuningWindow]:
 
 
 def _uncertainty(
-    inputs: Inputs,
-    setup: EvaluationSetup,
-    runner: Runner,
-    pair: tuple[Outcome, Outcome],
-    progress: Progress,
+    inputs: Inputs, runs: AlternativeRuns, pair: tuple[Outcome, Outcome]
 ) -> Uncertainty | None:
     """The verdict on the defaults and the best (`pair`) under drawn laws; None without draws.
 
@@ -526,8 +495,7 @@ def _uncertainty(
     a live server. The defaults and the best get the same draws. Fits are resampled from the profile
     where it is known, else scaled by their held-out errors.
     """
-    spec, limits = inputs.recipe.tune, limits_of(inputs.recipe)
-    draws, seed = spec.draws, spec.seed
+    draws, seed, setup = inputs.recipe.tune.draws, inputs.recipe.tune.seed, runs.setup
     if not draws:
         return None
     if inputs.profile is None:
@@ -540,10 +508,10 @@ def _uncertainty(
         world = fleet(list(map(_drawn_world, setup.world.kinds, drawn)))
         drawn_setup = replace(setup, label=f"{setup.label}, draw {k}", world=world)
         tasks += [Task.of(drawn_setup, outcome) for outcome in pair]
-    done = collect(runner, tasks, lambda: progress(0.0))
+    done = collect(runs.runner, tasks, runs.tick)
     before, after = done[0::2], done[1::2]
     better = [
-        (b.feasible(limits), b.score) > (a.feasible(limits), a.score)
+        (b.feasible(runs.limits), b.score) > (a.feasible(runs.limits), a.score)
         for a, b in zip(before, after, strict=True)
     ]
     defaults = [evaluation.goodput_rps for evaluation in before]

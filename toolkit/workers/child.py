@@ -8,7 +8,6 @@ front (`toolkit.workers.lifeline`).
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import signal
 import time
@@ -198,9 +197,22 @@ def serve(
             return 0
         signs.state = "busy"
         if isinstance(frame, RunSlice):
-            channel.send(_run(engine, frame, channel, outbox, watch))
+            watch.start()
+            outbox.begin(frame.batch_id)
+            on_step = watch.reporting(RunningSlice(frame, channel, outbox).on_step)
+            ran_out = False
+            try:
+                engine.run_slice(frame.rows, frame.steps, on_step)
+            except OutOfMemory:
+                ran_out = True
+            channel.send(Done(frame.batch_id, outbox.take(), watch.stop(), ran_out))
         elif isinstance(frame, RunRound):
-            channel.send(_run_round(cast(RoundEngine, engine), frame, channel, outbox, watch))
+            watch.start()
+            outbox.begin_round(frame.batch_id, frame.plan)
+            on_step = watch.reporting(RunningRound(frame, channel, outbox).on_step)
+            output = cast(RoundEngine, engine).run_round(frame.plan, on_step)
+            outbox.forget(output.dropped)
+            channel.send(DoneRound(frame.batch_id, outbox.take(), watch.stop(), output))
         signs.state = "idle"
 
 
@@ -215,28 +227,6 @@ def _load(start: Start, spec: EngineSpec) -> Engine:
     gc.collect()
     gc.freeze()  # the model's objects stay, so later collections can skip them
     return engine
-
-
-def _run(engine: Engine, run: RunSlice, channel: Channel, outbox: Outbox, watch: Stopwatch) -> Done:
-    watch.start()
-    outbox.begin(run.batch_id)
-    out_of_memory = True
-    with contextlib.suppress(OutOfMemory):
-        engine.run_slice(
-            run.rows, run.steps, watch.reporting(RunningSlice(run, channel, outbox).on_step)
-        )
-        out_of_memory = False
-    return Done(run.batch_id, outbox.take(), watch.stop(), out_of_memory)
-
-
-def _run_round(
-    engine: RoundEngine, run: RunRound, channel: Channel, outbox: Outbox, watch: Stopwatch
-) -> DoneRound:
-    watch.start()
-    outbox.begin_round(run.batch_id, run.plan)
-    output = engine.run_round(run.plan, watch.reporting(RunningRound(run, channel, outbox).on_step))
-    outbox.forget(output.dropped)
-    return DoneRound(run.batch_id, outbox.take(), watch.stop(), output)
 
 
 def run(line: FrontSocket, signs: LifeSigns) -> int:

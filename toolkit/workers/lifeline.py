@@ -33,9 +33,7 @@ class FrontSocket:
         self._lock = threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Send all of `data`. Raises `BrokenPipeError` or `ConnectionResetError` if the front is
-        gone.
-        """
+        """Send `data`. Raises `BrokenPipeError` or `ConnectionResetError` if the front is gone."""
         with self._lock:
             self.socket.sendall(data)
 
@@ -51,15 +49,15 @@ def end_with_front(descriptor: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_end_with, args=(descriptor,), daemon=True, name="lifeline").start()
 
+    def end() -> None:
+        poll = select.poll()
+        # POLLHUP and POLLERR are always reported.
+        poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
+        poll.poll()
+        os._exit(0)  # nothing needs cleaning up, and the main thread may hang
 
-def _end_with(descriptor: int) -> None:
-    poll = select.poll()
-    # POLLHUP and POLLERR are always reported.
-    poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
-    poll.poll()
-    os._exit(0)  # nothing needs cleaning up, and the main thread may hang
+    threading.Thread(target=end, daemon=True, name="lifeline").start()
 
 
 class LifeSigns:
@@ -94,11 +92,8 @@ class LifeSigns:
             pass  # the front is gone, which `end_with_front` notices
 
     def _is_due(self) -> bool:
-        if self.state == "idle":
-            return self._idle
-        return self.state == "loading" and self._has_worked()
-
-    def _has_worked(self) -> bool:
+        if self.state != "loading":
+            return self.state == "idle" and self._idle
         cpu_s, read = time.process_time() - time.thread_time(), _bytes_read()
         worked = cpu_s - self._at_last_sign[0] >= CPU_S_MIN or read != self._at_last_sign[1]
         if not worked:  # asked second, because it costs more
@@ -110,9 +105,7 @@ class LifeSigns:
 
 
 def _bytes_read() -> int:
-    """Bytes that all threads except this one have read, by any system call; 0 if the system does
-    not count them.
-    """
+    """Bytes that all other threads have read, by any system call; 0 if that is not counted."""
 
     def read_by(task: str) -> int:
         with open(f"/proc/{task}/io", "rb", buffering=0) as file:

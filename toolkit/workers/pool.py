@@ -3,8 +3,12 @@
 The body of a worker (`Body`) is a process of this machine or an actor of a cluster; the pool does
 not know which.
 
-In this order: `BatchRecord`, the front's copy of a running slice; the interface of bodies;
-`WorkerPool`; and `ProcessWorkers`, the pool of processes on this machine.
+A worker counts as alive if it makes progress, not if its process exists. It is in one state at a
+time; a state limits how long the worker may be silent, and how long the state may take.
+
+In this order: `Supervisor`, which ends a worker that exceeds a limit; `BatchRecord`, the front's
+copy of a running slice; the interface of bodies; `WorkerPool`; and `ProcessWorkers`, the pool of
+processes on this machine.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -38,6 +43,7 @@ from toolkit.workers.protocol import (
     RoundDone,
     RunRound,
     RunSlice,
+    SilentWorker,
     Start,
     Stop,
     Times,
@@ -46,11 +52,12 @@ from toolkit.workers.protocol import (
     WorkerLost,
     WorkerReady,
     WorkersFailed,
+    WorkerState,
 )
-from toolkit.workers.supervisor import START_S, Patience, SilentWorker, Supervisor
 
 MAX_BACKOFF_S = 30.0
-PATIENCE = Patience()
+CHECK_EVERY_S = 1.0
+START_S = 20.0  # until a process's first sign of life: its interpreter starts on a busy machine
 SPAWN_S = 60.0  # for a process to start
 # A reload may take this many times the longest load so far, plus the grace. The grace is long: the
 # first load may have read the weights from the page cache, and a reload from a cold disk.
@@ -60,10 +67,119 @@ LOAD_TIMES, LOAD_GRACE_S = 3.0, 300.0
 MAX_FAILED_LOADS = 5
 
 
-class BatchRecord:
-    """The front's copy of a slice that runs on a worker, from the reported steps: what is left if
-    the worker ends.
+@dataclass(slots=True, frozen=True)
+class Patience:
+    """How long a worker may be silent, and how long its first load may take, in seconds.
+
+    - In a batch: `times` its estimate plus `grace_s`.
+    - While it loads or is idle, where it gives a sign of life every half second: `waits` times
+      `grace_s`. No client waits for its tokens then, and disks may stall.
+    - The first load may take `load_s` in all. A later one may take three times the longest load so
+      far plus five minutes.
     """
+
+    times: float = 10.0
+    grace_s: float = 30.0
+    waits: float = 4.0
+    load_s: float = 3600.0
+
+    @property
+    def waiting_s(self) -> float:
+        """Silence allowed while a worker loads or is idle."""
+        return self.waits * self.grace_s
+
+    def batch_s(self, estimated_s: float) -> float:
+        """Silence allowed in a batch."""
+        return self.times * estimated_s + self.grace_s
+
+
+PATIENCE = Patience()
+
+
+@dataclass(slots=True)
+class SupervisedWorker:
+    """One worker's state, its start, its last sign of life (on the monotonic clock), and the
+    limits of silence and total time, in seconds.
+    """
+
+    state: WorkerState = "away"
+    since_s: float = 0.0
+    sign_s: float = 0.0
+    silence_s: float = math.inf
+    total_s: float = math.inf
+
+
+class Supervisor:
+    """Checks all workers once a second, and kills those that take too long.
+
+    Args:
+        size: number of workers.
+        kill: ends a worker at once.
+    """
+
+    def __init__(self, size: int, kill: Callable[[SilentWorker], None]) -> None:
+        self.watched = [SupervisedWorker() for _ in range(size)]
+        self._kill = kill
+        self._checked_s = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def enter(
+        self,
+        worker: int,
+        state: WorkerState,
+        silence_s: float = math.inf,
+        total_s: float = math.inf,
+    ) -> None:
+        """The worker enters a state, which is also a sign of life."""
+        now_s = time.monotonic()
+        self.watched[worker] = SupervisedWorker(state, now_s, now_s, silence_s, total_s)
+
+    def sign(self, worker: int) -> None:
+        """The worker gave a sign of life."""
+        self.watched[worker].sign_s = time.monotonic()
+
+    def start(self) -> None:
+        """Check now, and every `CHECK_EVERY_S` until `stop`."""
+        self._checked_s = time.monotonic()
+        self.check()
+
+    def stop(self) -> None:
+        """End the checks."""
+        if self._timer:
+            self._timer.cancel()
+
+    def check(self) -> None:
+        """Kill the workers that take too long, and schedule the next check.
+
+        Time in which this process itself stood still does not count: on a suspended machine no
+        worker hangs.
+        """
+        now_s = time.monotonic()
+        late_s, self._checked_s = now_s - self._checked_s - CHECK_EVERY_S, now_s
+        if late_s > CHECK_EVERY_S:
+            for watched in self.watched:
+                watched.sign_s += late_s
+                watched.since_s += late_s
+        for silent in self.silent():
+            self._kill(silent)
+        self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self.check)
+
+    def silent(self) -> list[SilentWorker]:
+        """The workers that take too long now."""
+        now_s, found = time.monotonic(), []
+        for worker, watched in enumerate(self.watched):
+            silence_s, total_s = now_s - watched.sign_s, now_s - watched.since_s
+            if watched.state == "away":
+                continue
+            if silence_s > watched.silence_s:
+                found.append(SilentWorker(worker, watched.state, silence_s))
+            elif total_s > watched.total_s:
+                found.append(SilentWorker(worker, watched.state, total_s, loading=True))
+        return found
+
+
+class BatchRecord:
+    """The front's copy of a running slice, from the reported steps: what a lost worker leaves."""
 
     def __init__(self, batch_id: int, size: int) -> None:
         self.batch_id = batch_id
@@ -95,18 +211,12 @@ class Body(Protocol):
         ...
 
     async def gone(self) -> str:
-        """Wait until it has ended and nothing of it is left. Returns one line that says why it
-        ended.
-        """
+        """Wait until it has ended and nothing of it is left. Returns in one line why it ended."""
         ...
 
 
 # Starts the body of a worker, given its number; its frames arrive on the running loop.
 Spawn = Callable[[int, OnFrame], Awaitable[Body]]
-
-
-def _future() -> asyncio.Future[None]:
-    return asyncio.get_running_loop().create_future()
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +244,9 @@ class _Slot:
     exits: int = 0
     failed_loads: int = 0
     kill_reason: str = ""
-    first_ready: asyncio.Future[None] = field(default_factory=_future)
+    first_ready: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     keeper: asyncio.Task[None] | None = None
 
 
@@ -239,9 +351,7 @@ class WorkerPool:
             body.send(Cancel(batch_id, tuple(request_ids)))
 
     async def stop(self) -> None:
-        """End all workers at their next step, or kill them after `stop_timeout_s`. No more events
-        follow.
-        """
+        """End all workers at a step, or kill them after `stop_timeout_s`. No event follows."""
         self._stopping.set()
         self.supervisor.stop()
         self._on_event = None
@@ -265,26 +375,46 @@ class WorkerPool:
             body.kill()
 
     async def _keep(self, slot: _Slot) -> None:
-        """Restart one worker until the pool stops, its first load fails, or no worker can be
-        loaded.
-        """
+        """Restart one worker until the pool stops, its first load fails, or none can be loaded."""
         while not self._stopping.is_set():
-            slot.refusal, slot.kill_reason = None, ""
-            reason = await self._run_body(slot)
-            reason = slot.kill_reason or reason
-            slot.body = None
-            self._lost(slot, reason)
+            ended = await self._run_body(slot)
+            reason = slot.kill_reason or ended
+            was_ready, refusal = slot.facts is not None, slot.refusal
+            slot.body = slot.facts = None
+            slot.exits += 1
+            slot.failed_loads += not was_ready
+            self._end_batch(slot, Times(), "crashed")
+            if was_ready:
+                self._emit(WorkerLost(slot.index, reason))
+            if not slot.first_ready.done():
+                error = EngineError(
+                    f"worker {slot.index} ended while it loaded its engine: {reason}"
+                )
+                if refusal:
+                    error = EngineError(refusal.message, refusal.hint)
+                slot.first_ready.set_exception(error)
             if not slot.started:
                 return
             if all(other.failed_loads >= MAX_FAILED_LOADS for other in self._slots):
-                self._emit(WorkersFailed(_cannot_load(slot, reason)))
+                error = EngineError(
+                    "no worker is left, and none could be loaded again in "
+                    f"{MAX_FAILED_LOADS} tries; worker {slot.index}: "
+                    f"{refusal.message if refusal else reason}",
+                    (refusal.hint if refusal else "")
+                    or "check that the device, its memory and the model's files are still there, "
+                    "and start the server again",
+                )
+                self._emit(WorkersFailed(error))
                 return
-            await self._back_off(slot)
+            if slot.exits > 1:  # wait before a restart, longer after each further end
+                wait_s = min(self._backoff_s * 2.0 ** (slot.exits - 2), MAX_BACKOFF_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), wait_s)
 
     async def _run_body(self, slot: _Slot) -> str:
         """Run one body of a worker from its start to its end. Returns why it ended."""
         loop = asyncio.get_running_loop()
-        slot.load_began_s = loop.time()
+        slot.refusal, slot.kill_reason, slot.load_began_s = None, "", loop.time()
         spawning = self._spawn(slot.index, lambda frame: self._receive(slot, frame))
         try:
             slot.body = await asyncio.wait_for(spawning, SPAWN_S)
@@ -317,42 +447,35 @@ class WorkerPool:
             slot.body.kill()
 
     def _receive(self, slot: _Slot, frame: FromWorker) -> None:
-        self._update_supervisor(slot, frame)
+        index, supervisor, waiting_s = slot.index, self.supervisor, self._patience.waiting_s
+        state = supervisor.watched[index].state
         if isinstance(frame, Alive):
-            return
-        if isinstance(frame, Ready):
+            if slot.facts is None:
+                if state != "loading":
+                    supervisor.enter(index, "loading", waiting_s, self._load_s(slot))
+                supervisor.sign(index)
+            elif state == "idle":  # from its first sign of life on, it must give more
+                supervisor.enter(index, "idle", waiting_s)
+        elif isinstance(frame, Ready):
+            supervisor.enter(index, "idle")
             slot.facts = EngineFacts.model_validate_json(frame.facts)
             slot.started, slot.failed_loads = True, 0
             load_s = asyncio.get_running_loop().time() - slot.load_began_s
             self._longest_load_s = max(self._longest_load_s, load_s)
             if not slot.first_ready.done():
                 slot.first_ready.set_result(None)
-            self._emit(WorkerReady(slot.index, slot.facts))
+            self._emit(WorkerReady(index, slot.facts))
         elif isinstance(frame, Refused):
             slot.refusal = frame
-        elif slot.batch is not None and frame.batch_id == _batch_id(slot.batch):
-            self._receive_of_batch(slot, slot.batch, frame)
+        else:
+            self._receive_of_batch(slot, frame)
 
-    def _update_supervisor(self, slot: _Slot, frame: FromWorker) -> None:
-        """Tell the supervisor the worker's state. An idle worker must give signs of life after its
-        first one.
-        """
-        supervisor, waiting_s = self.supervisor, self._patience.waiting_s
-        state = supervisor.watched[slot.index].state
-        if isinstance(frame, Ready):
-            supervisor.enter(slot.index, "idle")
-        elif isinstance(frame, Alive) and slot.facts is None:
-            if state != "loading":
-                supervisor.enter(slot.index, "loading", waiting_s, self._load_s(slot))
-            supervisor.sign(slot.index)
-        elif isinstance(frame, Alive) and state == "idle":
-            supervisor.enter(slot.index, "idle", waiting_s)
-        elif isinstance(frame, Progress):
-            supervisor.sign(slot.index)
-
-    def _receive_of_batch(
-        self, slot: _Slot, batch: BatchRecord | int, frame: Progress | Done | DoneRound
-    ) -> None:
+    def _receive_of_batch(self, slot: _Slot, frame: Progress | Done | DoneRound) -> None:
+        if isinstance(frame, Progress):
+            self.supervisor.sign(slot.index)
+        batch = slot.batch
+        if batch is None or frame.batch_id != _batch_id(batch):
+            return
         if isinstance(batch, BatchRecord):
             batch.add(frame.steps)
         if frame.steps:
@@ -380,29 +503,6 @@ class WorkerPool:
             self.supervisor.enter(slot.index, "idle")
         self._emit(event)
 
-    def _lost(self, slot: _Slot, reason: str) -> None:
-        was_ready, slot.facts = slot.facts is not None, None
-        slot.exits += 1
-        slot.failed_loads += not was_ready
-        self._end_batch(slot, Times(), "crashed")
-        if was_ready:
-            self._emit(WorkerLost(slot.index, reason))
-        if not slot.first_ready.done():
-            refusal, index = slot.refusal, slot.index
-            slot.first_ready.set_exception(
-                EngineError(f"worker {index} ended while it loaded its engine: {reason}")
-                if refusal is None
-                else EngineError(refusal.message, refusal.hint)
-            )
-
-    async def _back_off(self, slot: _Slot) -> None:
-        """Wait before a restart: not after a single end, and longer after each further one."""
-        if slot.exits < 2:
-            return
-        wait_s = min(self._backoff_s * 2.0 ** (slot.exits - 2), MAX_BACKOFF_S)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), wait_s)
-
     def _emit(self, event: WorkerEvent) -> None:
         if self._on_event is not None:
             self._on_event(event)
@@ -410,18 +510,6 @@ class WorkerPool:
 
 def _batch_id(batch: BatchRecord | int) -> int:
     return batch if isinstance(batch, int) else batch.batch_id
-
-
-def _cannot_load(slot: _Slot, reason: str) -> EngineError:
-    refusal = slot.refusal
-    hint = refusal.hint if refusal is not None else ""
-    return EngineError(
-        f"no worker is left, and none could be loaded again in {MAX_FAILED_LOADS} tries; "
-        f"worker {slot.index}: {refusal.message if refusal is not None else reason}",
-        hint
-        or "check that the device, its memory and the model's files are still there, and start the "
-        "server again",
-    )
 
 
 @dataclass(frozen=True, slots=True)

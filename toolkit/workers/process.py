@@ -187,9 +187,7 @@ class WorkerProcess:
         gpus: str | None = None,
         device: str = "cpu",
     ) -> WorkerProcess:
-        """Start a child that sees only these `gpus` (None: all), and send it `start`. `on_frame`
-        receives its frames.
-        """
+        """Start a child that sees only these `gpus` (None: all). `on_frame` gets its frames."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -221,7 +219,7 @@ class WorkerProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def gone(self) -> str:
-        """Wait until the child has ended, and reap it. Returns why it ended.
+        """Wait until the child has ended, and reap it. Returns why it ended, in one line.
 
         A child that has closed its socket has nothing left to do, and is killed if it does not exit
         within `EXIT_GRACE_S`.
@@ -235,20 +233,14 @@ class WorkerProcess:
         guard.forget(self.pid)
         await asyncio.wait((self._errors.closed,), timeout=STDERR_DRAIN_S)
         self._errors.close()
-        return _end_of(code, self._errors.tail.decode(errors="replace"))
-
-
-def _end_of(code: int, stderr: str) -> str:
-    """How a process ended, in one line: by which signal (a negative `code`), or with which exit
-    code and last line of `stderr`.
-    """
-    if code < 0:
-        try:
-            return f"killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"killed by signal {-code}"
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return f"exit code {code}" + (f": {lines[-1][:300]}" if lines else "")
+        if code < 0:
+            try:
+                return f"killed by {signal.Signals(-code).name}"
+            except ValueError:
+                return f"killed by signal {-code}"
+        stderr = self._errors.tail.decode(errors="replace")
+        lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+        return f"exit code {code}" + (f": {lines[-1][:300]}" if lines else "")
 
 
 def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -9,7 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -19,7 +19,6 @@ from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.types import Failure
 from toolkit.workers.lifeline import FrontSocket
-from toolkit.workers.supervisor import SilentWorker
 
 
 @dataclass(slots=True, frozen=True)
@@ -110,8 +109,49 @@ WorkerEvent = WorkerReady | WorkerLost | WorkersFailed | BatchProgress | BatchDo
 OnEvent = Callable[[WorkerEvent], None]
 
 
-class BatchRunner(Protocol):
-    """What workers do with batches: each runs one slice or round at a time."""
+WorkerState = Literal["away", "starting", "loading", "idle", "running"]
+WHILE: dict[WorkerState, str] = {
+    "away": "",
+    "starting": "while it started",
+    "loading": "while it loaded",
+    "idle": "while it was idle",
+    "running": "in a batch",
+}
+
+
+class SilentWorker(NamedTuple):
+    """A worker that has taken too long: it was silent for `seconds`, or, with `loading`, gave signs
+    of life but did not finish loading in `seconds`.
+    """
+
+    worker: int
+    state: WorkerState
+    seconds: float
+    loading: bool = False
+
+    def __str__(self) -> str:
+        if self.loading:
+            return f"worker {self.worker} has not loaded after {self.seconds:.0f} s"
+        return f"worker {self.worker} has been silent for {self.seconds:.0f} s {WHILE[self.state]}"
+
+    @property
+    def reason(self) -> str:
+        """Why it was killed."""
+        if self.loading:
+            return f"killed: it had not loaded after {self.seconds:.0f} s"
+        return f"killed: it was silent for {self.seconds:.0f} s {WHILE[self.state]}"
+
+
+class Workers(Protocol):
+    """N workers on one loop; each runs one slice or round at a time, and events report it."""
+
+    size: int
+
+    async def start(self, on_event: OnEvent) -> None:
+        """Start all workers and return when each has reported `WorkerReady`. Raises `EngineError`
+        if one cannot load its engine.
+        """
+        ...
 
     def run(
         self,
@@ -139,18 +179,6 @@ class BatchRunner(Protocol):
 
     def cancel(self, worker: int, batch_id: int, request_ids: Sequence[str]) -> None:
         """Cancel rows of a slice; it stops early when no row is wanted."""
-        ...
-
-
-class Workers(BatchRunner, Protocol):
-    """N workers on one asyncio loop. Events arrive through `on_event`."""
-
-    size: int
-
-    async def start(self, on_event: OnEvent) -> None:
-        """Start all workers and return when each has reported `WorkerReady`. Raises `EngineError`
-        if one cannot load its engine.
-        """
         ...
 
     def kill(self, worker: int) -> None:
@@ -329,9 +357,7 @@ class FrameReader(Generic[Frame]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete now. Raises `ValueError` (or msgspec's subclasses) for an
-        invalid frame.
-        """
+        """The frames that are complete now. Raises `ValueError` for an invalid frame."""
         self._buffer += data
         while len(self._buffer) >= _HEAD_BYTES:
             size = int.from_bytes(self._buffer[:_HEAD_BYTES], "big")
@@ -385,7 +411,7 @@ class Channel(Protocol):
 
 
 class SocketChannel:
-    """Blocking frames over a socket."""
+    """`Channel` over a socket."""
 
     def __init__(self, line: FrontSocket) -> None:
         self._line = line
@@ -400,13 +426,11 @@ class SocketChannel:
             raise FrontGoneError from None
 
     def receive(self) -> ToWorker:
-        """Wait for the next frame."""
         while not self._waiting:
             self._receive(0)
         return self._waiting.popleft()
 
     def poll(self) -> list[ToWorker]:
-        """The frames that have arrived, without waiting."""
         try:
             while True:
                 self._receive(socket.MSG_DONTWAIT)
@@ -417,7 +441,6 @@ class SocketChannel:
         return frames
 
     def put_back(self, frame: ToWorker) -> None:
-        """Let `receive` return this frame next."""
         self._waiting.appendleft(frame)
 
     def _receive(self, flags: int) -> None:

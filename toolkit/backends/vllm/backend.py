@@ -1,8 +1,7 @@
 """vLLM as a backend: profile it through its own server, start it with a plan, check its version.
 
-`VllmBackend` comes first, then `launch_vllm`, which starts vLLM's own server as a child process
-with exactly the plan's flags. Clients talk to vLLM directly. llmctl reports when vLLM is ready,
-forwards signals and waits for its end. A policy of ours runs inside vLLM
+Clients talk to vLLM's own server directly. llmctl reports when vLLM is ready, forwards signals and
+waits for its end. A policy of ours runs inside vLLM
 (`toolkit.backends.vllm.scheduler`), from the same plan. In every case vLLM's passes are counted and
 compared with the plan's laws (`toolkit.backends.vllm.iterations`), in vLLM's own /metrics.
 """
@@ -17,7 +16,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -82,65 +81,111 @@ class VllmBackend:
         return vllm_bench(recipe)
 
     def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
-        """See `Serves.launch`."""
-        return launch_vllm(order, on_ready)
+        """See `Serves.launch`: vLLM's own server as a child process, with exactly the plan's flags.
+
+        Raises `InputError` for an address that cannot be used, an untested version of vLLM, or a
+        plan that was fitted on another CPU or version of vLLM. Raises `EngineError` if vLLM is not
+        installed, cannot load, or ends by itself.
+        """
+        require_gpu([order.plan.recipe])
+        check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
+        _refuse_other(order)
+        # Report a bad address before anything slow; vLLM takes the port later.
+        with listen(order.host, order.port) as probe:
+            port = probe.getsockname()[1]
+        asked = 0
+        with tempfile.TemporaryDirectory(prefix="llmctl-plan-") as folder:
+            with contextlib.suppress(EndRequested), _Signals() as signals:
+                command = command_of(order, Path(folder))
+                with vllm_server(command, order.host, port, quiet=False) as server:
+                    signals.loading = False
+                    if not signals.count:
+                        on_ready(server.url)
+                        with EngineWatch(order, server.url) as watch:
+                            _serve(server, order, signals, watch)
+                        asked = watch.asked
+            ended = _count_ended(Path(folder) / METRICS_FOLDER)
+            return ended | ({AT_LIMIT: max(ended.get(AT_LIMIT, 0) - asked, 0)} if asked else {})
 
     def replica(
         self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
     ) -> VllmServer:
-        """See `StartsReplicas.replica`."""
-        return start_replica(order, number, folder, given)
+        """See `StartsReplicas.replica`. Raises `InputError` for a plan that was fitted on another
+        device or version of vLLM, and `EngineError` for too few GPUs or CPUs.
+        """
+        whole, kind = order.plan, order.plan.kind_numbers[number]
+        if whole.others:
+            order = replace(order, plan=whole.alone(kind))
+        recipe = order.plan.recipe
+        try:
+            require_gpu([recipe])
+            _refuse_other(order)
+            if whole.others or given is not None:
+                _refuse_other_gpu(order.plan, order.on_foreign if given is not None else None)
+        except LlmctlError as error:
+            if not whole.others:
+                raise
+            raise type(error)(
+                f"kind '{recipe.name}' is for another machine: {error.message}",
+                f"start its servers there, and serve them here: --replica {recipe.name}=URL",
+            ) from None
+        for part in ("plan", "server"):
+            (folder / part).mkdir()
+        command = command_of(order, folder / "plan")
+        if given is None:
+            command = _with_share(command, whole, number)
+        else:
+            command = replace(command, own_cpus=given.cpus, used_cpus=given.used_cpus)
+            if len(command.cpus[0]) < len(given.cpus):
+                needs, has = ", ".join(map(str, given.cpus)), len(os.sched_getaffinity(0))
+                raise EngineError(
+                    f"a server needs the CPUs {needs} of this machine, and it has {has}",
+                    "start Ray with fewer CPUs there: ray start --num-cpus",
+                )
+        port = free_port(order.host)
+        return VllmServer(command, order.host, port, quiet=False, folder=folder / "server")
 
     def check(self, recipe: Recipe) -> Check:
         """See `Checks.check`."""
-        python = vllm_python(recipe)
         try:
-            return Check("engine", "ok", f"vLLM {vllm_version(recipe)}, of {python}")
+            found = f"vLLM {vllm_version(recipe)}, of {vllm_python(recipe)}"
+            return Check("engine", "ok", found)
         except LlmctlError as error:
             return Check("engine", "missing", error.message, error.hint)
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
-        """See `DescribesServer.described`."""
-        return described(plan, served_model)
+        """See `DescribesServer.described`: in vLLM's own image, or in one that has llmctl, too.
 
-
-def start_replica(
-    order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
-) -> VllmServer:
-    """Start server `number` of the plan's workers. Raises `InputError` for a plan that was fitted
-    on another device or version of vLLM, and `EngineError` for too few GPUs or CPUs.
-    """
-    whole, kind = order.plan, order.plan.kind_numbers[number]
-    if whole.others:
-        order = replace(order, plan=whole.alone(kind))
-    recipe = order.plan.recipe
-    try:
-        require_gpu([recipe])
-        _refuse_other(order)
-        if whole.others or given is not None:
-            _refuse_other_gpu(order.plan, order.on_foreign if given is not None else None)
-    except LlmctlError as error:
-        if not whole.others:
-            raise
-        raise type(error)(
-            f"kind '{recipe.name}' is for another machine: {error.message}",
-            f"start its servers there, and serve them here: --replica {recipe.name}=URL",
-        ) from None
-    for part in ("plan", "server"):
-        (folder / part).mkdir()
-    command = command_of(order, folder / "plan")
-    if given is None:
-        command = _with_share(command, whole, number)
-    else:
-        command = replace(command, own_cpus=given.cpus, used_cpus=given.used_cpus)
-        if len(command.cpus[0]) < len(given.cpus):
-            raise EngineError(
-                f"a server needs the CPUs {', '.join(map(str, given.cpus))} of this machine, and "
-                f"it has {len(os.sched_getaffinity(0))}",
-                "start Ray with fewer CPUs there: ray start --num-cpus",
-            )
-    port = free_port(order.host)
-    return VllmServer(command, order.host, port, quiet=False, folder=folder / "server")
+        The passes of such a server are not counted: that needs llmctl inside.
+        """
+        recipe, policy = plan.recipe, plan.policy.name
+        command = VllmCommand(recipe, recipe.model.source, served_model)
+        words = " ".join(scheduler_flags(plan, counted=False)).replace(" --", "\n--")
+        scheduling = [flag.split(" ") for flag in words.splitlines()]
+        ours, image = policy != POLICY, IMAGES[recipe.hardware.device]
+        source = "vLLM's own, of the version that was tried; it was not pulled here"
+        if ours:
+            lines = [f"FROM {image}", "COPY toolkit /opt/llmctl/toolkit"]
+            lines += ["ENV PYTHONPATH=/opt/llmctl", f"RUN pip install --no-cache-dir {NEEDED}", ""]
+            written = "\\n".join(lines)
+            image = f"llmctl-vllm:{toolkit.__version__}"
+            build = f"printf '{written}' | docker build -t {image} -f - ."
+            source = f"the policy runs inside vLLM; build it in a checkout: {build}"
+        return ServerCommand(
+            command=["vllm", "serve", recipe.model.source],
+            flags=[
+                *((flag, f"recipe: {key}") for flag, key in command.settings()),
+                *((flag, f"plan: policy '{policy}'") for flag in scheduling),
+            ],
+            environment=NO_TELEMETRY,
+            drain=SHUTDOWN,
+            health="/health",
+            image=image,
+            image_source=source,
+            plan_variable=PLAN_VARIABLE if ours else "",
+            python_variable=command.python_variable,
+            alive=Path(alive.__file__).read_text(encoding="utf-8"),
+        )
 
 
 def _with_share(command: VllmCommand, whole: Plan, number: int) -> VllmCommand:
@@ -196,34 +241,6 @@ class EndRequested(BaseException):
     """
 
 
-def launch_vllm(order: ServerOrder, on_ready: Callable[[str], None]) -> dict[str, int]:
-    """Serve until a signal ends the server. Returns the number of ended requests by finish reason.
-
-    `on_ready` gets the URL once the server answers. Raises `InputError` for an address that cannot
-    be used, an untested version of vLLM, or a plan that was fitted on another CPU or version of
-    vLLM. Raises `EngineError` if vLLM is not installed, cannot load, or ends by itself.
-    """
-    require_gpu([order.plan.recipe])
-    check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
-    _refuse_other(order)
-    # Report a bad address before anything slow; vLLM takes the port later.
-    with listen(order.host, order.port) as probe:
-        port = probe.getsockname()[1]
-    asked = 0
-    with tempfile.TemporaryDirectory(prefix="llmctl-plan-") as folder:
-        with contextlib.suppress(EndRequested), _signals() as signals:
-            command = command_of(order, Path(folder))
-            with vllm_server(command, order.host, port, quiet=False) as server:
-                signals.loading = False
-                if not signals.count:
-                    on_ready(server.url)
-                    with EngineWatch(order, server.url) as watch:
-                        _serve(server, order, signals, watch)
-                    asked = watch.asked
-        ended = _count_ended(Path(folder) / METRICS_FOLDER)
-        return ended | ({AT_LIMIT: max(ended.get(AT_LIMIT, 0) - asked, 0)} if asked else {})
-
-
 def _refuse_other(order: ServerOrder) -> None:
     """Refuse a plan of another engine or CPU, as far as both are known before loading."""
     # vLLM omits a build's local version.
@@ -271,40 +288,6 @@ def scheduler_flags(plan: Plan, *, counted: bool) -> list[str]:
     return flags
 
 
-def described(plan: Plan, served_model: str) -> ServerCommand:
-    """A server of the plan's recipe in vLLM's own image, or in one that has llmctl, too.
-
-    Its passes are not counted: that needs llmctl inside.
-    """
-    recipe, policy = plan.recipe, plan.policy.name
-    command = VllmCommand(recipe, recipe.model.source, served_model)
-    scheduling = " ".join(scheduler_flags(plan, counted=False)).replace(" --", "\n--").splitlines()
-    ours = policy != POLICY
-    image = IMAGES[recipe.hardware.device]
-    source = "vLLM's own, of the version that was tried; it was not pulled here"
-    if ours:
-        lines = [f"FROM {image}", "COPY toolkit /opt/llmctl/toolkit", "ENV PYTHONPATH=/opt/llmctl"]
-        written = "\\n".join([*lines, f"RUN pip install --no-cache-dir {NEEDED}", ""])
-        image = f"llmctl-vllm:{toolkit.__version__}"
-        build = f"printf '{written}' | docker build -t {image} -f - ."
-        source = f"the policy runs inside vLLM; build it in a checkout: {build}"
-    return ServerCommand(
-        command=["vllm", "serve", recipe.model.source],
-        flags=[
-            *((flag, f"recipe: {key}") for flag, key in command.settings()),
-            *((flag.split(" "), f"plan: policy '{policy}'") for flag in scheduling),
-        ],
-        environment=NO_TELEMETRY,
-        drain=SHUTDOWN,
-        health="/health",
-        image=image,
-        image_source=source,
-        plan_variable=PLAN_VARIABLE if ours else "",
-        python_variable=command.python_variable,
-        alive=Path(alive.__file__).read_text(encoding="utf-8"),
-    )
-
-
 def _count_ended(metrics: Path) -> dict[str, int]:
     """The number of ended requests by vLLM's finish reasons, from the files that vLLM leaves."""
     if not metrics.is_dir():  # a signal came before the server
@@ -327,21 +310,18 @@ class _Signals:
         self.count = 0
         self.loading = True
 
+    def __enter__(self) -> _Signals:
+        self._before = {number: signal.signal(number, self) for number in end_signals()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if self.loading and self.count == 1:
             raise EndRequested
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
-    signals = _Signals()
-    before = {number: signal.signal(number, signals) for number in end_signals()}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class EngineWatch:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 import mypy_extensions
 import psutil
@@ -38,9 +37,7 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.units import MIB
 
-# The tested versions of vLLM. llmctl's classes inside vLLM subclass private ones, and its flags
-# change.
-
+# The tested versions of vLLM: our classes in it subclass private ones, and its flags change.
 TRIED = "==0.32.*"
 
 
@@ -99,49 +96,47 @@ class VllmCommand:
         The scheduler's flags and the address are not among them.
         """
         spec, model, engine = self._spec, self.recipe.model, self.recipe.engine
-        found = [
-            (["--served-model-name", self.served_model], "serve.served_model_name, or the model"),
-            (["--dtype", model.dtype], "model.dtype"),
-            (["--max-model-len", str(model.max_model_len)], "model.max_model_len"),
-        ]
+        found: list[tuple[list[str], str]] = []
+
+        def add(source: str, *words: object) -> None:
+            found.append(([str(word) for word in words], source))
+
+        add("serve.served_model_name, or the model", "--served-model-name", self.served_model)
+        add("model.dtype", "--dtype", model.dtype)
+        add("model.max_model_len", "--max-model-len", model.max_model_len)
         if model.source != "random":
-            found.append((["--load-format", model.load_format], "model.load_format"))
+            add("model.load_format", "--load-format", model.load_format)
         if model.revision:
-            found.append((["--revision", model.revision], "model.revision"))
+            add("model.revision", "--revision", model.revision)
         if model.trust_remote_code:
-            found.append((["--trust-remote-code"], "model.trust_remote_code"))
+            add("model.trust_remote_code", "--trust-remote-code")
         if engine.kv_cache_memory_mib is not None:
-            size = str(int(engine.kv_cache_memory_mib * MIB))
-            found.append((["--kv-cache-memory-bytes", size], "engine.kv_cache_memory_mib"))
+            size = int(engine.kv_cache_memory_mib * MIB)
+            add("engine.kv_cache_memory_mib", "--kv-cache-memory-bytes", size)
         elif self.recipe.hardware.device != "cpu":
-            share = str(engine.gpu_memory_utilization)
-            found.append((["--gpu-memory-utilization", share], "engine.gpu_memory_utilization"))
+            share = engine.gpu_memory_utilization
+            add("engine.gpu_memory_utilization", "--gpu-memory-utilization", share)
         if spec.block_size is not None:
-            found.append((["--block-size", str(spec.block_size)], "engine.vllm.block_size"))
-        if spec.num_gpu_blocks_override is not None:
-            blocks = ["--num-gpu-blocks-override", str(spec.num_gpu_blocks_override)]
-            found.append((blocks, "engine.vllm.num_gpu_blocks_override"))
+            add("engine.vllm.block_size", "--block-size", spec.block_size)
+        if (blocks := spec.num_gpu_blocks_override) is not None:
+            add("engine.vllm.num_gpu_blocks_override", "--num-gpu-blocks-override", blocks)
         if engine.tensor_parallel_size > 1:
-            size = str(engine.tensor_parallel_size)
-            found.append((["--tensor-parallel-size", size], "engine.tensor_parallel_size"))
+            gpus = engine.tensor_parallel_size
+            add("engine.tensor_parallel_size", "--tensor-parallel-size", gpus)
         if spec.enforce_eager:
-            found.append((["--enforce-eager"], "engine.vllm.enforce_eager"))
+            add("engine.vllm.enforce_eager", "--enforce-eager")
         if spec.args:
-            found.append((list(spec.args), "engine.vllm.args"))
+            add("engine.vllm.args", *spec.args)
         return found
 
     def environment(self, modules: Path) -> dict[str, str]:
         """The child's environment. `modules` is a folder that holds llmctl's package and nothing
         else.
         """
-        environment = (
-            os.environ | NO_TELEMETRY | {"PYTHONPATH": str(modules)} | dict(self.variables)
-        )
+        environment = os.environ | NO_TELEMETRY | {"PYTHONPATH": str(modules), **self.variables}
         if cpus := self.cpus[0]:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))}
-        if Path(self.model).is_dir():
-            environment |= {"HF_HUB_OFFLINE": "1"}
-        return environment
+        return environment | ({"HF_HUB_OFFLINE": "1"} if Path(self.model).is_dir() else {})
 
     @property
     def end_s(self) -> float:
@@ -165,10 +160,8 @@ class VllmCommand:
         own = self.own_cpus or range(threads)
         used = self.used_cpus or own
         available = list(enumerate(sorted(os.sched_getaffinity(0))))
-        return (
-            [cpu for position, cpu in available if position in own],
-            [cpu for position, cpu in available if position not in used],
-        )
+        others = [cpu for position, cpu in available if position not in used]
+        return [cpu for position, cpu in available if position in own], others
 
     @property
     def python_variable(self) -> str:
@@ -204,9 +197,8 @@ def vllm_version(recipe: Recipe) -> str:
     except OSError as error:
         raise EngineError(f"{python}: cannot be run: {error.strerror}", remedy) from None
     except subprocess.TimeoutExpired:
-        raise EngineError(
-            f"{python} did not answer within {VERSION_TIMEOUT_S:g} s", remedy
-        ) from None
+        why = f"{python} did not answer within {VERSION_TIMEOUT_S:g} s"
+        raise EngineError(why, remedy) from None
     if found.returncode:
         raise EngineError(f"{python} has no vLLM", remedy)
     version = found.stdout.strip()
@@ -266,23 +258,21 @@ class VllmServer:
             self._child.kill()
             self._child.wait()
             raise
-        self._reader = threading.Thread(
-            target=self._keep_output, args=(self._child.stdout,), daemon=True
-        )
+        self._reader = threading.Thread(target=self._keep_output, daemon=True)
         self._reader.start()
 
-    def wait_until_ready(self, limit_s: float = LOAD_S) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until it answers.
 
         Raises `EngineError` with its own error line if it ends before, or takes longer than
-        `limit_s`.
+        `LOAD_S`.
         """
-        deadline_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + LOAD_S
         while not self.healthy():
             if self._child.poll() is not None:
                 raise self.died("while it loaded")
             if time.monotonic() > deadline_s:
-                raise EngineError(f"vLLM was not ready within {limit_s:g} s: {self._error_line()}")
+                raise EngineError(f"vLLM was not ready within {LOAD_S:g} s: {self._error_line()}")
             time.sleep(POLL_READY_S)
         self._ready = True
         self._keep_engine_cpus_free()
@@ -303,7 +293,7 @@ class VllmServer:
         """Whether the process has not ended."""
         return self._child.poll() is None
 
-    def wait(self, timeout_s: float | None = None) -> int | None:
+    def wait(self, timeout_s: float) -> int | None:
         """Its exit code; None if it has not ended within `timeout_s`."""
         try:
             return self._child.wait(timeout_s)
@@ -338,16 +328,8 @@ class VllmServer:
         if self.wait(STOP_S if self._ready else STOP_LOADING_S) is None:
             self._child.kill()
             self._child.wait()
-        self._end_group()
-        if self._child.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._child.stdin.close()
-        self._reader.join(HEALTH_TIMEOUT_S)
-
-    def _end_group(self) -> None:
-        """End the rest of the session: a server that was killed leaves its engine behind."""
-        group = self._child.pid
-        deadline_s = time.monotonic() + STOP_LOADING_S
+        group, deadline_s = self._child.pid, time.monotonic() + STOP_LOADING_S
+        # A server that was killed leaves its engine behind, in the session of the same number.
         with contextlib.suppress(ProcessLookupError):  # no process is left
             os.killpg(group, signal.SIGTERM)
             while time.monotonic() < deadline_s:
@@ -357,6 +339,10 @@ class VllmServer:
                 os.killpg(group, 0)
             os.killpg(group, signal.SIGKILL)
         guard.forget(group)
+        if self._child.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._child.stdin.close()
+        self._reader.join(HEALTH_TIMEOUT_S)
 
     def _keep_engine_cpus_free(self) -> None:
         """Move all processes but the engine off the CPUs that the engine's threads are bound to.
@@ -375,8 +361,9 @@ class VllmServer:
                 for thread in process.threads():
                     os.sched_setaffinity(thread.id, self._other_cpus)
 
-    def _keep_output(self, stream: IO[str]) -> None:
-        with stream:
+    def _keep_output(self) -> None:
+        assert self._child.stdout is not None
+        with self._child.stdout as stream:
             for line in stream:
                 self._tail.append(line.rstrip())
                 if not self._quiet:
@@ -385,11 +372,8 @@ class VllmServer:
     def _error_line(self) -> str:
         """The last line that names an error, else the last line."""
         lines = [line for line in self._tail if line.strip()]
-        named = [
-            line
-            for line in lines
-            if "Error" in line and "Engine core initialization failed" not in line
-        ]
+        vague = "Engine core initialization failed"
+        named = [line for line in lines if "Error" in line and vague not in line]
         return (named or lines or ["no output"])[-1].strip()[-300:]
 
 
@@ -432,19 +416,13 @@ def flags_of(
     `prefix_caching`, if given, overrides the parameter of that name. Raises `InputError` for an
     unknown parameter.
     """
-    if policy != POLICY:
-        return [] if prefix_caching is None else [_switch("enable-prefix-caching", prefix_caching)]
-    found = parameters(make_any(policy, given))
+    found = parameters(make_any(policy, given)) if policy == POLICY else {}
     if prefix_caching is not None:
         found["prefix_caching"] = prefix_caching
     words: list[str] = []
     for name, value in found.items():
         if isinstance(value, bool):
-            words.append(_switch(SWITCHES[name], value))
+            words.append(f"--{SWITCHES[name]}" if value else f"--no-{SWITCHES[name]}")
         else:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return words
-
-
-def _switch(flag: str, on: bool) -> str:
-    return f"--{flag}" if on else f"--no-{flag}"

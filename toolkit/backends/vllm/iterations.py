@@ -57,12 +57,9 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         output = super().schedule(throttle_prefills)
         rows = []
         for request_id, new in output.num_scheduled_tokens.items():
-            request = self.requests[request_id]  # its computed tokens already include this pass
-            rows.append(
-                LoggedRow(
-                    request_id, request.num_computed_tokens - new, new, request.num_prompt_tokens
-                )
-            )
+            request = self.requests[request_id]
+            computed = request.num_computed_tokens - new  # which already includes this pass
+            rows.append(LoggedRow(request_id, computed, new, request.num_prompt_tokens))
         _running, waiting = self.get_request_counts()
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         self._under_way.append((start_s, rows, self._preempted, waiting, free))
@@ -117,10 +114,8 @@ class Logged(PassLoggingMixin):
         with one_line():
             path = os.environ.get(ITERATIONS_VARIABLE, "")
             if not path:
-                raise InputError(
-                    f"{ITERATIONS_VARIABLE} is not set",
-                    "it names the file for the log of passes",
-                )
+                hint = "it names the file for the log of passes"
+                raise InputError(f"{ITERATIONS_VARIABLE} is not set", hint)
             try:
                 self._log = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by `shutdown`)
             except OSError as error:
@@ -331,17 +326,13 @@ def counted_scheduler(*args: Any, **kwargs: Any) -> Counted:
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     with one_line():
         is_ours = _plan().policy.name != POLICY
-    if is_ours:
-        return CountedLlmctlScheduler(*args, **kwargs)
-    kind = CountedAsyncScheduler if config.scheduler_config.async_scheduling else CountedScheduler
-    return kind(*args, **kwargs)
+    vllms = CountedAsyncScheduler if config.scheduler_config.async_scheduling else CountedScheduler
+    return (CountedLlmctlScheduler if is_ours else vllms)(*args, **kwargs)
 
 
 def _plan() -> Plan:
     path = os.environ.get(PLAN_VARIABLE, "")
     if not path:
-        raise InputError(
-            f"{PLAN_VARIABLE} is not set",
-            "it names the plan.json with the laws that the passes are compared with",
-        )
+        hint = "it names the plan.json with the laws that the passes are compared with"
+        raise InputError(f"{PLAN_VARIABLE} is not set", hint)
     return read_file(Plan, path)

@@ -177,12 +177,19 @@ class VllmBench(ServerBench):
         passes = timed(passes_of(self._log.readlines()))
         if not passes:
             raise Unmeasurable("no pass was logged")
-        steps = [one.seconds for one in passes if not one.shape.prefills]
-        self._step_s = fmean(steps) if steps else self._step_s
+        steps = [one for one in passes if not one.shape.prefills]
+        self._step_s = fmean(one.seconds for one in steps) if steps else self._step_s
         self._steps += points(passes)
         if point.kind != "traffic":  # its last request may end long after the others
             self._front.append(_front(samples, passes, start_s))
-        return _seconds(point, passes)
+        if point.kind != "decode":
+            return passes[-1].end_s - passes[0].start_s
+        whole = [one for one in steps if one.shape.decodes == point.batch_size]
+        if not whole:
+            raise NeverAtOnce(
+                "its rows never decoded all at once: raise max_num_batched_tokens or max_num_seqs"
+            )
+        return fmean(one.seconds + (one.host_s or 0.0) for one in whole)
 
     def _measure_hits(self, point: GridPoint) -> float:
         """A prompt, then others that begin with it, one after another; seconds of such a pass.
@@ -195,8 +202,7 @@ class VllmBench(ServerBench):
             new = self._endpoint.prompt(point.others)
             assert isinstance(beginning, list)
             assert isinstance(new, list)
-            sending = self._endpoint.send([Sample(0.0, length, 1)], [beginning + new])
-            self._runner.run(sending)
+            self._runner.run(self._endpoint.first_token(beginning + new, length))
         passes = timed(passes_of(self._log.readlines()))
         self._steps += points(passes)
         hits = [one.seconds for one in passes if one.shape.prefill_cached >= point.length // 2]
@@ -205,7 +211,9 @@ class VllmBench(ServerBench):
         return fmean(hits or [one.seconds for one in passes])
 
     def _requests(self, point: GridPoint) -> list[Sample]:
-        """The requests of a point, with their times."""
+        """The requests of a point, with their times. Those of traffic have exponential gaps, at a
+        rate at which about N of them run at once.
+        """
         length, longest = point.length, self.facts.max_model_len
         if point.kind == "prefill":
             return [Sample(0.0, length, 1) for _ in range(point.batch_size)]
@@ -215,46 +223,23 @@ class VllmBench(ServerBench):
             return [Sample(0.0, prompt, steps) for _ in range(point.batch_size)]
         if not self._step_s:
             self._measure(GridPoint("decode", point.batch_size, MIX_STEPS))
-        if point.kind == "traffic":
-            return self._traffic(point)
-        decoding = [Sample(0.0, MIX_STEPS, MIX_STEPS) for _ in range(point.batch_size)]
-        gap_s = STAGGER * MIX_STEPS * self._step_s / point.others
-        return decoding + [Sample((k + 1) * gap_s, length, 1) for k in range(point.others)]
-
-    def _traffic(self, point: GridPoint) -> list[Sample]:
-        """Requests with exponential gaps, at a rate at which about N of them run at once."""
-        length_max = self.facts.max_model_len
-        prompts = [
-            min(log_uniform([point.length // 2 + 1, 2 * point.length], self._rng), length_max - 1)
-            for _ in range(point.others)
-        ]
-        outputs = [
-            min(log_uniform([8, self._longest], self._rng), length_max - prompt)
-            for prompt in prompts
-        ]
+        if point.kind != "traffic":
+            decoding = [Sample(0.0, MIX_STEPS, MIX_STEPS) for _ in range(point.batch_size)]
+            gap_s = STAGGER * MIX_STEPS * self._step_s / point.others
+            return decoding + [Sample((k + 1) * gap_s, length, 1) for k in range(point.others)]
+        around, sizes, rng = (length // 2 + 1, 2 * length), (8, self._longest), self._rng
+        prompts = [min(log_uniform(around, rng), longest - 1) for _ in range(point.others)]
+        outputs = [min(log_uniform(sizes, rng), longest - prompt) for prompt in prompts]
         rate = point.batch_size / (fmean(outputs) * self._step_s)
         start_s, samples = 0.0, []
         for prompt, output in zip(prompts, outputs, strict=True):
             samples.append(Sample(start_s, prompt, output))
-            start_s += self._rng.expovariate(rate)
+            start_s += rng.expovariate(rate)
         return samples
 
 
 class NeverAtOnce(Unmeasurable):
     """The rows of a decode step never decoded in the same pass."""
-
-
-def _seconds(point: GridPoint, passes: list[TimedPass]) -> float:
-    if point.kind != "decode":
-        return passes[-1].end_s - passes[0].start_s
-    steps = [
-        one for one in passes if not one.shape.prefills and one.shape.decodes == point.batch_size
-    ]
-    if not steps:
-        raise NeverAtOnce(
-            "its rows never decoded all at once: raise max_num_batched_tokens or max_num_seqs"
-        )
-    return fmean(one.seconds + (one.host_s or 0.0) for one in steps)
 
 
 def _front(samples: list[Sample], passes: list[TimedPass], start_s: float) -> FrontPoint:
@@ -313,17 +298,10 @@ def vllm_bench(recipe: Recipe) -> Iterator[VllmBench]:
     load.
     """
     with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as name:
-        path = Path(name) / "passes.jsonl"
-        command = VllmCommand(
-            recipe,
-            saved_model(recipe.model, recipe.hardware),
-            recipe.name,
-            [
-                *flags_of(recipe.policy.name, recipe.policy.parameters, prefix_caching=True),
-                *LOGGED,
-            ],
-            {ITERATIONS_VARIABLE: str(path)},
-        )
+        path, policy = Path(name) / "passes.jsonl", recipe.policy
+        flags = [*flags_of(policy.name, policy.parameters, prefix_caching=True), *LOGGED]
+        model = saved_model(recipe.model, recipe.hardware)
+        command = VllmCommand(recipe, model, recipe.name, flags, {ITERATIONS_VARIABLE: str(path)})
         with vllm_server(command, quiet=True) as server, path.open("rb") as log:
             bench = VllmBench(recipe, server, log)
             try:

@@ -96,7 +96,15 @@ class Steps:
             self._complete(batch, (), now_s)
         self._changed = False
         started = self.scheduler.tick(now_s)
-        return self._orders(started[0]) if started else None
+        if not started:
+            return None
+        batch = started[0]
+        entering, leaving = _ids(batch.jobs), _ids(batch.evict) + _ids(batch.release)
+        self._entering.update(entering)
+        self._entering.difference_update(leaving)
+        if batch.moves is None:
+            return StepOrders(leave=leaving, enter=entering)
+        return StepOrders(leaving, _ids(batch.moves.pause), _ids(batch.moves.resume), entering)
 
     def stepped(self, tokens: Collection[str], ended: Sequence[str], now_s: float) -> None:
         """The engine has taken a step: requests that got a token, and those that ended with it."""
@@ -116,10 +124,8 @@ class Steps:
             self._complete(batch, ended, now_s)
 
     def _should_stop(self, batch: Batch) -> bool:
-        return (
-            batch.interrupted
-            and (self._worker.residents.steps + self._steps) % batch.stop_every == 0
-        )
+        steps = self._worker.residents.steps + self._steps
+        return batch.interrupted and steps % batch.stop_every == 0
 
     def _begin(self) -> None:
         """Reset what is counted per round."""
@@ -127,17 +133,7 @@ class Steps:
         self._joined: dict[str, int] = {}
         self._missed: dict[str, int] = {}
         self._dropped: list[str] = []
-        # Whether a request was aborted: perhaps none is left that could take a step.
-        self._aborted = False
-
-    def _orders(self, batch: Batch) -> StepOrders:
-        entering = _ids(batch.jobs)
-        self._entering.update(entering)
-        leaving = _ids(batch.evict) + _ids(batch.release)
-        self._entering.difference_update(leaving)
-        if batch.moves is None:
-            return StepOrders(leave=leaving, enter=entering)
-        return StepOrders(leaving, _ids(batch.moves.pause), _ids(batch.moves.resume), entering)
+        self._aborted = False  # a request was: perhaps none is left that could take a step
 
     def _complete(self, batch: Batch, ended: Sequence[str], now_s: float) -> None:
         result = RoundResult(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -57,31 +57,24 @@ def refuse_untried(config: Any, kv_cache_config: Any, policy: str) -> None:
         "a diffusion model": config.model_config.is_diffusion,
         "a model with caches of several kinds": len(kv_cache_config.kv_cache_groups) != 1,
     }
-    for feature, is_used in untried.items():
-        if is_used:
-            _refuse(feature)
-    if not _grows(kv_cache_config.kv_cache_groups[0].kv_cache_spec):
-        _refuse("a model with a cache that does not grow with its tokens")
+    refused = [feature for feature, is_used in untried.items() if is_used]
+    if not refused:
+        # In full attention each token takes its share of blocks and keeps it; sliding windows give
+        # blocks back.
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        several = isinstance(spec, UniformTypeKVCacheSpecs)
+        specs = spec.kv_cache_specs.values() if several else [spec]
+        if not all(isinstance(one, FullAttentionSpec) for one in specs):
+            refused = ["a model with a cache that does not grow with its tokens"]
+    if refused:
+        raise InputError(
+            f"llmctl's scheduler cannot run together with {refused[0]}", "leave out --scheduler-cls"
+        )
     if policy == "mlfq" and config.scheduler_config.async_scheduling:
         raise InputError(
             "policy 'mlfq' pauses requests between steps, and vLLM schedules a step ahead",
             "start vLLM with --no-async-scheduling",
         )
-
-
-def _refuse(feature: str) -> None:
-    raise InputError(
-        f"llmctl's scheduler cannot run together with {feature}", "leave out --scheduler-cls"
-    )
-
-
-def _grows(spec: Any) -> bool:
-    """Whether each token takes its share of blocks and keeps it, as in full attention.
-
-    Sliding windows give blocks back.
-    """
-    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    return all(isinstance(one, FullAttentionSpec) for one in specs)
 
 
 class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent during type checks
@@ -128,7 +121,18 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         self.deciding_s += time.perf_counter() - start_s
         if not self._paused:
             return super().schedule(throttle_prefills)
-        return self._schedule_others(throttle_prefills)
+        # Paused requests keep their blocks and their rows: vLLM's newer model runner holds a row
+        # for each request that was not preempted, in a pass or not, up to --max-num-seqs of them.
+        paused = [request for request in self.running if request.request_id in self._paused]
+        self.running = [one for one in self.running if one.request_id not in self._paused]
+        self.max_num_active_reqs -= len(paused)
+        output = super().schedule(throttle_prefills)
+        self.max_num_active_reqs += len(paused)
+        if paused and not output.total_num_scheduled_tokens:
+            # The paused requests hold the memory that all others lack.
+            self._preempt_request(paused.pop(), time.monotonic())
+        self.running += paused
+        return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
@@ -183,38 +187,17 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
                 self.steps.drop(request_id)
         super()._preempt_request(request, timestamp, drop_stale_output)
 
-    def _schedule_others(self, throttle_prefills: bool) -> SchedulerOutput:
-        """Run vLLM's own `schedule` without the paused requests.
-
-        They keep their blocks and their rows: vLLM's newer model runner holds a row for each
-        request that was not preempted, in a pass or not, up to --max-num-seqs of them.
-        """
-        paused = [request for request in self.running if request.request_id in self._paused]
-        self.running = [
-            request for request in self.running if request.request_id not in self._paused
-        ]
-        self.max_num_active_reqs -= len(paused)
-        output = super().schedule(throttle_prefills)
-        self.max_num_active_reqs += len(paused)
-        if paused and not output.total_num_scheduled_tokens:
-            # The paused requests hold the memory that all others lack.
-            self._preempt_request(paused.pop(), time.monotonic())
-        self.running += paused
-        return output
-
     def _submit(self, request: VllmRequest) -> bool:
         """Submit a request to the policy's scheduler. False if it does not fit there.
 
         Each row's last block is half empty on average; this rounding is added to its prompt. The
         blocks of its prompt that are counted with other requests are subtracted.
         """
-        now_s = time.monotonic()
+        now_s, prompt_tokens = time.monotonic(), request.num_prompt_tokens
         waited_s = max(time.time() - request.arrival_time, 0.0)
-        max_new = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
-        rounding = min(
-            self.block_size // 2, self.capacity_tokens - request.num_prompt_tokens - max_new
-        )
-        prompt_tokens = request.num_prompt_tokens + max(rounding, 0)
+        max_new = min(request.max_tokens, self.max_model_len - prompt_tokens)
+        rounding = min(self.block_size // 2, self.capacity_tokens - prompt_tokens - max_new)
+        prompt_tokens += max(rounding, 0)
         if prompt_tokens + max_new <= self.capacity_tokens:  # else it does not fit alone
             prompt_tokens -= self._shared_tokens(request)
         submitted = Request(
@@ -247,9 +230,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         self._paused -= leaving
         victims = [request for request in self.running if request.request_id in leaving]
         if victims:
-            self.running = [
-                request for request in self.running if request.request_id not in leaving
-            ]
+            self.running = [one for one in self.running if one.request_id not in leaving]
             self._leaving = True
             for request in reversed(victims):
                 self._preempt_request(request, time.monotonic())
@@ -273,28 +254,14 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         worker = make_worker(setup, self.capacity_tokens, slots)
         if setup.event_log is None:
             return Scheduler(setup.policy, [worker])
-        sink = self._open_log(setup)
-        sink(
-            EventLogHeader(
-                setup.policy.name,
-                parameters(setup.policy),
-                1,
-                capacity_tokens=self.capacity_tokens,
-                slots=slots,
-            )
-        )
-        return RecordingScheduler(setup.policy, [worker], sink)
-
-    def _open_log(self, setup: Setup) -> Callable[[Event], None]:
-        """Open the event log. Each line is written at once, in one piece.
-
-        Without --shutdown-timeout vLLM kills this process, and no line may be lost then.
-        """
-        assert setup.event_log is not None
+        # Each line of the log is written at once, in one piece: without --shutdown-timeout vLLM
+        # kills this process, and no line may be lost then.
         log = LineLog(setup.event_log, MAX_LOG_BYTES, lost_line)
         self._closing.callback(log.close)
 
-        def write(event: Event) -> None:
+        def sink(event: Event) -> None:
             log.write(to_line(event))
 
-        return write
+        capacity, given = self.capacity_tokens, parameters(setup.policy)
+        sink(EventLogHeader(setup.policy.name, given, 1, capacity_tokens=capacity, slots=slots))
+        return RecordingScheduler(setup.policy, [worker], sink)

@@ -1,1 +1,1 @@
-"""Places to deploy to, a file each: from an order to files, their explanation, and how to start."""
+"""Places to deploy to: from an order to files, their explanation, and how to start."""

@@ -3,19 +3,17 @@
 For an engine that is a server of its own: a service for each replica, which only the front reaches,
 and the front, which alone has the key.
 
-First strict models of the file, after the Compose specification, in which keys are snake_case.
+The file is plain data with the keys of the Compose specification, which tests hold it against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from pydantic import ConfigDict, Field
-
-from toolkit.deploy.manifests import Count, Image, StrictObject
 from toolkit.deploy.order import (
     KEY_FOLDER,
+    USER_ID,
     ExplainedValue,
     Order,
     Rendered,
@@ -25,8 +23,9 @@ from toolkit.deploy.order import (
 )
 from toolkit.deploy.reckon import SHARED_GIB, drain_s, from_hub, gpus, grace_s, startup_s
 from toolkit.deploy.replicas import ALIVE, CHECK_S, KindReplicas, Replication, at
-from toolkit.files.recipe import Recipe
 from toolkit.files.strict import dump_yaml
+
+Service = dict[str, Any]  # a part of the file, or one of its services
 
 ASKS = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}{path}', timeout=3)"
 SECRET = "llmctl_api_key"
@@ -34,165 +33,187 @@ FOLDER, PORT, ANY = "/etc/llmctl", 8000, "0.0.0.0"  # in a container
 PLAN = f"{FOLDER}/plan.json"
 PREPARES = "models"  # the service that makes the volume of models
 KEY = ("--api-key-file", f"/run/secrets/{SECRET}")
-HUB_TOKEN = "optional, from the shell that runs docker compose: gated models of the hub need it"
-
-
-class ComposeKind(StrictObject):
-    """A model with its fields' names as keys in the file."""
-
-    model_config = ConfigDict(alias_generator=None)
-
-
-class Healthcheck(ComposeKind):
-    test: list[str]
-    interval: str
-    timeout: str
-    retries: Count
-    start_period: str
-    start_interval: str
-
-
-class Device(ComposeKind):
-    """`count` of any devices, or the named ones."""
-
-    driver: Literal["nvidia"] = "nvidia"
-    count: Count | None = None
-    device_ids: list[str] | None = None
-    capabilities: list[Literal["gpu"]] = Field(default=["gpu"])
-
-
-class Reservations(ComposeKind):
-    devices: list[Device]
-
-
-class DeployResources(ComposeKind):
-    reservations: Reservations
-
-
-class Deploy(ComposeKind):
-    resources: DeployResources
-
-
-class Mount(ComposeKind):
-    """A bind mount or a named volume in the long form, where a colon has no meaning."""
-
-    type: Literal["bind", "volume"]
-    source: str
-    target: str
-    read_only: bool = False
-
-
-class Dependence(ComposeKind):
-    """Starts after another service, or after its end; and stops before it."""
-
-    condition: Literal["service_started", "service_completed_successfully"]
-
-
-class Preparation(ComposeKind):
-    """A service that ends at once: its image's folder gives an empty volume its owner."""
-
-    image: Image
-    command: list[Literal["true"]] = Field(default=["true"])
-    network_mode: Literal["none"] = "none"
-    read_only: Literal[True] = True
-    cap_drop: list[Literal["ALL"]] = Field(default=["ALL"])
-    volumes: list[Mount]
-
-
-class ComposeService(ComposeKind):
-    image: Image
-    entrypoint: list[str] | None = None
-    command: list[str]
-    restart: Literal["unless-stopped"] = "unless-stopped"
-    init: Literal[True] = True
-    user: str = "10001:10001"
-    read_only: Literal[True] = True
-    cap_drop: list[Literal["ALL"]] = Field(default=["ALL"])
-    security_opt: list[str] = Field(default=["no-new-privileges:true"])
-    tmpfs: list[str] = Field(default=["/tmp"])
-    environment: dict[str, str]
-    secrets: list[str] | None = None
-    volumes: list[Mount]
-    ports: list[str] | None = None
-    shm_size: str | None = None
-    stop_signal: Literal["SIGTERM"] = "SIGTERM"
-    stop_grace_period: str
-    healthcheck: Healthcheck
-    deploy: Deploy | None = None
-    depends_on: dict[str, Dependence] | None = None
-    labels: dict[str, str]
-
-
-class SecretFile(ComposeKind):
-    file: str
-
-
-class NamedVolume(ComposeKind):
-    """A volume with the engine's defaults."""
-
-
-class ComposeFile(ComposeKind):
-    name: str
-    services: dict[str, ComposeService | Preparation]
-    secrets: dict[str, SecretFile]
-    volumes: dict[str, NamedVolume]
+UNPRIVILEGED: Service = {"read_only": True, "cap_drop": ["ALL"]}
+USER = f"{USER_ID}:{USER_ID}"
+# Mounts are in the long form, where a colon has no meaning.
+MODELS: Service = {"type": "volume", "source": "models", "target": "/models", "read_only": False}
 
 
 def render(order: Order) -> Rendered:
     """Render compose.yaml."""
-    text = _file(order, {"llmctl": _service(order)})
-    return Rendered({"compose.yaml": text}, _explained(order), _start(order))
-
-
-def _file(order: Order, services: dict[str, ComposeService | Preparation]) -> str:
-    file = ComposeFile(
-        name=order.name,
-        services=services,
-        secrets={SECRET: SecretFile(file=order.key_file)},
-        volumes={"models": NamedVolume()},
-    )
-    return dump_yaml([file], order.comment())
-
-
-def _service(order: Order) -> ComposeService:
-    drain, devices = drain_s(order), gpus(order.plan.recipe).value
+    drain, image, devices = drain_s(order), llmctl_image(order), gpus(order.plan.recipe)
+    grace, startup = grace_s(drain), startup_s(order)
     command = ["serve", PLAN, "--host", ANY, "--port", str(PORT), *KEY]
     command += ["--shutdown-timeout", str(drain.value), *order.allowances]
-    reservation = reserved([Device(count=devices)]) if devices else None
-    return _ours(order, command, llmctl_image(order).value, drain, reservation)
+    reserved = _reserved({"count": devices.value}) if devices.value else {}
+    services = {"llmctl": _ours(order, command, image.value, drain, reserved)}
+    lines = [
+        explain_value("image", image),
+        explain_value("command --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("stop_grace_period", grace, f"{grace.value} s"),
+        explain_value("healthcheck.start_period", startup, f"{startup.value} s"),
+        explain_value("deploy.resources.reservations.devices.count", devices),
+        *_explained(order),
+        ExplainedValue(
+            "healthcheck on /ready",
+            "3 x 10 s",
+            "--wait waits for it; Docker restarts nothing when it fails",
+        ),
+        *_explained_token(order),
+    ]
+    return Rendered({"compose.yaml": _file(order, services)}, lines, _start(order))
+
+
+def render_replicas(order: Order) -> Rendered:
+    """Render compose.yaml with a service for each replica, and the front."""
+    replicas = Replication(order)
+    replicas.check_containable()
+    where = at([kind.at(f"http://{name}:{PORT}") for kind, _, name in replicas.named])
+    command, image = replicas.front(PLAN, where, ANY, PORT, *KEY), replicas.front_image
+    behind = {name: _replica(kind, number) for kind, number, name in replicas.named}
+    # The engine's image has no folder for models: a volume that a replica made would be root's. The
+    # folder of this service's image gives an empty volume its owner.
+    prepares = {
+        "image": image.value,
+        "command": ["true"],
+        "network_mode": "none",
+        **UNPRIVILEGED,
+        "volumes": [MODELS],
+    }
+    front = _ours(order, command, image.value, replicas.drain, replicas=list(behind))
+    text = _file(order, {"llmctl": front, PREPARES: prepares, **behind})
+    grace, startup, hang_s = grace_s(replicas.drain), replicas.startup, replicas.kinds[0].hang_s
+    checked = (
+        f"recipe: serve.hang_s; where a replica's figures in /metrics stand still for {hang_s} s "
+        "and it generates no token for as long, the check ends it, and Docker starts it again; the "
+        "front sends requests to the others"
+    )
+    first = "the front stops first, while it has its replicas"
+    made = f"ends at once; it makes the volume for user {USER_ID}"
+    lines = [
+        *replicas.explained(),
+        explain_value("front: image", image),
+        *replicas.explained_flags(),
+        explain_value("stop_grace_period", grace, f"{grace.value} s"),
+        explain_value("healthcheck.start_period", startup, f"{startup.value} s"),
+        ExplainedValue("healthcheck", f"/ready of the front, {ALIVE} in a replica", checked),
+        ExplainedValue("depends_on", "service_started", first),
+        ExplainedValue(f"service {PREPARES}", "true", made),
+        *_explained(order),
+    ]
+    for kind in replicas.kinds:
+        numbers = range(kind.count.value if kind.gpus.value else 0)
+        if shares := "; ".join(",".join(map(str, kind.devices(number))) for number in numbers):
+            line = explain_value("device_ids of the replicas", kind.gpus, shares)
+            lines += kind.about([line])
+    lines += _explained_token(order)
+    return Rendered({"compose.yaml": text, ALIVE: replicas.alive}, lines, _start(order))
+
+
+def _file(order: Order, services: Mapping[str, Service]) -> str:
+    content = {
+        "name": order.name,
+        "services": dict(services),
+        "secrets": {SECRET: {"file": order.key_file}},
+        "volumes": {"models": {}},  # with the engine's defaults
+    }
+    return dump_yaml([content], order.comment())
 
 
 def _ours(
     order: Order,
-    command: list[str],
+    command: Sequence[str],
     image: str,
     drain: Sourced[int],
-    devices: Deploy | None = None,
+    devices: Service | None = None,
     replicas: Sequence[str] = (),
-) -> ComposeService:
+) -> Service:
     """The service of llmctl: a server with its workers, or the front before these services, which
     loads no model.
     """
     environment = {"HOME": "/tmp"} if replicas else _environment(order)
-    return ComposeService(
-        image=image,
-        command=["llmctl", *command],
-        environment=environment | {"NUMBA_CACHE_DIR": "/tmp/numba"},
-        secrets=[SECRET],
-        volumes=[_plan_mount(PLAN), *([] if replicas else _model_mounts(order))],
-        ports=[f"127.0.0.1:{order.plan.recipe.serve.port or 8000}:{PORT}"],
-        stop_grace_period=f"{grace_s(drain).value}s",
-        healthcheck=_health(order, "python", "/ready"),
-        deploy=devices,
-        depends_on={name: Dependence(condition="service_started") for name in replicas} or None,
-        labels={f"llmctl.{role}.sha256": digest for role, digest in order.stamp().items()}
-        | {"llmctl.model": uninterpolated(order.plan.recipe.model.source)},
-    )
+    asks = ASKS.format(port=PORT, path="/ready")
+    # It starts after the replicas, and stops before them.
+    depends = {name: {"condition": "service_started"} for name in replicas}
+    labels = {f"llmctl.{role}.sha256": digest for role, digest in order.stamp().items()}
+    return {
+        "image": image,
+        "command": ["llmctl", *command],
+        **_container(environment | {"NUMBA_CACHE_DIR": "/tmp/numba"}),
+        "secrets": [SECRET],
+        "volumes": [_mount("./plan.json", PLAN), *([] if replicas else _models(order))],
+        "ports": [f"{_published(order)}:{PORT}"],
+        "stop_signal": "SIGTERM",
+        "stop_grace_period": f"{grace_s(drain).value}s",
+        "healthcheck": {
+            "test": ["CMD", "python", "-c", asks],
+            "interval": "10s",
+            "timeout": "5s",
+            "retries": 3,
+            "start_period": f"{startup_s(order).value}s",
+            "start_interval": "5s",
+        },
+        **(devices or {}),
+        **({"depends_on": depends} if depends else {}),
+        "labels": labels | {"llmctl.model": uninterpolated(order.plan.recipe.model.source)},
+    }
 
 
-def reserved(devices: list[Device]) -> Deploy:
-    """The reservation of devices."""
-    return Deploy(resources=DeployResources(reservations=Reservations(devices=devices)))
+def _replica(replicas: KindReplicas, number: int) -> Service:
+    """The service of a replica: no key, no port on the host.
+
+    Docker restarts what has ended, not what is unhealthy: where the replica hangs, the check ends
+    its processes.
+    """
+    order, server, group = replicas.order, replicas.server, replicas.devices(number)
+    variables, mounts = _environment(order) | replicas.environment, _models(order)
+    if server.plan_variable:
+        variables[server.plan_variable] = PLAN
+        mounts.append(_mount("./plan.json", PLAN))
+    mounts.append(_mount(f"./{ALIVE}", f"{FOLDER}/{ALIVE}"))
+    words = [*server.command, *replicas.arguments(ANY, PORT)]
+    asks = replicas.asking(FOLDER, PORT, "end")
+    shared = {"shm_size": f"{SHARED_GIB}gb"} if len(group) > 1 else {}
+    return {
+        "image": replicas.image.value,
+        "entrypoint": [],
+        "command": [uninterpolated(word) for word in words],
+        **_container(variables),
+        "volumes": mounts,
+        **shared,
+        "stop_signal": "SIGTERM",
+        "stop_grace_period": f"{grace_s(replicas.drain).value}s",
+        "healthcheck": {
+            "test": ["CMD", *(uninterpolated(word) for word in asks)],
+            "interval": f"{replicas.hang_s}s",
+            "timeout": f"{replicas.hang_s + CHECK_S}s",
+            "retries": 1,
+            "start_period": f"{replicas.startup.value}s",
+            "start_interval": "5s",
+        },
+        **(_reserved({"device_ids": [str(one) for one in group]}) if group else {}),
+        "depends_on": {PREPARES: {"condition": "service_completed_successfully"}},
+        "labels": {"llmctl.model": uninterpolated(order.plan.recipe.model.source)},
+    }
+
+
+def _container(environment: Mapping[str, str]) -> Service:
+    """What all services have that stay: an unprivileged container, started again at its end."""
+    return {
+        "restart": "unless-stopped",
+        "init": True,
+        "user": USER,
+        **UNPRIVILEGED,
+        "security_opt": ["no-new-privileges:true"],
+        "tmpfs": ["/tmp"],
+        "environment": dict(environment),
+    }
+
+
+def _reserved(which: Service) -> Service:
+    """The reservation of GPUs: `count` of any, or the ones with `device_ids`."""
+    devices = [{"driver": "nvidia", **which, "capabilities": ["gpu"]}]
+    return {"deploy": {"resources": {"reservations": {"devices": devices}}}}
 
 
 def _environment(order: Order) -> dict[str, str]:
@@ -201,119 +222,17 @@ def _environment(order: Order) -> dict[str, str]:
     return token | {"HOME": "/tmp", "HF_HOME": "/models"}
 
 
-def _plan_mount(target: str) -> Mount:
-    return Mount(type="bind", source="./plan.json", target=target, read_only=True)
+def _mount(source: str, target: str) -> Service:
+    return {"type": "bind", "source": source, "target": target, "read_only": True}
 
 
-def _model_mounts(order: Order) -> list[Mount]:
-    mounts, model = [Mount(type="volume", source="models", target="/models")], order.plan.recipe
-    if model.model.source.startswith("/"):
-        folder = uninterpolated(model.model.source)
-        mounts.append(Mount(type="bind", source=folder, target=folder, read_only=True))
+def _models(order: Order) -> list[Service]:
+    """The volume of downloaded models, and the model's folder if it is one."""
+    mounts, source = [MODELS], order.plan.recipe.model.source
+    if source.startswith("/"):
+        folder = uninterpolated(source)
+        mounts.append(_mount(folder, folder))
     return mounts
-
-
-def _health(order: Order, python: str, path: str) -> Healthcheck:
-    return Healthcheck(
-        test=["CMD", python, "-c", ASKS.format(port=PORT, path=path)],
-        interval="10s",
-        timeout="5s",
-        retries=3,
-        start_period=f"{startup_s(order).value}s",
-        start_interval="5s",
-    )
-
-
-def render_replicas(order: Order) -> Rendered:
-    """Render compose.yaml with a service for each replica, and the front."""
-    replicas = Replication(order)
-    replicas.check_containable()
-    where = at([kind.at(f"http://{name}:{PORT}") for kind, _, name in replicas.named])
-    words = replicas.front(PLAN, where, ANY, PORT, *KEY)
-    services = {name: _replica(kind, number) for kind, number, name in replicas.named}
-    names = list(services)
-    front = _ours(order, words, replicas.front_image.value, replicas.drain, replicas=names)
-    # The engine's image has no folder for models: a volume that a replica made would be root's.
-    models = Mount(type="volume", source="models", target="/models")
-    prepares = Preparation(image=replicas.front_image.value, volumes=[models])
-    text = _file(order, {"llmctl": front, PREPARES: prepares, **services})
-    return Rendered(
-        {"compose.yaml": text, ALIVE: replicas.alive},
-        [*replicas.explained(), *_explained_replicas(order, replicas)],
-        _start(order),
-    )
-
-
-def _replica(replicas: KindReplicas, number: int) -> ComposeService:
-    """The service of a replica: no key, no port on the host."""
-    order, server, group = replicas.order, replicas.server, replicas.devices(number)
-    words = [uninterpolated(word) for word in [*server.command, *replicas.arguments(ANY, PORT)]]
-    mounts = [*_model_mounts(order), *([_plan_mount(PLAN)] if server.plan_variable else [])]
-    program = f"{FOLDER}/{ALIVE}"
-    mounts.append(Mount(type="bind", source=f"./{ALIVE}", target=program, read_only=True))
-    plan = {server.plan_variable: PLAN} if server.plan_variable else {}
-    devices = Device(device_ids=[str(one) for one in group])
-    return ComposeService(
-        image=replicas.image.value,
-        entrypoint=[],
-        command=words,
-        environment=_environment(order) | replicas.environment | plan,
-        volumes=mounts,
-        shm_size=f"{SHARED_GIB}gb" if len(group) > 1 else None,
-        stop_grace_period=f"{grace_s(replicas.drain).value}s",
-        healthcheck=_generates(replicas),
-        deploy=reserved([devices]) if group else None,
-        depends_on={PREPARES: Dependence(condition="service_completed_successfully")},
-        labels={"llmctl.model": uninterpolated(order.plan.recipe.model.source)},
-    )
-
-
-def _generates(replicas: KindReplicas) -> Healthcheck:
-    """The check of a replica. Docker restarts what has ended, not what is unhealthy: where the
-    replica hangs, the check ends its processes.
-    """
-    words = [uninterpolated(word) for word in replicas.asking(FOLDER, PORT, "end")]
-    return Healthcheck(
-        test=["CMD", *words],
-        interval=f"{replicas.hang_s}s",
-        timeout=f"{replicas.hang_s + CHECK_S}s",
-        retries=1,
-        start_period=f"{replicas.startup.value}s",
-        start_interval="5s",
-    )
-
-
-def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedValue]:
-    grace, recipe = grace_s(replicas.drain), order.plan.recipe
-    hang_s = replicas.kinds[0].hang_s
-    lines = [
-        explain_value("front: image", replicas.front_image),
-        *replicas.explained_flags(),
-        explain_value("stop_grace_period", grace, f"{grace.value} s"),
-        explain_value("healthcheck.start_period", replicas.startup, f"{replicas.startup.value} s"),
-        ExplainedValue(
-            "healthcheck",
-            f"/ready of the front, {ALIVE} in a replica",
-            f"recipe: serve.hang_s; where a replica's figures in /metrics stand still for "
-            f"{hang_s} s and it generates no token for as long, the check ends it, and "
-            "Docker starts it again; the front sends requests to the others",
-        ),
-        ExplainedValue(
-            "depends_on", "service_started", "the front stops first, while it has its replicas"
-        ),
-        ExplainedValue(
-            f"service {PREPARES}", "true", "ends at once; it makes the volume for user 10001"
-        ),
-        ExplainedValue("ports", *_published(recipe)),
-        ExplainedValue("secrets", *_secret(order)),
-    ]
-    for kind in replicas.kinds:
-        numbers = range(kind.count.value if kind.gpus.value else 0)
-        if shares := "; ".join(",".join(map(str, kind.devices(number))) for number in numbers):
-            line = explain_value("device_ids of the replicas", kind.gpus, shares)
-            lines += kind.about([line])
-    token = [ExplainedValue("HF_TOKEN", "${HF_TOKEN-}", HUB_TOKEN)] if from_hub(recipe) else []
-    return [*lines, *token]
 
 
 def uninterpolated(text: str) -> str:
@@ -321,36 +240,25 @@ def uninterpolated(text: str) -> str:
     return text.replace("$", "$$")
 
 
+def _published(order: Order) -> str:
+    """The address and port on the host."""
+    return f"127.0.0.1:{order.plan.recipe.serve.port or 8000}"
+
+
 def _explained(order: Order) -> list[ExplainedValue]:
-    drain = drain_s(order)
-    grace, startup, recipe = grace_s(drain), startup_s(order), order.plan.recipe
+    """The lines about what only llmctl's own service has."""
+    port = "recipe: serve.port; loopback: put a proxy with TLS in front"
+    key = "a file that you create; the key is in no image and in no rendered file"
     return [
-        explain_value("image", llmctl_image(order)),
-        explain_value("command --shutdown-timeout", drain, f"{drain.value} s"),
-        explain_value("stop_grace_period", grace, f"{grace.value} s"),
-        explain_value("healthcheck.start_period", startup, f"{startup.value} s"),
-        explain_value("deploy.resources.reservations.devices.count", gpus(recipe)),
-        ExplainedValue("ports", *_published(recipe)),
-        ExplainedValue("secrets", *_secret(order)),
-        ExplainedValue(
-            "healthcheck on /ready",
-            "3 x 10 s",
-            "--wait waits for it; Docker restarts nothing when it fails",
-        ),
-        *([ExplainedValue("HF_TOKEN", "${HF_TOKEN-}", HUB_TOKEN)] if from_hub(recipe) else []),
+        ExplainedValue("ports", _published(order), port),
+        ExplainedValue("secrets", order.key_file, key),
     ]
 
 
-def _published(recipe: Recipe) -> tuple[str, str]:
-    """The port on the host, and why."""
-    port = f"127.0.0.1:{recipe.serve.port or 8000}"
-    return port, "recipe: serve.port; loopback: put a proxy with TLS in front"
-
-
-def _secret(order: Order) -> tuple[str, str]:
-    """The file of the key, and why."""
-    why = "a file that you create; the key is in no image and in no rendered file"
-    return order.key_file, why
+def _explained_token(order: Order) -> list[ExplainedValue]:
+    why = "optional, from the shell that runs docker compose: gated models of the hub need it"
+    given = [ExplainedValue("HF_TOKEN", "${HF_TOKEN-}", why)]
+    return given if from_hub(order.plan.recipe) else []
 
 
 def _start(order: Order) -> str:

@@ -8,13 +8,10 @@ the target `kuberay` too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from pydantic import BaseModel
-
-from toolkit.deploy import manifests as k8s
-from toolkit.deploy import operators, reckon
-from toolkit.deploy.alerts import drift_percent, rules, series
+from toolkit.deploy import reckon
+from toolkit.deploy.monitoring import drift_percent, rules, series
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
@@ -25,176 +22,178 @@ from toolkit.deploy.order import (
     products,
 )
 from toolkit.deploy.targets import objects as common
+from toolkit.deploy.targets.objects import Object
 
-CLUSTER_DNS = k8s.Peer(  # CoreDNS and kube-dns both have this label
-    namespace_selector=k8s.AnyPods(match_labels={"kubernetes.io/metadata.name": "kube-system"}),
-    pod_selector=k8s.AnyPods(match_labels={"k8s-app": "kube-dns"}),
-)
+NAMESPACE = "kubernetes.io/metadata.name"  # the label of a namespace with its name
+WEB: list[Object] = [{"protocol": "TCP", "port": "http"}]
+TO_DNS: Object = {
+    "to": [
+        {
+            "namespaceSelector": {"matchLabels": {NAMESPACE: "kube-system"}},
+            "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},  # CoreDNS has this label, too
+        }
+    ],
+    "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}],
+}
 API_SERVER_PORTS = (443, 6443)  # of its Service, and of the servers behind it
 CLIENT = {"llmctl.io/client": "true"}
+START = """\
+```bash
+{preparation}
+kubectl apply -k .    # needs the CRDs of Prometheus' operator and KEDA; without them: -k core
+kubectl -n {namespace} rollout status deployment/{name}
+kubectl -n {namespace} port-forward service/{name} 8000
+kubectl delete -k .         # drains
+```
+
+{callers}"""
 
 
-def network_policy(order: Order, members: dict[str, str] | None = None) -> k8s.NetworkPolicy:
+def network_policy(order: Order, members: Mapping[str, str] | None = None) -> Object:
     """Allow traffic from its namespace, namespaces labelled as clients, and that of Prometheus; to
     the cluster's DNS, and to the hub if needed. With `members`, the labels of the pods of a Ray
     cluster, also all ports from and to these.
     """
-    ways_in = [k8s.Ingress(sender=_callers(order), ports=[k8s.PolicyPort(port="http")])]
-    ways_out = _egress(order)
+    ways_in, ways_out = [{"from": _callers(order), "ports": WEB}], _egress(order)
     if members:
-        ours = [k8s.Peer(pod_selector=k8s.AnyPods(match_labels=members))]
-        ways_in.append(k8s.Ingress(sender=ours))
-        ways_out.append(k8s.Egress(to=ours))
-    return _policy(order, order.name, common.selector(order).match_labels, ways_in, ways_out)
+        ours = [{"podSelector": {"matchLabels": dict(members)}}]
+        ways_in.append({"from": ours})
+        ways_out.append({"to": ours})
+    return _policy(order, order.name, common.selector(order), ways_in, ways_out)
 
 
-def cluster_policy(
-    order: Order, cluster: dict[str, str], members: dict[str, str]
-) -> k8s.NetworkPolicy:
+def cluster_policy(order: Order, cluster: Mapping[str, str], members: Mapping[str, str]) -> Object:
     """For the pods of a Ray cluster: only the deployment's `members` may connect, since every
     connection to Ray can run code.
     """
-    ours = [k8s.Peer(pod_selector=k8s.AnyPods(match_labels=members))]
-    return _policy(
-        order,
-        f"{order.name}-ray",
-        cluster,
-        [k8s.Ingress(sender=ours)],
-        [*_egress(order), k8s.Egress(to=ours)],
-    )
+    ours = [{"podSelector": {"matchLabels": dict(members)}}]
+    ways_out = [*_egress(order), {"to": ours}]
+    pods = {"matchLabels": dict(cluster)}
+    return _policy(order, f"{order.name}-ray", pods, [{"from": ours}], ways_out)
 
 
-def replica_policies(order: Order, replicas: Mapping[str, str]) -> dict[str, k8s.NetworkPolicy]:
+def replica_policies(order: Order, replicas: Mapping[str, str]) -> dict[str, Object]:
     """The policies of a front and of its replicas: the names of their pods, by the policy's file.
 
     A front has the ways in of `network_policy`, and the ways out to the replicas, to DNS and to the
     API server, which no label selects. Only the front and Prometheus may call replicas, since they
     ask for no key.
     """
-    web = [k8s.PolicyPort(port="http")]
     front, *behind = (
-        k8s.AnyPods(match_labels=common.labels(order, name))
+        {"podSelector": {"matchLabels": common.labels(order, name)}}
         for name in (order.name, *replicas.values())
     )
-    callers = k8s.Ingress(sender=_callers(order), ports=web)
-    ours = k8s.Ingress(sender=[k8s.Peer(pod_selector=front), *_prometheus(order)], ports=web)
-    to_replicas = k8s.Egress(to=[k8s.Peer(pod_selector=one) for one in behind], ports=web)
-    to_servers = k8s.Egress(ports=[k8s.PolicyPort(port=port) for port in API_SERVER_PORTS])
-    return {
-        "networkpolicy.yaml": _policy(
-            order,
-            order.name,
-            common.selector(order).match_labels,
-            [callers],
-            [_to_dns(), to_servers, to_replicas],
-        ),
-    } | {
-        file: _policy(
-            order, name, common.selector(order, name).match_labels, [ours], _egress(order)
-        )
-        for file, name in replicas.items()
+    to_servers = {"ports": [{"protocol": "TCP", "port": port} for port in API_SERVER_PORTS]}
+    ways_out = [TO_DNS, to_servers, {"to": behind, "ports": WEB}]
+    ways_in = [{"from": _callers(order), "ports": WEB}]
+    found = {
+        "networkpolicy.yaml": _policy(order, order.name, common.selector(order), ways_in, ways_out)
     }
+    for file, name in replicas.items():
+        ours = [{"from": [front, *_prometheus(order)], "ports": WEB}]
+        found[file] = _policy(order, name, common.selector(order, name), ours, _egress(order))
+    return found
 
 
 def _policy(
-    order: Order,
-    name: str,
-    pods: dict[str, str],
-    ways_in: list[k8s.Ingress],
-    ways_out: list[k8s.Egress],
-) -> k8s.NetworkPolicy:
-    return k8s.NetworkPolicy(
-        metadata=common.metadata(order, name),
-        spec=k8s.NetworkPolicySpec(
-            pod_selector=k8s.Selector(match_labels=pods), ingress=ways_in, egress=ways_out
-        ),
-    )
+    order: Order, name: str, pods: Object, ways_in: Sequence[Object], ways_out: Sequence[Object]
+) -> Object:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": common.metadata(order, name),
+        "spec": {
+            "podSelector": pods,
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": list(ways_in),
+            "egress": list(ways_out),
+        },
+    }
 
 
-def _callers(order: Order) -> list[k8s.Peer]:
-    from_here = k8s.Peer(pod_selector=k8s.AnyPods())
-    clients = k8s.Peer(namespace_selector=k8s.AnyPods(match_labels=CLIENT))
-    return [from_here, clients, *_prometheus(order)]
+def _callers(order: Order) -> list[Object]:
+    """The deployment's namespace, namespaces of clients, and Prometheus'."""
+    clients = {"namespaceSelector": {"matchLabels": CLIENT}}
+    return [{"podSelector": {}}, clients, *_prometheus(order)]
 
 
-def _prometheus(order: Order) -> list[k8s.Peer]:
+def _prometheus(order: Order) -> list[Object]:
     """Prometheus' namespace, from its address in the cluster's DNS; none for other addresses."""
     found = re.match(r"https?://[a-z0-9-]+\.([a-z0-9-]+)\.svc", order.options.prometheus)
-    name = {"kubernetes.io/metadata.name": found[1]} if found else None
-    return [k8s.Peer(namespace_selector=k8s.AnyPods(match_labels=name))] if name else []
+    return [{"namespaceSelector": {"matchLabels": {NAMESPACE: found[1]}}}] if found else []
 
 
-def _to_dns() -> k8s.Egress:
-    ports = [k8s.PolicyPort(protocol="UDP", port=53), k8s.PolicyPort(protocol="TCP", port=53)]
-    return k8s.Egress(to=[CLUSTER_DNS], ports=ports)
+def _egress(order: Order) -> list[Object]:
+    hub = {"ports": [{"protocol": "TCP", "port": 443}]}
+    return [TO_DNS, hub] if reckon.from_hub(order.plan.recipe) else [TO_DNS]
 
 
-def _egress(order: Order) -> list[k8s.Egress]:
-    hub = (
-        [k8s.Egress(ports=[k8s.PolicyPort(port=443)])] if reckon.from_hub(order.plan.recipe) else []
-    )
-    return [_to_dns(), *hub]
-
-
-def pod_monitor(
-    order: Order, pods: str = "", *, page: str = "/metrics", name: str = ""
-) -> operators.PodMonitor:
+def pod_monitor(order: Order, pods: str = "", *, page: str = "/metrics", name: str = "") -> Object:
     """Has Prometheus scrape `page` of every pod with the API key, which pages need too; those named
     `pods` need none. It has the `name`, by default that of the pods.
     """
-    key = k8s.TypedSecretKey(credentials=k8s.SecretKey(name=order.name, key=common.SECRET_KEY))
-    endpoint = operators.MetricsEndpoint(
-        port="http", path=page, interval="15s", authorization=None if pods else key
-    )
-    return operators.PodMonitor(
-        metadata=common.metadata(order, name or pods, pods),
-        spec=operators.PodMonitorSpec(
-            selector=common.selector(order, pods), pod_metrics_endpoints=[endpoint]
-        ),
-    )
+    endpoint: Object = {"port": "http", "path": page, "interval": "15s"}
+    if not pods:
+        key = {"name": order.name, "key": common.SECRET_KEY}
+        endpoint["authorization"] = {"type": "Bearer", "credentials": key}
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": common.metadata(order, name or pods, pods),
+        "spec": {"selector": common.selector(order, pods), "podMetricsEndpoints": [endpoint]},
+    }
 
 
-def monitors(order: Order, threshold: Sourced[int | None]) -> dict[str, BaseModel]:
+def prometheus_rule(order: Order, rules: Object) -> Object:
+    """Has Prometheus evaluate `rules`, the content of a rules file."""
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": common.metadata(order),
+        "spec": rules,
+    }
+
+
+def monitors(order: Order, threshold: Sourced[int | None]) -> dict[str, Object]:
     """The PodMonitor and the PrometheusRule of a server, by file. `threshold` is as for `rules`."""
+    found = rules(order, series(order, monitored=True), threshold)
     return {
         "podmonitor.yaml": pod_monitor(order),
-        "prometheusrule.yaml": operators.PrometheusRule(
-            metadata=common.metadata(order),
-            spec=rules(order, series(order, monitored=True), threshold),
-        ),
+        "prometheusrule.yaml": prometheus_rule(order, found),
     }
 
 
 def scaled_object(
     order: Order,
-    target: operators.ScaleTarget,
+    target: Mapping[str, str],
     waiting: str,
     threshold: int,
     fewest: int,
     name: str = "",
-) -> operators.ScaledObject:
+) -> Object:
     """Has KEDA keep the mean of `waiting`, a PromQL expression, per pod of `target` below
     `threshold`, with `fewest` pods or more. By default it has the deployment's `name`.
+
+    KEDA takes all values of a trigger's metadata as text.
     """
-    return operators.ScaledObject(
-        metadata=common.metadata(order, name),
-        spec=operators.ScaledObjectSpec(
-            scale_target_ref=target,
-            polling_interval=15,
-            cooldown_period=300,
-            min_replica_count=fewest,
-            max_replica_count=max_replicas(order, fewest).value,
-            triggers=[
-                operators.Trigger(
-                    metadata=operators.PrometheusQuery(
-                        server_address=order.options.prometheus,
-                        query=f"sum({waiting})",
-                        threshold=str(threshold),
-                    )
-                )
-            ],
-        ),
-    )
+    query = {
+        "serverAddress": order.options.prometheus,
+        "query": f"sum({waiting})",
+        "threshold": str(threshold),
+    }
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": common.metadata(order, name),
+        "spec": {
+            "scaleTargetRef": dict(target),
+            "pollingInterval": 15,
+            "cooldownPeriod": 300,
+            "minReplicaCount": fewest,
+            "maxReplicaCount": max_replicas(order, fewest).value,
+            "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": query}],
+        },
+    }
 
 
 def max_replicas(order: Order, fewest: int) -> Sourced[int]:
@@ -208,108 +207,99 @@ def render(order: Order) -> Rendered:
     """Render core/ and the objects that need operators, each with a kustomization.yaml."""
     reckon.check_podable(order)
     threshold = reckon.waiting_threshold(order.plan, order.trace)
-    core: dict[str, BaseModel] = {
-        "deployment.yaml": _deployment(order),
-        "service.yaml": common.service(order),
-        "poddisruptionbudget.yaml": _budget(order),
+    startup_s, pods = reckon.startup_s(order).value, reckon.replicas(order)
+    # Replace pods first on GPUs, where a spare one is rare; add pods first on CPUs.
+    surge, unavailable = (0, 1) if reckon.gpus(order.plan.recipe).value else (1, 0)
+    strategy = common.rolling(surge, unavailable)
+    about = {"labels": common.labels(order), "annotations": common.digests(order)}
+    template = {"metadata": about, "spec": _pod(order)}
+    core = {
+        "deployment.yaml": common.deployment(order, template, strategy, startup_s, pods.value),
+        "service.yaml": common.service(common.metadata(order), {common.NAME: order.name}),
+        "poddisruptionbudget.yaml": common.disruption_budget(
+            common.metadata(order), {common.NAME: order.name}, maxUnavailable=1
+        ),
         "networkpolicy.yaml": network_policy(order),
     }
-    operated = monitors(order, threshold)
+    operated, most = monitors(order, threshold), pods
     if threshold.value is not None:
+        most = max_replicas(order, pods.value)
         waiting = f"llmctl_requests_waiting{{{series(order, monitored=True)}}}"
         operated["scaledobject.yaml"] = scaled_object(
-            order,
-            operators.ScaleTarget(name=order.name),
-            waiting,
-            threshold.value,
-            reckon.replicas(order).value,
+            order, {"name": order.name}, waiting, threshold.value, pods.value
         )
     scaled = [("Deployment", order.name)] if threshold.value is not None else []
+    count = most.value + surge
+    why = f"up to {count} pods at once: replicas and those of a rollout"
+    mounting = Sourced(count, "one pod at a time" if count == 1 else why)
     files = common.kustomized(order, core, operated, [common.plan_map(order)], scaled)
-    files |= common.claim_files(order, _mounting(order, threshold)) | {"core/plan.json": order.text}
-    return Rendered(files, _explained(order, threshold), _start(order), common.FORWARDED)
-
-
-def _deployment(order: Order) -> k8s.Deployment:
-    template = k8s.PodTemplate(
-        metadata=common.pod_metadata(order), spec=common.pod(order, reckon.PROPAGATION_S)
+    files |= common.claim_files(order, mounting) | {"core/plan.json": order.text}
+    lines = _explained(order, mounting)
+    if threshold.value is None:
+        lines.append(explain_value("ScaledObject", threshold, "none"))
+    else:
+        lines.append(explain_value("ScaledObject threshold", threshold))
+        lines.append(explain_value("ScaledObject maxReplicaCount", most))
+    start = START.format(
+        preparation=common.preparation(order),
+        namespace=order.options.namespace,
+        name=order.name,
+        callers=common.CALLERS,
     )
-    strategy = k8s.Strategy(rolling_update=_rolling(order))
-    startup_s, pods = reckon.startup_s(order).value, reckon.replicas(order).value
-    return common.deployment(order, template, strategy, startup_s, pods)
+    return Rendered(files, lines, start, common.FORWARDED)
 
 
-def _rolling(order: Order) -> k8s.RollingUpdate:
-    """Replace pods first on GPUs, where a spare one is rare; add pods first on CPUs."""
-    if reckon.gpus(order.plan.recipe).value > 0:
-        return k8s.RollingUpdate(max_surge=0, max_unavailable=1)
-    return k8s.RollingUpdate(max_surge=1, max_unavailable=0)
-
-
-def _mounting(order: Order, threshold: Sourced[int | None]) -> Sourced[int]:
-    """The number of pods that may mount the volume of models at once."""
-    fewest = reckon.replicas(order)
-    highest = fewest if threshold.value is None else max_replicas(order, fewest.value)
-    count = highest.value + _rolling(order).max_surge
-    if count == 1:
-        return Sourced(1, "one pod at a time")
-    return Sourced(count, f"up to {count} pods at once: replicas and those of a rollout")
-
-
-def _budget(order: Order) -> k8s.PodDisruptionBudget:
-    return k8s.PodDisruptionBudget(
-        metadata=common.metadata(order),
-        spec=k8s.DisruptionSpec(max_unavailable=1, selector=common.selector(order)),
+def _pod(order: Order) -> Object:
+    """The pod of a server. It accepts requests for some seconds after SIGTERM."""
+    recipe, drain = order.plan.recipe, reckon.drain_s(order)
+    args = ["serve", common.PLAN_FILE, "--host", "0.0.0.0", "--port", str(common.PORT)]
+    args += ["--shutdown-notice", str(reckon.PROPAGATION_S)]
+    args += ["--shutdown-timeout", str(drain.value), *order.allowances]
+    # Processes of one worker exchange tensors: NCCL needs more than the 64 MB of /dev/shm.
+    shared = recipe.engine.tensor_parallel_size > 1
+    gpus, memory = reckon.gpus(recipe).value, reckon.memory_mib(order).value
+    limit = reckon.memory_limit_mib(order).value
+    container = common.container(
+        "llmctl",
+        llmctl_image(order).value,
+        [*common.MOUNTS, *([common.SHARED_MOUNT] if shared else [])],
+        command=["llmctl"],
+        args=args,
+        ports=[common.HTTP],
+        env=common.environment(order),
+        resources=common.asked(reckon.cpus(recipe).value, memory, limit, gpus),
+        **common.probes(order),
+    )
+    return common.pod_spec(
+        reckon.grace_s(drain, reckon.PROPAGATION_S).value,
+        container,
+        [*common.volumes(order), *([common.SHARED] if shared else [])],
+        affinity=common.on_products(order, order.plan.kinds[0]) if gpus else None,
+        tolerations=common.tolerations(recipe),
     )
 
 
-def _explained(order: Order, threshold: Sourced[int | None]) -> list[ExplainedValue]:
+def _explained(order: Order, mounting: Sourced[int]) -> list[ExplainedValue]:
+    """The lines of EXPLAIN.md but those about the autoscaler. `mounting` is the number of pods that
+    may mount the volume of models at once.
+    """
     drain, recipe = reckon.drain_s(order), order.plan.recipe
-    where = products(order, order.plan.kinds[0])
+    where, drift = products(order, order.plan.kinds[0]), drift_percent(order)
     grace = reckon.grace_s(drain, reckon.PROPAGATION_S)
     memory, limit = reckon.memory_mib(order), reckon.memory_limit_mib(order)
-    lines = [
+    affinity = [explain_value("node affinity", where, ", ".join(where.value))]
+    return [
         explain_value("image", llmctl_image(order)),
         explain_value("replicas", reckon.replicas(order)),
-        ExplainedValue(
-            "args --shutdown-notice",
-            f"{reckon.PROPAGATION_S} s",
-            "until the cluster's proxies know that the pod is leaving",
-        ),
+        ExplainedValue("args --shutdown-notice", *common.NOTICE),
         explain_value("args --shutdown-timeout", drain, f"{drain.value} s"),
         explain_value("terminationGracePeriodSeconds", grace, f"{grace.value} s"),
         *common.explain_probes(order),
         explain_value("nvidia.com/gpu", reckon.gpus(recipe)),
-        *(
-            [explain_value("node affinity", where, ", ".join(where.value))]
-            if reckon.gpus(recipe).value
-            else []
-        ),
-        *common.explain_models(order, _mounting(order, threshold)),
+        *(affinity if reckon.gpus(recipe).value else []),
+        *common.explain_models(order, mounting),
         explain_value("cpu", reckon.cpus(recipe)),
         explain_value("memory", memory, f"{memory.value:,} MiB"),
         explain_value("memory limit", limit, f"{limit.value:,} MiB"),
-        explain_value("drift alert", drift_percent(order), f"{drift_percent(order).value:g} %"),
+        explain_value("drift alert", drift, f"{drift.value:g} %"),
     ]
-    if threshold.value is None:
-        return [*lines, explain_value("ScaledObject", threshold, "none")]
-    most = max_replicas(order, reckon.replicas(order).value)
-    return [
-        *lines,
-        explain_value("ScaledObject threshold", threshold),
-        explain_value("ScaledObject maxReplicaCount", most),
-    ]
-
-
-def _start(order: Order) -> str:
-    name, namespace = order.name, order.options.namespace
-    return f"""\
-```bash
-{common.preparation(order)}
-kubectl apply -k .    # needs the CRDs of Prometheus' operator and KEDA; without them: -k core
-kubectl -n {namespace} rollout status deployment/{name}
-kubectl -n {namespace} port-forward service/{name} 8000
-kubectl delete -k .         # drains
-```
-
-Pods of other namespaces may call it if their namespace has the label `llmctl.io/client: "true"`."""

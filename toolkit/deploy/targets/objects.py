@@ -1,76 +1,103 @@
 """Objects that targets for Kubernetes share: the pod that serves a plan, and what belongs to it.
 
-First the pod: container, probes, volumes, environment, resources, nodes. Then metadata, Service,
-the claim for models, kustomizations, and the commands that create Secret and claim.
+Objects are plain data with Kubernetes' own keys; tests hold all that is rendered against the
+schemas of Kubernetes 1.37 and of the operators. First the pod: container, probes, volumes,
+environment, resources, nodes. Then metadata, Service, the claim for models, kustomizations, and the
+commands that create Secret and claim.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from pydantic import BaseModel
-
-from toolkit.deploy import manifests as k8s
 from toolkit.deploy import reckon
 from toolkit.deploy.order import (
     LABEL,
+    USER_ID,
     ExplainedValue,
     Order,
     Sourced,
     explain_value,
-    llmctl_image,
     products,
 )
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe
 from toolkit.files.strict import dump_yaml
 
+Object = dict[str, Any]  # an object of Kubernetes, or a part of one
+
 PORT = 8000
 FORWARDED = f"http://127.0.0.1:{PORT}"  # the address under kubectl port-forward
 PROBE_S = 10
+REVISIONS = 5  # that a Deployment or a StatefulSet keeps
 GPU = "nvidia.com/gpu"
+NAME = "app.kubernetes.io/name"  # the label by which pods are selected
 SECRET_KEY = "api-key"
 HUB_KEY = "hf-token"
 PLAN_FOLDER = "/etc/llmctl"
+PLAN_FILE = f"{PLAN_FOLDER}/plan.json"
 # For compiled kernels: numba's take 20 MB, DeepSpeed's some hundreds.
-TMP = k8s.Volume(name="tmp", empty_dir=k8s.EmptyDir(size_limit="4Gi"))
-SHARED = k8s.Volume(
-    name="shm", empty_dir=k8s.EmptyDir(medium="Memory", size_limit=f"{reckon.SHARED_GIB}Gi")
-)
-SHARED_MOUNT = k8s.VolumeMount(name="shm", mount_path="/dev/shm")
-HTTP = k8s.ContainerPort(name="http", container_port=PORT)
+TMP: Object = {"name": "tmp", "emptyDir": {"sizeLimit": "4Gi"}}
+SHARED: Object = {
+    "name": "shm",
+    "emptyDir": {"medium": "Memory", "sizeLimit": f"{reckon.SHARED_GIB}Gi"},
+}
+SHARED_MOUNT: Object = {"name": "shm", "mountPath": "/dev/shm"}
+HTTP: Object = {"name": "http", "containerPort": PORT, "protocol": "TCP"}
 FOLDERS = {"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"}
-PLAN_MOUNT = k8s.VolumeMount(name="plan", mount_path=PLAN_FOLDER, read_only=True)
-MODELS_MOUNT = k8s.VolumeMount(name="models", mount_path=FOLDERS["HF_HOME"])
-TMP_MOUNT = k8s.VolumeMount(name="tmp", mount_path=FOLDERS["HOME"])
+PLAN_MOUNT: Object = {"name": "plan", "mountPath": PLAN_FOLDER, "readOnly": True}
+MODELS_MOUNT: Object = {"name": "models", "mountPath": FOLDERS["HF_HOME"]}
+TMP_MOUNT: Object = {"name": "tmp", "mountPath": FOLDERS["HOME"]}
+# All written files are in volumes, since the root is read-only.
+MOUNTS = [PLAN_MOUNT, MODELS_MOUNT, TMP_MOUNT]
+CONTAINER_SECURITY: Object = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+POD_SECURITY: Object = {
+    "runAsNonRoot": True,
+    "runAsUser": USER_ID,
+    "runAsGroup": USER_ID,
+    "fsGroup": USER_ID,  # lets the pod's user write to volumes
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
 DASHBOARD = "dashboard.json"
 CLAIM_FILE = "models-claim.yaml"
 DASHBOARD_LABEL = {"grafana_dashboard": "1"}  # the default of the sidecar in Grafana's Helm chart
+NOTICE = (  # the value of --shutdown-notice, and why
+    f"{reckon.PROPAGATION_S} s",
+    "until the cluster's proxies know that the pod is leaving",
+)
+CALLERS = (
+    "Pods of other namespaces may call it if their namespace has the label "
+    '`llmctl.io/client: "true"`.'
+)
 
 
-def probe(path: str, period_s: int, failures: int) -> k8s.Probe:
+def probe(path: str, period_s: int, failures: int) -> Object:
     """A probe that asks `path` each `period_s` seconds."""
-    get = k8s.HttpGet(path=path, port="http")
-    return k8s.Probe(
-        http_get=get, period_seconds=period_s, timeout_seconds=3, failure_threshold=failures
-    )
+    return {
+        "httpGet": {"path": path, "port": "http"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 3,
+        "failureThreshold": failures,
+    }
 
 
-def alive(path: str) -> k8s.Probe:
-    """A liveness probe. A server that does not answer does not handle SIGTERM either: waiting for
-    its drain is useless.
+def probes(order: Order) -> dict[str, Object]:
+    """The probes of a server or a front, as keys of its container.
+
+    Others begin after the first /ready, and an endless load is ended. A server that does not answer
+    /health does not handle SIGTERM either: waiting for its drain is useless.
     """
-    grace = {"termination_grace_period_seconds": PROBE_S}
-    return probe(path, PROBE_S, 3).model_copy(update=grace)
-
-
-READY, ALIVE = probe("/ready", 5, 3), alive("/health")
-
-
-def started(order: Order) -> k8s.Probe:
-    """The startup probe: others begin after the first /ready, and an endless load is ended."""
-    return probe("/ready", 5, reckon.startup_s(order).value // 5)
+    return {
+        "startupProbe": probe("/ready", 5, reckon.startup_s(order).value // 5),
+        "readinessProbe": probe("/ready", 5, 3),
+        "livenessProbe": probe("/health", PROBE_S, 3) | {"terminationGracePeriodSeconds": PROBE_S},
+    }
 
 
 def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
@@ -85,15 +112,12 @@ def explain_probes(order: Order, prefix: str = "") -> list[ExplainedValue]:
         "not check workers: the server restarts lost ones, keeps their requests, and ends by "
         "itself where it cannot"
     )
+    hung = "a front that does not answer does not drain either"
     return [
         explain_value(f"{prefix}startupProbe on /ready", startup, f"{startup.value} s"),
         ExplainedValue(f"{prefix}readinessProbe on /ready", "3 x 5 s", ready),
         ExplainedValue(f"{prefix}livenessProbe on /health", f"3 x {PROBE_S} s", alive),
-        ExplainedValue(
-            f"{prefix}livenessProbe grace",
-            f"{PROBE_S} s",
-            "a front that does not answer does not drain either",
-        ),
+        ExplainedValue(f"{prefix}livenessProbe grace", f"{PROBE_S} s", hung),
     ]
 
 
@@ -101,140 +125,128 @@ def labels(order: Order, name: str = "") -> dict[str, str]:
     """The labels of all objects of a deployment; `name` is that of pods which are not the order's
     own.
     """
-    return {"app.kubernetes.io/name": name or order.name, "app.kubernetes.io/managed-by": "llmctl"}
+    return {NAME: name or order.name, "app.kubernetes.io/managed-by": "llmctl"}
 
 
-def pod(order: Order, notice_s: int) -> k8s.PodSpec:
-    """The pod. It accepts requests for `notice_s` seconds after SIGTERM."""
-    args = ["serve", f"{PLAN_FOLDER}/plan.json", "--host", "0.0.0.0", "--port", str(PORT)]
-    args += [
-        "--shutdown-notice",
-        str(notice_s),
-        "--shutdown-timeout",
-        str(reckon.drain_s(order).value),
-    ]
-    args += order.allowances
-    # Processes of one worker exchange tensors: NCCL needs more than the 64 MB of /dev/shm.
-    shared = order.plan.recipe.engine.tensor_parallel_size > 1
-    container = k8s.Container(
-        name="llmctl",
-        image=llmctl_image(order).value,
-        command=["llmctl"],
-        args=args,
-        ports=[HTTP],
-        env=environment(order),
-        resources=resources(order),
-        startup_probe=started(order),
-        readiness_probe=READY,
-        liveness_probe=ALIVE,
-        volume_mounts=[*mounts(), *([SHARED_MOUNT] if shared else [])],
-    )
-    return k8s.PodSpec(
-        termination_grace_period_seconds=reckon.grace_s(reckon.drain_s(order), notice_s).value,
-        affinity=on_products(order, order.plan.kinds[0])
-        if reckon.gpus(order.plan.recipe).value
-        else None,
-        tolerations=tolerations(order.plan.recipe),
-        containers=[container],
-        volumes=[*volumes(order), *([SHARED] if shared else [])],
-    )
+def container(name: str, image: str, mounts: Sequence[Object], **fields: object) -> Object:
+    """A container without privileges. `fields` are its other keys."""
+    head = {"name": name, "image": image, "imagePullPolicy": "IfNotPresent"}
+    tail = {"securityContext": CONTAINER_SECURITY, "volumeMounts": list(mounts)}
+    return {**head, **fields, **tail}
 
 
-def environment(order: Order) -> list[k8s.EnvVar]:
+def pod_spec(
+    grace_s: int,
+    container: Object,
+    volumes: Sequence[Object],
+    *,
+    account: str | None = None,
+    affinity: Object | None = None,
+    nodes: Mapping[str, str] | None = None,
+    tolerations: Sequence[Object] | None = None,
+) -> Object:
+    """An unprivileged pod of one container. Only with an `account` does it get a token."""
+    fields = {
+        "serviceAccountName": account,
+        "automountServiceAccountToken": account is not None,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": POD_SECURITY,
+        "affinity": affinity,
+        "nodeSelector": nodes or None,
+        "tolerations": tolerations,
+        "containers": [container],
+        "volumes": list(volumes),
+    }
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def before_stop(*command: str) -> Object:
+    """The lifecycle of a container that runs `command` before it gets SIGTERM, within the grace
+    period.
+    """
+    return {"preStop": {"exec": {"command": list(command)}}}
+
+
+def variables(values: Mapping[str, str]) -> list[Object]:
+    """Variables of a container's environment."""
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def environment(order: Order) -> list[Object]:
     """The API key by reference, and the variables that loading a model needs."""
     return [by_reference(order, "LLMCTL_API_KEY", SECRET_KEY), *loading_environment(order)]
 
 
-def loading_environment(order: Order) -> list[k8s.EnvVar]:
+def loading_environment(order: Order) -> list[Object]:
     """Writable folders and, where the Secret has one, the token for the hub."""
-    folders = [k8s.EnvVar(name=name, value=value) for name, value in FOLDERS.items()]
     if not reckon.from_hub(order.plan.recipe):
-        return folders
-    return [by_reference(order, "HF_TOKEN", HUB_KEY, optional=True), *folders]
+        return variables(FOLDERS)
+    return [by_reference(order, "HF_TOKEN", HUB_KEY, optional=True), *variables(FOLDERS)]
 
 
-def by_reference(
-    order: Order, variable: str, key: str, *, optional: bool | None = None
-) -> k8s.EnvVar:
+def by_reference(order: Order, variable: str, key: str, **fields: bool) -> Object:
     """A variable with its value in the deployment's Secret."""
-    wanted = k8s.SecretKey(name=order.name, key=key, optional=optional)
-    return k8s.EnvVar(name=variable, value_from=k8s.ValueFrom(secret_key_ref=wanted))
+    wanted = {"name": order.name, "key": key, **fields}
+    return {"name": variable, "valueFrom": {"secretKeyRef": wanted}}
 
 
-def resources(order: Order) -> k8s.Resources:
-    """CPU, memory and GPUs of a server with all its workers."""
-    recipe = order.plan.recipe
-    limit = reckon.memory_limit_mib(order).value
-    return asked(
-        reckon.cpus(recipe).value, reckon.memory_mib(order).value, limit, reckon.gpus(recipe).value
-    )
-
-
-def asked(cores: int, memory: int, limit: int, devices: int = 0) -> k8s.Resources:
-    """Cores, memory and its limit in MiB, and GPUs.
+def asked(cores: int | str, memory: int, limit: int, devices: int = 0) -> Object:
+    """The resources of a container: cores, memory and its limit in MiB, and GPUs.
 
     CPU has no limit, since a throttled worker would take longer.
     """
     gpu = {GPU: str(devices)} if devices else {}
     wanted = {"cpu": str(cores), "memory": f"{memory}Mi"}
-    return k8s.Resources(requests=wanted | gpu, limits={"memory": f"{limit}Mi"} | gpu)
+    return {"requests": wanted | gpu, "limits": {"memory": f"{limit}Mi"} | gpu}
 
 
-def mounts() -> list[k8s.VolumeMount]:
-    """The mounts. All written files are in volumes, since the root is read-only."""
-    return [PLAN_MOUNT, MODELS_MOUNT, TMP_MOUNT]
-
-
-def volumes(order: Order) -> list[k8s.Volume]:
+def volumes(order: Order) -> list[Object]:
     """The volumes of the plan, of models and of temporary files."""
     return [plan_volume(order), models_volume(order, order.plan.kinds[0]), TMP]
 
 
-def plan_volume(order: Order) -> k8s.Volume:
+def plan_volume(order: Order) -> Object:
     """The ConfigMap of the plan; kustomize replaces its name by the one with a hash."""
-    return k8s.Volume(name="plan", config_map=k8s.ConfigMapVolume(name=f"{order.name}-plan"))
+    return {"name": "plan", "configMap": {"name": f"{order.name}-plan"}}
 
 
-def models_volume(order: Order, kind: Kind) -> k8s.Volume:
+def models_volume(order: Order, kind: Kind) -> Object:
     """The volume of models: the named claim, else empty in each new pod, with room for `kind`."""
-    claim = order.options.model_claim
-    if claim:
-        return k8s.Volume(name="models", persistent_volume_claim=k8s.Claim(claim_name=claim))
+    if claim := order.options.model_claim:
+        return {"name": "models", "persistentVolumeClaim": {"claimName": claim}}
     size = reckon.models_gib([kind])
     limit = f"{size.value if size else reckon.UNKNOWN_MODELS_GIB}Gi"
-    return k8s.Volume(name="models", empty_dir=k8s.EmptyDir(size_limit=limit))
+    return {"name": "models", "emptyDir": {"sizeLimit": limit}}
 
 
-def tolerations(recipe: Recipe) -> list[k8s.Toleration] | None:
+def tolerations(recipe: Recipe) -> list[Object] | None:
     """Tolerate the taint that GPU nodes often have to keep other pods away."""
-    return [k8s.Toleration(key=GPU)] if reckon.gpus(recipe).value else None
+    taint = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
+    return [taint] if reckon.gpus(recipe).value else None
 
 
-def on_products(order: Order, kind: Kind, *, required: bool = False) -> k8s.Affinity:
+def on_products(order: Order, kind: Kind, *, required: bool = False) -> Object:
     """Prefer nodes with a GPU of the kind's products, or require them.
 
     They are required where `required`, or where the command line names the products.
     """
-    requirement = k8s.NodeRequirement(key=LABEL, values=products(order, kind).value)
+    wanted = {"key": LABEL, "operator": "In", "values": products(order, kind).value}
+    term = {"matchExpressions": [wanted]}
+    found: Object = {
+        "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "preference": term}]
+    }
     if required or order.options.gpu_products:
-        return k8s.Affinity(
-            node_affinity=k8s.NodeAffinity(required=k8s.NodeSelector.of(requirement))
-        )
-    preference = k8s.NodeTerm(match_expressions=[requirement])
-    return k8s.Affinity(
-        node_affinity=k8s.NodeAffinity(
-            preferred=[k8s.PreferredNode(weight=100, preference=preference)]
-        )
-    )
+        found = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+    return {"nodeAffinity": found}
 
 
-def metadata(order: Order, name: str = "", pods: str = "") -> k8s.Metadata:
+def metadata(order: Order, name: str = "", pods: str = "") -> Object:
     """The metadata of an object; by default it has the deployment's name. `pods` is as for
     `labels`.
     """
-    return k8s.Metadata(
-        name=name or order.name, namespace=order.options.namespace, labels=labels(order, pods)
-    )
+    name, namespace = name or order.name, order.options.namespace
+    return {"name": name, "namespace": namespace, "labels": labels(order, pods)}
 
 
 def digests(order: Order) -> dict[str, str]:
@@ -243,25 +255,43 @@ def digests(order: Order) -> dict[str, str]:
     return found | {"llmctl.io/model": order.plan.recipe.model.source}
 
 
-def selector(order: Order, name: str = "") -> k8s.Selector:
+def selector(order: Order, name: str = "") -> Object:
     """Selects the pods that serve clients, or those of `name`."""
-    return k8s.Selector(match_labels={"app.kubernetes.io/name": name or order.name})
+    return {"matchLabels": {NAME: name or order.name}}
 
 
-def pod_metadata(order: Order, **more: str) -> k8s.PodMetadata:
-    """The metadata of pods that serve clients, with `more` annotations."""
-    return k8s.PodMetadata(labels=labels(order), annotations=digests(order) | more)
+def service(about: Object, pods: Mapping[str, str], **fields: str) -> Object:
+    """A Service for the pods with the labels `pods`. `fields` are further keys of its spec."""
+    port = {"name": "http", "port": PORT, "targetPort": "http", "protocol": "TCP"}
+    spec = {"type": "ClusterIP", **fields, "selector": dict(pods), "ports": [port]}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": spec}
 
 
-def service(order: Order) -> k8s.Service:
-    """The Service: one address for the pods that serve clients."""
-    return k8s.Service(
-        metadata=metadata(order),
-        spec=k8s.ServiceSpec(
-            selector={"app.kubernetes.io/name": order.name},
-            ports=[k8s.ServicePort(name="http", port=PORT, target_port="http")],
-        ),
-    )
+def disruption_budget(about: Object, pods: Mapping[str, str], **bound: int) -> Object:
+    """A PodDisruptionBudget for the pods with the labels `pods`. Broken pods are evicted anyway."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": about,
+        "spec": {
+            **bound,
+            "selector": {"matchLabels": dict(pods)},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+def claim(about: Object, mode: str, size: Sourced[int]) -> Object:
+    """A claim for a volume of the cluster's default storage class, with room for `size` GiB."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": about,
+        "spec": {
+            "accessModes": [mode],
+            "resources": {"requests": {"storage": f"{size.value}Gi"}},
+        },
+    }
 
 
 def claim_files(order: Order, pods: Sourced[int]) -> dict[str, str]:
@@ -273,14 +303,9 @@ def claim_files(order: Order, pods: Sourced[int]) -> dict[str, str]:
     size = reckon.models_gib(order.plan.kinds)
     if not order.options.model_claim or size is None:
         return {}
-    claim = k8s.PersistentVolumeClaim(
-        metadata=metadata(order, order.options.model_claim),
-        spec=k8s.ClaimSpec(
-            access_modes=["ReadWriteMany" if pods.value > 1 else "ReadWriteOnce"],
-            resources=k8s.ClaimResources(requests={"storage": f"{size.value}Gi"}),
-        ),
-    )
-    return {CLAIM_FILE: dump_yaml([claim], order.comment())}
+    mode = "ReadWriteMany" if pods.value > 1 else "ReadWriteOnce"
+    found = claim(metadata(order, order.options.model_claim), mode, size)
+    return {CLAIM_FILE: dump_yaml([found], order.comment())}
 
 
 def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
@@ -326,11 +351,11 @@ def preparation(order: Order, *keys: str) -> str:
     lines = []
     if reckon.from_hub(order.plan.recipe):
         words.append(f"--from-file={HUB_KEY}=$HOME/.cache/huggingface/token")
-        lines.append(
+        lines += [
             f"# {HUB_KEY} is for gated models such as meta-llama's: accept the licence, then run "
-            "hf auth login."
-        )
-        lines.append("# Without a gated model, leave the last line of the command out.")
+            "hf auth login.",
+            "# Without a gated model, leave the last line of the command out.",
+        ]
     lines.append(" \\\n  ".join(words))
     if order.options.model_claim and reckon.models_gib(order.plan.kinds):
         lines.append(
@@ -341,61 +366,66 @@ def preparation(order: Order, *keys: str) -> str:
 
 
 def deployment(
-    order: Order, template: k8s.PodTemplate, strategy: k8s.Strategy, startup_s: int, pods: int = 1
-) -> k8s.Deployment:
+    order: Order, template: Object, strategy: Object, startup_s: int, pods: int = 1
+) -> Object:
     """The deployment's own Deployment of `pods` pods, which may load for `startup_s` seconds."""
-    return k8s.Deployment(
-        metadata=metadata(order),
-        spec=k8s.DeploymentSpec(
-            replicas=pods,
-            progress_deadline_seconds=startup_s + 60,
-            strategy=strategy,
-            selector=selector(order),
-            template=template,
-        ),
-    )
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(order),
+        "spec": {
+            "replicas": pods,
+            "revisionHistoryLimit": REVISIONS,
+            "progressDeadlineSeconds": startup_s + 60,
+            "strategy": strategy,
+            "selector": selector(order),
+            "template": template,
+        },
+    }
+
+
+def rolling(surge: int, unavailable: int) -> Object:
+    """The strategy of a Deployment that replaces its pods bit by bit."""
+    bounds = {"maxSurge": surge, "maxUnavailable": unavailable}
+    return {"type": "RollingUpdate", "rollingUpdate": bounds}
 
 
 def kustomized(
     order: Order,
-    core: Mapping[str, BaseModel],
-    operated: Mapping[str, BaseModel],
-    maps: Sequence[k8s.ConfigMapGenerator],
+    core: Mapping[str, Object],
+    operated: Mapping[str, Object],
+    maps: Sequence[Object],
     scaled: Sequence[tuple[str, str]] = (),
 ) -> dict[str, str]:
     """The files of core/ and of the objects that need operators, each with a kustomization.yaml.
 
     The outer kustomization removes the number of replicas of what the autoscaler scales (`scaled`,
-    kinds and names), so that applying it again does not undo the autoscaler's.
+    kinds and names), so that applying it again does not undo the autoscaler's. Its ConfigMap of the
+    dashboard has the label that Grafana's sidecar looks for, and no hash in its name.
     """
+    head = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": order.options.namespace,
+    }
+    options = {"labels": DASHBOARD_LABEL | labels(order), "disableNameSuffixHash": True}
+    board = {"name": f"{order.name}-dashboard", "files": [DASHBOARD], "options": options}
+    outer = {"resources": ["core", *sorted(operated)], "configMapGenerator": [board]}
     remove = json.dumps([{"op": "remove", "path": "/spec/replicas"}])
-    targets = [k8s.PatchTarget(kind=kind, name=name) for kind, name in scaled]
-    objects: dict[str, BaseModel] = {f"core/{name}": content for name, content in core.items()}
-    objects |= operated
-    objects["core/kustomization.yaml"] = k8s.Kustomization(
-        namespace=order.options.namespace,
-        resources=sorted(core),
-        config_map_generator=list(maps),
-    )
-    objects["kustomization.yaml"] = k8s.Kustomization(
-        namespace=order.options.namespace,
-        resources=["core", *sorted(operated)],
-        config_map_generator=[dashboard_map(order)],
-        patches=[k8s.Patch(target=target, patch=remove) for target in targets] or None,
-    )
+    patches = [{"target": {"kind": kind, "name": name}, "patch": remove} for kind, name in scaled]
+    objects: dict[str, Object] = {
+        **{f"core/{name}": content for name, content in core.items()},
+        **operated,
+        "core/kustomization.yaml": {
+            **head,
+            "resources": sorted(core),
+            "configMapGenerator": list(maps),
+        },
+        "kustomization.yaml": head | outer | ({"patches": patches} if patches else {}),
+    }
     return {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
 
 
-def plan_map(order: Order, *files: str) -> k8s.ConfigMapGenerator:
+def plan_map(order: Order, *files: str) -> Object:
     """The ConfigMap of the plan and further files; a hash in its name rolls pods for a new plan."""
-    return k8s.ConfigMapGenerator(name=f"{order.name}-plan", files=["plan.json", *files])
-
-
-def dashboard_map(order: Order) -> k8s.ConfigMapGenerator:
-    """The ConfigMap of the dashboard, with the label that Grafana's sidecar looks for."""
-    options = k8s.GeneratorOptions(
-        labels=DASHBOARD_LABEL | labels(order), disable_name_suffix_hash=True
-    )
-    return k8s.ConfigMapGenerator(
-        name=f"{order.name}-dashboard", files=[DASHBOARD], options=options
-    )
+    return {"name": f"{order.name}-plan", "files": ["plan.json", *files]}

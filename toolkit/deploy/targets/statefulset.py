@@ -11,11 +11,9 @@ changes a replica's flags.
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+from collections.abc import Mapping
 
-from toolkit.deploy import manifests as k8s
-from toolkit.deploy import operators
-from toolkit.deploy.alerts import replica_rules, series
+from toolkit.deploy.monitoring import WAITING, replica_rules, series
 from toolkit.deploy.order import (
     ExplainedValue,
     Order,
@@ -39,22 +37,35 @@ from toolkit.deploy.targets import objects as common
 from toolkit.deploy.targets.kubernetes import (
     max_replicas,
     pod_monitor,
+    prometheus_rule,
     replica_policies,
     scaled_object,
 )
+from toolkit.deploy.targets.objects import Object
 from toolkit.files.strict import dump_yaml
 from toolkit.routing.routers import LlmdRouter, router_defaults
 
 ANY = "0.0.0.0"
-ALIVE_MOUNT = k8s.VolumeMount(name="alive", mount_path="/etc/llmctl-alive", read_only=True)
+ALIVE_FOLDER = "/etc/llmctl-alive"
 FRONT_CORES = 2  # its loop, and its helper processes
-WAITING = "vllm:num_requests_waiting"
 PICKER = "endpointpicker.yaml"
-SCORERS: tuple[tuple[operators.Scorer, str], ...] = (  # and the parameters of llm-d's router
-    ("prefix-cache-scorer", "prefix"),
-    ("queue-scorer", "queue"),
-    ("kv-cache-utilization-scorer", "kv"),
-)
+PICKER_API = "inference.networking.x-k8s.io/v1alpha1"
+SCORERS = {  # and the parameters of llm-d's router
+    "prefix-cache-scorer": "prefix",
+    "queue-scorer": "queue",
+    "kv-cache-utilization-scorer": "kv",
+}
+START = """\
+```bash
+{preparation}
+kubectl apply -k .    # needs the CRDs of Prometheus' operator and KEDA; without them: -k core
+{waits}
+kubectl -n {namespace} rollout status deployment/{name}
+kubectl -n {namespace} port-forward service/{name} 8000
+kubectl delete -k .         # drains; the claims of the models stay
+```
+
+{callers}"""
 
 
 def render(order: Order) -> Rendered:
@@ -62,43 +73,97 @@ def render(order: Order) -> Rendered:
     check_podable(order)
     replicas = Replication(order)
     replicas.check_containable()
-    core = _core(replicas)
     operated, scaled = _operated(replicas)
-    alive_map = k8s.ConfigMapGenerator(name=_alive_map(order), files=[ALIVE_FILE])
-    files = common.kustomized(order, core, operated, [common.plan_map(order), alive_map], scaled)
+    maps = [common.plan_map(order), {"name": _alive_map(order), "files": [ALIVE_FILE]}]
+    files = common.kustomized(order, _core(replicas), operated, maps, scaled)
     files |= common.claim_files(order, _mounting(replicas)) | {"core/plan.json": order.text}
     files[f"core/{ALIVE_FILE}"] = replicas.alive
-    if (picker := _picker(order)) is not None:
+    weights: dict[str, float] = {}  # of a picker's scorers, where the plan's router is llm-d's
+    router = order.plan.replica_router
+    if router is not None and router.name == LlmdRouter.name:
+        given = router_defaults(LlmdRouter) | dict(router.parameters)
+        weights = {scorer: float(given[parameter]) for scorer, parameter in SCORERS.items()}
+        # What a Gateway's endpoint picker reads when it starts: no object of the cluster.
+        cache, *others = ({"type": scorer} for scorer in weights)
+        remembered = {"parameters": {"lruCapacityPerServer": LlmdRouter.index_blocks}}
+        more = [{"type": "max-score-picker"}, {"type": "single-profile-handler"}]
+        chosen = [{"pluginRef": scorer, "weight": weight} for scorer, weight in weights.items()]
+        profile = {"name": "default", "plugins": [*chosen, {"pluginRef": "max-score-picker"}]}
+        picker = {
+            "apiVersion": PICKER_API,
+            "kind": "EndpointPickerConfig",
+            "plugins": [cache | remembered, *others, *more],
+            "schedulingProfiles": [profile],
+        }
         files[PICKER] = dump_yaml([picker], order.comment())
-    return Rendered(files, _explained(replicas), _start(replicas), common.FORWARDED)
+    namespace = order.options.namespace
+    status = f"kubectl -n {namespace} rollout status statefulset/"
+    start = START.format(
+        preparation=common.preparation(order),
+        waits="\n".join(f"{status}{kind.name}" for kind in replicas.kinds),
+        namespace=namespace,
+        name=order.name,
+        callers=common.CALLERS,
+    )
+    return Rendered(files, _explained(replicas, weights), start, common.FORWARDED)
 
 
-def _core(replicas: Replication) -> dict[str, BaseModel]:
-    """The objects that need no operators, by file."""
-    order = replicas.order
+def _core(replicas: Replication) -> dict[str, Object]:
+    """The objects that need no operators, by file.
+
+    The front may list the EndpointSlices of its namespace, and nothing else.
+    """
+    order, group = replicas.order, "rbac.authorization.k8s.io"
     policies = {
         kind.file("networkpolicy", ".yaml", "replicas"): kind.name for kind in replicas.kinds
     }
-    core: dict[str, BaseModel] = {
+    about = common.metadata(order)
+    rule = {
+        "apiGroups": ["discovery.k8s.io"],
+        "resources": ["endpointslices"],
+        "verbs": ["get", "list", "watch"],
+    }
+    account = {
+        "kind": "ServiceAccount",
+        "name": order.name,
+        "namespace": order.options.namespace,
+    }
+    api = {"apiVersion": f"{group}/v1"}
+    core = {
         "deployment.yaml": _front(replicas),
-        "service.yaml": common.service(order),
+        "service.yaml": common.service(about, {common.NAME: order.name}),
         **replica_policies(order, policies),
-        **_permission(replicas),
+        "serviceaccount.yaml": {
+            "apiVersion": "v1",
+            "kind": "ServiceAccount",
+            "metadata": about,
+            "automountServiceAccountToken": False,  # pods that need its token say so themselves
+        },
+        "role.yaml": {**api, "kind": "Role", "metadata": about, "rules": [rule]},
+        "rolebinding.yaml": {
+            **api,
+            "kind": "RoleBinding",
+            "metadata": about,
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": order.name},
+            "subjects": [account],
+        },
     }
     for kind in replicas.kinds:
+        pods = {common.NAME: kind.name}
         core[kind.file("statefulset", ".yaml")] = _set(kind)
-        core[kind.file("service", ".yaml", "replicas")] = _headless(kind)
-        core[kind.file("poddisruptionbudget", ".yaml")] = k8s.PodDisruptionBudget(
-            metadata=common.metadata(order, kind.name, kind.name),
-            spec=k8s.DisruptionSpec(max_unavailable=1, selector=common.selector(order, kind.name)),
+        core[kind.file("service", ".yaml", "replicas")] = common.service(
+            common.metadata(order, _service_name(kind), kind.name), pods, clusterIP="None"
+        )
+        core[kind.file("poddisruptionbudget", ".yaml")] = common.disruption_budget(
+            common.metadata(order, kind.name, kind.name), pods, maxUnavailable=1
         )
     return core
 
 
-def _operated(replicas: Replication) -> tuple[dict[str, BaseModel], list[tuple[str, str]]]:
+def _operated(replicas: Replication) -> tuple[dict[str, Object], list[tuple[str, str]]]:
     """The objects that need operators, by file, and what the autoscaler scales."""
     order = replicas.order
-    found: dict[str, BaseModel] = {"podmonitor.yaml": pod_monitor(order)}
+    found = {"podmonitor.yaml": pod_monitor(order)}
     scaled, queues = [], []
     for kind in replicas.kinds:
         found[kind.file("podmonitor", ".yaml", "replicas")] = pod_monitor(order, kind.name)
@@ -109,64 +174,14 @@ def _operated(replicas: Replication) -> tuple[dict[str, BaseModel], list[tuple[s
         scaled.append(("StatefulSet", kind.name))
         found[kind.file("scaledobject", ".yaml")] = scaled_object(
             order,
-            operators.ScaleTarget(kind="StatefulSet", name=kind.name),
+            {"kind": "StatefulSet", "name": kind.name},
             f"{WAITING}{{{behind}}}",
             threshold.value,
             kind.count.value,
             kind.name if order.plan.others else "",
         )
-    found["prometheusrule.yaml"] = operators.PrometheusRule(
-        metadata=common.metadata(order),
-        spec=replica_rules(order, series(order, monitored=True), queues),
-    )
-    return found, scaled
-
-
-def _picker(order: Order) -> operators.EndpointPickerConfig | None:
-    """A Gateway's endpoint picker with the weights of the plan's router, where that is llm-d's."""
-    router = order.plan.replica_router
-    if router is None or router.name != LlmdRouter.name:
-        return None
-    weights = router_defaults(LlmdRouter) | dict(router.parameters)
-    scorers = [operators.EndpointPlugin(type=kind) for kind, _ in SCORERS[1:]]
-    cache = operators.EndpointPlugin(
-        type="prefix-cache-scorer", parameters={"lruCapacityPerServer": LlmdRouter.index_blocks}
-    )
-    others = [
-        operators.EndpointPlugin(type="max-score-picker"),
-        operators.EndpointPlugin(type="single-profile-handler"),
-    ]
-    profile = [
-        operators.WeightedPlugin(plugin_ref=kind, weight=float(weights[knob]))
-        for kind, knob in SCORERS
-    ]
-    chosen = [*profile, operators.WeightedPlugin(plugin_ref="max-score-picker")]
-    return operators.EndpointPickerConfig(
-        plugins=[cache, *scorers, *others],
-        scheduling_profiles=[operators.SchedulingProfile(name="default", plugins=chosen)],
-    )
-
-
-def _explained_picker(order: Order) -> list[ExplainedValue]:
-    picker = _picker(order)
-    if picker is None:
-        return []
-    knobs = dict[str, str](SCORERS)
-    (profile,) = picker.scheduling_profiles
-    whole = "a file for the picker of Gateway API's inference extension, instead of the front"
-    lines = [ExplainedValue(PICKER, picker.api_version, f"{whole}; llm-d 0.8: llm-d.ai/v1alpha1")]
-    lines += [
-        ExplainedValue(
-            f"{PICKER}: {one.plugin_ref}",
-            f"{one.weight:g}",
-            f"plan: parameter '{knobs[one.plugin_ref]}' of router '{LlmdRouter.name}'",
-        )
-        for one in profile.plugins
-        if one.weight is not None
-    ]
-    blocks = str(LlmdRouter.index_blocks)
-    kept = "blocks remembered of each replica, llm-d's default, as simulated"
-    return [*lines, ExplainedValue(f"{PICKER}: lruCapacityPerServer", blocks, kept)]
+    rules = replica_rules(order, series(order, monitored=True), queues)
+    return found | {"prometheusrule.yaml": prometheus_rule(order, rules)}, scaled
 
 
 def _address(replicas: KindReplicas) -> str:
@@ -178,193 +193,143 @@ def _service_name(replicas: KindReplicas) -> str:
     return f"{replicas.name}s"
 
 
-def _permission(replicas: Replication) -> dict[str, BaseModel]:
-    """The front may list the EndpointSlices of its namespace, and nothing else."""
-    order = replicas.order
-    rule = k8s.RoleRule(
-        api_groups=["discovery.k8s.io"],
-        resources=["endpointslices"],
-        verbs=["get", "list", "watch"],
-    )
-    subject = k8s.RoleSubject(name=order.name, namespace=order.options.namespace)
-    return {
-        "serviceaccount.yaml": k8s.ServiceAccount(metadata=common.metadata(order)),
-        "role.yaml": k8s.Role(metadata=common.metadata(order), rules=[rule]),
-        "rolebinding.yaml": k8s.RoleBinding(
-            metadata=common.metadata(order),
-            role_ref=k8s.RoleReference(name=order.name),
-            subjects=[subject],
-        ),
-    }
+def _alive_map(order: Order) -> str:
+    return f"{order.name}-replica-alive"
 
 
-def _front(replicas: Replication) -> k8s.Deployment:
+def _front(replicas: Replication) -> Object:
     """The front. It has one pod, since each front knows only the requests that it routed; a second
     is there only during a rollout.
     """
     order = replicas.order
     where = discovered([kind.at(_address(kind)) for kind in replicas.kinds])
     notice = ("--shutdown-notice", str(PROPAGATION_S))
-    args = replicas.front(f"{common.PLAN_FOLDER}/plan.json", where, ANY, common.PORT, *notice)
-    container = k8s.Container(
-        name="llmctl",
-        image=replicas.front_image.value,
+    folders = {name: common.FOLDERS[name] for name in ("HOME", "NUMBA_CACHE_DIR")}
+    key = common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY)
+    container = common.container(
+        "llmctl",
+        replicas.front_image.value,
+        [common.PLAN_MOUNT, common.TMP_MOUNT],
         command=["llmctl"],
-        args=args,
+        args=replicas.front(common.PLAN_FILE, where, ANY, common.PORT, *notice),
         ports=[common.HTTP],
-        env=[
-            common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY),
-            *(
-                k8s.EnvVar(name=name, value=common.FOLDERS[name])
-                for name in ("HOME", "NUMBA_CACHE_DIR")
-            ),
-        ],
+        env=[key, *common.variables(folders)],
         resources=common.asked(FRONT_CORES, FRONT_MIB, LIMIT_FACTOR * FRONT_MIB),
-        startup_probe=common.started(order),
-        readiness_probe=common.READY,
-        liveness_probe=common.ALIVE,
-        volume_mounts=[common.PLAN_MOUNT, common.TMP_MOUNT],
+        **common.probes(order),
     )
-    spec = k8s.PodSpec(
-        service_account_name=order.name,
-        automount_service_account_token=True,
-        termination_grace_period_seconds=grace_s(replicas.drain, PROPAGATION_S).value,
-        containers=[container],
-        volumes=[common.plan_volume(order), common.TMP],
+    spec = common.pod_spec(
+        grace_s(replicas.drain, PROPAGATION_S).value,
+        container,
+        [common.plan_volume(order), common.TMP],
+        account=order.name,
     )
-    template = k8s.PodTemplate(metadata=common.pod_metadata(order), spec=spec)
-    strategy = k8s.Strategy(rolling_update=k8s.RollingUpdate(max_surge=1, max_unavailable=0))
+    about = {"labels": common.labels(order), "annotations": common.digests(order)}
+    template, strategy = {"metadata": about, "spec": spec}, common.rolling(1, 0)
     return common.deployment(order, template, strategy, replicas.startup.value)
 
 
-def _set(replicas: KindReplicas) -> k8s.StatefulSet:
+def _set(replicas: KindReplicas) -> Object:
     """The replicas. Digests of plan and fit are not among a pod's annotations: a plan with another
     router or other predictions does not start the replicas again.
+
+    All pods start at once; a rollout replaces one after the other, from the last, each once the one
+    before is ready. Claims stay when their pod or the whole set goes: the next pod has its model at
+    once.
     """
-    order, name, claims = replicas.order, replicas.name, _claims(replicas)
-    kind = {"llmctl.io/kind": replicas.kind.recipe.name} if order.plan.others else {}
-    about = k8s.PodMetadata(
-        labels=common.labels(order, name),
-        annotations={"llmctl.io/model": common.digests(order)["llmctl.io/model"]} | kind,
-    )
-    return k8s.StatefulSet(
-        metadata=common.metadata(order, name, name),
-        spec=k8s.StatefulSetSpec(
-            replicas=replicas.count.value,
-            service_name=_service_name(replicas),
-            persistent_volume_claim_retention_policy=k8s.ClaimRetention() if claims else None,
-            selector=common.selector(order, name),
-            template=k8s.PodTemplate(metadata=about, spec=_pod(replicas)),
-            volume_claim_templates=claims,
-        ),
-    )
+    order, name, claimed = replicas.order, replicas.name, _claimed(replicas)
+    annotations = {"llmctl.io/model": order.plan.recipe.model.source}
+    if order.plan.others:
+        annotations["llmctl.io/kind"] = replicas.kind.recipe.name
+    kept: Object = {}
+    claims: Object = {}
+    if claimed:
+        retention = {"whenDeleted": "Retain", "whenScaled": "Retain"}
+        kept["persistentVolumeClaimRetentionPolicy"] = retention
+        claim = common.claim({"name": "models"}, "ReadWriteOnce", claimed)
+        claims["volumeClaimTemplates"] = [claim]
+    about = {"labels": common.labels(order, name), "annotations": annotations}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": common.metadata(order, name, name),
+        "spec": {
+            "replicas": replicas.count.value,
+            "serviceName": _service_name(replicas),
+            "podManagementPolicy": "Parallel",
+            "revisionHistoryLimit": common.REVISIONS,
+            "updateStrategy": {"type": "RollingUpdate"},
+            **kept,
+            "selector": common.selector(order, name),
+            "template": {"metadata": about, "spec": _pod(replicas)},
+            **claims,
+        },
+    }
 
 
-def _pod(replicas: KindReplicas) -> k8s.PodSpec:
-    """The pod of a replica. Its image's root is read-only, too: HOME and HF_HOME are volumes."""
-    order, server, devices = replicas.order, replicas.server, replicas.gpus.value
-    recipe, plan_file = replicas.kind.recipe, f"{common.PLAN_FOLDER}/plan.json"
-    more = replicas.environment | (
-        {server.plan_variable: plan_file} if server.plan_variable else {}
-    )
-    shared = recipe.engine.tensor_parallel_size > 1
-    with_plan = bool(server.plan_variable)
-    container = k8s.Container(
-        name="replica",
-        image=replicas.image.value,
+def _pod(replicas: KindReplicas) -> Object:
+    """The pod of a replica. Its image's root is read-only, too: HOME and HF_HOME are volumes.
+
+    Its liveness probe restarts it after the first failure, for which a replica was silent for a
+    period and gave no token for as long. It could not drain, either.
+    """
+    order, server, recipe = replicas.order, replicas.server, replicas.kind.recipe
+    devices, nodes = replicas.gpus.value, replicas.kind.nodes
+    variables = dict(replicas.environment)
+    mounts, volumes = [], []
+    if server.plan_variable:
+        variables[server.plan_variable] = common.PLAN_FILE
+        mounts.append(common.PLAN_MOUNT)
+        volumes.append(common.plan_volume(order))
+    if not _claimed(replicas):
+        volumes.append(common.models_volume(order, replicas.kind))
+    mounts += [common.MODELS_MOUNT, common.TMP_MOUNT]
+    mounts.append({"name": "alive", "mountPath": ALIVE_FOLDER, "readOnly": True})
+    volumes += [common.TMP, {"name": "alive", "configMap": {"name": _alive_map(order)}}]
+    if recipe.engine.tensor_parallel_size > 1:
+        mounts.append(common.SHARED_MOUNT)
+        volumes.append(common.SHARED)
+    memory, limit = replicas.memory_mib.value, replicas.memory_limit_mib.value
+    container = common.container(
+        "replica",
+        replicas.image.value,
+        mounts,
         command=list(server.command),
         args=replicas.arguments(ANY, common.PORT),
         ports=[common.HTTP],
-        env=[
-            *common.loading_environment(order),
-            *(k8s.EnvVar(name=name, value=value) for name, value in more.items()),
-        ],
-        resources=common.asked(
-            replicas.cores.value,
-            replicas.memory_mib.value,
-            replicas.memory_limit_mib.value,
-            devices,
-        ),
-        startup_probe=common.probe(server.health, 5, replicas.startup.value // 5),
-        readiness_probe=common.probe(server.health, 5, 3),
-        liveness_probe=_generates(replicas),
+        env=[*common.loading_environment(order), *common.variables(variables)],
+        resources=common.asked(replicas.cores.value, memory, limit, devices),
+        startupProbe=common.probe(server.health, 5, replicas.startup.value // 5),
+        readinessProbe=common.probe(server.health, 5, 3),
+        livenessProbe={
+            "exec": {"command": replicas.asking(ALIVE_FOLDER, common.PORT)},
+            "periodSeconds": replicas.hang_s,
+            "timeoutSeconds": replicas.hang_s + CHECK_S,
+            "failureThreshold": 1,
+            "terminationGracePeriodSeconds": common.PROBE_S,
+        },
         # Until the front has left it; a request that comes later is refused and goes elsewhere.
-        lifecycle=k8s.Lifecycle(
-            pre_stop=k8s.Handler(exec=k8s.Exec(command=["sleep", str(PROPAGATION_S)]))
-        ),
-        volume_mounts=[
-            *([common.PLAN_MOUNT] if with_plan else []),
-            *(common.MODELS_MOUNT, common.TMP_MOUNT, ALIVE_MOUNT),
-            *([common.SHARED_MOUNT] if shared else []),
-        ],
+        lifecycle=common.before_stop("sleep", str(PROPAGATION_S)),
     )
-    volumes = [
-        *([common.plan_volume(order)] if with_plan else []),
-        *([] if _claims(replicas) else [common.models_volume(order, replicas.kind)]),
-        *(
-            common.TMP,
-            k8s.Volume(name="alive", config_map=k8s.ConfigMapVolume(name=_alive_map(order))),
-        ),
-        *([common.SHARED] if shared else []),
-    ]
-    return k8s.PodSpec(
-        termination_grace_period_seconds=grace_s(replicas.drain, PROPAGATION_S).value,
-        affinity=_affinity(replicas),
-        node_selector=replicas.kind.nodes or None,
+    affinity = None
+    if devices and not nodes:  # in a fleet only nodes with the kind's GPU
+        alone = bool(order.plan.others)
+        affinity = common.on_products(order, replicas.kind, required=alone)
+    return common.pod_spec(
+        grace_s(replicas.drain, PROPAGATION_S).value,
+        container,
+        volumes,
+        affinity=affinity,
+        nodes=nodes,
         tolerations=common.tolerations(recipe),
-        containers=[container],
-        volumes=volumes,
     )
 
 
-def _affinity(replicas: KindReplicas) -> k8s.Affinity | None:
-    """For the nodes with the kind's GPU: in a fleet these alone, unless it names its nodes."""
-    if not replicas.gpus.value or replicas.kind.nodes:
-        return None
-    others = bool(replicas.order.plan.others)
-    return common.on_products(replicas.order, replicas.kind, required=others)
-
-
-def _alive_map(order: Order) -> str:
-    return f"{order.name}-replica-alive"
-
-
-def _generates(replicas: KindReplicas) -> k8s.Probe:
-    """The liveness probe: the pod is restarted after its first failure, for which a replica was
-    silent for a period and gave no token for as long. It could not drain, either.
+def _claimed(replicas: KindReplicas) -> Sourced[int] | None:
+    """GiB that each replica claims for its model; None where a claim is named, the model is not
+    from the hub, or its size is not known.
     """
-    return k8s.Probe(
-        exec=k8s.Exec(command=replicas.asking(ALIVE_MOUNT.mount_path, common.PORT)),
-        period_seconds=replicas.hang_s,
-        timeout_seconds=replicas.hang_s + CHECK_S,
-        failure_threshold=1,
-        termination_grace_period_seconds=common.PROBE_S,
-    )
-
-
-def _claims(replicas: KindReplicas) -> list[k8s.PersistentVolumeClaim] | None:
-    """A claim of each replica for its model; None where one is named, the model is not from the
-    hub, or its size is not known.
-    """
-    order = replicas.order
-    size = models_gib([replicas.kind])
-    if order.options.model_claim or size is None or not from_hub(replicas.kind.recipe):
-        return None
-    asked_for = k8s.ClaimResources(requests={"storage": f"{size.value}Gi"})
-    spec = k8s.ClaimSpec(access_modes=["ReadWriteOnce"], resources=asked_for)
-    return [k8s.PersistentVolumeClaim(metadata=k8s.Metadata(name="models"), spec=spec)]
-
-
-def _headless(replicas: KindReplicas) -> k8s.Service:
-    order, name = replicas.order, replicas.name
-    return k8s.Service(
-        metadata=common.metadata(order, _service_name(replicas), name),
-        spec=k8s.ServiceSpec(
-            cluster_ip="None",
-            selector=common.selector(order, name).match_labels,
-            ports=[k8s.ServicePort(name="http", port=common.PORT, target_port="http")],
-        ),
-    )
+    named = replicas.order.options.model_claim
+    return None if named or not from_hub(replicas.kind.recipe) else models_gib([replicas.kind])
 
 
 def _most(kind: KindReplicas) -> Sourced[int]:
@@ -379,11 +344,11 @@ def _mounting(replicas: Replication) -> Sourced[int]:
     return Sourced(highest, f"up to {highest} replicas")
 
 
-def _explained(replicas: Replication) -> list[ExplainedValue]:
+def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[ExplainedValue]:
     order, kinds = replicas.order, replicas.kinds
     addresses = " ".join(kind.at(_address(kind)) for kind in kinds)
     services = "the headless Service" if len(kinds) == 1 else "each kind's headless Service"
-    return [
+    lines = [
         *replicas.explained(),
         ExplainedValue(
             "front: --replicas",
@@ -409,10 +374,29 @@ def _explained(replicas: Replication) -> list[ExplainedValue]:
         ExplainedValue(
             "StatefulSet podManagementPolicy", "Parallel", "replicas do not wait for each other"
         ),
-        *_explained_claims(replicas),
-        *_explained_picker(order),
-        *(line for kind in kinds for line in kind.about(_explained_scaling(kind))),
     ]
+    size = models_gib(order.plan.kinds)
+    if _claimed(kinds[0]) and size:
+        kept = "of the default storage class, one for each replica; it stays when the replica goes"
+        token = f"Secret {order.name}, key hf-token"
+        why = "optional: gated models need it; it is in no file here"
+        lines += [
+            explain_value("volumeClaimTemplates: storage", size, f"{size.value} GiB"),
+            ExplainedValue("volumeClaimTemplates: accessModes", "ReadWriteOnce", kept),
+            ExplainedValue("HF_TOKEN", token, why),
+        ]
+    else:
+        lines += common.explain_models(order, _mounting(replicas))
+    if weights:
+        whole = "a file for the picker of Gateway API's inference extension, instead of the front"
+        lines.append(ExplainedValue(PICKER, PICKER_API, f"{whole}; llm-d 0.8: llm-d.ai/v1alpha1"))
+        for scorer, weight in weights.items():
+            source = f"plan: parameter '{SCORERS[scorer]}' of router '{LlmdRouter.name}'"
+            lines.append(ExplainedValue(f"{PICKER}: {scorer}", f"{weight:g}", source))
+        blocks = str(LlmdRouter.index_blocks)
+        kept = "blocks remembered of each replica, llm-d's default, as simulated"
+        lines.append(ExplainedValue(f"{PICKER}: lruCapacityPerServer", blocks, kept))
+    return [*lines, *(line for kind in kinds for line in kind.about(_explained_scaling(kind)))]
 
 
 def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:
@@ -450,36 +434,3 @@ def _explained_scaling(kind: KindReplicas) -> list[ExplainedValue]:
         explain_value(f"ScaledObject threshold of {WAITING}", threshold),
         explain_value("ScaledObject maxReplicaCount", _most(kind)),
     ]
-
-
-def _explained_claims(replicas: Replication) -> list[ExplainedValue]:
-    claims, order = _claims(replicas.kinds[0]), replicas.order
-    if claims is None:
-        return common.explain_models(order, _mounting(replicas))
-    size = models_gib(order.plan.kinds)
-    assert size is not None
-    kept = "of the default storage class, one for each replica; it stays when the replica goes"
-    token = f"Secret {order.name}, key hf-token"
-    return [
-        explain_value("volumeClaimTemplates: storage", size, f"{size.value} GiB"),
-        ExplainedValue("volumeClaimTemplates: accessModes", "ReadWriteOnce", kept),
-        ExplainedValue("HF_TOKEN", token, "optional: gated models need it; it is in no file here"),
-    ]
-
-
-def _start(replicas: Replication) -> str:
-    order, namespace = replicas.order, replicas.order.options.namespace
-    waits = "\n".join(
-        f"kubectl -n {namespace} rollout status statefulset/{kind.name}" for kind in replicas.kinds
-    )
-    return f"""\
-```bash
-{common.preparation(order)}
-kubectl apply -k .    # needs the CRDs of Prometheus' operator and KEDA; without them: -k core
-{waits}
-kubectl -n {namespace} rollout status deployment/{order.name}
-kubectl -n {namespace} port-forward service/{order.name} 8000
-kubectl delete -k .         # drains; the claims of the models stay
-```
-
-Pods of other namespaces may call it if their namespace has the label `llmctl.io/client: "true"`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from toolkit.deploy.order import (
     KEY_FOLDER,
@@ -34,27 +33,32 @@ MAX_USER = 31  # characters of a user's name
 def render(order: Order) -> Rendered:
     """Render NAME.service. Its paths are absolute: it starts the plan in the rendered folder."""
     drain, startup, recipe = drain_s(order), startup_s(order), order.plan.recipe
-    words = ["serve", PLAN, "--api-key-file", KEY, "--host", recipe.serve.host]
+    grace, devices, host = grace_s(drain), gpus(recipe), recipe.serve.host
+    words = ["serve", PLAN, "--api-key-file", KEY, "--host", host]
     words += ["--port", str(recipe.serve.port or 8000), "--shutdown-timeout", str(drain.value)]
-    unit = _server(order, [*words, *order.allowances], drain, gpus(recipe).value)
-    return Rendered(
-        {f"{order.name}.service": unit},
-        _explained(order, drain, grace_s(drain), startup),
-        _start(order, order.name, "service"),
+    unit = _server(order, [*words, *order.allowances], drain, devices.value)
+    program = "--program: where llmctl is installed on that machine"
+    killing = (
+        "SIGTERM goes only to the server; after TimeoutStopSec all its processes are killed, also "
+        "its workers"
     )
-
-
-@dataclass(frozen=True)
-class _OnPort:
-    """A replica of this machine: number `number` of its kind."""
-
-    kind: KindReplicas
-    number: int
-    port: int
-
-    @property
-    def unit(self) -> str:
-        return f"{self.kind.name}@{self.number}.service"
+    waiting = "`systemctl start` waits until the server reports that all workers are loaded"
+    blocked = "seconds that the server's loop may block; the server itself watches its workers"
+    secret = "read by root before the start; the key is in no environment"
+    lines = [
+        ExplainedValue("ExecStart", order.options.program, program),
+        ExplainedValue("ExecStart --host", host, "recipe: serve.host"),
+        explain_value("ExecStart --shutdown-timeout", drain, f"{drain.value} s"),
+        explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
+        explain_value("TimeoutStartSec", startup, f"{startup.value} s"),
+        ExplainedValue("Type", "notify", waiting),
+        ExplainedValue("WatchdogSec", str(WATCHDOG_S), blocked),
+        ExplainedValue("KillMode", "mixed", killing),
+        ExplainedValue("LoadCredential", "plan.json, api-key", secret),
+        explain_value("PrivateDevices", devices, "no" if devices.value else "yes"),
+    ]
+    files = {f"{order.name}.service": unit}
+    return Rendered(files, lines, _start(order, order.name, "service"))
 
 
 def render_replicas(order: Order) -> Rendered:
@@ -64,52 +68,36 @@ def render_replicas(order: Order) -> Rendered:
     replicas, recipe, name = Replication(order), order.plan.recipe, order.name
     port = recipe.serve.port or 8000
     servers = [
-        _OnPort(kind, number, port + 1 + place)
-        for place, (kind, number, _) in enumerate(replicas.named)
+        (kind, number, port + 1 + place) for place, (kind, number, _) in enumerate(replicas.named)
     ]
-    words = replicas.front(
-        PLAN,
-        at([server.kind.at(f"http://{LOOPBACK}:{server.port}") for server in servers]),
-        recipe.serve.host,
-        port,
-        *("--api-key-file", KEY),
+    where = at([kind.at(f"http://{LOOPBACK}:{own_port}") for kind, _, own_port in servers])
+    key = ("--api-key-file", KEY)
+    words = replicas.front(PLAN, where, recipe.serve.host, port, *key)
+    units = [f"{kind.name}@{number}.service" for kind, number, _ in servers]
+    target = fill(
+        "replicas.target", comment=order.comment(), name=name, recipe=recipe.name, replicas=units
     )
-    units = [server.unit for server in servers]
-    files = {
-        f"{name}.target": fill(
-            "replicas.target",
-            comment=order.comment(),
-            name=name,
-            recipe=recipe.name,
-            replicas=units,
-        ),
-        f"{name}.service": _server(order, words, replicas.drain, 0, units),
-    }
+    front = _server(order, words, replicas.drain, 0, units)
+    files = {f"{name}.target": target, f"{name}.service": front}
     for kind in replicas.kinds:
         files[f"{kind.name}@.service"] = _replica(order, kind)
         if order.plan.others:
             files[kind.file("plan", ".json")] = file_text(order.plan.alone(kind.number))
-    for server in servers:
-        files[f"{server.kind.label}-{server.number}.env"] = fill(
-            "replica.env", comment=order.comment(), variables=_variables(server)
+    for kind, number, own_port in servers:
+        # Kinds of GPU are in the order of their slots, as nvidia-smi lists them; CUDA would list
+        # the fastest first.
+        variables: dict[str, object] = {"PORT": own_port}
+        if kind.gpus.value:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, kind.devices(number)))
+            variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if order.plan.others else {}
+        if kind.cpus(number):
+            variables["CPUS"] = ",".join(map(str, kind.cpus(number)))
+        files[f"{kind.label}-{number}.env"] = fill(
+            "replica.env", comment=order.comment(), variables=variables
         )
-    lines = [*replicas.explained(), *_explained_replicas(order, replicas, servers)]
+    lines = [*replicas.explained(), *_explained_replicas(order, replicas)]
     templates = [f"{kind.name}@" for kind in replicas.kinds]
     return Rendered(files, lines, _start(order, name, "target", templates))
-
-
-def _variables(server: _OnPort) -> dict[str, object]:
-    """What differs between replicas on one machine. Kinds of GPU are in the order of their slots,
-    as nvidia-smi lists them; CUDA would list the fastest first.
-    """
-    kind, number = server.kind, server.number
-    found: dict[str, object] = {"PORT": server.port}
-    if kind.gpus.value:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, kind.devices(number)))
-        found |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if kind.order.plan.others else {}
-    if kind.cpus(number):
-        found["CPUS"] = ",".join(map(str, kind.cpus(number)))
-    return found
 
 
 def _replica(order: Order, replicas: KindReplicas) -> str:
@@ -193,11 +181,10 @@ def _model_folder(order: Order) -> str:
     return source if source.startswith("/") else ""
 
 
-def _explained_replicas(
-    order: Order, replicas: Replication, servers: Sequence[_OnPort]
-) -> list[ExplainedValue]:
+def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedValue]:
     recipe, grace = order.plan.recipe, grace_s(replicas.drain)
-    first, last = servers[0].port, servers[-1].port
+    first = (recipe.serve.port or 8000) + 1
+    last = first + len(replicas.named) - 1
     files = "KIND-N.env" if order.plan.others else "replica-N.env"
     source = f"the ports after the front's, {first - 1}, which is the recipe's serve.port"
     restarts = f"{BACK_OFF_S} s, growing to {LONGEST_BACK_OFF_S} s in {BACK_OFF_STEPS} steps"
@@ -236,60 +223,19 @@ def _explained_replicas(
         why = "of one kind of plan.json, for its replicas; the front reads plan.json"
         lines.append(ExplainedValue("plan-KIND.json", "a plan", why))
     for kind in replicas.kinds:
-        lines += kind.about(_explained_devices(kind))
+        file, own, numbers = f"{kind.label}-N.env", [], range(kind.count.value)
+        if kind.gpus.value:
+            shares = "; ".join(",".join(map(str, kind.devices(number))) for number in numbers)
+            own.append(explain_value(f"{file}: CUDA_VISIBLE_DEVICES", kind.gpus, shares))
+        if kind.gpus.value and order.plan.others:
+            why = "as nvidia-smi numbers them; correct the numbers where the fleet's order is "
+            own.append(ExplainedValue(f"{file}: CUDA_DEVICE_ORDER", "PCI_BUS_ID", f"{why}another"))
+        if kind.cpus(0):
+            shares = "; ".join(",".join(map(str, kind.cpus(number))) for number in numbers)
+            why = "recipe: engine.threads for each; give a replica two more where the machine has "
+            own.append(ExplainedValue(f"{file}: CPUS", shares, f"{why}them"))
+        lines += kind.about(own)
     return lines
-
-
-def _explained_devices(kind: KindReplicas) -> list[ExplainedValue]:
-    lines, numbers = [], range(kind.count.value)
-    if kind.gpus.value:
-        shares = "; ".join(",".join(map(str, kind.devices(number))) for number in numbers)
-        name = f"{kind.label}-N.env: CUDA_VISIBLE_DEVICES"
-        lines.append(explain_value(name, kind.gpus, shares))
-    if kind.gpus.value and kind.order.plan.others:
-        why = "as nvidia-smi numbers them; correct the numbers where the fleet's order is another"
-        name = f"{kind.label}-N.env: CUDA_DEVICE_ORDER"
-        lines.append(ExplainedValue(name, "PCI_BUS_ID", why))
-    if kind.cpus(0):
-        shares = "; ".join(",".join(map(str, kind.cpus(number))) for number in numbers)
-        why = "recipe: engine.threads for each; give a replica two more where the machine has them"
-        lines.append(ExplainedValue(f"{kind.label}-N.env: CPUS", shares, why))
-    return lines
-
-
-def _explained(
-    order: Order, drain: Sourced[int], grace: Sourced[int], startup: Sourced[int]
-) -> list[ExplainedValue]:
-    program = Sourced(order.options.program, "--program: where llmctl is installed on that machine")
-    killing = (
-        "SIGTERM goes only to the server; after TimeoutStopSec all its processes are killed, also "
-        "its workers"
-    )
-    waiting = "`systemctl start` waits until the server reports that all workers are loaded"
-    return [
-        explain_value("ExecStart", program),
-        ExplainedValue("ExecStart --host", order.plan.recipe.serve.host, "recipe: serve.host"),
-        explain_value("ExecStart --shutdown-timeout", drain, f"{drain.value} s"),
-        explain_value("TimeoutStopSec", grace, f"{grace.value} s"),
-        explain_value("TimeoutStartSec", startup, f"{startup.value} s"),
-        ExplainedValue("Type", "notify", waiting),
-        ExplainedValue(
-            "WatchdogSec",
-            str(WATCHDOG_S),
-            "seconds that the server's loop may block; the server itself watches its workers",
-        ),
-        ExplainedValue("KillMode", "mixed", killing),
-        ExplainedValue(
-            "LoadCredential",
-            "plan.json, api-key",
-            "read by root before the start; the key is in no environment",
-        ),
-        ExplainedValue(
-            "PrivateDevices",
-            "no" if gpus(order.plan.recipe).value else "yes",
-            gpus(order.plan.recipe).source,
-        ),
-    ]
 
 
 def _start(order: Order, name: str, kind: str, templates: Sequence[str] = ()) -> str:

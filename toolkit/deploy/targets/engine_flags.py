@@ -1,11 +1,13 @@
-"""Target `vllm`: vLLM with the plan's values as its flags.
+"""Targets `vllm` and `sglang`: another server with the plan's values as its flags.
 
-Where the plan's policy can run inside vLLM, llmctl's scheduler is used. Flags are those of
-`vllm serve --help` of 0.32; a test checks them with vLLM's own parser where vLLM is installed.
+Where the plan's policy can run inside vLLM, llmctl's scheduler is used; SGLang has its own. Flags
+of vLLM are those of `vllm serve --help` of 0.32; a test checks them with vLLM's own parser where
+vLLM is installed. Flags of SGLang follow its "Server Arguments"
+(docs/advanced_features/server_arguments.md). They were not checked with its parser, which was not
+available.
 
-The first half derives values from a fit's laws and a plan's policy, also for SGLang's flags. The
-laws hold for the engine that was measured; for another engine the values are a starting point, and
-`foreign` says so.
+The first half derives values from a fit's laws and a plan's policy. The laws hold for the engine
+that was measured; for another engine the values are a starting point, and `foreign` says so.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from toolkit.backends.vllm.command import TRIED, flags_of
 from toolkit.backends.vllm.setup import refuse_inside
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value, fill
-from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets
+from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets, waiting_threshold
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.fit import Fit
@@ -27,9 +29,16 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.units import GIB
 
 SERVERS = ("openai", "vllm", "sglang")  # engines with schedulers of their own
+UTILIZATION = "recipe: engine.gpu_memory_utilization"
 UNBOUNDED = "no target on the time between tokens bounds a pass"
 MIN_CHUNK, MAX_CHUNK = 256, 65536  # prompt tokens of one pass
 SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
+# SGLang's tuning guide advises this conservativeness where requests are often evicted.
+CONSERVATIVE, OFTEN_EVICTED_PERCENT = 1.3, 1.0
+SGLANG_KEY = (
+    "Set SGLANG_API_KEY for a server with a key; SGLang takes the key as an option, which `ps` "
+    "shows."
+)
 
 
 def check_servable_elsewhere(recipe: Recipe, engine: str) -> None:
@@ -46,15 +55,15 @@ def check_servable_elsewhere(recipe: Recipe, engine: str) -> None:
         )
 
 
-def foreign(order: Order, engine: str) -> str:
-    """A remark where the laws were measured on another kind of engine; '' otherwise."""
+def foreign(order: Order, engine: str) -> list[str]:
+    """A remark where the laws were measured on another kind of engine."""
     measured = order.plan.fit.engine.engine
     if measured in SERVERS:
-        return ""
-    return (
+        return []
+    return [
         f"the laws are of engine '{measured}', not of {engine}: these values are a starting point. "
         f"Measure {engine} itself (engine 'openai' in a recipe) for its own values"
-    )
+    ]
 
 
 def rows(order: Order) -> Sourced[int]:
@@ -132,85 +141,91 @@ def static_share(order: Order) -> Sourced[float]:
             cache = plan.fit.engine.kv_budget_bytes
             sizes = f"({weights / GIB:.1f} + {cache / GIB:.1f}) of {memory:g} GiB"
             return Sourced(round(share, 3), f"recipe and fit: weights and KV cache take {sizes}")
-    return Sourced(
-        plan.recipe.engine.gpu_memory_utilization, "recipe: engine.gpu_memory_utilization"
-    )
+    return Sourced(plan.recipe.engine.gpu_memory_utilization, UTILIZATION)
 
 
-def render(order: Order) -> Rendered:
+def render_vllm(order: Order) -> Rendered:
     """Render serve.sh, which starts vLLM. `InputError` where vLLM cannot load the model."""
-    recipe = order.plan.recipe
-    check_servable_elsewhere(recipe, "vLLM")
-    scheduler = _scheduler(order)
-    lines = [*model_lines(recipe), *_fitted(order), *scheduler]
-    ours = any(line.key == "--scheduler-cls" for line in scheduler)
+    lines = [*_model_lines(order, "vLLM"), *_vllm_lines(order), *_scheduler(order)]
+    ours = any(line.key == "--scheduler-cls" for line in lines)
     install = "Needs vLLM with --max-num-queued-tokens (0.32 has it)."
     if ours:
         install = f"Needs vLLM {TRIED} and llmctl in one environment (pip install --no-deps): "
         install += "docs/how-to/vllm.md."
-    remarks = [line for line in (foreign(order, "vLLM"), install) if line]
     script = fill(
         "engine.sh",
         comment=order.comment(),
         engine="vLLM",
         key="Set VLLM_API_KEY for a server with a key.",
         key_flag="",
-        remarks=remarks,
+        remarks=[*foreign(order, "vLLM"), install],
         environment={"LLMCTL_VLLM_PLAN": "plan.json"} if ours else {},
-        command=["vllm", "serve", recipe.model.source],
-        flags=flags_of_lines(lines),
+        command=["vllm", "serve", order.plan.recipe.model.source],
+        flags=_flags(lines),
     )
     start = "`./serve.sh` starts it, SIGTERM drains; `llmctl status --url URL` shows it."
     return Rendered({"serve.sh": script}, lines, f"{install}\n\n{start}")
 
 
-def flags_of_lines(lines: Sequence[ExplainedValue]) -> list[tuple[str, object]]:
+def render_sglang(order: Order) -> Rendered:
+    """Render serve.sh, which starts SGLang. `InputError` where SGLang cannot load the model."""
+    lines = [*_model_lines(order, "SGLang"), *_sglang_lines(order)]
+    model = order.plan.recipe.model.source
+    script = fill(
+        "engine.sh",
+        comment=order.comment(),
+        engine="SGLang",
+        key=SGLANG_KEY,
+        key_flag='${SGLANG_API_KEY:+--api-key "$SGLANG_API_KEY"}',
+        remarks=foreign(order, "SGLang"),
+        environment={},
+        command=["python3", "-m", "sglang.launch_server", "--model-path", model],
+        flags=_flags(lines),
+    )
+    start = "`./serve.sh` starts it; `llmctl status --url URL` shows it."
+    return Rendered({"serve.sh": script}, lines, start)
+
+
+def _flags(lines: Sequence[ExplainedValue]) -> list[tuple[str, object]]:
     """The flags of a command among the lines of EXPLAIN.md; None: a switch."""
     return [(line.key, line.value or None) for line in lines if line.key.startswith("--")]
 
 
-def model_lines(recipe: Recipe) -> list[ExplainedValue]:
+def _model_lines(order: Order, engine: str) -> list[ExplainedValue]:
     """The flags about the model, from the recipe; vLLM and SGLang share most of their names."""
-    model = recipe.model
+    recipe, model = order.plan.recipe, order.plan.recipe.model
+    check_servable_elsewhere(recipe, engine)
+    name = recipe.serve.served_model_name
+    given = {
+        "--served-model-name": (name, "serve.served_model_name"),
+        "--revision": (model.revision, "model.revision"),
+        "--load-format": ("dummy" if model.load_format == "dummy" else "", "model.load_format"),
+    }
     lines = [
         ExplainedValue("--host", recipe.serve.host, "recipe: serve.host"),
         ExplainedValue("--port", str(recipe.serve.port or 8000), "recipe: serve.port"),
         ExplainedValue("--dtype", model.dtype, "recipe: model.dtype"),
     ]
-    if recipe.serve.served_model_name:
-        lines.append(
-            ExplainedValue(
-                "--served-model-name",
-                recipe.serve.served_model_name,
-                "recipe: serve.served_model_name",
-            )
-        )
-    if model.revision:
-        lines.append(ExplainedValue("--revision", model.revision, "recipe: model.revision"))
-    if model.load_format == "dummy":
-        lines.append(ExplainedValue("--load-format", "dummy", "recipe: model.load_format"))
+    for flag, (value, key) in given.items():
+        if value:
+            lines.append(ExplainedValue(flag, value, f"recipe: {key}"))
     if model.trust_remote_code:
         lines.append(ExplainedValue("--trust-remote-code", "", "recipe: model.trust_remote_code"))
     return lines
 
 
-def _fitted(order: Order) -> list[ExplainedValue]:
+def _vllm_lines(order: Order) -> list[ExplainedValue]:
     plan = order.plan
     running, drain, queued = rows(order), drain_s(order), queued_tokens(order)
     prompt = chunk(order, running.value)
+    longest = str(plan.fit.engine.max_model_len)
     lines = [
-        ExplainedValue(
-            "--max-model-len", str(plan.fit.engine.max_model_len), "fit: engine.max_model_len"
-        ),
+        ExplainedValue("--max-model-len", longest, "fit: engine.max_model_len"),
         explain_value("--max-num-seqs", running),
     ]
     if plan.recipe.hardware.device == "cuda":
-        share = plan.recipe.engine.gpu_memory_utilization
-        lines.append(
-            ExplainedValue(
-                "--gpu-memory-utilization", f"{share:g}", "recipe: engine.gpu_memory_utilization"
-            )
-        )
+        share = f"{plan.recipe.engine.gpu_memory_utilization:g}"
+        lines.append(ExplainedValue("--gpu-memory-utilization", share, UTILIZATION))
     if prompt is not None:
         tokens = str(prompt.value + running.value)
         source = f"{prompt.source}; and a token for each of {running.value} rows"
@@ -220,9 +235,8 @@ def _fitted(order: Order) -> list[ExplainedValue]:
     if queued is not None:
         lines.append(explain_value("--max-num-queued-tokens", queued))
     else:
-        lines.append(
-            ExplainedValue("max-num-queued-tokens", "no limit", "the recipe has no TTFT target")
-        )
+        why = "the recipe has no TTFT target"
+        lines.append(ExplainedValue("max-num-queued-tokens", "no limit", why))
     return [*lines, *_parallel(plan), explain_value("--shutdown-timeout", drain)]
 
 
@@ -254,36 +268,59 @@ def _scheduler(order: Order) -> list[ExplainedValue]:
     """The flags of llmctl's scheduler or, for policy 'vllm', of vLLM's own; or why it is vLLM's."""
     plan = order.plan
     if plan.policy.name == VllmPolicy.name:
+        source = "plan: policy 'vllm', vLLM's own scheduler"
         rest = flags_of(VllmPolicy.name, plan.policy.parameters)
         switches = [word for word in rest if word.startswith(("--enable", "--no-enable"))]
-        lines = [
-            ExplainedValue(word, "", "plan: policy 'vllm', vLLM's own scheduler")
-            for word in switches
-        ]
+        lines = [ExplainedValue(word, "", source) for word in switches]
         watermark = str(plan.policy.parameters.get("watermark", 0.0))
-        return [
-            *lines,
-            ExplainedValue("--watermark", watermark, "plan: policy 'vllm', vLLM's own scheduler"),
-        ]
+        return [*lines, ExplainedValue("--watermark", watermark, source)]
     try:
         if plan.recipe.workers > 1:
             raise InputError("llmctl's scheduler was not tried with data parallelism")
         refuse_inside(make_policy(plan.policy.name, plan.policy.parameters), timed=True)
     except InputError as error:
         return [ExplainedValue("scheduler", "vLLM's own", error.message)]
-    lines = [
-        ExplainedValue(
-            "--scheduler-cls",
-            SCHEDULER,
-            f"plan: policy '{plan.policy.name}', read from LLMCTL_VLLM_PLAN",
-        )
-    ]
+    source = f"plan: policy '{plan.policy.name}', read from LLMCTL_VLLM_PLAN"
+    lines = [ExplainedValue("--scheduler-cls", SCHEDULER, source)]
     if plan.policy.name == "mlfq":
-        lines.append(
-            ExplainedValue(
-                "--no-async-scheduling",
-                "",
-                "policy 'mlfq' pauses requests between passes: docs/how-to/vllm.md",
-            )
-        )
+        why = "policy 'mlfq' pauses requests between passes: docs/how-to/vllm.md"
+        lines.append(ExplainedValue("--no-async-scheduling", "", why))
     return lines
+
+
+def _sglang_lines(order: Order) -> list[ExplainedValue]:
+    plan, running = order.plan, rows(order)
+    prompt, waiting = chunk(order, running.value), waiting_threshold(plan, order.trace)
+    longest = str(plan.fit.engine.max_model_len)
+    lines = [
+        ExplainedValue("--context-length", longest, "fit: engine.max_model_len"),
+        explain_value("--max-running-requests", running),
+    ]
+    if plan.recipe.hardware.device == "cuda":
+        lines.append(explain_value("--mem-fraction-static", static_share(order)))
+    if prompt is not None:
+        lines.append(explain_value("--chunked-prefill-size", prompt))
+    else:
+        lines.append(ExplainedValue("chunked-prefill-size", "SGLang's own", UNBOUNDED))
+    if waiting.value is None:
+        lines.append(explain_value("max-queued-requests", waiting, "SGLang's own: no limit"))
+    else:
+        lines.append(explain_value("--max-queued-requests", waiting))
+    lines.append(explain_value("--schedule-conservativeness", conservativeness(order)))
+    if plan.recipe.engine.tensor_parallel_size > 1:
+        size = str(plan.recipe.engine.tensor_parallel_size)
+        lines.append(ExplainedValue("--tp-size", size, "recipe: engine.tensor_parallel_size"))
+    if plan.recipe.workers > 1:
+        lines.append(ExplainedValue("--dp-size", str(plan.recipe.workers), "recipe: workers"))
+    return [*lines, ExplainedValue("--enable-metrics", "", "for Prometheus, and for llmctl status")]
+
+
+def conservativeness(order: Order) -> Sourced[float]:
+    """SGLang's default, or 1.3 where the plan is predicted to evict often."""
+    evicted = order.plan.predicted.get("evicted_percent")
+    if evicted is None:
+        return Sourced(1.0, "SGLang's default: the plan predicts no evictions, or is not tuned")
+    if evicted > OFTEN_EVICTED_PERCENT:
+        often = f"plan: {evicted:.2g} evictions predicted per 100 requests"
+        return Sourced(CONSERVATIVE, f"{often}; SGLang advises 1.3 then")
+    return Sourced(1.0, f"SGLang's default: {evicted:.2g} evictions predicted per 100 requests")
