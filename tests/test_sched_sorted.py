@@ -5,7 +5,7 @@ from math import log2
 
 import pytest
 
-from toolkit.sched.sorted_blocks import MOST, LengthCounts, SortedBlocks
+from toolkit.sched.inbox import MOST_ENTRIES, LengthCounts, SortedBlocks
 
 
 class Counted(int):
@@ -38,7 +38,7 @@ def agree(blocks, entries):
     if entries:
         assert (blocks.first, blocks.last) == (entries[0], entries[-1])
     sizes = [len(block) for block in blocks._blocks]
-    assert max(sizes) <= MOST
+    assert max(sizes) <= MOST_ENTRIES
     assert min(sizes) > 0 or len(sizes) == 1
 
 

@@ -45,12 +45,8 @@ def latencies(served: Served) -> dict[str, Floats]:
     e2e = (served.finish_s - served.arrival_s)[ok]
     gaps = served.output_tokens[ok] - 1
     many = gaps > 0
-    return {
-        "ttft": ttft,
-        "tpot": (e2e - ttft)[many] / gaps[many],
-        "mtpot": served.max_gap_s[ok],
-        "e2e": e2e,
-    }
+    tpot = (e2e - ttft)[many] / gaps[many]
+    return {"ttft": ttft, "tpot": tpot, "mtpot": served.max_gap_s[ok], "e2e": e2e}
 
 
 def statistic(values: Floats, name: str) -> float:
@@ -72,13 +68,9 @@ def meets_sla(served: Served, sla: Mapping[str, float]) -> NDArray[np.bool_]:
     good = served.ok.copy()
     ttft = served.first_token_s - served.arrival_s
     e2e = served.finish_s - served.arrival_s
-    per_request = {
-        "ttft": ttft,
-        "e2e": e2e,
-        "tpot": (e2e - ttft) / np.maximum(served.output_tokens - 1, 1),
-        "mtpot": served.max_gap_s,
-        "itl": served.max_gap_s,
-    }
+    tpot = (e2e - ttft) / np.maximum(served.output_tokens - 1, 1)
+    gap = served.max_gap_s
+    per_request = {"ttft": ttft, "e2e": e2e, "tpot": tpot, "mtpot": gap, "itl": gap}
     for key, limit in sla.items():
         good &= per_request[key.split("_")[0]] <= limit
     return good
@@ -91,12 +83,8 @@ def summarize(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
     completion. Goodput counts only those that also meet `sla`.
     """
     if not served.ok.any():
-        return {
-            "requests": float(len(served)),
-            "failed": float(len(served)),
-            "throughput_rps": 0.0,
-            "goodput_rps": 0.0,
-        }
+        count = float(len(served))
+        return {"requests": count, "failed": count, "throughput_rps": 0.0, "goodput_rps": 0.0}
     ok = served.ok
     span_s = max(float(served.finish_s[ok].max() - served.arrival_s.min()), 1e-12)
     good = meets_sla(served, sla)

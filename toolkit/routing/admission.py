@@ -57,20 +57,17 @@ class LatencyLimits(NamedTuple):
 
     def possible(self, alone: PredictedLatency) -> LatencyLimits:
         """These limits without those that a request with this forecast misses."""
-        return LatencyLimits(
-            math.inf if alone.ttft_s > TARGET_SHARE_MAX * self.ttft_s else self.ttft_s,
-            math.inf if alone.e2e_s > TARGET_SHARE_MAX * self.e2e_s else self.e2e_s,
-        )
+        ttft_s, e2e_s = TARGET_SHARE_MAX * self.ttft_s, TARGET_SHARE_MAX * self.e2e_s
+        ttft_s = math.inf if alone.ttft_s > ttft_s else self.ttft_s
+        return LatencyLimits(ttft_s, math.inf if alone.e2e_s > e2e_s else self.e2e_s)
 
     def excess_s(self, predicted: PredictedLatency) -> float:
         """Seconds until a new request would meet the limits if no other request came.
 
         0 means that it meets them now, or that no other request delays it.
         """
-        late_s = max(
-            predicted.ttft_s - TARGET_SHARE_MAX * self.ttft_s,
-            predicted.e2e_s - TARGET_SHARE_MAX * self.e2e_s,
-        )
+        ttft_s, e2e_s = TARGET_SHARE_MAX * self.ttft_s, TARGET_SHARE_MAX * self.e2e_s
+        late_s = max(predicted.ttft_s - ttft_s, predicted.e2e_s - e2e_s)
         return max(min(late_s, predicted.contention_s), 0.0)
 
 

@@ -170,8 +170,7 @@ class Balancer:
     ) -> int | None:
         """The replica for a request, which is from now on counted there; None if none is up.
 
-        `excluded` are replicas that must not get it, because they failed it before. If no other is
-        up, they may.
+        `excluded` are replicas that failed it before: they get it only if no other is up.
         """
         barred = tuple(excluded)
         found = self._route(request, now_s, barred, None)
@@ -234,7 +233,12 @@ class Balancer:
         if home is not None:
             home.remove(request_id)
             if generated >= 0:
-                self._count(generated)
+                lengths = self._lengths
+                if len(lengths) == HISTORY:
+                    self._length_sum -= lengths[0]
+                lengths.append(generated)
+                self._length_sum += generated
+                self._view.expected_tokens = self._length_sum / len(lengths)
         if self._sink is not None:
             self._sink(Ended(request_id, generated))
 
@@ -263,14 +267,6 @@ class Balancer:
         if bound <= 0:
             return self._index_limit
         return min(bound, self._index_limit) if self._index_limit else bound
-
-    def _count(self, generated: int) -> None:
-        lengths = self._lengths
-        if len(lengths) == HISTORY:
-            self._length_sum -= lengths[0]
-        lengths.append(generated)
-        self._length_sum += generated
-        self._view.expected_tokens = self._length_sum / len(lengths)
 
 
 def _logged(choice: int | Overload | None) -> int:
@@ -331,10 +327,8 @@ def replay_routes(
                 choose = balancer.offer if is_offer else balancer.route
                 chosen = _logged(choose(request, now_s, excluded))
                 if chosen != logged:
-                    yield (
-                        f"event {number}: {request.request_id} went to replica {chosen}, "
-                        f"logged {logged}"
-                    )
+                    went = f"{request.request_id} went to replica {chosen}"
+                    yield f"event {number}: {went}, logged {logged}"
             case FirstToken(request_id, now_s):
                 balancer.first_token(request_id, now_s)
             case Ended(request_id, generated):

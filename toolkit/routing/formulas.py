@@ -57,9 +57,7 @@ def least_memory(view: RouterView, request: RoutedRequest) -> int:
 
 
 def on_ring(view: RouterView, owners: list[int], at: int, load_factor: float) -> int:
-    """`session-hash` with a bound: the first owner of the ring, from `at` on, that may take one
-    more request.
-    """
+    """`session-hash` with a bound: the ring's first owner, from `at` on, that may take one more."""
     every, requests, weights = view.every, 0, 0.0
     for each in view.replicas:
         requests += len(each.sent)
@@ -211,13 +209,9 @@ def weigh(
     attended_ahead = ahead * (ahead / max(replica.prefills, 1)) / 2
     plain_s: float = law.pass_s(decodes, context, 0, 0, 0.0)
     chunks = (replica.prefills + 1) / passes
-    chunk_s: float = law.pass_s(
-        decodes,
-        context,
-        chunks if chunks > 1.0 else 1.0,
-        (ahead + new) / passes,
-        (new * (cached + new / 2) + attended_ahead) / passes,
-    )
+    chunks = chunks if chunks > 1.0 else 1.0
+    keys = (new * (cached + new / 2) + attended_ahead) / passes
+    chunk_s: float = law.pass_s(decodes, context, chunks, (ahead + new) / passes, keys)
     # what its own prompt adds to the passes of the rows that decode
     longer_s = chunk_s - plain_s
     own_s = (longer_s if longer_s > 0.0 else 0.0) * passes * new / (ahead + new)

@@ -32,16 +32,9 @@ class Sent:
     """
 
     __slots__ = (
-        "blocks",
-        "cached_tokens",
-        "first_s",
-        "has_token",
-        "new_tokens",
-        "prompt_tokens",
-        "request",
-        "sent_s",
-        "stalls",
-    )
+        "blocks", "cached_tokens", "first_s", "has_token", "new_tokens", "prompt_tokens", "request",
+        "sent_s", "stalls",
+    )  # fmt: skip
 
     def __init__(self, request: RoutedRequest, sent_s: float, cached_tokens: int) -> None:
         self.request, self.sent_s, self.cached_tokens = request, sent_s, cached_tokens
@@ -71,31 +64,11 @@ class Replica:
     """
 
     __slots__ = (
-        "_has_report",
-        "_report",
-        "_reported_usage",
-        "_reported_waiting",
-        "_stalls",
-        "_uses",
-        "blocks",
-        "capacity_tokens",
-        "decode_tokens",
-        "in_time",
-        "index",
-        "is_up",
-        "kind",
-        "max_rows",
-        "pass_tokens",
-        "prefill_cached",
-        "prefill_tokens",
-        "prefilled_s",
-        "prefills",
-        "prompt_tokens",
-        "reported",
-        "sent",
-        "traits",
-        "weight",
-    )
+        "_has_report", "_report", "_reported_usage", "_reported_waiting", "_stalls", "_uses",
+        "blocks", "capacity_tokens", "decode_tokens", "in_time", "index", "is_up", "kind",
+        "max_rows", "pass_tokens", "prefill_cached", "prefill_tokens", "prefilled_s", "prefills",
+        "prompt_tokens", "reported", "sent", "traits", "weight",
+    )  # fmt: skip
 
     def __init__(self, index: int, traits: ReplicaTraits) -> None:
         self.index, self.traits = index, traits
@@ -301,7 +274,15 @@ class PrefixIndex:
         while capacity and len(used) > capacity:
             self._drop(index, 1)
         if self._kept[index] > 2 * len(used) + LEAST_KEPT:
-            self._shorten(index)
+            # keep of each prompt only the blocks that no later one had
+            kept = deque[_Prompt]()
+            for each in self._prompts[index]:
+                own = each.blocks[: each.left]
+                each.blocks = [block for block in own if used.get(block) is each]
+                each.left = len(each.blocks)
+                if each.left:
+                    kept.append(each)
+            self._prompts[index], self._kept[index] = kept, len(used)
 
     def clear(self, index: int) -> None:
         """A replica was restarted: its cache is empty."""
@@ -331,17 +312,6 @@ class PrefixIndex:
                 most -= 1
         if not prompt.left:
             self._prompts[index].popleft()
-
-    def _shorten(self, index: int) -> None:
-        """Keep of each prompt only the blocks that no later one had."""
-        used, prompts = self._used[index], deque[_Prompt]()
-        for prompt in self._prompts[index]:
-            own = prompt.blocks[: prompt.left]
-            prompt.blocks = [block for block in own if used.get(block) is prompt]
-            prompt.left = len(prompt.blocks)
-            if prompt.left:
-                prompts.append(prompt)
-        self._prompts[index], self._kept[index] = prompts, len(used)
 
     def _forget(self, index: int, block: object) -> None:
         holders = self._holders[block] & ~(1 << index)
@@ -391,21 +361,9 @@ class RouterView:
     """
 
     __slots__ = (
-        "_blocks",
-        "_index",
-        "_matched",
-        "block_tokens",
-        "blocks",
-        "even",
-        "every",
-        "expected_tokens",
-        "now_s",
-        "outlook",
-        "replicas",
-        "rings",
-        "rng",
-        "routed",
-    )
+        "_blocks", "_index", "_matched", "block_tokens", "blocks", "even", "every",
+        "expected_tokens", "now_s", "outlook", "replicas", "rings", "rng", "routed",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -435,9 +393,7 @@ class RouterView:
 
     @property
     def matched(self) -> list[int]:
-        """For each replica by its index, how many of the request's leading blocks it probably has
-        cached.
-        """
+        """By replica, how many of the request's leading blocks it probably has cached."""
         found = self._matched
         if found is None:
             found = self._matched = self._index.matched(self._blocks, self.now_s)
@@ -471,8 +427,5 @@ class RouterView:
                 ties += 1
         if ties == 1:
             return replicas[at].index
-        return self.any_of([replicas[k].index for k in range(at, len(costs)) if costs[k] == lowest])
-
-    def any_of(self, indices: list[int]) -> int:
-        """One of several replicas, at random."""
-        return indices[int(self.rng.integers(len(indices)))]
+        best = [replicas[k].index for k in range(at, len(costs)) if costs[k] == lowest]
+        return best[int(self.rng.integers(len(best)))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -20,7 +20,15 @@ from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.routing import formulas
 from toolkit.routing.replicas import Replica, RouterView
 from toolkit.routing.types import RequestOutlook, RoutedRequest
-from toolkit.sched.policies.parameters import Knob, Value, check, defaults, knob, knobs, parameters
+from toolkit.sched.policies.parameters import (
+    Knob,
+    Value,
+    defaults,
+    knob,
+    knobs,
+    parameters,
+    validate,
+)
 
 TARGETS = {"ttft": "ttft_s", "mtpot": "gap_s"}  # a kind of target to a router's parameter
 RING_POINTS = 160  # of each replica of weight 1 on the ring of `session-hash`
@@ -52,11 +60,7 @@ class _Checked:
     index_ttl_s: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
-        for parameter, limits in router_knobs(type(self)).items():
-            default = type(self).__dataclass_fields__[parameter].default
-            check(
-                f"router '{self.name}'", parameter, type(default), getattr(self, parameter), limits
-            )
+        validate(self, f"router '{self.name}'")
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class SessionHashRouter(_Checked):
         key = request.session or (str(request.blocks[0]) if request.blocks else "")
         if not key:
             return formulas.fewest_requests(view)
-        points, owners = _ring_of(view)
+        points, owners = _ring(view)
         at = bisect_left(points, _point(key))
         if not self.load_factor:
             return owners[at % len(owners)]
@@ -132,9 +136,7 @@ class SessionHashRouter(_Checked):
 
 @dataclass(frozen=True)
 class PrefixRouter(_Checked):
-    """To the replica with the longest match, whatever its load (vLLM production-stack,
-    `prefixaware`).
-    """
+    """To the longest match, whatever the load there (vLLM production-stack, `prefixaware`)."""
 
     name: ClassVar[str] = "prefix"
     index_blocks: ClassVar[int] = -1
@@ -145,9 +147,7 @@ class PrefixRouter(_Checked):
 
 @dataclass(frozen=True)
 class LlmdRouter(_Checked):
-    """The largest weighted sum of scores for the match, the queue and the free cache (llm-d
-    inference scheduler).
-    """
+    """The largest weighted sum of scores for match, queue and free cache (llm-d's scheduler)."""
 
     name: ClassVar[str] = "llm-d"
     reads_reports: ClassVar[bool] = True
@@ -163,9 +163,7 @@ class LlmdRouter(_Checked):
 
 @dataclass(frozen=True)
 class DynamoRouter(_Checked):
-    """The fewest blocks to prefill and to keep while decoding (Dynamo's KV router, without its
-    events).
-    """
+    """The fewest blocks to prefill and to keep for decoding (Dynamo's KV router, no events)."""
 
     name: ClassVar[str] = "dynamo"
     index_blocks: ClassVar[int] = -1
@@ -329,9 +327,7 @@ def make_router(name: str, parameters: Mapping[str, Value]) -> Router:
 
 
 def targets_of(name: str, sla: Mapping[str, float]) -> dict[str, Value]:
-    """The parameters of router `name` that are targets, as these targets say: the strictest of each
-    kind.
-    """
+    """The parameters of router `name` that are targets: the strictest of each kind in `sla`."""
     known = router_knobs(ROUTERS[name])
     found: dict[str, Value] = {}
     for target, parameter in TARGETS.items():
@@ -356,19 +352,18 @@ def router_of(recipe: Recipe, name: str | None = None, workers: int = 0) -> Rout
     return RouterSpec(name=name, parameters=router_parameters(router))
 
 
-def _ring_of(view: RouterView) -> tuple[list[int], list[int]]:
-    """The ring of the replicas that are up."""
-    up = tuple(replica.index for replica in view.replicas)
+def _ring(view: RouterView) -> tuple[list[int], list[int]]:
+    """Points of the replicas that are up on a ring, ascending, and the replica of each."""
+    up = tuple(each.index for each in view.replicas)
     if up not in view.rings:
-        view.rings[up] = _ring(view.replicas)
+        sizes = [max(round(RING_POINTS * each.traits.weight), 1) for each in view.replicas]
+        pairs = sorted(
+            (_point(f"{index}:{k}"), index)
+            for index, size in zip(up, sizes, strict=True)
+            for k in range(size)
+        )
+        view.rings[up] = [point for point, _ in pairs], [index for _, index in pairs]
     return view.rings[up]
-
-
-def _ring(up: Sequence[Replica]) -> tuple[list[int], list[int]]:
-    """Points of the replicas on a ring, ascending, and the replica of each."""
-    points = {each.index: max(round(RING_POINTS * each.traits.weight), 1) for each in up}
-    pairs = sorted((_point(f"{index}:{k}"), index) for index, n in points.items() for k in range(n))
-    return [point for point, _ in pairs], [index for _, index in pairs]
 
 
 def _point(text: str) -> int:

@@ -95,9 +95,7 @@ class ReplicaTraits(msgspec.Struct, frozen=True):
 
 
 def weighed(kinds: Sequence[ReplicaTraits]) -> list[ReplicaTraits]:
-    """The kinds of a fleet with their weights: by their laws, or by the sizes of their caches where
-    one has no law.
-    """
+    """The kinds of a fleet with weights: by their laws, or by cache size where one has no law."""
     if len(kinds) == 1:
         return list(kinds)
     lawful = all(each.law is not None for each in kinds)

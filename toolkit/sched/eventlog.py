@@ -18,7 +18,6 @@ from toolkit.sched.types import (
     BatchResult,
     Failure,
     Job,
-    Moves,
     Refusal,
     Request,
     RoundResult,
@@ -125,26 +124,14 @@ class Resize(msgspec.Struct, frozen=True, tag="resize"):
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
-    """So many events are missing at this point, and why. No replay reaches the state that
-    follows.
-    """
+    """So many events are missing here, and why. No replay reaches the state that follows."""
 
     events: int
     reason: str
 
 
-Event = (
-    EventLogHeader
-    | Submit
-    | Tick
-    | Complete
-    | CompleteRound
-    | End
-    | CancelCall
-    | WorkerChange
-    | Resize
-    | Lost
-)
+Call = Submit | Tick | Complete | CompleteRound | End | CancelCall | WorkerChange | Resize
+Event = EventLogHeader | Call | Lost
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
 
@@ -225,28 +212,13 @@ class RecordingScheduler(Scheduler):
 
 def started(batch: Batch) -> Started:
     """The decision behind a batch, in a form that can be compared."""
-    return Started(
-        batch.batch_id,
-        batch.worker,
-        batch.steps,
-        _ids(batch.jobs),
-        batch.estimated_s,
-        _ids(batch.evict),
-        _moved(batch.moves) if batch.moves else None,
-        _ids(batch.release),
-        batch.chunk_tokens,
-    )
-
-
-def _moved(moves: Moves) -> Moved:
-    return Moved(
-        _ids(moves.pause),
-        _ids(moves.resume),
-        _ids(moves.swap_out),
-        _ids(moves.swap_in),
-        _ids(moves.promote),
-        moves.overlap,
-    )
+    moved, moves = None, batch.moves
+    if moves is not None:
+        paused, resumed, promoted = _ids(moves.pause), _ids(moves.resume), _ids(moves.promote)
+        swapped = _ids(moves.swap_out), _ids(moves.swap_in)
+        moved = Moved(paused, resumed, *swapped, promoted, moves.overlap)
+    what = batch.batch_id, batch.worker, batch.steps, _ids(batch.jobs), batch.estimated_s
+    return Started(*what, _ids(batch.evict), moved, _ids(batch.release), batch.chunk_tokens)
 
 
 def _ids(jobs: Iterable[Job]) -> tuple[str, ...]:
@@ -259,24 +231,19 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
     At a gap in the log the replay yields a line that says so, and ends.
     """
     for number, event in enumerate(events, start=1):
+        at = f"event {number}:"
         match event:
             case Submit(now_s, request, refused):
                 refusal = scheduler.submit(request, now_s)
                 if (refusal.reason if refusal else "") != refused:
-                    yield (
-                        f"event {number}: {request.request_id} refused: {refusal}, "
-                        f"logged: {refused!r}"
-                    )
+                    yield f"{at} {request.request_id} refused: {refusal}, logged: {refused!r}"
             case Tick(now_s, logged, interrupts):
                 scheduler.take_interrupts()  # drop those of cancellations before this tick
                 decided = tuple(started(batch) for batch in scheduler.tick(now_s))
                 if decided != logged:
-                    yield f"event {number}: at {now_s} s decided {decided}, logged {logged}"
+                    yield f"{at} at {now_s} s decided {decided}, logged {logged}"
                 if (interrupted := tuple(scheduler.take_interrupts())) != interrupts:
-                    yield (
-                        f"event {number}: at {now_s} s interrupted {interrupted}, "
-                        f"logged {interrupts}"
-                    )
+                    yield f"{at} at {now_s} s interrupted {interrupted}, logged {interrupts}"
             case Complete(now_s, result):
                 scheduler.complete(result, now_s)
             case CompleteRound(now_s, done):
@@ -290,10 +257,7 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
             case Resize(worker, capacity_tokens):
                 scheduler.resize(worker, capacity_tokens)
             case Lost(events_lost, reason):
-                yield (
-                    f"event {number}: {events_lost} events are missing here ({reason}); "
-                    "replayed up to here"
-                )
+                yield f"{at} {events_lost} events are missing here ({reason}); replayed up to here"
                 return
             case EventLogHeader():
                 pass

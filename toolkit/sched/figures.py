@@ -72,8 +72,7 @@ class WorkerFigure:
     def least(self, able: Numbers, expected: int, score: Score | None = None) -> int:
         """The first of the workers `able` (ascending) with the least number.
 
-        With `score`, the least score: a function of the figures of `able`, in order, that grows
-        with each.
+        With `score`, the least score: a function of the figures of `able` that grows with each.
         """
         if score is None and self._is_few:
             return self._least_of_few(able.tolist(), expected)
@@ -120,10 +119,8 @@ class WorkerFigure:
         `bound` gets the figures and the rows of `able`, in order. `exact` gets a worker's index and
         is called only for workers that might be the least.
         """
-        scores, known = (
-            bound(self.bounds(expected)[able], self._rows[able]).astype(np.float64),
-            set(),
-        )
+        scores = bound(self.bounds(expected)[able], self._rows[able]).astype(np.float64)
+        known: set[int] = set()
         while True:
             k = int(scores.argmin())
             if k in known:
@@ -226,9 +223,7 @@ class Loads:
         key.place = place
 
     def forget(self) -> None:
-        """Drop everything: any load may have changed, and workers may have been lost or come
-        back.
-        """
+        """Drop everything: any load may have changed, and workers may have gone or come back."""
         self.kept.clear()
 
     def least(self, count: int) -> list[tuple[float, int, int]]:
@@ -241,8 +236,12 @@ class Loads:
             return [
                 (worker.load_s, worker.assigned, worker.index) for worker in workers if worker.alive
             ]
-        if not heap:
-            self._make()
+        if not heap:  # a sorted list is a heap
+            keys = self._keys = [LoadKey(worker) for worker in workers]
+            heap[:] = [keys[worker.index] for worker in workers if worker.alive]
+            heap.sort(key=attrgetter("load_s", "assigned", "index"))
+            for place, key in enumerate(heap):
+                key.place = place
         found: list[tuple[float, int, int]] = []
         # The keys below those found, with their places in the heap: the next is one of them.
         open_keys: list[tuple[float, int, int, int]] = []
@@ -255,15 +254,6 @@ class Loads:
             _open(open_keys, heap, 2 * place + 1)
             _open(open_keys, heap, 2 * place + 2)
         return found
-
-    def _make(self) -> None:
-        """Make the heap: a sorted list is one."""
-        keys = self._keys = [LoadKey(worker) for worker in self._workers]
-        alive = [keys[worker.index] for worker in self._workers if worker.alive]
-        alive.sort(key=attrgetter("load_s", "assigned", "index"))
-        self.kept[:] = alive
-        for place, key in enumerate(alive):
-            key.place = place
 
 
 def _open(keys: list[tuple[float, int, int, int]], heap: list[LoadKey], place: int) -> None:

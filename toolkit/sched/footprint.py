@@ -76,9 +76,7 @@ class Footprint:
         return self.used + self.fresh + self.rows
 
     def taken_with(self, length: int) -> int:
-        """Tokens that the rows would hold with another of `length` tokens, before its first
-        token.
-        """
+        """Tokens of the rows with another of `length` tokens, before its first token."""
         return self.used + length
 
     def promised_with(self, tokens: int) -> int:
@@ -100,9 +98,7 @@ class Footprint:
         return (limit - self.used - self.fresh) // self.rows
 
     def widest(self, limit: int) -> int:
-        """The length after one step of the longest job that `fits`; may be below that of any
-        job.
-        """
+        """The length after one step of the longest job that `fits`; may be below any job's."""
         return limit - self.needs
 
     def enter(self, job: Job) -> None:
@@ -118,9 +114,7 @@ class Footprint:
         self.used += length
 
     def prefilled(self) -> None:
-        """The prefills are done: jobs that entered are ordinary rows and have their first
-        tokens.
-        """
+        """The prefills are done: jobs that entered are ordinary rows with their first tokens."""
         self.used += self.fresh
         self.fresh = 0
 
@@ -196,11 +190,9 @@ class SlabFootprint(Footprint):
         )
 
     def widest(self, limit: int) -> int:
-        first_too_long = (
-            bisect_left(range(1, limit + 1), True, key=lambda length: not self.fits(length, limit))
-            + 1
-        )
-        return first_too_long + self._worker.emits
+        lengths = range(1, limit + 1)
+        fitting = bisect_left(lengths, True, key=lambda length: not self.fits(length, limit))
+        return fitting + 1 + self._worker.emits
 
     def enter(self, job: Job) -> None:
         self.rows += 1
@@ -238,9 +230,7 @@ class SlabFootprint(Footprint):
         return self
 
     def _shapes(self, rows: int, newcomers: int) -> bool:
-        """Whether newcomers are prefilled within a step of other rows, for which there must be
-        others.
-        """
+        """Whether newcomers are prefilled within a step of other rows, if there are others."""
         return self._worker.joining == "shape" and rows > newcomers
 
     def _width(self, rows: int, newcomers: int, longest: int, entering: int) -> int:
@@ -254,9 +244,7 @@ class SlabFootprint(Footprint):
     def _sizes(
         self, rows: int, newcomers: int, longest: int, entering: int, steps: int
     ) -> tuple[int, int]:
-        """Tokens of the slab after `steps` steps, and the most tokens while entering jobs are
-        prefilled.
-        """
+        """Tokens of the slab after `steps` steps, and at most while entering jobs are prefilled."""
         width = self._width(rows, newcomers, longest, entering)
         if not newcomers:
             return rows * (width + steps), 0
@@ -280,8 +268,7 @@ def footprint_of(worker: Worker) -> Footprint:
 
 
 def peak_to_come(used: NDArray[np.int64], remaining: NDArray[np.int64], *, padded: bool) -> int:
-    """The most tokens that the rows will ever take together: M* of Past-Future, Eq. 2-4, or a
-    slab's.
+    """The most tokens that rows will ever take together: M* of Past-Future, Eq. 2-4, or a slab's.
 
     Args:
         used: [n], the tokens that each row holds now.

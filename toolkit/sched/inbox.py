@@ -1,7 +1,9 @@
 """The jobs that wait at one worker, in the order in which they are served.
 
 `Inbox` orders jobs by urgency (a smaller `Request.priority` first), evicted jobs before others of
-the same urgency, and then by arrival. `RankedInbox` also keeps them in the order of a policy.
+the same urgency, and then by arrival. `RankedInbox` also keeps them in the order of a policy. Both
+keep more beside the jobs, so that no question walks a long backlog: `SortedBlocks` is a sorted
+sequence, `LengthCounts` the lengths that wait, the least first.
 """
 
 from __future__ import annotations
@@ -10,10 +12,9 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from heapq import heappop, heappush
 from itertools import chain
-from typing import TYPE_CHECKING, Final, cast
-
-from toolkit.sched.sorted_blocks import LengthCounts, SortedBlocks
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 if TYPE_CHECKING:
     from toolkit.sched.types import Job
@@ -22,6 +23,133 @@ if TYPE_CHECKING:
 # attempt to admit.
 RECALL_COUNT: Final = 64
 NO_JOBS: deque[Job] = deque()  # of every inbox that defers nothing; never changed
+MOST_ENTRIES: Final = 512  # entries of a block: few enough to move at once when one comes or goes
+
+Key = tuple[Any, ...]
+Entry = TypeVar("Entry", bound=Key)
+
+
+class SortedBlocks(Generic[Entry]):
+    """Distinct tuples in ascending order, cut into blocks.
+
+    The blocks end to end are the sequence. No block has more than `MOST_ENTRIES` entries, and none
+    is empty but an only one.
+
+    An entry is found by its first values, here called its key, if no other entry has them. Of n
+    entries a search compares O(log n); to come or go, an entry moves those of its block. The ends
+    of the sequence cost one comparison.
+    """
+
+    __slots__ = ("_blocks", "size")
+
+    def __init__(self) -> None:
+        self._blocks: list[list[Entry]] = [[]]
+        self.size = 0  # read only: how many entries there are
+
+    def __iter__(self) -> Iterator[Entry]:
+        return chain.from_iterable(self._blocks)
+
+    @property
+    def first(self) -> Entry:
+        """The least entry; there must be one."""
+        return self._blocks[0][0]
+
+    @property
+    def last(self) -> Entry:
+        """The greatest entry; there must be one."""
+        return self._blocks[-1][-1]
+
+    def add(self, entry: Entry) -> None:
+        """Put an entry in its place."""
+        self.size += 1
+        blocks = self._blocks
+        block = blocks[-1]
+        if not block or block[-1] < entry:
+            if len(block) < MOST_ENTRIES:
+                block.append(entry)
+            else:
+                blocks.append([entry])
+            return
+        at = self._block_of(entry)
+        block = blocks[at]
+        insort(block, entry)
+        if len(block) > MOST_ENTRIES:
+            blocks.insert(at + 1, block[MOST_ENTRIES // 2 :])
+            del block[MOST_ENTRIES // 2 :]
+
+    def remove(self, key: Key) -> Entry:
+        """Take the entry with this key; it must be there."""
+        self.size -= 1
+        at = self._block_of(key)
+        block = self._blocks[at]
+        entry = block.pop(bisect_left(block, key) if block[0] < key else 0)
+        if not block and len(self._blocks) > 1:
+            del self._blocks[at]
+        return entry
+
+    def before(self, key: Key) -> int:
+        """How many entries are less than this key."""
+        at = self._block_of(key)
+        count = bisect_left(self._blocks[at], key)
+        for k in range(at):
+            count += len(self._blocks[k])
+        return count
+
+    def _block_of(self, key: Key) -> int:
+        """The index of the first block that does not end before this key, else of the last."""
+        blocks = self._blocks
+        low, high = 0, len(blocks) - 1
+        if high and blocks[0][-1] >= key:
+            return 0
+        while low < high:
+            middle = (low + high) // 2
+            if blocks[middle][-1] < key:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+class LengthCounts:
+    """How many jobs have each length.
+
+    `_heap` has every length of `_counts` once. Lengths that no job has any more stay in both until
+    they are the least, or no job is left.
+    """
+
+    __slots__ = ("_counts", "_heap", "jobs")
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._heap: list[int] = []
+        self.jobs = 0  # read only: how many jobs there are
+
+    @property
+    def least(self) -> int:
+        """The least length of a job; there must be one."""
+        heap, counts = self._heap, self._counts
+        while not counts[heap[0]]:
+            del counts[heappop(heap)]
+        return heap[0]
+
+    def add(self, length: int) -> None:
+        """A job of this length came."""
+        self.jobs += 1
+        count = self._counts.get(length)
+        if count is None:
+            self._counts[length] = 1
+            heappush(self._heap, length)
+        else:
+            self._counts[length] = count + 1
+
+    def remove(self, length: int) -> None:
+        """A job of this length left."""
+        self.jobs -= 1
+        if self.jobs:
+            self._counts[length] -= 1
+        else:
+            self._counts.clear()
+            self._heap.clear()
 
 
 class Inbox:
@@ -62,9 +190,7 @@ class Inbox:
         return Inbox()
 
     def after(self, count: int) -> Job:
-        """The job that is first once `count` of the jobs that are not deferred were taken; one must
-        be left.
-        """
+        """The job that is first once `count` of `jobs` were taken; one must be left."""
         return self.jobs[count] if count < len(self.jobs) else self.behind[0]
 
     def all_jobs(self) -> Iterator[Job]:
@@ -85,11 +211,7 @@ class Inbox:
 
     def append(self, job: Job) -> None:
         """Add a job behind all that are as urgent."""
-        jobs = self.jobs
-        if not jobs or jobs[-1].priority <= job.priority:
-            jobs.append(job)
-        else:
-            self._place(job, last=True)
+        self._place(job, last=True)
         self._added(job)
 
     def appendleft(self, job: Job) -> None:
@@ -119,7 +241,7 @@ class Inbox:
         self.jobs.remove(job)
         if not self.behind:
             self.behind = deque()
-        insort(self.behind, job, key=_turn)
+        insort(self.behind, job, key=turn_of)
         self._recall()
 
     def advance(self, job: Job) -> None:
@@ -150,7 +272,7 @@ class Inbox:
             jobs.appendleft(job)
         else:
             side = bisect_right if last else bisect_left
-            jobs.insert(side(jobs, priority, key=_priority), job)
+            jobs.insert(side(jobs, priority, key=priority_of), job)
 
     def _recall(self) -> None:
         while not self.jobs and self.behind:
@@ -158,7 +280,8 @@ class Inbox:
             self.jobs.extend(first)
 
 
-def _priority(job: Job) -> int:
+def priority_of(job: Job) -> int:
+    """To sort by."""
     return job.priority
 
 
@@ -166,15 +289,10 @@ def _ticket(job: Job) -> int:
     return job.ticket
 
 
-def _turn(job: Job) -> tuple[int, int]:
+def turn_of(job: Job) -> tuple[int, int]:
+    """The job's place among jobs that wait in order of urgency, then of arrival."""
     return job.priority, job.ticket
 
-
-# The ranked inbox keeps its order as jobs come and go, so that no scheduling point sorts or walks a
-# backlog.
-#
-# While a job waits, only its waiting time changes; its standing does not. Those that starve are
-# served by age, the others by standing, and each job passes from the others to the starving once.
 
 Aged = tuple[float, int, float, "Job"]  # waiting since, ticket, standing
 Ranked = tuple[float, int, "Job"]  # standing, ticket
@@ -183,8 +301,9 @@ Ranked = tuple[float, int, "Job"]  # standing, ticket
 class RankedInbox(Inbox):
     """An `Inbox` that also keeps its jobs in the order in which a policy serves them.
 
-    `jobs` are in order of arrival; priorities are a part of the standing. `_starved` has the jobs
-    that starved at the last query, by age; `_by_age` and `_by_standing` have the others.
+    `jobs` are in order of arrival; priorities are a part of the standing. While a job waits, only
+    its waiting time changes. Starving jobs are served by age, the others by standing: `_starved`
+    has those that starved at the last query, by age; `_by_age` and `_by_standing` have the others.
 
     Args:
         standing: maps a job and its generated tokens to its standing, which must not change while
@@ -192,16 +311,9 @@ class RankedInbox(Inbox):
     """
 
     __slots__ = (
-        "_by_age",
-        "_by_standing",
-        "_counts",
-        "_left",
-        "_lengths",
-        "_now_s",
-        "_patience_s",
-        "_starved",
-        "standing",
-    )
+        "_by_age", "_by_standing", "_counts", "_left", "_lengths", "_now_s", "_patience_s",
+        "_starved", "standing",
+    )  # fmt: skip
 
     def __init__(self, standing: Callable[[Job, int], float]) -> None:
         super().__init__()
@@ -224,10 +336,6 @@ class RankedInbox(Inbox):
 
     def __contains__(self, job: object) -> bool:
         return self._place_of(cast("Job", job)) >= 0
-
-    def append(self, job: Job) -> None:
-        self.jobs.append(job)
-        self._added(job)
 
     def _place(self, job: Job, *, last: bool) -> None:
         if last:
@@ -283,9 +391,7 @@ class RankedInbox(Inbox):
         return iter(self._by_standing)
 
     def next_wait_s(self, now_s: float, patience_s: float, besides: Collection[Job]) -> float:
-        """The waiting time of the job not in `besides` that will starve next; -1 if there is
-        none.
-        """
+        """The waiting time of the next job to starve that is not in `besides`; -1: none will."""
         self._ask(now_s, patience_s)
         if self._by_age.size:
             for since_s, _, _, job in self._by_age:
@@ -299,17 +405,13 @@ class RankedInbox(Inbox):
         return self._starved.before(key) + self._by_age.before(key)
 
     def standings(self, now_s: float, patience_s: float) -> tuple[int, list[float], list[int]]:
-        """The number of starving jobs, the distinct standings of the others in ascending order, and
-        how many have each.
-        """
+        """How many jobs starve, the others' standings, ascending, and how many have each."""
         self._ask(now_s, patience_s)
         values = sorted(self._counts)
         return self._starved.size, values, [self._counts[value] for value in values]
 
     def others_before(self, standing: float, ticket: int) -> int:
-        """How many jobs that did not starve at the last query are served before one of this
-        standing and ticket.
-        """
+        """How many jobs that did not starve at the last query are served before such a one."""
         return self._by_standing.before((standing, ticket))
 
     def _ask(self, now_s: float, patience_s: float) -> None:

@@ -13,9 +13,7 @@ import msgspec
 
 
 class LoggedRow(NamedTuple):
-    """One request's part in a pass. A row that ends its prefill gets its first token in the same
-    pass.
-    """
+    """One request's part in a pass; the pass that ends its prefill gives its first token."""
 
     request_id: str
     computed: int  # tokens in the cache before the pass
@@ -49,8 +47,7 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward pass. Times are seconds of the machine's monotonic clock, shared by its
-    processes.
+    """One forward pass. Times are seconds of the machine's monotonic clock, of all processes.
 
     `start_s` is when the engine asked its scheduler for the pass, `end_s` when it had processed the
     tokens. With async scheduling passes overlap: a pass begins when it was requested, but not

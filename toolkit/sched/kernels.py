@@ -76,11 +76,9 @@ def split_by_serving_time(
 
 @njit
 def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.int64]) -> int:
-    """For each row (out, in) of `changes` [m, 2], remove one value from `values` and insert the
-    other.
+    """For each row (out, in) of `changes` [m, 2], take one value out of `values`, put one in.
 
-    The first `count` of `values` ascend, before and after. An out of -1 removes nothing. Returns
-    the new count.
+    The first `count` of `values` ascend. An out of -1 removes nothing. Returns the new count.
     """
     for c in range(len(changes)):
         removed, added = changes[c, 0], changes[c, 1]
@@ -122,9 +120,7 @@ def future_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
 
 @njit
 def padded_peak(used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-    """`future_peak` of a slab: the largest that rows x the longest row still present will
-    become.
-    """
+    """`future_peak` of a slab: the largest that rows x the longest row still present becomes."""
     order = np.argsort(remaining)
     longest, peak, n = 0, 0, len(used)
     for i in range(n):

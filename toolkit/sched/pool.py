@@ -20,56 +20,6 @@ from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
 RETURN_S = 300.0
 
 
-class Unplaceable:
-    """The stranded jobs of one scheduler, which no alive worker holds, in order of their tickets.
-
-    Jobs of a batch that was lost with its worker wait in that worker's queue instead, where each
-    will run alone.
-    """
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.jobs: list[Job] = []
-        self.limit = NO_LIMIT  # the longest prompt + output in tokens that an alive worker holds
-        self._workers = workers
-        self._lost_s = -math.inf
-
-    @property
-    def wake_at_s(self) -> float:
-        """When the stranded jobs are given up; infinity if there are none."""
-        if self.jobs or any(worker.queue and not worker.alive for worker in self._workers):
-            return self._lost_s + RETURN_S
-        return math.inf
-
-    def lost(self, now_s: float) -> None:
-        """A worker was lost, so the wait starts again."""
-        self._lost_s = now_s
-
-    def divide(self, pool: list[Job]) -> None:
-        """Divide the jobs again after workers were lost or came back.
-
-        Jobs that an alive worker holds go to the pool, the others are stranded. If no worker is
-        alive, all go to the pool.
-        """
-        self.limit = max(
-            (worker.longest for worker in self._workers if worker.alive), default=NO_LIMIT
-        )
-        all_jobs = sorted([*pool, *self.jobs], key=lambda job: job.ticket)
-        pool[:] = [job for job in all_jobs if job.limit_tokens <= self.limit]
-        self.jobs = [job for job in all_jobs if job.limit_tokens > self.limit]
-
-    def given_up(self, now_s: float) -> list[Job]:
-        """Remove and return the jobs that waited too long."""
-        if now_s < self.wake_at_s:
-            return []
-        found, self.jobs = self.jobs, []
-        for worker in self._workers:
-            if not worker.alive:
-                found += [job for batch in worker.queue for job in batch.jobs]
-                worker.queue.clear()
-                worker.load_s = 0.0
-        return found
-
-
 def take_waiting(worker: Worker, job: Job) -> None:
     """Remove a job from the worker's inbox; the first costs least."""
     inbox = worker.inbox
@@ -82,34 +32,39 @@ def take_waiting(worker: Worker, job: Job) -> None:
 class WaitingPool:
     """The jobs that wait at a scheduler. It writes `Job.ticket`, `Job.home` and `Worker.inbox`.
 
-    `jobs` are those in the pool, oldest ticket first. The list object is never replaced: policies
-    see it as `View.pool`.
+    Jobs of a batch that was lost with its worker wait in that worker's queue, each to run alone.
+
+    Attributes:
+        jobs: those in the pool, oldest ticket first. The list object is never replaced: policies
+            see it as `View.pool`.
+        stranded: those that no alive worker holds, likewise.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.jobs: list[Job] = []
+        self.stranded: list[Job] = []
         self._workers = workers
-        self._stranded = Unplaceable(workers)
+        self._longest = NO_LIMIT  # prompt + output in tokens that an alive worker holds
+        self._lost_s = -math.inf
         self._tickets = 0
 
     @property
     def waiting(self) -> int:
         """The number of waiting jobs: pooled, in inboxes, and stranded."""
-        return (
-            len(self.jobs)
-            + len(self._stranded.jobs)
-            + sum(worker.inbox.waiting for worker in self._workers)
-        )
+        inboxes = sum(worker.inbox.waiting for worker in self._workers)
+        return len(self.jobs) + len(self.stranded) + inboxes
 
     @property
     def wake_at_s(self) -> float:
         """When the stranded jobs are given up; infinity if there are none."""
-        return self._stranded.wake_at_s
+        if self.stranded or any(worker.queue and not worker.alive for worker in self._workers):
+            return self._lost_s + RETURN_S
+        return math.inf
 
     def all_jobs(self) -> list[Job]:
         """All waiting jobs."""
         inboxes = [job for worker in self._workers for job in worker.inbox.all_jobs()]
-        return [*self.jobs, *self._stranded.jobs, *inboxes]
+        return [*self.jobs, *self.stranded, *inboxes]
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Append jobs to the pool with new tickets. Jobs that fit no alive worker are stranded."""
@@ -121,24 +76,20 @@ class WaitingPool:
         job.ticket = self._tickets
         job.home = -1
         self._tickets += 1
-        if job.limit_tokens <= self._stranded.limit:
+        if job.limit_tokens <= self._longest:
             self.jobs.append(job)
         else:
-            self._stranded.jobs.append(job)
+            self.stranded.append(job)
 
     def reorder(self, behind: Iterable[Job], first: Iterable[Job]) -> None:
-        """In their inboxes, defer the jobs in `behind`, and move those in `first` before equally
-        urgent ones.
-        """
+        """In their inboxes, defer `behind`, and move `first` before equally urgent jobs."""
         for job in behind:
             self._workers[job.home].inbox.defer(job)
         for job in first:
             self._workers[job.home].inbox.advance(job)
 
     def take(self, batches: Sequence[Batch], *, has_routed: bool) -> None:
-        """Remove the batches' jobs from the pool and, where any job `has_routed`, from the
-        inboxes.
-        """
+        """Remove the batches' jobs from the pool and, if any job `has_routed`, from the inboxes."""
         pooled = 0
         for batch in batches:
             if not has_routed:
@@ -165,7 +116,7 @@ class WaitingPool:
             if waits:
                 inbox.remove(job)
             return waits
-        waiting = self._stranded.jobs if job in self._stranded.jobs else self.jobs
+        waiting = self.stranded if job in self.stranded else self.jobs
         if job not in waiting:
             return False
         waiting.remove(job)
@@ -177,17 +128,34 @@ class WaitingPool:
         self.add(inbox.all_jobs())
 
     def worker_lost(self, now_s: float) -> None:
-        """In a fleet of several kinds: strand the jobs that fit only the lost worker."""
-        self._stranded.lost(now_s)
-        self._stranded.divide(self.jobs)
+        """In a fleet of several kinds: strand the jobs that fit only the lost worker. Their wait
+        starts again.
+        """
+        self._lost_s = now_s
+        self.divide()
 
-    def worker_ready(self) -> None:
-        """In a fleet of several kinds: return the jobs that the worker holds to the pool."""
-        self._stranded.divide(self.jobs)
+    def divide(self) -> None:
+        """In a fleet of several kinds, after a worker was lost or came back: strand the jobs that
+        no alive worker holds. If no worker is alive, none is stranded.
+        """
+        self._longest = max(
+            (worker.longest for worker in self._workers if worker.alive), default=NO_LIMIT
+        )
+        all_jobs = sorted([*self.jobs, *self.stranded], key=lambda job: job.ticket)
+        self.jobs[:] = [job for job in all_jobs if job.limit_tokens <= self._longest]
+        self.stranded = [job for job in all_jobs if job.limit_tokens > self._longest]
 
     def given_up(self, now_s: float) -> list[Job]:
         """Remove and return the jobs that were stranded too long."""
-        return self._stranded.given_up(now_s)
+        if now_s < self.wake_at_s:
+            return []
+        found, self.stranded = self.stranded, []
+        for worker in self._workers:
+            if not worker.alive:
+                found += [job for batch in worker.queue for job in batch.jobs]
+                worker.queue.clear()
+                worker.load_s = 0.0
+        return found
 
 
 class AcceptedJobs:

@@ -39,14 +39,11 @@ class SliceLaw(Protocol):
         ...
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Seconds of `steps` decode steps after an input of L: sum over i = 1..steps of tau(L + i,
-        N), Eq. 2.
-        """
+        """Seconds of `steps` decode steps after L tokens: sum of tau(L + i, N), i >= 1 (Eq. 2)."""
         ...
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
-        """Coefficients t [3, max_batch_size + 1] of T_serve(N, L, S) = t[0,N] + t[1,N] L + t[2,N]
-        L^2.
+        """Coefficients t [3, max_batch_size + 1]: T_serve = t[0,N] + t[1,N] L + t[2,N] L^2.
 
         Column 0 is unused. Laws with a flat part have two rows more: T_serve is the larger of this
         and t[3,N] + t[4,N] L + t[2,N] L^2. A slice of S tokens takes S decode steps, or S - 1 if
@@ -60,30 +57,23 @@ class LatencyLaw(SliceLaw, Protocol):
 
     @property
     def padded(self) -> bool:
-        """Whether every row costs as much as the longest. If not, L is the mean length of the
-        rows.
-        """
+        """Whether every row costs as much as the longest. If not, L is the rows' mean length."""
         ...
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round besides its prefills and steps: dispatch and result. 0 if not
-        measured.
-        """
+        """Seconds of a round besides prefills and steps: dispatch, result. 0: not measured."""
         ...
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of a prefill pass over columns `start` to `end` of N rows after cached columns.
 
-        It is T(N, end) - T(N, start) + T(N, 0). The fixed cost of a batch is counted in its first
-        pass.
+        It is T(N, end) - T(N, start) + T(N, 0): the first pass has the fixed cost of a batch.
         """
         ...
 
     def leave_s(self, length: float) -> float:
-        """Seconds to remove a row of about `length` tokens from a running batch; 0 if not
-        measured.
-        """
+        """Seconds to remove a row of about `length` tokens from a batch; 0: not measured."""
         ...
 
 
@@ -93,8 +83,7 @@ class MemoryLaw(Protocol):
     def max_batch(
         self, input_lengths: NDArray[np.int64], steps: int, reserve: float
     ) -> NDArray[np.int64]:
-        """N_max for batches padded to each of `input_lengths` [n] tokens that run for `steps`
-        steps.
+        """N_max for batches of `steps` steps, padded to each of `input_lengths` [n] tokens.
 
         The share `reserve` of the memory is kept free. 0 if not even one row fits.
         """
@@ -102,8 +91,7 @@ class MemoryLaw(Protocol):
 
     @property
     def usable_tokens(self) -> int:
-        """The KV cache in tokens that all rows may take together, which continuous batching counts
-        against.
+        """The KV cache in tokens that all rows may take together, for continuous batching.
 
         If the engine pads, padding counts too.
         """
@@ -111,15 +99,11 @@ class MemoryLaw(Protocol):
 
 
 class SwapLaw(Protocol):
-    """How long the cache of so many tokens takes between device and host memory, in seconds each
-    way.
-    """
+    """How long a cache of so many tokens takes between device and host memory, each way."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether transfers can run beside compute. If not, rounds wait for them even if
-        `Moves.overlap`.
-        """
+        """Whether transfers can run beside compute; else rounds wait despite `Moves.overlap`."""
         ...
 
     def out_s(self, tokens: int) -> float:
@@ -195,8 +179,7 @@ class Reschedules(Protocol):
     """A policy that lets jobs leave their worker before they end and continue on another."""
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents of idle workers that leave now: their caches are dropped, their tokens are
-        kept.
+        """Residents of idle workers that leave now: they lose their caches and keep their tokens.
 
         Called at every tick before `route`, which gives each of them a worker. There they wait
         behind the jobs that are already waiting.
@@ -222,8 +205,7 @@ class Reorders(Protocol):
     """A policy that changes the order in which jobs wait."""
 
     def reorder(self, view: View, now_s: float) -> tuple[Sequence[Job], Sequence[Job]]:
-        """The jobs to move behind all others at their worker, and the deferred jobs to move to the
-        front.
+        """The jobs to defer behind all others at their worker, and the deferred jobs to advance.
 
         Called at every tick before `plan`.
         """

@@ -1,5 +1,4 @@
-"""Batches that wait at workers: the queues, the loads that SCLS balances, and retries of failed
-batches.
+"""Batches that wait at workers: queues, the loads that SCLS balances, retries of failed batches.
 
 A batch that ran out of memory is retried in two halves on its worker; a batch that lost its worker
 is retried on another. The policy decides what a batch holds. Where a retry goes is decided here, by
@@ -23,9 +22,7 @@ from toolkit.sched.view import View
 
 
 def serving_s(law: SliceLaw, batch_size: int, input_length: int, steps: int) -> float:
-    """T_serve(N, L, S) in seconds, SCLS Eq. 1: a prefill, then a decode step per token it does not
-    give.
-    """
+    """T_serve(N, L, S) in seconds, SCLS Eq. 1: a prefill, and a step for each token it lacks."""
     decode_steps = steps - law.prefill_emits_token
     return law.prefill_s(batch_size, input_length) + law.decode_s(
         batch_size, input_length, decode_steps
@@ -82,19 +79,15 @@ class BatchQueues:
         for worker in self._workers:
             for batch in worker.queue:
                 if job in batch.jobs:
-                    self._leave_out(job, worker, batch)
+                    batch.jobs = tuple([other for other in batch.jobs if other is not job])
+                    if not batch.jobs:
+                        worker.queue.remove(batch)
+                        self.unload(worker, batch)
                     return True
         return False
 
-    def _leave_out(self, job: Job, worker: Worker, batch: Batch) -> None:
-        batch.jobs = tuple(other for other in batch.jobs if other is not job)
-        if not batch.jobs:
-            worker.queue.remove(batch)
-            self.unload(worker, batch)
-
     def halve(self, worker: Worker, batch: Batch, jobs: Sequence[Job], *, crashed: bool) -> None:
-        """Queue the jobs of a batch that failed on `worker` in two halves, before all other
-        batches.
+        """Queue the jobs of a batch that failed on `worker` in two halves, before all others.
 
         They go to the same worker, or to another if it `crashed`. So a half fits the memory, or the
         request that kills its worker ends up alone and is found.
@@ -121,8 +114,7 @@ class BatchQueues:
     def _place(
         self, batch: Batch, jobs: Sequence[Job], lost: Worker, *, first: bool = False
     ) -> None:
-        """Queue jobs of a batch of `lost` where they fit by that worker's laws, in smaller batches
-        if needed.
+        """Queue jobs of a batch of `lost` where they fit by that worker's laws, or parts of it.
 
         A job that no other alive worker holds waits alone in the queue of `lost`.
         """
@@ -180,9 +172,7 @@ GOLDEN_FRACTION = 0.6180339887498949
 def requests_per_s(
     worker: Worker, prompt: float, output: float, most_rows: int = ROWS_MAX
 ) -> float:
-    """Requests with these prompt and output lengths in tokens that a full worker serves per
-    second.
-    """
+    """Requests with these lengths in tokens that a worker with full memory serves per second."""
     law = worker.latency
     rows = max(
         min(int(worker.capacity_tokens // (prompt + output)), worker.slots, most_rows, ROWS_MAX), 1
@@ -194,9 +184,7 @@ def requests_per_s(
 
 
 def tokens_per_s(worker: Worker, job: Job, expected: int, most_rows: int) -> float:
-    """Tokens per second, prompt and output, of requests like `job`; `expected` is the output
-    length.
-    """
+    """Tokens per second, prompt and output, of requests like `job` with `expected` output."""
     output = _output(job, expected)
     return (job.length + output) * requests_per_s(worker, job.length, output, most_rows)
 
@@ -210,8 +198,7 @@ def by_pace(
 
     Args:
         kinds: one worker of each kind.
-        kind_of: [n], the kind of each worker that the job may go to. The result is an index into
-            it.
+        kind_of: [n], the kind of each worker that may get the job. The result is an index of it.
     """
     output = _output(job, expected)
     paces = np.array([requests_per_s(worker, job.length, output, most_rows) for worker in kinds])

@@ -1,11 +1,9 @@
-"""The jobs with a KV cache on a worker, what a round changes, and bookkeeping that costs O(1) per
-round.
+"""The jobs with a KV cache on a worker, and what a round changes; bookkeeping is O(1) per round.
 
 A resident is a job that decodes in the worker's rounds. Each resident gains one token per decode
 step, so its length is its length when it joined plus the steps since then. `Residents` keeps sums
-as integers, and updates a job's own counters only when the job leaves. `ParkedCaches` and the
-functions after it keep the caches of jobs that do not decode: paused on the device, or swapped to
-host memory. `WorkerRounds` starts and ends rounds.
+as integers, and updates a job's own counters only when the job leaves. `ParkedCaches` has the jobs
+with caches that do not decode. `WorkerRounds` starts and ends rounds.
 """
 
 from __future__ import annotations
@@ -36,23 +34,13 @@ class Residents:
     `steps` counts the worker's decode steps so far. `base` is the sum of length - joined over the
     residents, and `committed` the sum of prompt + max_new_tokens. `prefilling` has the residents
     that may take more than one round to prefill: until then they do not grow, and the token that
-    prefill gives counts as owed to them. The longest is computed at the first query, and again
-    after it left.
+    prefill gives counts as owed to them. The longest is computed when asked for, if it left.
     """
 
     __slots__ = (
-        "_cells",
-        "_emits",
-        "_longest",
-        "_longest_promise",
-        "_matrix",
-        "_slots",
-        "base",
-        "committed",
-        "jobs",
-        "prefilling",
-        "steps",
-    )
+        "_cells", "_emits", "_longest", "_longest_promise", "_matrix", "_slots", "base",
+        "committed", "jobs", "prefilling", "steps",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.jobs: dict[Job, None] = {}
@@ -74,9 +62,7 @@ class Residents:
 
     @property
     def used(self) -> int:
-        """Tokens of KV cache that the residents hold or are owed by a prefill that has not
-        ended.
-        """
+        """Tokens of KV cache that the residents hold or are owed by an unfinished prefill."""
         return self.base + len(self.jobs) * self.steps + len(self.prefilling) * int(self._emits)
 
     @property
@@ -145,13 +131,18 @@ class Residents:
             self._longest_promise = UNKNOWN
         job.length += decoded
         job.generated += decoded
-        if self._cells is not None:
-            self._erase(job)
+        cells = self._cells
+        if cells is not None:  # the last slot moves into the job's
+            last = self._slots.pop()
+            if last is not job:
+                at, end = COLUMNS * job.slot, COLUMNS * last.slot
+                for k in range(COLUMNS):
+                    cells[at + k] = cells[end + k]
+                self._slots[job.slot] = last
+                last.slot = job.slot
 
     def miss(self, job: Job, steps: int) -> None:
-        """The job had no part in `steps` decode steps, already counted or to be counted with this
-        round.
-        """
+        """The job had no part in `steps` decode steps of this round, counted already or not yet."""
         if steps and self._longest == job.length - job.joined:
             self._longest = UNKNOWN
         job.joined += steps
@@ -200,29 +191,12 @@ class Residents:
         cells[at] += tokens
         cells[at + GENERATED] += tokens
 
-    def _erase(self, job: Job) -> None:
-        """Free the job's slot and move the last slot into it."""
-        last = self._slots.pop()
-        if last is not job:
-            cells = self._cells
-            assert cells is not None
-            at, end = COLUMNS * job.slot, COLUMNS * last.slot
-            for k in range(COLUMNS):
-                cells[at + k] = cells[end + k]
-            self._slots[job.slot] = last
-            last.slot = job.slot
-
-
-# Caches of jobs that do not decode: paused on the device, or swapped out to host memory.
-#
-# A round's `Moves` say which cache goes where. These functions update the worker's state, when the
-# round starts and when it ends. A cache that no `Moves` names stays where it is, so policies that
-# do not preempt pay nothing.
-
 
 class ParkedCaches:
-    """Jobs with caches in one place, in order of arrival there, and the tokens that they
-    hold.
+    """Jobs with caches that are paused on the device, or swapped out to host memory: in order of
+    arrival there, and the tokens that they hold.
+
+    A round's `Moves` say which cache goes where; the others stay.
     """
 
     __slots__ = ("jobs", "tokens")
@@ -243,31 +217,6 @@ class ParkedCaches:
         """The job's cache is no longer here."""
         del self.jobs[job]
         self.tokens -= job.length
-
-
-def begin_moves(worker: Worker, moves: Moves, now_s: float) -> None:
-    """Apply the moves at the start of a round: pause, swap, and make resumed jobs residents
-    again.
-    """
-    residents, held = worker.residents, worker.held
-    for job in (*moves.pause, *moves.swap_out):
-        if job in residents.jobs:
-            residents.leave(job)
-            held.put(job)
-            job.waiting_since_s = now_s
-    if not moves.overlap:
-        _transfer(worker, moves)
-    for job in moves.promote:
-        job.promoted_at = job.generated
-    for job in moves.resume:
-        held.take(job)
-        residents.join(job)
-
-
-def finish_moves(worker: Worker, moves: Moves) -> None:
-    """The round has ended, so the transfers that overlapped with it are complete."""
-    if moves.overlap:
-        _transfer(worker, moves)
 
 
 def holds(worker: Worker, job: Job) -> bool:
@@ -299,8 +248,7 @@ def _transfer(worker: Worker, moves: Moves) -> None:
 
 
 class WorkerRounds:
-    """The rounds of all workers. Jobs that its methods return have ended: the scheduler forgets
-    them.
+    """The rounds of all workers. Jobs that its methods return have ended for the scheduler.
 
     It decides nothing: a `Batch` says which jobs enter, are evicted or moved, and its methods
     update the worker. If a job is gone but the engine still holds its cache, the worker's next
@@ -313,14 +261,24 @@ class WorkerRounds:
         self._released: dict[int, list[Job]] = {}
 
     def begin(self, worker: Worker, batch: Batch, now_s: float) -> None:
-        """Start a round. Adds to `batch` the jobs that were cancelled or released since the last
-        round.
-        """
+        """Start a round. Adds to `batch` the jobs cancelled or released since the last round."""
+        residents, jobs = worker.residents, batch.jobs
         for job in batch.evict:
             self.evict(worker, job, now_s)
         if batch.moves is not None:
-            begin_moves(worker, batch.moves, now_s)
-        residents, jobs = worker.residents, batch.jobs
+            moves, held = batch.moves, worker.held
+            for job in (*moves.pause, *moves.swap_out):
+                if job in residents.jobs:
+                    residents.leave(job)
+                    held.put(job)
+                    job.waiting_since_s = now_s
+            if not moves.overlap:
+                _transfer(worker, moves)
+            for job in moves.promote:
+                job.promoted_at = job.generated
+            for job in moves.resume:
+                held.take(job)
+                residents.join(job)
         if jobs:
             for job in jobs:
                 residents.join(job)
@@ -340,9 +298,7 @@ class WorkerRounds:
         jobs: dict[str, Job],
         now_s: float,
     ) -> list[Job]:
-        """End a round, failed or not. Returns the jobs that ended in it, also those cancelled
-        meanwhile.
-        """
+        """End a round, failed or not. Returns the jobs that ended in it or were cancelled."""
         residents = worker.residents
         if batch.jobs or residents.prefilling:
             if result.joined is not None or residents.prefilling:
@@ -361,11 +317,17 @@ class WorkerRounds:
             residents.leave(job)
             ended.append(job)
         if self._cancelled and worker.index in self._cancelled:
-            ended += self._finish_cancelled(worker, result)
+            gone = self._cancelled[worker.index]
+            left = [job for job in gone if job.request_id not in result.ended]
+            self._cancelled[worker.index] = left
+            for job in left:
+                if job in residents.jobs:
+                    residents.leave(job)
+                    ended.append(job)
         if result.failure == "crashed":
             return ended
-        if batch.moves is not None:
-            finish_moves(worker, batch.moves)
+        if batch.moves is not None and batch.moves.overlap:
+            _transfer(worker, batch.moves)  # beside the round: they are complete
         if worker.row_limit < worker.slots:
             worker.row_limit = min(2 * worker.row_limit, worker.slots)
         for request_id in result.dropped:
@@ -377,8 +339,7 @@ class WorkerRounds:
     def run_out_of_memory(
         self, worker: Worker, result: RoundResult, jobs: dict[str, Job]
     ) -> Job | None:
-        """Handle a round in which memory ran out: half of the dropped jobs may enter with the next
-        round.
+        """A round ran out of memory: half of the dropped jobs may enter with the next round.
 
         If nothing was dropped, the limit on rows stays. Returns a job that was dropped although it
         was alone on the device, else None.
@@ -396,31 +357,18 @@ class WorkerRounds:
         """Jobs that joined get the prefill's token and the steps since; the others get neither."""
         residents, emits = worker.residents, worker.emits > 0
         waited = dict.fromkeys((*residents.prefilling, *batch.jobs))
-        after = (
-            dict.fromkeys([job.request_id for job in waited], 0)
-            if result.joined is None
-            else dict(result.joined)
-        )
+        joined = result.joined
+        after = dict(joined) if joined is not None else {job.request_id: 0 for job in waited}
         for job in waited:
             residents.miss(job, after.get(job.request_id, result.steps))
         residents.prefill_on([job for job in waited if job.request_id not in after], emits=emits)
         if emits:
             residents.emitted([job for job in waited if job.request_id in after])
 
-    def _finish_cancelled(self, worker: Worker, result: RoundResult) -> list[Job]:
-        left = [job for job in self._cancelled[worker.index] if job.request_id not in result.ended]
-        self._cancelled[worker.index] = left
-        leaving = [job for job in left if job in worker.residents.jobs]
-        for job in leaving:
-            worker.residents.leave(job)
-        return leaving
-
     def crash(self, worker: Worker, now_s: float) -> Job | None:
-        """Evict all jobs of a worker that died and halve its limit on rows. Returns a job that was
-        alone.
+        """Evict all jobs of a dead worker, halve its limit on rows; returns a job that ran alone.
 
-        The jobs keep their order. Caches in host memory are dropped by `lose`, which is called
-        next.
+        The jobs keep their order. `lose`, which is called next, drops caches in host memory.
         """
         rows = len(worker.residents)
         jobs = [*worker.residents.jobs, *worker.held.jobs]
@@ -456,9 +404,7 @@ class WorkerRounds:
         self._released.setdefault(worker.index, []).append(job)
 
     def cancel(self, worker: Worker, job: Job) -> bool:
-        """Cancel a job with a cache on `worker`. Returns whether it ended at once, or ends with
-        the round.
-        """
+        """Cancel a job with a cache here. Returns whether it ended at once; else with the round."""
         self._cancelled.setdefault(worker.index, []).append(job)
         if job in worker.residents.jobs and worker.running is not None:
             return False

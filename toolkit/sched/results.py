@@ -15,8 +15,7 @@ Failure = Literal["", "oom", "crashed"]
 
 @dataclass
 class BatchResult:
-    """What a worker did with a static batch: new tokens and whether it ended, for each job in
-    order.
+    """What a worker did with a static batch: for each job in order new tokens, and if it ended.
 
     If there was a `failure`, `generated` still counts the tokens that reached the client before it.
     """

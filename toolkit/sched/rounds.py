@@ -23,8 +23,7 @@ def alike(lengths: Sequence[int], limit: int | None = None) -> list[int]:
 
     Args:
         lengths: tokens of each row, oldest first; at least one row.
-        limit: the most tokens of a pass, padding included; the first row is always in. None: no
-            limit.
+        limit: the most tokens of a pass with padding; the first row is always in. None: no limit.
     """
     first = lengths[0]
     low = high = first
@@ -40,9 +39,7 @@ def alike(lengths: Sequence[int], limit: int | None = None) -> list[int]:
 
 
 def groups_alike(lengths: Sequence[int]) -> list[list[int]]:
-    """All indices in groups of similar length; each group begins with the oldest row that is
-    left.
-    """
+    """All indices in groups of similar length; each begins with the oldest row that is left."""
     left, groups = list(range(len(lengths))), []
     while left:
         members = [left[k] for k in alike([lengths[index] for index in left])]
@@ -63,9 +60,7 @@ Key = TypeVar("Key")  # identifies a newcomer: a number in an engine, a job in t
 
 
 class PrefillGroup(Generic[Key]):
-    """Newcomers that are prefilled together, longest first and padded to it; `done` columns are
-    cached.
-    """
+    """Newcomers prefilled together, longest first and padded to it; `done` columns are cached."""
 
     __slots__ = ("done", "keys", "lengths")
 
@@ -104,8 +99,7 @@ class PrefillPasses(Generic[Key]):
     """Newcomers that are on their way into a batch, in order of arrival as far as groups allow.
 
     Args:
-        mixes: whether newcomers of any lengths share a group, as in a static batch; else only
-            similar ones do.
+        mixes: whether newcomers of any lengths share a group, as in a static batch.
     """
 
     __slots__ = ("_mixes", "_waiting", "group")
@@ -141,8 +135,7 @@ class PrefillPasses(Generic[Key]):
         self._waiting.append((key, length))
 
     def remove(self, key: Key) -> None:
-        """Remove a newcomer. If it is in the current group, the group is dissolved and its others
-        wait first.
+        """Remove a newcomer. Its group, if it is the current one, dissolves; the others wait first.
 
         Cutting a row out of a half-made cache would rarely save a pass, and every engine would need
         the code for it.
@@ -154,9 +147,7 @@ class PrefillPasses(Generic[Key]):
         self._waiting = [entry for entry in self._waiting if entry[0] != key]
 
     def take_waiting(self) -> list[Key]:
-        """Remove and return all newcomers that wait, for an engine that prefills them another
-        way.
-        """
+        """Remove and return all waiting newcomers, for an engine with another way to prefill."""
         taken = [key for key, _ in self._waiting]
         self._waiting.clear()
         return taken
@@ -169,8 +160,7 @@ class PrefillPasses(Generic[Key]):
     def form(
         self, bound: int = 0, fits: Callable[[Sequence[int]], bool] | None = None
     ) -> PrefillGroup[Key]:
-        """The current group. If there is none, form one of the first newcomer and those of similar
-        length.
+        """The current group, or a new one of the first newcomer and those of similar length.
 
         Args:
             bound: the most tokens of a pass, padding included; 0: no bound. The first newcomer is
@@ -183,28 +173,19 @@ class PrefillPasses(Generic[Key]):
             chosen = list(range(len(lengths))) if self._mixes else alike(lengths, bound or None)
             while fits and not fits([lengths[index] for index in chosen]) and len(chosen) > 1:
                 chosen = chosen[: (len(chosen) + 1) // 2]
-            members = sorted(
-                [self._waiting[index] for index in chosen], key=lambda entry: -entry[1]
-            )
-            taken = set(chosen)
-            self._waiting = [
-                entry for index, entry in enumerate(self._waiting) if index not in taken
-            ]
-            self.group = PrefillGroup(
-                [key for key, _ in members], [length for _, length in members]
-            )
+            waiting, taken = self._waiting, set(chosen)
+            members = sorted([waiting[index] for index in chosen], key=lambda entry: -entry[1])
+            self._waiting = [entry for k, entry in enumerate(waiting) if k not in taken]
+            lengths = [length for _, length in members]
+            self.group = PrefillGroup([key for key, _ in members], lengths)
         return self.group
 
     def next(self, bound: int = 0) -> PrefillPass[Key]:
-        """The next pass: at most `bound` tokens, padding included, but at least one column; 0: all
-        that is left.
-        """
+        """The next pass: at most `bound` tokens with padding, at least one column; 0: the rest."""
         group = self.form(bound)
-        end = (
-            min(group.width, group.done + max(bound // len(group.keys), 1))
-            if bound
-            else group.width
-        )
+        end = group.width
+        if bound:
+            end = min(end, group.done + max(bound // len(group.keys), 1))
         return PrefillPass(group, group.done, end)
 
     def made(self, completed: PrefillPass[Key]) -> None:

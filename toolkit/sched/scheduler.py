@@ -3,8 +3,8 @@
 A driver reports events (`submit`, `complete`, `end`, `cancel`, `worker_lost`, `worker_ready`) and
 asks what to run (`tick`); each call brings the time. The scheduler handles what no policy should
 have to: requests that can never fit, batches that ran out of memory or lost their worker, and
-cancellation. It keeps the state of waiting jobs in `pool`, of waiting batches in `queues`, of
-rounds in `rounds`, and the requests it gave up on in `Refusals`. The policy makes the decisions.
+cancellation. It keeps the state of waiting jobs in `pool`, of waiting batches in `queues`, and of
+rounds in `residents`. The policy makes the decisions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ from mypy_extensions import mypyc_attr
 from toolkit.sched.footprint import Footprint, longest
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.pool import RETURN_S, AcceptedJobs, WaitingPool, take_waiting
-from toolkit.sched.protocols import (
-    PlansRounds,
-    Policy,
-    Ranks,
-    Reorders,
-    Reschedules,
-    UsesHistory,
-)
+from toolkit.sched.protocols import PlansRounds, Policy, Ranks, Reorders, Reschedules, UsesHistory
 from toolkit.sched.queues import BatchQueues
 from toolkit.sched.residents import WorkerRounds, holds
 from toolkit.sched.types import (
@@ -42,60 +35,12 @@ from toolkit.sched.types import (
 )
 from toolkit.sched.view import NOTHING, LengthHistory, RoundPlanner, View
 
-# Refusals: requests that the scheduler gives up on, with reasons that clients may see.
-
 # A job that ran alone is given up at its second failure without a token in between, which is what
 # a request that breaks its worker does. One that makes progress goes on, but not for ever.
 MAX_STRIKES_HERE = 2
 MAX_STRIKES = 5
 _FAILED = {"oom": "ran out of memory alone", "crashed": "the worker died while it ran alone"}
 _TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
-
-
-def too_long(request: Request, longest: int) -> Refusal | None:
-    """A refusal if the request may need more than `longest` tokens, the most that a worker
-    holds.
-    """
-    total = request.prompt_tokens + request.max_new_tokens
-    if total <= longest:
-        return None
-    reason = f"prompt + max_tokens is {total} tokens; a worker's memory holds {longest}"
-    return Refusal(request.request_id, reason)
-
-
-class Refusals:
-    """Accepted requests that the scheduler gave up on, until the driver takes them."""
-
-    def __init__(self) -> None:
-        self._refused: list[Refusal] = []
-
-    def take(self) -> list[Refusal]:
-        """The refusals since the last call."""
-        refused, self._refused = self._refused, []
-        return refused
-
-    def strike(self, job: Job, failure: str) -> bool:
-        """Count a failure of a job that ran alone. Returns whether it is given up: at the second
-        one without a token in between, or at the fifth in all.
-        """
-        job.strikes += 1
-        job.strikes_here = job.strikes_here + 1 if job.generated == job.struck_at else 1
-        job.struck_at = job.generated
-        if job.strikes_here < MAX_STRIKES_HERE and job.strikes < MAX_STRIKES:
-            return False
-        reason = f"{_FAILED[failure]}, {_TIMES[job.strikes]}"
-        self._refused.append(Refusal(job.request_id, reason))
-        return True
-
-    def refuse_stranded(self, job: Job) -> None:
-        """Refuse a job because all workers that could hold it were lost and did not come back."""
-        tokens = job.limit_tokens
-        reason = (
-            f"prompt + max_tokens is {tokens} tokens; the workers that hold so many "
-            f"have been lost for {RETURN_S:g} s"
-        )
-        self._refused.append(Refusal(job.request_id, reason))
-
 
 # Output lengths that are kept for a policy that does not set the size of the history itself.
 DEFAULT_HISTORY = 1000
@@ -124,14 +69,11 @@ class Scheduler:
     ) -> None:
         self.policy = policy
         self.workers = list(workers)
-        self._finished = (
-            policy.first_history()
-            if isinstance(policy, UsesHistory)
-            else LengthHistory(DEFAULT_HISTORY)
-        )
+        history = policy.first_history() if isinstance(policy, UsesHistory) else None
+        self._finished = history or LengthHistory(DEFAULT_HISTORY)
         for length in finished:
             self._finished.add(length)
-        self._refusals = Refusals()
+        self._refused: list[Refusal] = []  # accepted requests that were given up
         self.interrupts: list[int] = []  # what `take_interrupts` will return; drivers may read it
         self._rounds = WorkerRounds()
         self._reschedules = policy if isinstance(policy, Reschedules) else None
@@ -193,8 +135,10 @@ class Scheduler:
         Raises:
             ValueError: a request with this id has not ended yet.
         """
-        if request.prompt_tokens + request.max_new_tokens > self._longest:
-            return too_long(request, self._longest)
+        total, most = request.prompt_tokens + request.max_new_tokens, self._longest
+        if total > most:
+            reason = f"prompt + max_tokens is {total} tokens; a worker's memory holds {most}"
+            return Refusal(request.request_id, reason)
         job = Job(request, 0, request.prompt_tokens, 0, now_s)
         job.number = number
         if not self._accepted.add(job):
@@ -209,9 +153,13 @@ class Scheduler:
         view, pool = self._view, self._pool
         view.now_s = now_s
         if self._mixed:
-            self._give_up(now_s)
-        if self._reschedules is not None:
-            self._release(self._reschedules.release(view, now_s), now_s)
+            self._refuse_stranded(now_s)
+        if self._reschedules is not None:  # released jobs are routed again
+            released = self._reschedules.release(view, now_s)
+            for job in released:
+                view.changed(job.home)
+                self._rounds.release(self.workers[job.home], job, now_s)
+            pool.add(released)
         if pool.jobs:
             self._route(now_s)
         due = view.due
@@ -222,7 +170,15 @@ class Scheduler:
         planner = self._planner
         if planner is not None:
             if view.arrived:
-                self._interrupt_for_arrivals(planner)
+                for index, count in view.arrived.items():
+                    worker = self.workers[index]
+                    running = worker.running
+                    if running is None or running.interrupted or not worker.inbox.jobs:
+                        continue
+                    if planner.should_interrupt(worker, count):
+                        running.interrupted = True
+                        self.interrupts.append(index)
+                view.arrived.clear()
             return self._start_rounds(planner, now_s) if due else []
         decision = self.policy.plan(view, now_s)
         if view.arrived:
@@ -241,19 +197,6 @@ class Scheduler:
                 if view.figures:
                     view.changed(batch.worker)
         return self._start_due(now_s) if due else []
-
-    def _interrupt_for_arrivals(self, planner: RoundPlanner) -> None:
-        """Interrupt the rounds that should stop for what arrived at their workers."""
-        arrived = self._view.arrived
-        for index, count in arrived.items():
-            worker = self.workers[index]
-            running = worker.running
-            if running is None or running.interrupted or not worker.inbox.jobs:
-                continue
-            if planner.should_interrupt(worker, count):
-                running.interrupted = True
-                self.interrupts.append(index)
-        arrived.clear()
 
     def _start_rounds(self, planner: RoundPlanner, now_s: float) -> list[Batch]:
         """Plan and start the rounds of the due workers, by index. Afterwards no worker is due."""
@@ -279,9 +222,7 @@ class Scheduler:
         return started
 
     def _start_due(self, now_s: float) -> list[Batch]:
-        """Start the first queued batch of each due worker, by index. Afterwards no worker is
-        due.
-        """
+        """Start the first queued batch of each due worker, by index; then no worker is due."""
         view, idle = self._view, self._view.idle
         due, figures = view.due, view.figures
         if len(due) > 1:
@@ -334,10 +275,17 @@ class Scheduler:
         if isinstance(result, RoundResult):
             if self.interrupts and worker.index in self.interrupts:  # not taken before it ended
                 self.interrupts.remove(worker.index)
-            for job in self._rounds.finish(worker, batch, result, self._accepted.by_id(), now_s):
-                self._end(job)
+            jobs = self._accepted.by_id()
+            for job in self._rounds.finish(worker, batch, result, jobs, now_s):
+                self._end([job])
             if result.failure:
-                self._fail_round(worker, result, now_s)
+                if result.failure == "oom":
+                    worker.oom_events += 1
+                    alone = self._rounds.run_out_of_memory(worker, result, jobs)
+                else:
+                    alone = self._rounds.crash(worker, now_s)
+                if alone is not None:
+                    self._strike(alone, result.failure)
         else:
             self._queues.unload(worker, batch)
             self._complete_batch(worker, batch, result, now_s)
@@ -357,34 +305,28 @@ class Scheduler:
             else:
                 job.waiting_since_s = now_s
                 going_on.append(job)
-        self._end_all(ended)
-        if result.failure:
-            worker.oom_events += result.failure == "oom"
-            self._try_again(worker, batch, going_on, result.failure)
-        else:
+        self._end(ended)
+        if not result.failure:
             self._pool.add(going_on)
-
-    def _fail_round(self, worker: Worker, result: RoundResult, now_s: float) -> None:
-        is_short = result.failure == "oom"
-        worker.oom_events += is_short
-        rounds = self._rounds
-        alone = (
-            rounds.run_out_of_memory(worker, result, self._accepted.by_id())
-            if is_short
-            else rounds.crash(worker, now_s)
-        )
-        if alone is not None:
-            self._strike(alone, result.failure)
+            return
+        worker.oom_events += result.failure == "oom"
+        if len(going_on) != 1 or not self._strike(going_on[0], result.failure):
+            self._queues.halve(worker, batch, going_on, crashed=result.failure == "crashed")
 
     def _strike(self, job: Job, failure: str) -> bool:
-        """Count the failure of a job that ran alone, and end the job if it is given up. Returns
-        whether it is.
+        """Count the failure of a job that ran alone, and end the job if it is given up: at the
+        second one without a token in between, or at the fifth in all. Returns whether it is.
         """
-        if not self._refusals.strike(job, failure):
+        job.strikes += 1
+        job.strikes_here = job.strikes_here + 1 if job.generated == job.struck_at else 1
+        job.struck_at = job.generated
+        if job.strikes_here < MAX_STRIKES_HERE and job.strikes < MAX_STRIKES:
             return False
+        reason = f"{_FAILED[failure]}, {_TIMES[job.strikes]}"
+        self._refused.append(Refusal(job.request_id, reason))
         if job.home >= 0:  # an evicted job waits in an inbox
             self._pool.remove(job)
-        self._end(job)
+        self._end([job])
         return True
 
     def _interrupt(self, index: int) -> None:
@@ -420,17 +362,15 @@ class Scheduler:
             if holds(worker, job):
                 self._view.changed(worker.index)
                 if self._rounds.cancel(worker, job):
-                    self._end(job)
+                    self._end([job])
                 else:
                     self._interrupt(worker.index)
                 return
         if self._pool.remove(job) or self._queues.take_out(job):
-            self._end(job)
+            self._end([job])
 
     def worker_lost(self, index: int, now_s: float) -> None:
-        """A worker's process died, after its running batch was completed as crashed. Its queue
-        moves elsewhere.
-        """
+        """A worker died, after its batch was completed as crashed. Its queue moves elsewhere."""
         worker = self.workers[index]
         worker.alive = False
         self._view.workers_changed()
@@ -449,7 +389,7 @@ class Scheduler:
         self._view.workers_changed()
         self._view.make_due(self.workers[index])
         if self._view.mixed:
-            self._pool.worker_ready()
+            self._pool.divide()
 
     def resize(self, index: int, capacity_tokens: int) -> None:
         """A worker's memory has room for so many tokens from now on, where an engine that also
@@ -460,23 +400,19 @@ class Scheduler:
 
     def take_refusals(self) -> list[Refusal]:
         """The accepted requests that were given up since the last call."""
-        return self._refusals.take()
+        refused, self._refused = self._refused, []
+        return refused
 
-    def _give_up(self, now_s: float) -> None:
-        """Refuse the stranded jobs that waited too long for a lost worker."""
+    def _refuse_stranded(self, now_s: float) -> None:
+        """Refuse the jobs that waited too long for a lost worker."""
         for job in self._pool.given_up(now_s):
             job.cancelled = True  # keeps its length out of the history
-            self._refusals.refuse_stranded(job)
-            self._end(job)
-
-    def _release(self, jobs: Sequence[Job], now_s: float) -> None:
-        """Take jobs off their workers and put them at the end of the pool; the next round tells the
-        engine.
-        """
-        for job in jobs:
-            self._view.changed(job.home)
-            self._rounds.release(self.workers[job.home], job, now_s)
-        self._pool.add(jobs)
+            reason = (
+                f"prompt + max_tokens is {job.limit_tokens} tokens; the workers that hold so many "
+                f"have been lost for {RETURN_S:g} s"
+            )
+            self._refused.append(Refusal(job.request_id, reason))
+            self._end([job])
 
     def _route(self, now_s: float) -> None:
         view, planner = self._view, self._planner
@@ -501,16 +437,7 @@ class Scheduler:
                     view.changed(home)
             pool.clear()
 
-    def _try_again(self, worker: Worker, batch: Batch, jobs: list[Job], failure: str) -> None:
-        """Retry the jobs of a failed batch in two halves. A job that failed alone gets a strike."""
-        if len(jobs) == 1 and self._strike(jobs[0], failure):
-            return
-        self._queues.halve(worker, batch, jobs, crashed=failure == "crashed")
-
-    def _end(self, job: Job) -> None:
-        self._end_all([job])
-
-    def _end_all(self, ended: list[Job]) -> None:
+    def _end(self, ended: list[Job]) -> None:
         for job in ended:
             if not job.cancelled:
                 self._finished.add(job.generated)

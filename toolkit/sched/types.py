@@ -74,34 +74,15 @@ class Job:
         reroutes: how often it left its worker after a slice to be routed again.
         joined: the worker's count of decode steps when the job became resident.
         slot: its row in `Residents.table`.
-        promoted_at: tokens that it had generated when a policy last promoted it; -1 if it never
-            was.
+        promoted_at: tokens that it had generated when it was last promoted; -1: it never was.
     """
 
     __slots__ = (
-        "arrival_s",
-        "cancelled",
-        "evictions",
-        "generated",
-        "home",
-        "joined",
-        "length",
-        "limit_tokens",
-        "max_new_tokens",
-        "number",
-        "priority",
-        "promoted_at",
-        "prompt_tokens",
-        "request_id",
-        "reroutes",
-        "slices",
-        "slot",
-        "strikes",
-        "strikes_here",
-        "struck_at",
-        "ticket",
-        "waiting_since_s",
-    )
+        "arrival_s", "cancelled", "evictions", "generated", "home", "joined", "length",
+        "limit_tokens", "max_new_tokens", "number", "priority", "promoted_at", "prompt_tokens",
+        "request_id", "reroutes", "slices", "slot", "strikes", "strikes_here", "struck_at",
+        "ticket", "waiting_since_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -324,9 +305,7 @@ class Worker:
         return self.scratch.of(self)
 
     def chunk_of(self, tokens: int) -> int:
-        """`Batch.chunk_tokens` for a policy that wants `tokens`: 0 on engines that shape newcomers
-        into the batch.
-        """
+        """`Batch.chunk_tokens` if a policy wants `tokens`: 0 on engines that shape newcomers."""
         return 0 if self.joining == "shape" else tokens
 
     def holds(self, job: Job) -> bool:
@@ -337,35 +316,21 @@ class Worker:
         return job.limit_tokens <= self.longest
 
     def is_like(self, other: Worker) -> bool:
-        """Whether the two workers are of one kind: equal laws, equal capacity and equal ways to
-        batch.
-        """
-        return (
-            self.latency == other.latency
-            and self.memory == other.memory
-            and self.swap == other.swap
-            and (self.host_tokens, self.joining, self.slots)
-            == (other.host_tokens, other.joining, other.slots)
-        )
+        """Whether the two are of one kind: equal laws, capacity and ways to batch."""
+        mine = self.latency, self.memory, self.swap, self.host_tokens, self.joining, self.slots
+        its = other.latency, other.memory, other.swap, other.host_tokens, other.joining, other.slots
+        return mine == its
 
     def left_s(self, now_s: float) -> float:
-        """Seconds of `load_s` that remain, without the part of the running batch that is done by
-        now.
-        """
+        """Seconds of `load_s` that remain, without what the running batch has done by now."""
         running = self.running
         done_s = min(now_s - running.started_s, running.estimated_s) if running else 0.0
         return max(self.load_s - done_s, 0.0)
 
-    @property
-    def idle(self) -> bool:
-        """Whether it is alive with nothing running and nothing queued."""
-        return self.alive and self.running is None and not self.queue
-
 
 @mypyc_attr(acyclic=True)
 class RoundResult:
-    """What a worker did with a round: all residents decoded `steps` times; `ended` jobs did so
-    last.
+    """What a worker did with a round: all residents decoded `steps` times, `ended` jobs last.
 
     Attributes:
         ended: jobs that ended in the round's last step.
@@ -382,16 +347,7 @@ class RoundResult:
             empty if splitting a pass was enough), or an engine that also schedules made room.
     """
 
-    __slots__ = (
-        "batch_id",
-        "dropped",
-        "ended",
-        "failure",
-        "joined",
-        "missed",
-        "steps",
-        "worker",
-    )
+    __slots__ = ("batch_id", "dropped", "ended", "failure", "joined", "missed", "steps", "worker")
 
     def __init__(
         self,

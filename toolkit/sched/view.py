@@ -1,5 +1,4 @@
-"""What passes between the scheduler and a policy: the policy reads a `View` and returns a
-`Decision`.
+"""Between the scheduler and a policy: the policy reads a `View` and returns a `Decision`.
 
 A policy of rounds has a `RoundPlanner` instead, which returns the rounds one by one.
 """
@@ -70,8 +69,7 @@ class LengthHistory:
 
 
 class View:
-    """What a policy may read. The lists are the scheduler's own and change with it: never write to
-    them.
+    """What a policy may read. The lists are the scheduler's own and change: never write to them.
 
     A worker is `due` if it is free and something happened to it since the last plan: a round or
     batch ended, jobs were routed to it while it was idle, or it came back. A policy that never
@@ -164,9 +162,7 @@ class View:
         return found
 
     def changed(self, index: int) -> None:
-        """For the scheduler: the jobs that wait or run at a worker changed, so its figures are
-        stale.
-        """
+        """For the scheduler: a worker's waiting or running jobs changed; its figures are stale."""
         for figure in self.figures.values():
             figure.forget(index)
 
@@ -184,8 +180,7 @@ def by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:
 
 
 class Decision:
-    """What a policy wants done: batches for workers' queues, in order, and the latest time to ask
-    again.
+    """What a policy wants done: batches for workers' queues, in order, and when to ask again.
 
     `interrupt` names workers that should stop their round early, so that the policy can act on what
     arrived. If `wake_at_s` is None, `View.due_s` stays as it is.
@@ -222,8 +217,10 @@ class RoundPlanner:
         self.router_rows = 0  # the most rows on a worker, for the router
 
     def has_work(self, worker: Worker) -> bool:
-        """Whether a worker that runs nothing has anything to run."""
-        return bool(worker.inbox.jobs or worker.residents.jobs)
+        """Whether a job waits or has a cache at a worker that runs nothing."""
+        return bool(
+            worker.inbox.jobs or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
+        )
 
     def plan_round(self, worker: Worker, now_s: float) -> Batch:
         """The next round of a worker that runs nothing and has work."""

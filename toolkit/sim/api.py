@@ -1,9 +1,10 @@
 """`simulate`: serve a trace under a policy in a world, and `compare` several policies and rates.
 
 `simulate` turns a trace into requests, builds the virtual workers of the world (`virtual_workers`),
-drives the scheduler over them (`toolkit.sim.loop`) and returns times and counters. A policy that is
-built into an engine runs in `toolkit.sim.paged_engine` instead. `compare` yields one `PolicyRun`
-after the other, as each is done.
+drives the scheduler over them (`toolkit.sim.loop`) and returns times and counters; sessions in a
+closed loop have a scheduler of their own (`ClosedLoop`). A policy that is built into an engine runs
+in `toolkit.sim.paged_engine` instead. `compare` yields one `PolicyRun` after the other, as each is
+done.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +26,14 @@ from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn, Oracle, Policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Refusal, Request
+from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult, Worker
 from toolkit.sim.continuous import RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import SimulationStalledError, VirtualWorker, run
 from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.replicas import Routing, ServedKind, serve_routed
-from toolkit.sim.sessions import ClosedLoop
 from toolkit.sim.slab import SlabWorker
-from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
+from toolkit.sim.worker import NO_DELAY, FrontDelay, Intake, SimWorker
 from toolkit.sim.world import World
 from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import mean_rate, scale_rate
@@ -61,9 +62,7 @@ class SimResult:
 def requests_of(
     trace: Trace, max_new_tokens: int, *, limits_hold: bool = True
 ) -> tuple[list[Request], list[int]]:
-    """The requests of a trace as a scheduler sees them, and the output lengths, which it does not
-    see.
-    """
+    """The requests of a trace as a scheduler sees them, and the output lengths, hidden from it."""
     requests, outputs = [], []
     for k, (arrival_s, prompt, output, limit, priority) in enumerate(trace.rows()):
         limit = limit or max_new_tokens
@@ -77,7 +76,16 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
     `InputError` if the policy is built into an engine for which `world` has no laws.
     """
-    _check_room(policy, world)
+    rooms = (
+        [kind.engine().capacity_tokens for kind in world.kinds]
+        if isinstance(policy, VllmPolicy)
+        else [kind.memory.usable_tokens for kind in world.under(policy).kinds]
+    )
+    if min(rooms) < 1:
+        raise InputError(
+            "the fitted memory has no room: 0 tokens of KV cache are usable",
+            "profile where the cache is larger, or give --set capacity_tokens=N",
+        )
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size)
     if world.token_gaps:
@@ -86,9 +94,8 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         return _served_by_engines(requests, policy, world, ledger, trace)
     assert not isinstance(policy, BuiltIn)
     if world.routing is not None:
-        what = f"replica_router is '{world.routing.router.name}'"
-        if world.refuses:
-            what = "admission is 'targets'"
+        router = f"replica_router is '{world.routing.router.name}'"
+        what = "admission is 'targets'" if world.refuses else router
         raise InputError(
             f"{what}, and policy '{policy.name}' gives requests to workers itself",
             f"leave it out, or simulate the policy '{VllmPolicy.name}'",
@@ -96,12 +103,8 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     world = world.under(policy)
     closed = trace.sessions if world.closed_loop else None
     refusals = _run(requests, policy, world, ledger, closed)
-    capacity_tokens = world.memory.usable_tokens
-    return SimResult(
-        world.front.seen(ledger.served()),
-        counters(ledger, len(refusals), capacity_tokens),
-        refusals,
-    )
+    found = counters(ledger, len(refusals), world.memory.usable_tokens)
+    return SimResult(world.front.seen(ledger.served()), found, refusals)
 
 
 def _served_by_engines(
@@ -109,16 +112,11 @@ def _served_by_engines(
 ) -> SimResult:
     """Serve on engines with schedulers of their own: alike and in turn, or behind a router."""
     several = bool(world.others)
-    kinds = [
-        ServedKind(
-            kind.engine(),
-            kind.flags or policy,
-            kind.workers,
-            ledger.of_kind() if several else ledger,
-            None if world.front == NO_DELAY else world.front,
-        )
-        for kind in world.kinds
-    ]
+    front = None if world.front == NO_DELAY else world.front
+    kinds = []
+    for kind in world.kinds:
+        book = ledger.of_kind() if several else ledger
+        kinds.append(ServedKind(kind.engine(), kind.flags or policy, kind.workers, book, front))
     first, reuse = kinds[0], Reuse(trace.shared, trace.sessions, world.closed_loop)
     routing = world.routing or (Routing.of_front(RoundRobinRouter()) if several else None)
     if routing is None:
@@ -128,28 +126,20 @@ def _served_by_engines(
         served = first.usual_front.seen(ledger.served())
         found = counters(ledger, len(refusals), first.engine.capacity_tokens)
         return SimResult(served, found, refusals)
-    routes = serve_routed(requests, kinds, ledger, reuse, routing, drain=world.drain)
+    refusals, numbers = serve_routed(requests, kinds, ledger, reuse, routing, drain=world.drain)
     if several:
-        for kind in kinds:
-            ratio = first.engine.capacity_tokens / kind.engine.capacity_tokens
-            ledger.add(kind.ledger, ratio)
-    kind_of = np.array(routes.kind_of)
-    served = _seen(ledger.served(), kinds, kind_of)
-    found = counters(ledger, len(routes.refusals), first.engine.capacity_tokens)
-    parts = _parts(served, kinds, kind_of) if several else []
-    return SimResult(served, found, routes.refusals, parts)
-
-
-def _seen(served: Served, kinds: Sequence[ServedKind], kind_of: NDArray[np.int64]) -> Served:
-    """The requests as clients see them, each behind the front of the kind that served it."""
-    fronts = [kind.usual_front for kind in kinds]
-    first_s = np.array([front.first_s for front in fronts])
-    last_s = np.array([front.last_s for front in fronts])
-    return replace(
+        for one in kinds:
+            ledger.add(one.ledger, first.engine.capacity_tokens / one.engine.capacity_tokens)
+    # as clients see the requests, each behind the front of the kind that served it
+    kind_of, fronts = np.array(numbers), [kind.usual_front for kind in kinds]
+    served = ledger.served()
+    served = replace(
         served,
-        first_token_s=served.first_token_s + first_s[kind_of],
-        finish_s=served.finish_s + last_s[kind_of],
+        first_token_s=served.first_token_s + np.array([front.first_s for front in fronts])[kind_of],
+        finish_s=served.finish_s + np.array([front.last_s for front in fronts])[kind_of],
     )
+    found = counters(ledger, len(refusals), first.engine.capacity_tokens)
+    return SimResult(served, found, refusals, _parts(served, kinds, kind_of) if several else [])
 
 
 def _parts(
@@ -169,19 +159,6 @@ def _parts(
     return found
 
 
-def _check_room(policy: AnyPolicy, world: World) -> None:
-    """`InputError` where a worker has no memory for any token."""
-    if isinstance(policy, VllmPolicy):
-        rooms = [kind.engine().capacity_tokens for kind in world.kinds]
-    else:
-        rooms = [kind.memory.usable_tokens for kind in world.under(policy).kinds]
-    if min(rooms) < 1:
-        raise InputError(
-            "the fitted memory has no room: 0 tokens of KV cache are usable",
-            "profile where the cache is larger, or give --set capacity_tokens=N",
-        )
-
-
 def _run(
     requests: Sequence[Request],
     policy: Policy,
@@ -189,9 +166,7 @@ def _run(
     ledger: Ledger,
     closed: Sessions | None,
 ) -> list[Refusal]:
-    """Serve under a policy of this project's scheduler, sessions in a closed loop where they are
-    given; return the refused requests.
-    """
+    """Serve under a policy of this project's scheduler; return the refused requests."""
     if isinstance(policy, Oracle):
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
@@ -199,16 +174,8 @@ def _run(
     if closed is None:
         scheduler = Scheduler(policy, known, seed=world.seed, finished=world.finished)
     else:
-        scheduler = ClosedLoop(
-            policy,
-            known,
-            requests,
-            closed,
-            ledger,
-            world.front,
-            seed=world.seed,
-            finished=world.finished,
-        )
+        turns = requests, closed, ledger, world.front
+        scheduler = ClosedLoop(policy, known, *turns, seed=world.seed, finished=world.finished)
         previous = closed.previous.tolist()
         first = [request for k, request in enumerate(requests) if previous[k] < 0]
     workers = [*virtual_workers(policy, world, ledger, requests)]
@@ -224,8 +191,7 @@ def _run(
 def virtual_workers(
     policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request], *, first: int = 0
 ) -> Sequence[VirtualWorker]:
-    """The workers that run what `policy` decides and write into `ledger`, which is in the order of
-    `requests`.
+    """The workers that run what `policy` decides; `ledger`, which gets it, is as `requests` are.
 
     For a fleet: the workers of the first kind, numbered from `first`. Each kind has a ledger of its
     own (`Ledger.of_kind`).
@@ -266,6 +232,91 @@ def virtual_workers(
     ]
 
 
+class ClosedLoop(Scheduler):
+    """A scheduler to which later turns of sessions are submitted as they come, beside the first
+    turns, which `toolkit.sim.loop` submits. It writes into the ledger when they arrived.
+
+    A turn arrives when the turn before has ended, its client has seen the last token, and has
+    thought about it.
+
+    A row of a static batch may end before its batch. Its next turn arrives at the end of the batch
+    at the earliest, since no decision is made before.
+
+    Args:
+        requests, sessions: all turns.
+        ledger: of the workers.
+        front: what clients wait beyond the workers.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        workers: Sequence[Worker],
+        requests: Sequence[Request],
+        sessions: Sessions,
+        ledger: Ledger,
+        front: FrontDelay,
+        *,
+        seed: int,
+        finished: Sequence[int],
+    ) -> None:
+        super().__init__(policy, workers, seed=seed, finished=finished)
+        self._requests, self._ledger, self._front_s = requests, ledger, front.last_s
+        self._number = {request.request_id: k for k, request in enumerate(requests)}
+        self._turns = Reuse(sessions=sessions).turns(range(len(requests)))
+        self._left = sum(map(len, self._turns.values()))  # turns to arrive
+        self._coming: list[tuple[float, int]] = []  # a heap of (arrival, number)
+        self._batches: dict[int, Batch] = {}  # by worker
+
+    @property
+    def wake_at_s(self) -> float:
+        own_s = super().wake_at_s
+        return min(own_s, self._coming[0][0]) if self._coming else own_s
+
+    @property
+    def waiting_jobs(self) -> int:
+        return super().waiting_jobs + self._left
+
+    def submit(self, request: Request, now_s: float, number: int = -1) -> Refusal | None:
+        refusal = super().submit(request, now_s, self._number[request.request_id])
+        if refusal is not None:
+            self._follow(request.request_id, now_s, now_s)
+        return refusal
+
+    def tick(self, now_s: float) -> list[Batch]:
+        while self._coming and self._coming[0][0] <= now_s:
+            arrival_s, number = heappop(self._coming)
+            self._left -= 1
+            refusal = self.submit(replace(self._requests[number], arrival_s=arrival_s), now_s)
+            if refusal is not None:
+                self._refused.append(refusal)
+        batches = super().tick(now_s)
+        for batch in batches:
+            self._batches[batch.worker] = batch
+        return batches
+
+    def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
+        super().complete(result, now_s)
+        if isinstance(result, RoundResult):
+            ended: Sequence[str] = result.ended
+        else:
+            jobs = self._batches[result.worker].jobs
+            ended = [
+                job.request_id for job, over in zip(jobs, result.finished, strict=True) if over
+            ]
+        for request_id in ended:
+            outcome = self._ledger.outcomes[self._number[request_id]]
+            last_s = max(outcome.last_token_s, outcome.first_token_s)
+            self._follow(request_id, last_s + self._front_s, now_s)
+
+    def _follow(self, request_id: str, end_s: float, now_s: float) -> None:
+        """The turns after one that its client saw end at `end_s` will come."""
+        for later, think_s in self._turns.get(self._number[request_id], ()):
+            arrival_s = max(end_s + think_s, now_s)
+            self._ledger.arrival_s[later] = arrival_s
+            heappush(self._coming, (arrival_s, later))
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
     """One policy at one rate. `problem` says why there are no metrics."""
@@ -280,9 +331,7 @@ class PolicyRun:
 
 
 def usual_policies(fit: Fit | None) -> list[str]:
-    """All policies but the oracles, and the one built into the fit's engine if the fit has its
-    laws.
-    """
+    """All policies but oracles, and the one built into the fit's engine if the fit has its laws."""
     built_in = [
         name
         for name, policy in BUILT_IN.items()

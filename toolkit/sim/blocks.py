@@ -86,23 +86,9 @@ class PagedRequest:
     """
 
     __slots__ = (
-        "computed",
-        "content",
-        "end",
-        "filled",
-        "left",
-        "mark",
-        "number",
-        "order",
-        "path",
-        "place",
-        "preempted",
-        "prompt",
-        "registered",
-        "runs",
-        "stops",
-        "watched",
-    )
+        "computed", "content", "end", "filled", "left", "mark", "number", "order", "path", "place",
+        "preempted", "prompt", "registered", "runs", "stops", "watched",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -127,8 +113,7 @@ class BlockPool:
     """Counts the free blocks of a paged cache for requests that share nothing; the caller counts
     the blocks that each row holds. A new pool has `blocks` free blocks of `block_tokens` tokens.
 
-    With prefix caching (`keeps`) a request that is admitted again finds what is left of its own
-    blocks.
+    With prefix caching (`keeps`) a request admitted again finds what is left of its blocks.
 
     Attributes:
         held: how many blocks of those that `find` last found are held by running rows.
@@ -141,20 +126,9 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_kept",
-        "_plain",
-        "block_tokens",
-        "blocks",
-        "free",
-        "held",
-        "hits",
-        "keeps",
-        "lost",
-        "preempted_hits",
-        "preempted_queries",
-        "queries",
-        "writers",
-    )
+        "_kept", "_plain", "block_tokens", "blocks", "free", "held", "hits", "keeps", "lost",
+        "preempted_hits", "preempted_queries", "queries", "writers",
+    )  # fmt: skip
 
     def __init__(self, blocks: int, block_tokens: int, *, keeps: bool) -> None:
         self.blocks, self.block_tokens, self.keeps = blocks, block_tokens, keeps
@@ -224,8 +198,7 @@ class BlockPool:
 class Run:
     """The blocks `first` to `stop` - 1 of a node, each of which `rows` running rows hold.
 
-    Free runs (`rows` is 0) are linked in the order in which they are given out, each from its last
-    block on.
+    Free runs (`rows` is 0) are linked as they are given out, each from its last block on.
     """
 
     __slots__ = ("after", "before", "first", "node", "rows", "stop")

@@ -135,21 +135,18 @@ def steps_by(stretches: Sequence[Stretch], now_s: float, law: LatencyLaw) -> int
     count = 0
     for stretch in stretches:
         if now_s <= stretch.end_s:
-            return count + max(steps_in(stretch, now_s, law), 1)
+            n, span = stretch.rows, (stretch.steps, stretch.begin_s, stretch.end_s)
+            return count + max(steps_within(n, stretch.length, *span, now_s, law.decode_s), 1)
         count += stretch.steps
     return count
-
-
-def steps_in(stretch: Stretch, now_s: float, law: LatencyLaw) -> int:
-    """The number of a stretch's steps up to the first that ends at or after `now_s`."""
-    span = stretch.steps, stretch.begin_s, stretch.end_s
-    return steps_within(stretch.rows, stretch.length, *span, now_s, law.decode_s)
 
 
 def steps_within(
     n: int, length: float, ran: int, begin_s: float, end_s: float, now_s: float, decode_s: Steps
 ) -> int:
-    """As `steps_in`, for `ran` steps of n rows of L `length`, from `begin_s` to `end_s`."""
+    """Of `ran` steps of n rows of L `length`, from `begin_s` to `end_s`: the number of steps up to
+    the first that ends at or after `now_s`.
+    """
     guess = int(ran * (now_s - begin_s) / (end_s - begin_s)) if now_s > begin_s and ran else 0
     while guess > 0 and begin_s + decode_s(n, length, guess - 1) >= now_s:
         guess -= 1
@@ -172,8 +169,7 @@ def cut(stretches: Sequence[Stretch], steps: int, law: LatencyLaw) -> list[Stret
 
 
 class RoundWorker(Decoding):
-    """Runs the rounds of one worker on virtual time: `run` predicts when a round ends, `finish`
-    records it.
+    """Runs one worker's rounds on virtual time: `run` predicts a round's end, `finish` records it.
 
     Between the two, `interrupt` may end the round earlier. Tokens reach the client step by step.
 
@@ -225,10 +221,17 @@ class RoundWorker(Decoding):
         self._start_s = now_s
         if self._failure:
             self._failure, self._dropped = "", ()
+        begun_s = now_s + times.round_s
         if batch.evict or batch.release or batch.moves is not None:
-            begun_s = self._begin(batch, now_s)
-        else:
-            begun_s = now_s + times.round_s
+            for job in batch.evict:
+                self._ledger.evictions += self._drop(job)
+            for job in batch.release:
+                self._ledger.reroutes += self._drop(job)
+            left = len(batch.evict) + len(batch.release)
+            if left and self._resident:
+                begun_s += left * times.leave_s(self._length())
+            if batch.moves is not None:
+                begun_s = self._move(batch.moves, begun_s)
         self._begun_s = begun_s
         if (batch.chunk_tokens and jobs) or (self._in_passes and self._newcomers):
             return self._run_in_passes(batch, begun_s)
@@ -256,18 +259,6 @@ class RoundWorker(Decoding):
         self._stepped_s = stepped_s
         self._done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
         return self._done_s
-
-    def _begin(self, batch: Batch, now_s: float) -> float:
-        """Rows leave and caches move; when the first prefill or step begins."""
-        for job in batch.evict:
-            self._ledger.evictions += self._drop(job)
-        for job in batch.release:
-            self._ledger.reroutes += self._drop(job)
-        left = len(batch.evict) + len(batch.release)
-        begin_s = now_s + self._times.round_s
-        if left and self._resident:
-            begin_s += left * self._times.leave_s(self._length())
-        return begin_s if batch.moves is None else self._move(batch.moves, begin_s)
 
     def interrupt(self, now_s: float) -> float:
         """Stop after the first step from now on that allows it; the new end, in seconds."""
@@ -297,27 +288,32 @@ class RoundWorker(Decoding):
 
     def finish(self) -> RoundResult:
         """The round has ended: record what happened in it."""
-        batch, ledger, ran, done_s, index = (
-            self._batch,
-            self._ledger,
-            self._ran,
-            self._done_s,
-            self._index,
-        )
+        batch, ledger, ran = self._batch, self._ledger, self._ran
+        done_s, index = self._done_s, self._index
         assert batch is not None
         ledger.busy_s[index] += done_s - self._start_s
         ledger.completed_s[index] = done_s
         moves = batch.moves
-        if self._outside is not None:
-            self._count_outside(batch)
+        if self._outside is not None and self._resident:
+            rows, entering = len(self._resident), self._prefilled_rows(batch)
+            longest = batch.input_length if entering else 0
+            ledger.extrapolated += self._outside(entering, longest, rows, self._length() + ran)
         if self._failure:
             if moves is not None and moves.overlap:
                 self._swap_store.transfer(moves)
-            return RoundResult(
-                batch.batch_id, index, 0, (), (), self._failure, dropped=self._dropped
-            )
+            failed = self._failure
+            return RoundResult(batch.batch_id, index, 0, (), (), failed, dropped=self._dropped)
         if self._future:
-            self._count_future(batch)
+            # the true peak to come, once for each attempt to admit: it is constant until an end
+            steps, every = self._steps, batch.stop_every
+            attempts = -(-(steps + ran) // every) - -(-steps // every)
+            if attempts:
+                coming = [
+                    (job.length + self._emits, self._left(job) - self._emits)
+                    for job in self._newcomers.all_keys()
+                ]
+                ledger.future_token_attempts += attempts * self._future_peak(coming)
+                ledger.attempts += attempts
         ledger.rounds += 1
         joined = None
         if self._in_passes and self._stretches:
@@ -330,36 +326,24 @@ class RoundWorker(Decoding):
                 self._step_is_due = False
                 self._take_steps(self._prefilled_s, ran, self._stepped_s, self._beside(moves))
         if moves is not None and moves.overlap:
-            self._transferred(moves, done_s)
+            ledger.swap_wait_s += done_s - self._stepped_s
+            self._swap_store.transfer(moves)
         ended = self._end_due() if self._ends[0].end <= self._steps else ()
         return RoundResult(batch.batch_id, index, ran, ended, joined)
-
-    def _count_outside(self, batch: Batch) -> None:
-        """Count the round if it is outside the measured range."""
-        rows = len(self._resident)
-        if rows and self._outside is not None:
-            entering = self._prefilled_rows(batch)
-            longest = batch.input_length if entering else 0
-            if self._outside(entering, longest, rows, self._length() + self._ran):
-                self._ledger.extrapolated += 1
 
     def _prefilled_rows(self, batch: Batch) -> int:
         """Rows of the round's prefill."""
         return len(batch.jobs)
 
     def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
-        """Lay out a round with rows that are prefilled in chunks, from this round or an earlier
-        one; when it will end.
-        """
+        """Lay out a round with prefills in chunks, of this round or an earlier one; its end."""
         self._in_passes = True
         newcomers, rows, law = self._newcomers, len(self._resident), self._latency
         for job in batch.jobs:
             newcomers.add(job, job.length)
         if batch.jobs and self._runs_out:
-            n, held = (
-                rows + len(newcomers),
-                self.used + sum([job.length for job in newcomers.all_keys()]),
-            )
+            n = rows + len(newcomers)
+            held = self.used + sum([job.length for job in newcomers.all_keys()])
             if self._runs_out(batch.batch_id, n, held // n, batch.steps):
                 passed_s = begin_s + self._pass_s(newcomers.next(batch.chunk_tokens if rows else 0))
                 self._done_s = max(passed_s, self._moved_s)
@@ -369,14 +353,9 @@ class RoundWorker(Decoding):
             self._ends.clear()
         elif len(self._ends) > rows:
             self._drop_stale_ends()
+        first_end = self._ends[0].end if rows else NO_LIMIT
         self._stretches = lay_out(
-            Outlook(
-                rows,
-                self._steps,
-                self._key_sum,
-                self._longest_key,
-                self._ends[0].end if rows else NO_LIMIT,
-            ),
+            Outlook(rows, self._steps, self._key_sum, self._longest_key, first_end),
             newcomers.copy(),
             law,
             self._left,
@@ -394,38 +373,30 @@ class RoundWorker(Decoding):
     def _take_stretches(self, batch: Batch) -> tuple[tuple[str, int], ...]:
         """Record the stretches; each request that joined, and after how many steps of the round."""
         joined: list[tuple[str, int]] = []
-        before = self._steps
+        before, ledger = self._steps, self._ledger
         for stretch in self._stretches:
             for bound, end_s in stretch.passes:
                 made = self._newcomers.next(bound)
                 self._newcomers.made(made)
                 self._step_is_due = bound > 0
                 if made.completes:
-                    self._join(made.group, end_s)
+                    total, rows = self._enter(made.group.keys), len(made.group.keys)
+                    ledger.batches += 1
+                    ledger.rows += rows
+                    if self._padded:
+                        ledger.pad_tokens += rows * made.group.width - total
+                    if self._emits:
+                        self._give_tokens(self._tokenless, end_s)
+                        self._gaps.joined(end_s)
                     joined += [(job.request_id, self._steps - before) for job in made.group.keys]
             if stretch.steps:
-                group = self._newcomers.group
-                beside = self._taken_by(group) if group is not None else 0
-                self._take_steps(
-                    stretch.begin_s,
-                    stretch.steps,
-                    stretch.end_s,
-                    beside + self._beside(batch.moves),
-                )
+                group, beside = self._newcomers.group, self._beside(batch.moves)
+                if group is not None:
+                    beside += self._taken_by(group)
+                self._take_steps(stretch.begin_s, stretch.steps, stretch.end_s, beside)
                 self._step_is_due = False
         self._stretches = []
         return tuple(joined)
-
-    def _join(self, group: PrefillGroup[Job], at_s: float) -> None:
-        """Record that the group's prefill ended at `at_s`."""
-        total, rows, ledger = self._enter(group.keys), len(group.keys), self._ledger
-        ledger.batches += 1
-        ledger.rows += rows
-        if self._padded:
-            ledger.pad_tokens += rows * group.width - total
-        if self._emits:
-            self._give_tokens(self._tokenless, at_s)
-            self._gaps.joined(at_s)
 
     def _pass_s(self, made: PrefillPass[Job]) -> float:
         """Seconds of a pass; in a paged engine by the mean length of its rows."""
@@ -459,11 +430,6 @@ class RoundWorker(Decoding):
         if moves.resume:
             self._resume(moves.resume)
         return moved_s if waits else now_s
-
-    def _transferred(self, moves: Moves, done_s: float) -> None:
-        """Transfers that overlapped the round are done."""
-        self._ledger.swap_wait_s += done_s - self._stepped_s
-        self._swap_store.transfer(moves)
 
     def _prefill(self, batch: Batch) -> float:
         """Seconds of the prefill of the batch's jobs, which decode from here on."""
@@ -502,16 +468,3 @@ class RoundWorker(Decoding):
             return self._swap_store.drop(job)
         self._leave(row)
         return True
-
-    def _count_future(self, batch: Batch) -> None:
-        """Count the true peak to come once for each attempt to admit in this round: it is constant
-        between two ends.
-        """
-        attempts = -(-(self._steps + self._ran) // batch.stop_every) - -(
-            -self._steps // batch.stop_every
-        )
-        if attempts:
-            waiting = self._newcomers.all_keys()
-            coming = [(job.length + self._emits, self._left(job) - self._emits) for job in waiting]
-            self._ledger.future_token_attempts += attempts * self._future_peak(coming)
-            self._ledger.attempts += attempts

@@ -18,10 +18,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 from mypy_extensions import mypyc_attr
-from numpy.typing import NDArray
 
 from toolkit.estimators.laws import LawTimes, SegmentedLaw
-from toolkit.sched.kernels import future_peak
+from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Job, Moves
 from toolkit.sim.ledger import Gaps, Ledger, RequestOutcome, TokenGaps
@@ -160,6 +159,7 @@ class Decoding:
         self._ledger = ledger
         self._emits = int(latency.prefill_emits_token)
         self._padded: bool = latency.padded
+        self._in_slab = False  # whether memory is the number of rows x the longest row
         self._has_moved = False  # whether any cache was ever paused or moved
         self._steps = 0  # decode steps since the start
         self._ends: list[DecodingRow] = []  # a heap; an entry is stale if its row has left
@@ -223,9 +223,7 @@ class Decoding:
             heappush(self._ends, row)
 
     def _drop_stale_ends(self) -> None:
-        """Remove stale entries from the top of the heap: those of jobs that were evicted or paused
-        meanwhile.
-        """
+        """Remove the ends of jobs that were evicted or paused from the top of the heap."""
         ends = self._ends
         while not ends[0].stays:
             heappop(ends)
@@ -240,8 +238,7 @@ class Decoding:
         """All rows decode `ran` times, at least once, from `begin_s` to `end_s`; `beside`: tokens
         on the device besides theirs.
 
-        The first step ends the gap since each row's last token. Of the other steps the last takes
-        longest.
+        The first step ends the gap since each row's last token; of the others the last is longest.
         """
         ledger, gaps, times = self._ledger, self._gaps, self._times
         n, used = len(self._resident), self.used + beside
@@ -251,9 +248,14 @@ class Decoding:
         if used + row_steps > ledger.peak_tokens:
             ledger.peak_tokens = float(used + row_steps)
         ledger.memory_token_steps += ran * used + n * (ran * (ran + 1) // 2)
-        if ledger.token_gaps is not None:
-            self._count_gaps(n, begin_s, ran, end_s, ledger.token_gaps)
         length = self._length()
+        if ledger.token_gaps is not None:  # `_give_tokens` counts the first gap of new rows
+            begun_s = begin_s + times.decode_s(n, length, 1)
+            self._count_waits(begun_s, ledger.token_gaps)
+            if ran > 1:
+                second_s = begin_s + times.decode_s(n, length, 2) - begun_s
+                last_s = end_s - (begin_s + times.decode_s(n, length, ran - 1))
+                ledger.token_gaps.add(n * (ran - 1), second_s, last_s)
         waits = self._fresh > 0
         if waits or ran == 1 or gaps.waiting_since != begin_s:
             first_s = begin_s + times.decode_s(n, length, 1)
@@ -293,18 +295,6 @@ class Decoding:
             outcome.last_token_s = at_s
         self._fresh -= len(rows)
         rows.clear()
-
-    def _count_gaps(self, n: int, begin_s: float, ran: int, end_s: float, into: TokenGaps) -> None:
-        """Count every gap of a round's steps. The first gap of a job that just entered is counted
-        in `_give_tokens`.
-        """
-        length, decode_s = self._length(), self._times.decode_s
-        first_s = begin_s + decode_s(n, length, 1)
-        self._count_waits(first_s, into)
-        if ran > 1:
-            second_s = begin_s + decode_s(n, length, 2) - first_s
-            last_s = end_s - (begin_s + decode_s(n, length, ran - 1))
-            into.add(n * (ran - 1), second_s, last_s)
 
     def _count_waits(self, at_s: float, into: TokenGaps) -> None:
         """Count the gaps that end with a token for all rows at `at_s`."""
@@ -356,8 +346,4 @@ class Decoding:
         held = self._steps + self._emits
         rows = [(row.key + held, row.end - self._steps) for row in self._resident.values()]
         used, remaining = np.array([*rows, *coming], dtype=np.int64).reshape(-1, 2).T.copy()
-        return self._peak_to_come(used, remaining)
-
-    def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-        """The peak in tokens of rows that hold `used` tokens and leave after `remaining` steps."""
-        return int(future_peak(used, remaining))
+        return peak_to_come(used, remaining, padded=self._in_slab)

@@ -13,7 +13,7 @@ import statistics
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -45,9 +45,7 @@ class TokenGaps:
             self._last_s.append(last_s)
 
     def add_rows(self, generated: Sequence[int], second_s: float, growth_s: float) -> None:
-        """Add the gaps within a slice: the gap before each row's second token is `second_s`, and
-        each further gap is longer by `growth_s`.
-        """
+        """Add a slice's gaps: `second_s` before each second token, then longer by `growth_s`."""
         for tokens in generated:
             self.add(tokens - 1, second_s, second_s + (tokens - 2) * growth_s)
 
@@ -213,22 +211,13 @@ class Ledger:
 
 
 SHARED = ("arrival_s", "output_tokens", "outcomes", "busy_s", "completed_s")
+PEAKS = ("peak_tokens", "peak_host_tokens")
 TOKENS = ("memory_token_steps", "future_token_attempts")  # sums of tokens
-COUNTED = (
-    *(
-        "batches",
-        "rows",
-        "pad_tokens",
-        "invalid_tokens",
-        "decoding_steps",
-        "early_returns",
-        "oom_batches",
-    ),
-    *("extrapolated", "attempts", "evictions", "reroutes", "rounds", "row_steps"),
-    *("swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s"),
-    *("query_tokens", "hit_tokens", "lost_tokens", "preempted_query_tokens"),
-    *("preempted_hit_tokens", "computed_prompt_tokens"),
-)
+COUNTED = [
+    f.name
+    for f in fields(Ledger)
+    if type(f.default) in (int, float) and f.name not in PEAKS + TOKENS
+]
 
 
 def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, float]:
@@ -239,11 +228,7 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     number of rows per decode step.
     """
     ended = sum([each.ok for each in ledger.outcomes])
-    batches, requests, steps = (
-        max(ledger.batches, 1),
-        max(ended, 1),
-        max(ledger.decoding_steps, 1),
-    )
+    batches, requests, steps = max(ledger.batches, 1), max(ended, 1), max(ledger.decoding_steps, 1)
     found = {
         "refused": float(refused),
         "unfinished": float(len(ledger.outcomes) - ended - refused),
@@ -263,11 +248,8 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         / max(ledger.rounds or ledger.batches, 1),
     }
     if ledger.rounds:
-        found["rounds"] = float(ledger.rounds)
-        found["swaps_out"] = float(ledger.swaps_out)
-        found["swaps_in"] = float(ledger.swaps_in)
-        found["swapped_tokens"] = float(ledger.swapped_tokens)
-        found["swap_wait_s"] = ledger.swap_wait_s
+        for name in ("rounds", "swaps_out", "swaps_in", "swapped_tokens", "swap_wait_s"):
+            found[name] = float(getattr(ledger, name))
         found["peak_host_tokens"] = float(ledger.peak_host_tokens)
         found["rerouted_percent"] = 100.0 * ledger.reroutes / requests
     if ledger.shares:
@@ -286,19 +268,12 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
     if ledger.moved:
         found["moved_requests"] = float(ledger.moved)
         found["recomputed_tokens"] = float(ledger.recomputed_tokens)
-    return found | _of_workers(ledger)
-
-
-def _of_workers(ledger: Ledger) -> dict[str, float]:
-    """How evenly and how much the workers were busy; `completion_time_std_s` is CT STD in the SCLS
-    paper.
-    """
+    # how evenly (CT STD of the SCLS paper) and how much the workers were busy
+    found["completion_time_std_s"] = statistics.pstdev(ledger.completed_s)
     makespan_s = max(ledger.completed_s, default=0.0)
     shares = [100.0 * busy_s / makespan_s if makespan_s else 0.0 for busy_s in ledger.busy_s]
-    return {
-        "completion_time_std_s": statistics.pstdev(ledger.completed_s),
-        "utilisation_percent": statistics.fmean(shares),
-    } | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}
+    found["utilisation_percent"] = statistics.fmean(shares)
+    return found | {f"utilisation_worker_{k}_percent": share for k, share in enumerate(shares)}
 
 
 class Gaps:
@@ -312,20 +287,9 @@ class Gaps:
     """
 
     __slots__ = (
-        "_below",
-        "_gaps",
-        "_has_gap",
-        "_marks",
-        "_top_mark",
-        "_top_s",
-        "_wait_mark",
-        "_wait_s",
-        "_waits",
-        "_waits_since",
-        "_waits_to",
-        "last_mark",
-        "last_s",
-    )
+        "_below", "_gaps", "_has_gap", "_marks", "_top_mark", "_top_s", "_wait_mark", "_wait_s",
+        "_waits", "_waits_since", "_waits_to", "last_mark", "last_s",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.last_mark = 0
@@ -348,9 +312,7 @@ class Gaps:
         self.last_s = -1.0  # the last decode step's end
 
     def mark(self, *, alone: bool) -> int:
-        """The mark of the requests that join now. `alone`: no other row runs, so that all earlier
-        gaps can be forgotten.
-        """
+        """The mark of requests that join now; if they are `alone`, earlier gaps are forgotten."""
         if alone:
             if self._below:
                 self._below = 0

@@ -121,11 +121,6 @@ class PagedScheduler:
         """Rows that decode."""
         return self._decoding
 
-    @property
-    def decode_cached(self) -> int:
-        """Tokens in the caches of the decoding rows."""
-        return self._key_sum + self._decoding * self._steps
-
     def schedule(self) -> PagedPass:
         """Plan the next pass and take its blocks. If the pass has no rows, every request has ended
         or waits, and the pass is not made.
@@ -143,13 +138,24 @@ class PagedScheduler:
         budget = self._most_tokens - decodes
         if due:
             self.pool.take(due)
-        if self.pool.writers:
-            for row in self.pool.writers:
-                self.pool.register(row, self._written(row))
+        partial, pool = self._partial, self.pool
+        if pool.writers:
+            for row in pool.writers:  # the tokens that will be known with this pass
+                if row is partial:
+                    written = row.computed
+                elif row.end or row.stops:
+                    written = row.computed + self._steps + (0 if self._unknown else 1)
+                else:
+                    written = self._known(row)
+                pool.register(row, written)
         chunks: list[Chunk] = []
-        if self._partial is not None:
-            chunks.append(self._continue(self._partial, budget))
-            budget -= chunks[0].new
+        if partial is not None:
+            computed, new = partial.computed, min(partial.prompt - partial.computed, budget)
+            pool.take(pool.needed(computed + new) - pool.needed(computed))
+            if self._shares:
+                pool.register(partial, computed + new)
+            chunks.append(Chunk(partial, computed, new))
+            budget -= new
         if self.waiting and not preempted:
             self._admit(budget, chunks)
         if chunks:
@@ -165,9 +171,7 @@ class PagedScheduler:
         return self._plan
 
     def rows(self) -> list[tuple[int, int, int]]:
-        """The planned pass row by row, as vLLM logs it: number, tokens computed before, new
-        tokens.
-        """
+        """The planned pass by row, as vLLM logs it: number, tokens computed before, new tokens."""
         assert self._plan is not None
         chunks = {
             chunk.row: (chunk.row.number, chunk.computed, chunk.new) for chunk in self._plan.chunks
@@ -180,8 +184,7 @@ class PagedScheduler:
         ]
 
     def ahead(self) -> int:
-        """How many passes, the planned one included, decode the same rows whatever arrives; at
-        least 1.
+        """How many passes, the planned one included, decode the same rows whatever arrives, >= 1.
 
         Only the last of them may end a row, and all find the blocks that they need free.
         """
@@ -205,21 +208,47 @@ class PagedScheduler:
         return most
 
     def commit(self, steps: int = 1) -> list[PagedRequest]:
-        """Record that the planned pass and `steps - 1` more of the same rows were made; return the
-        rows that ended with the last.
-        """
-        plan = self._plan
+        """Record the planned pass and `steps - 1` more of its rows; return those that ended."""
+        plan, tokens = self._plan, self._block_tokens
         assert plan is not None
-        if steps > 1:
-            self.pool.take(self._crossings(1, steps))
+        if steps > 1:  # the blocks that decodes take in the passes after the planned one
+            count = steps - 1
+            crossings = count // tokens * self._decoding
+            for k in range(1, 1 + count % tokens):
+                crossings += self._fill[-(self._steps + k) % tokens]
+            self.pool.take(crossings)
         self._plan = None
         for row in self._ended:
             # an ended row is in no further pass, unless its end was not known
             row.computed -= 0 if row.stops else steps
-        self._steps += steps
-        ended = self._take_ends() if self._ends and self._ends[0][0] <= self._steps else []
+        now = self._steps = self._steps + steps
+        ended: list[PagedRequest] = []
+        ends = self._ends
+        while ends and ends[0][0] <= now:  # rows that have generated their whole output
+            end, _, row = heappop(ends)
+            if row.end == end:
+                self._leave(row)
+                ended.append(row)
         for chunk in plan.chunks:
-            self._computed(chunk, ended)
+            row = chunk.row
+            row.computed = chunk.computed + chunk.new
+            if not chunk.completes:
+                self._partial = row
+                continue
+            if row is self._partial:
+                self._partial = None
+            row.filled = row.computed
+            row.prompt += 1  # it has a token, and decodes
+            row.left -= 1
+            row.computed -= now
+            if not row.left:
+                ended.append(row)
+                continue
+            row.end = now + row.left
+            self._decoding += 1
+            self._key_sum += row.computed
+            self._fill[row.computed % tokens] += 1
+            heappush(ends, (row.end, row.order, row))
         self._ended += ended
         return ended
 
@@ -280,26 +309,9 @@ class PagedScheduler:
         held = row.computed + self._steps
         return held - (self._unknown if held > row.filled else 0)
 
-    def _written(self, row: PagedRequest) -> int:
-        """The known tokens of a row with the pass that is planned."""
-        if row is self._partial:
-            return row.computed
-        if row.end or row.stops:
-            return row.computed + self._steps + (0 if self._unknown else 1)
-        return self._known(row)
-
-    def _overtime(self) -> int:
-        """Ended rows that are in one more pass, since their ends were not known."""
-        late = 0
-        for row in self._ended:
-            late += row.stops
-        return late
-
     def _due(self) -> int:
         """New blocks that the decoding rows need for the next pass."""
         tokens, steps = self._block_tokens, self._steps
-        if not self._ended:
-            return self._fill[-steps % tokens]
         due = self._fill[-steps % tokens]
         for row in self._ended:
             if row.stops and (row.computed + steps) % tokens == 0:
@@ -311,16 +323,11 @@ class PagedScheduler:
         row = self._partial
         if row is None:
             return 0
-        budget = self._most_tokens - self._decoding - self._overtime()
+        # ended rows are in one more pass if their ends were not known
+        late = sum([row.stops for row in self._ended])
+        budget = self._most_tokens - self._decoding - late
         end = min(row.prompt, row.computed + budget)
         return self.pool.needed(end) - self.pool.needed(row.computed)
-
-    def _continue(self, row: PagedRequest, budget: int) -> Chunk:
-        chunk = Chunk(row, row.computed, min(row.prompt - row.computed, budget))
-        self.pool.take(self.pool.needed(row.computed + chunk.new) - self.pool.needed(row.computed))
-        if self._shares:
-            self.pool.register(row, row.computed + chunk.new)
-        return chunk
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Admit waiting requests while there are rows, tokens and blocks."""
@@ -347,39 +354,6 @@ class PagedScheduler:
             running[row] = None
             budget -= new
 
-    def _computed(self, chunk: Chunk, ended: list[PagedRequest]) -> None:
-        """Record that a chunk was computed; after the last one its row has a token and decodes."""
-        row, steps = chunk.row, self._steps
-        row.computed = chunk.computed + chunk.new
-        if not chunk.completes:
-            self._partial = row
-            return
-        if row is self._partial:
-            self._partial = None
-        row.filled = row.computed
-        row.prompt += 1
-        row.left -= 1
-        row.computed -= steps
-        if not row.left:
-            ended.append(row)
-            return
-        row.end = steps + row.left
-        self._decoding += 1
-        self._key_sum += row.computed
-        self._fill[row.computed % self._block_tokens] += 1
-        heappush(self._ends, (row.end, row.order, row))
-
-    def _take_ends(self) -> list[PagedRequest]:
-        """Take the rows that have generated their whole output from the decoding rows."""
-        ends = self._ends
-        ended: list[PagedRequest] = []
-        while ends and ends[0][0] <= self._steps:
-            end, _, row = heappop(ends)
-            if row.end == end:
-                self._leave(row)
-                ended.append(row)
-        return ended
-
     def _leave(self, row: PagedRequest) -> None:
         """The row stops decoding; what it generated becomes part of its input."""
         generated = row.left - (row.end - self._steps)
@@ -389,12 +363,3 @@ class PagedScheduler:
         self._decoding -= 1
         self._key_sum -= row.computed
         self._fill[row.computed % self._block_tokens] -= 1
-
-    def _crossings(self, first: int, last: int) -> int:
-        """Blocks that decodes take in the passes `first` to `last` - 1 after the planned one."""
-        tokens, count = self._block_tokens, last - first
-        whole = count // tokens
-        rest = 0
-        for k in range(first, first + count % tokens):
-            rest += self._fill[-(self._steps + k) % tokens]
-        return whole * self._decoding + rest

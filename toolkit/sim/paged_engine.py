@@ -1,5 +1,4 @@
-"""A paged engine on virtual time: vLLM's scheduler, the law of its passes, and a record of what
-clients saw.
+"""A paged engine on virtual time: vLLM's scheduler, a law of passes, and what clients saw.
 
 The engine's loop plans a pass, runs it and hands out its tokens before it plans the next. With
 `ahead` (vLLM's `async_scheduling`) it plans a pass while the one before runs. The host's time is
@@ -8,11 +7,11 @@ free one pass later, and a row that ends before its limit computes one token too
 decodes alone are computed in one leap, up to the next arrival that could change anything, the first
 end, or the first missing block.
 
-Requests arrive when the trace says so. In a closed loop of sessions (`Turns`) a later turn arrives
-when the turn before has ended and its client has thought about it.
+Requests arrive when the trace says so. In a closed loop of sessions (`Reuse.turns`) a later turn
+arrives when the turn before has ended and its client has thought about it.
 
-`PagedEngine` describes an engine, `PagedRun` serves requests on it, `serve` on all engines of a
-world.
+`PagedEngine` describes an engine, `PagedRun` runs it, and `serve` gives the engines of a world
+requests in turn; `toolkit.sim.replicas` puts them behind a router.
 """
 
 from __future__ import annotations
@@ -23,17 +22,16 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 import numpy as np
-from mypy_extensions import mypyc_attr
 
 from toolkit.compiled import Reduced, reduced
 from toolkit.estimators.steps import StepLaw, StepShape, law_of_steps
 from toolkit.files.fit import StepsFit
+from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.blocks import Node, PagedRequest, contents
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.paged import PagedPass, PagedScheduler
-from toolkit.sim.sessions import following
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
 
@@ -88,15 +86,8 @@ class PagedEngine:
     def of(cls, fit: StepsFit, capacity_tokens: int) -> PagedEngine:
         """The engine that a fit describes, with a cache of `capacity_tokens`."""
         valid = PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max)
-        return cls(
-            law_of_steps(fit),
-            capacity_tokens // fit.block_tokens,
-            fit.block_tokens,
-            fit.async_scheduling,
-            valid,
-            fit.front_s,
-            fit.front_row_s,
-        )
+        blocks, front = capacity_tokens // fit.block_tokens, (fit.front_s, fit.front_row_s)
+        return cls(law_of_steps(fit), blocks, fit.block_tokens, fit.async_scheduling, valid, *front)
 
     @property
     def capacity_tokens(self) -> int:
@@ -156,28 +147,38 @@ class Reuse:
         return leaves, [False] * len(leaves) if self.closed else continued
 
     def turns(self, numbers: Sequence[int]) -> dict[int, list[tuple[int, float]]]:
-        """In a closed loop, the turns of the requests `numbers` that follow each of them, with
-        their think times in seconds.
-        """
+        """In a closed loop, the turns after each of `numbers`, with think times in seconds."""
         if self.sessions is None or not self.closed:
             return {}
-        return following(self.sessions, numbers)
+        found: dict[int, list[tuple[int, float]]] = {}
+        previous, think_s = self.sessions.previous.tolist(), self.sessions.think_s.tolist()
+        for number in numbers:
+            if previous[number] >= 0:
+                found.setdefault(previous[number], []).append((number, think_s[number]))
+        return found
 
 
 NO_REUSE = Reuse()
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class PagedRun:
-    """One engine serving requests.
+    """One engine that serves requests. Its caller tells it of each that comes (`arrive`), and calls
+    `work` at `next_s`.
+
+    A request that comes during a leap ends the leap with the pass that runs then, so that an engine
+    costs nothing while others work.
 
     Args:
         index: the worker's, for the ledger.
         engine, flags: see `PagedEngine` and `VllmPolicy`.
         ledger: where the outcome is written; it holds the true output lengths.
-        turns: of a closed loop; see `Reuse.turns`.
         shares: whether requests have contents.
-        front: what clients wait beyond the passes; None: as the engine says.
+        tells: whether the caller takes `first_tokens` and `ends`, since requests may follow.
+
+    Attributes:
+        next_s: when `work` is to be called next; infinity while it has nothing to do.
+        first_tokens: (time, number) of first tokens here that the caller has not taken yet.
+        ends: (time, number, rows that ran) of requests that ended, likewise.
     """
 
     def __init__(
@@ -187,99 +188,141 @@ class PagedRun:
         flags: VllmPolicy,
         ledger: Ledger,
         *,
-        turns: Mapping[int, Sequence[tuple[int, float]]] | None = None,
-        shares: bool = False,
-        front: FrontDelay | None = None,
+        shares: bool,
+        tells: bool,
     ) -> None:
-        self._index, self._engine, self._ledger = index, engine, ledger
-        self._ahead = engine.ahead
+        self._index, self._engine, self._flags, self._ledger = index, engine, flags, ledger
+        self._ahead, self._shares, self._tells = engine.ahead, shares, tells
         self._blocks, self._block_tokens = engine.blocks, engine.block_tokens
-        self._front = front
-        self._turns = turns or {}
-        self._coming: list[tuple[float, int]] = []  # a heap of (arrival, number)
         self._law = (
             replace(engine.steps, host_s=0.0, host_row_s=0.0) if engine.ahead else engine.steps
         )
-        self._scheduler = PagedScheduler(
-            flags, engine.blocks, engine.block_tokens, ahead=engine.ahead, shares=shares
-        )
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
+        self._moved_here: set[int] = set()  # requests that had tokens when they came
+        self.first_tokens: list[tuple[float, int]] = []
+        self.ends: list[tuple[float, int, int]] = []
+        self._restart(0.0)
 
-    def run(self, rows: Mapping[int, PagedRequest], *, drain: bool = True) -> None:
-        """Serve the requests, by their numbers, until all have ended; without `drain`, until all
-        were admitted.
+    def _restart(self, now_s: float) -> None:
+        """It begins with an empty cache and without requests."""
+        self._scheduler = PagedScheduler(
+            self._flags, self._blocks, self._block_tokens, ahead=self._ahead, shares=self._shares
+        )
+        self._arrived: list[PagedRequest] = []
+        self._leap: PagedPass | None = None  # its first pass; the passes that run are a leap
+        self._begin_s, self._steps = 0.0, 0  # of the leap: when it begins, and how many passes
+        self._can_cut = False  # whether a request that comes ends the leap
+        self._begun_s = self._done_s = -math.inf  # of the leap's last pass
+        self._under_way: list[PagedRequest] = []  # rows that end with the pass that is under way
+        self._plan_s = now_s  # when the next pass is planned
+        self.next_s = math.inf
+
+    def arrive(self, row: PagedRequest, now_s: float, *, has_tokens: bool = False) -> None:
+        """A request comes; `has_tokens`: it generated some elsewhere."""
+        self._arrived.append(row)
+        if has_tokens:
+            self._moved_here.add(row.number)
+        if self._leap is None:
+            if self.next_s == math.inf:
+                self.next_s = max(self._plan_s, now_s)
+        elif self._can_cut:
+            self._set_leap(self._leap, self._begin_s, self._steps, now_s)
+
+    def work(self, *, drain: bool, follow: bool, until_s: float = math.inf) -> None:
+        """Do what is due at `next_s`: finish the passes that run, and plan the next.
+
+        Args:
+            drain: False: no pass is planned where no request waits.
+            follow: whether requests may follow from ends: the caller takes these before the next
+                pass is planned.
+            until_s: no other request comes before that time, if it is known.
         """
-        scheduler, ahead, coming = self._scheduler, self._ahead, self._coming
-        arrival_s = self._ledger.arrival_s
-        later = {number for turns in self._turns.values() for number, _ in turns}
-        # also those that are refused, if their sessions go on
-        coming += [
-            (arrival_s[number], number)
-            for number in sorted({*rows, *self._turns})
-            if number not in later
-        ]
-        heapify(coming)
-        left = len(rows)  # to arrive
-        now_s = 0.0  # when the next pass is planned
-        under_way: list[PagedRequest] = []  # rows that end with the pass that is under way
-        done_s = -math.inf  # when that pass ends
-        while drain or left or scheduler.waiting:
-            while coming and coming[0][0] <= now_s:
-                came_s, number = heappop(coming)
-                if number in rows:
-                    scheduler.add(rows[number])
-                    left -= 1
-                else:
-                    self._begin_turns(number, came_s)
-            plan, next_s = scheduler.schedule(), coming[0][0] if coming else math.inf
-            if plan.preempted:
-                self._drop(plan.preempted)
-            if plan.rows:
-                begin_s = max(now_s, done_s)
-                begun_s, done_s, ended = self._make(plan, begin_s, next_s)
-                if ahead:
-                    scheduler.settle(under_way)
-                    now_s, under_way = begun_s, ended
-                else:
-                    scheduler.settle(ended)
-                    now_s = done_s + self._law.after_s(plan.rows)
-            elif under_way:  # no other row can run before these have left
-                scheduler.settle(under_way)
-                now_s, under_way = done_s, []
-            elif coming:
-                now_s = coming[0][0]
+        now_s, scheduler, leap = self.next_s, self._scheduler, self._leap
+        if leap is not None:
+            self._leap = None
+            ended = self._finish(leap, self._steps, self._begin_s, self._begun_s, self._done_s)
+            if self._ahead:
+                scheduler.settle(self._under_way)
+                self._under_way, self._plan_s = ended, self._begun_s
             else:
-                break
-        self._count_found()
+                scheduler.settle(ended)
+                self._plan_s = self._done_s + self._law.after_s(leap.rows)
+            if self._plan_s > now_s or (follow and ended):
+                self.next_s = self._plan_s
+                return
+        if not (drain or self._arrived or scheduler.waiting):
+            self.next_s = math.inf
+            return
+        for row in self._arrived:
+            scheduler.add(row)
+        self._arrived.clear()
+        plan = scheduler.schedule()
+        self._ledger.evictions += len(plan.preempted)
+        for row in plan.preempted:
+            if row.mark:  # it had its last token with the last pass; else none since its admission
+                self._close(row, self._last_s)
+        if plan.rows:
+            steps = scheduler.ahead()
+            self._can_cut = steps > 1 and not scheduler.waiting
+            self._set_leap(plan, max(now_s, self._done_s), steps, until_s)
+        elif self._under_way:  # no other row can run before these have left
+            scheduler.settle(self._under_way)
+            self._under_way = []
+            self._plan_s = self.next_s = max(self._done_s, now_s)
+        else:
+            self._plan_s, self.next_s = now_s, math.inf
 
-    def _begin_turns(self, number: int, end_s: float, rows: int = 0) -> None:
-        """A request ended at `end_s`, when so many rows ran: its session's next turn will come."""
-        for later, think_s in self._turns.get(number, ()):
-            front = self._front or self._engine.front(rows)
-            arrival_s = end_s + (front.last_s + think_s)
-            self._ledger.arrival_s[later] = arrival_s
-            heappush(self._coming, (arrival_s, later))
+    def die(self, now_s: float) -> list[PagedRequest]:
+        """It dies and comes back empty. Returns its requests in order; `left` is what they lack."""
+        leap, begin_s = self._leap, self._begin_s
+        if leap is not None:
+            low, high = 0, self._steps  # passes that were done
+            while low < high:
+                middle = (low + high + 1) // 2
+                done = self._times(leap, middle, begin_s)[1] <= now_s
+                low, high = (middle, high) if done else (low, middle - 1)
+            if low:
+                begun_s, end_s = self._times(leap, low, begin_s)
+                self._finish(leap, low, begin_s, begun_s, end_s)
+        self.close()
+        rows = [*self._scheduler.abort(), *self._arrived]
+        for row in rows:
+            if row.mark:
+                self._close(row, self._last_s)
+        self._restart(now_s)
+        return sorted(rows, key=lambda row: row.number)
 
-    def _make(
-        self, plan: PagedPass, begin_s: float, next_s: float
-    ) -> tuple[float, float, list[PagedRequest]]:
-        """Make the planned pass and those like it. Returns when the last of them begins and ends,
-        and the rows that ended with it.
+    def report(self, now_s: float) -> ReplicaReport:
+        """Its own figures."""
+        scheduler = self._scheduler
+        used = self._blocks - scheduler.pool.free
+        if self._leap is not None and self._steps > 1:
+            share = (now_s - self._begin_s) / max(self._done_s - self._begin_s, 1e-9)
+            used += int(share * self._steps * self._leap.shape.decodes / self._block_tokens)
+        waiting = len(scheduler.waiting) + len(self._arrived)
+        return ReplicaReport(waiting, len(scheduler.running), min(used / self._blocks, 1.0), now_s)
 
-        `next_s` is when the next request arrives: it takes part in planning before the first pass
-        that begins after it.
+    def close(self) -> None:
+        """Write what was found in the cache into the ledger."""
+        ledger, pool = self._ledger, self._scheduler.pool
+        ledger.query_tokens += pool.queries
+        ledger.hit_tokens += pool.hits
+        ledger.lost_tokens += pool.lost
+        ledger.preempted_query_tokens += pool.preempted_queries
+        ledger.preempted_hit_tokens += pool.preempted_hits
+
+    def _set_leap(self, plan: PagedPass, begin_s: float, steps: int, until_s: float) -> None:
+        """At most `steps` passes run like the planned one, from `begin_s` on, the last of them when
+        a request comes at `until_s`.
         """
-        steps = self._scheduler.ahead()
-        if steps > 1 and not self._scheduler.waiting:
-            steps = self._steps_before(plan.shape, steps, next_s - begin_s)
-        begun_s, end_s = self._times(plan, steps, begin_s)
-        return begun_s, end_s, self._finish(plan, steps, begin_s, begun_s, end_s)
-
-    def _steps_before(self, shape: StepShape, steps: int, seconds: float) -> int:
-        """How many of `steps` passes are made if a request arrives after so many seconds."""
-        planned = int(self._ahead)
-        return planned + self._law.steps_before(shape, seconds, steps - planned)
+        if self._can_cut and until_s < math.inf:
+            planned = int(self._ahead)  # one more pass is planned already
+            begun = self._law.steps_before(plan.shape, until_s - begin_s, steps - planned)
+            steps, self._can_cut = max(planned + begun, 1), False
+        self._leap, self._begin_s, self._steps = plan, begin_s, steps
+        self._begun_s, self._done_s = self._times(plan, steps, begin_s)
+        self.next_s = self._begun_s if self._ahead else self._done_s
 
     def _times(self, plan: PagedPass, steps: int, begin_s: float) -> tuple[float, float]:
         """When the last of `steps` passes begins and ends, if the first begins at `begin_s`."""
@@ -292,20 +335,35 @@ class PagedRun:
     def _finish(
         self, plan: PagedPass, steps: int, begin_s: float, begun_s: float, end_s: float
     ) -> list[PagedRequest]:
-        """Record that `steps` passes were made from `begin_s` on, the last one from `begun_s` to
-        `end_s`; return the rows that ended with the last.
-        """
-        scheduler, law, shape, rows = self._scheduler, self._law, plan.shape, plan.rows
-        first_s = end_s if steps == 1 else begin_s + law.forward_s(shape)
-        shape = _grown(shape, steps)
+        """Record `steps` passes from `begin_s` on, the last from `begun_s`; the rows that ended."""
+        scheduler, ledger, law, rows = self._scheduler, self._ledger, self._law, plan.rows
+        first_s = end_s if steps == 1 else begin_s + law.forward_s(plan.shape)
+        last = _grown(plan.shape, steps)
         self._give(plan, steps, first_s, law.after_s(rows) + end_s - begun_s)
-        free = scheduler.pool.free
+        size = self._block_tokens
+        used_first = (self._blocks - scheduler.pool.free) * size
         ended = scheduler.commit(steps)
-        self._count(plan, steps, shape, free)
+        used = (self._blocks - scheduler.pool.free) * size
+        ledger.rounds += steps
+        ledger.decoding_steps += steps
+        ledger.row_steps += steps * (rows if steps == 1 else last.rows)
+        if plan.chunks:
+            ledger.batches += 1
+            ledger.computed_prompt_tokens += plan.shape.prefill_tokens
+            for chunk in plan.chunks:
+                ledger.rows += chunk.completes
+        ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
+        if used > ledger.peak_tokens:
+            ledger.peak_tokens = float(used)
+        valid = self._engine.valid
+        if valid is not None and not valid.holds(last):
+            ledger.extrapolated += steps
         self._last_s = end_s
-        if ended:
-            self._end(ended, end_s)
-        ledger = self._ledger
+        for row in ended:
+            self._close(row, end_s)
+            ledger.outcomes[row.number].ok = True
+            if self._tells:
+                self.ends.append((end_s, row.number, len(scheduler.running)))
         ledger.busy_s[self._index] += end_s - begin_s
         ledger.completed_s[self._index] = end_s
         return ended
@@ -334,36 +392,16 @@ class PagedRun:
             row.mark, outcome = mark, ledger.outcomes[row.number]
             if outcome.first_token_s < 0.0:
                 outcome.first_token_s = first_s
+                if self._tells:
+                    self.first_tokens.append((first_s, row.number))
                 continue
+            if row.number in self._moved_here:
+                self._moved_here.remove(row.number)
+                self.first_tokens.append((first_s, row.number))
             gap_s = first_s - outcome.last_token_s
             outcome.max_gap_s = max(outcome.max_gap_s, gap_s)
             if ledger.token_gaps is not None:
                 ledger.token_gaps.add(1, gap_s, gap_s)
-
-    def _drop(self, preempted: Sequence[PagedRequest]) -> None:
-        """Record a preemption: the rows had their last token with the last pass, or none since
-        they were admitted.
-        """
-        self._ledger.evictions += len(preempted)
-        for row in preempted:
-            if row.mark:
-                self._close(row, self._last_s)
-
-    def _end(self, ended: Sequence[PagedRequest], end_s: float) -> None:
-        for row in ended:
-            self._close(row, end_s)
-            self._ledger.outcomes[row.number].ok = True
-            if self._turns:
-                self._begin_turns(row.number, end_s, len(self._scheduler.running))
-
-    def _count_found(self) -> None:
-        """Write what was found in the cache into the ledger."""
-        ledger, pool = self._ledger, self._scheduler.pool
-        ledger.query_tokens += pool.queries
-        ledger.hit_tokens += pool.hits
-        ledger.lost_tokens += pool.lost
-        ledger.preempted_query_tokens += pool.preempted_queries
-        ledger.preempted_hit_tokens += pool.preempted_hits
 
     def _close(self, row: PagedRequest, last_s: float) -> None:
         """The row stops decoding; its last token came at `last_s`."""
@@ -371,27 +409,6 @@ class PagedRun:
         outcome.last_token_s = last_s
         outcome.max_gap_s = max(outcome.max_gap_s, self._gaps.largest(row.mark))
         row.mark = 0
-
-    def _count(self, plan: PagedPass, steps: int, last: StepShape, free: int) -> None:
-        """Count `steps` passes: `last` is the shape of the last one, `free` the free blocks during
-        the first.
-        """
-        ledger, valid, size = self._ledger, self._engine.valid, self._block_tokens
-        used = (self._blocks - self._scheduler.pool.free) * size
-        used_first = (self._blocks - free) * size
-        ledger.rounds += steps
-        ledger.decoding_steps += steps
-        ledger.row_steps += steps * (plan.rows if steps == 1 else last.rows)
-        if plan.chunks:
-            ledger.batches += 1
-            ledger.computed_prompt_tokens += plan.shape.prefill_tokens
-            for chunk in plan.chunks:
-                ledger.rows += chunk.completes
-        ledger.memory_token_steps += steps * (used_first + used) // 2  # blocks are taken one by one
-        if used > ledger.peak_tokens:
-            ledger.peak_tokens = float(used)
-        if valid is not None and not valid.holds(last):
-            ledger.extrapolated += steps
 
 
 def _grown(shape: StepShape, steps: int) -> StepShape:
@@ -427,15 +444,6 @@ def serve(
         dealt[places[number]].append(number)
     ledger.shares = bool(reuse)
     for index, numbers in enumerate(dealt):
-        run = PagedRun(
-            index,
-            engine,
-            flags,
-            ledger,
-            turns=reuse.turns(numbers),
-            shares=bool(reuse),
-            front=front,
-        )
         leaves, watched = (
             reuse.contents(numbers, requests, outputs)
             if reuse and flags.prefix_caching
@@ -454,16 +462,55 @@ def serve(
                 content=leaves[place] if leaves else None,
                 watched=bool(watched) and watched[place],
             )
-        run.run(rows, drain=drain)
+        turns = reuse.turns(numbers)
+        run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=bool(turns))
+        _drive(run, rows, turns, ledger.arrival_s, front, engine, drain)
     return list(refusals.values())
+
+
+def _drive(
+    run: PagedRun,
+    rows: Mapping[int, PagedRequest],
+    turns: Mapping[int, Sequence[tuple[int, float]]],
+    arrival_s: list[float],
+    front: FrontDelay | None,
+    engine: PagedEngine,
+    drain: bool,
+) -> None:
+    """Serve requests, by their numbers, until all have ended; without `drain`, until all were
+    admitted. In a closed loop their `turns` follow, and `arrival_s` gets their times.
+    """
+    later = {number for after in turns.values() for number, _ in after}
+    # also those that are refused, if their sessions go on
+    coming = [(arrival_s[k], k) for k in sorted({*rows, *turns}) if k not in later]
+    heapify(coming)
+    left, follow = len(rows), bool(turns)  # `left`: to arrive
+    while coming or run.next_s < math.inf:
+        if coming and coming[0][0] <= run.next_s:
+            came_s, number = heappop(coming)
+            if number in rows:
+                run.arrive(rows[number], came_s)
+                left -= 1
+            else:
+                run.ends.append((came_s, number, 0))
+        else:
+            next_s = coming[0][0] if coming else math.inf
+            run.work(drain=drain or left > 0, follow=follow, until_s=next_s)
+        if run.ends:
+            for end_s, number, running in run.ends:
+                for turn, think_s in turns.get(number, ()):
+                    seen_s = (front or engine.front(running)).last_s
+                    arrival_s[turn] = end_s + (seen_s + think_s)
+                    heappush(coming, (arrival_s[turn], turn))
+            run.ends.clear()
+            run.first_tokens.clear()
+    run.close()
 
 
 def refusal(
     request: Request, output: int, flags: VllmPolicy, engine: PagedEngine
 ) -> Refusal | None:
-    """The refusal of a request that, alone and at its full length, does not fit into the cache or
-    into a pass; None if it fits.
-    """
+    """The refusal of a request that, alone and at its longest, no cache or pass has room for."""
     # the last token is not cached
     most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
     limits = {"the cache holds": engine.capacity_tokens}

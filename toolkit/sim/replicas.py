@@ -4,9 +4,8 @@ The router is the one that serves: `Balancer` of `toolkit.routing`, with what it
 of a first token and of an end when a client would, and each replica's own figures come to it every
 `report_s` seconds.
 
-Each replica leaps over passes of decodes alone, as `PagedRun` does. A request that is routed to it
-in such a leap ends the leap at the pass that runs, so that a replica costs nothing while others
-work: the time that a simulation takes follows the requests, not the replicas.
+The time that a simulation takes follows the requests, not the replicas: each leaps over passes of
+decodes alone (`PagedRun`).
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ from toolkit.routing.types import (
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.blocks import PagedRequest, ReplicaContents
-from toolkit.sim.collector import collector_off
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.paged import PagedPass, PagedScheduler
+from toolkit.sim.loop import collector_off
 from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, refusal
 from toolkit.sim.worker import FrontDelay
 
@@ -160,162 +158,6 @@ def traits_of_kinds(kinds: Sequence[ServedKind]) -> list[ReplicaTraits]:
     )
 
 
-class ReplicaRun(PagedRun):
-    """One replica, driven from outside.
-
-    Attributes:
-        next_s: when `work` is to be called next; infinity while it has nothing to do.
-        first_tokens, ends: (time, number, ...) of first tokens and ends that the caller has not
-            taken yet.
-    """
-
-    def __init__(
-        self, index: int, engine: PagedEngine, flags: VllmPolicy, ledger: Ledger, *, shares: bool
-    ) -> None:
-        super().__init__(index, engine, flags, ledger, shares=shares)
-        self._flags, self._shares = flags, shares
-        self._moved_here: set[int] = set()  # requests that had tokens when they came
-        self.next_s = math.inf
-        self.first_tokens: list[tuple[float, int]] = []
-        self.ends: list[tuple[float, int, int]] = []
-        self._leap: tuple[PagedPass, float, int] | None = None  # plan, begin, most passes
-        self._can_cut = False
-        self._under_way: list[PagedRequest] = []
-        self._begun_s = self._done_s = -math.inf
-        self._plan_s = 0.0  # when the next pass is planned
-        self._arrived: list[PagedRequest] = []
-
-    def arrive(self, row: PagedRequest, now_s: float) -> None:
-        """A request comes."""
-        self._arrived.append(row)
-        if self._ledger.outcomes[row.number].first_token_s >= 0.0:
-            self._moved_here.add(row.number)
-        if self._leap is not None:
-            if self._can_cut:
-                plan, begin_s, steps = self._leap
-                steps = self._steps_before(plan.shape, steps, now_s - begin_s)
-                self._set_leap(plan, begin_s, steps)
-        elif self.next_s == math.inf:
-            self.next_s = max(self._plan_s, now_s)
-
-    def work(self, *, drain: bool) -> None:
-        """Do what is due at `next_s`: finish the passes that run, or plan the next. Without
-        `drain` no pass is planned where no request waits.
-        """
-        now_s, ahead = self.next_s, self._engine.ahead
-        if self._leap is not None:
-            plan, begin_s, steps = self._leap
-            self._leap = None
-            ended = self._finish(plan, steps, begin_s, self._begun_s, self._done_s)
-            if ahead:
-                self._scheduler.settle(self._under_way)
-                self._under_way, self._plan_s = ended, self._begun_s
-            else:
-                self._scheduler.settle(ended)
-                self._plan_s = self._done_s + self._law.after_s(plan.rows)
-            if self._plan_s > now_s:
-                self.next_s = self._plan_s
-                return
-        if drain or self._arrived or self._scheduler.waiting:
-            self._plan_next(now_s)
-        else:
-            self.next_s = math.inf
-
-    def die(self, now_s: float) -> list[PagedRequest]:
-        """It dies, and comes back empty: the requests that had not ended, in the order of their
-        arrival. `left` is what their clients lack.
-        """
-        if self._leap is not None:
-            plan, begin_s, steps = self._leap
-            low, high = 0, steps  # passes that were done
-            while low < high:
-                middle = (low + high + 1) // 2
-                done = self._times(plan, middle, begin_s)[1] <= now_s
-                low, high = (middle, high) if done else (low, middle - 1)
-            if low:
-                self._finish(plan, low, begin_s, *self._times(plan, low, begin_s))
-        self.close()
-        rows = [*self._scheduler.abort(), *self._arrived]
-        for row in rows:
-            if row.mark:
-                self._close(row, self._last_s)
-        engine = self._engine
-        self._scheduler = PagedScheduler(
-            self._flags, engine.blocks, engine.block_tokens, ahead=engine.ahead, shares=self._shares
-        )
-        self._arrived, self._under_way, self._leap = [], [], None
-        self._begun_s = self._done_s = -math.inf
-        self._plan_s, self.next_s = now_s, math.inf
-        return sorted(rows, key=lambda row: row.number)
-
-    def report(self, now_s: float) -> ReplicaReport:
-        """Its own figures."""
-        scheduler, engine = self._scheduler, self._engine
-        used = engine.blocks - scheduler.pool.free
-        if self._leap is not None and self._leap[2] > 1:
-            plan, begin_s, steps = self._leap
-            share = (now_s - begin_s) / max(self._done_s - begin_s, 1e-9)
-            used += int(share * steps * plan.shape.decodes / engine.block_tokens)
-        waiting = len(scheduler.waiting) + len(self._arrived)
-        usage = min(used / engine.blocks, 1.0)
-        return ReplicaReport(waiting, len(scheduler.running), usage, now_s)
-
-    def close(self) -> None:
-        """Write what was found in the cache into the ledger."""
-        self._count_found()
-
-    def _plan_next(self, now_s: float) -> None:
-        scheduler = self._scheduler
-        for row in self._arrived:
-            scheduler.add(row)
-        self._arrived.clear()
-        plan = scheduler.schedule()
-        if plan.preempted:
-            self._drop(plan.preempted)
-        if plan.rows:
-            steps = scheduler.ahead()
-            self._can_cut = steps > 1 and not scheduler.waiting
-            self._set_leap(plan, max(now_s, self._done_s), steps)
-        elif self._under_way:  # no other row can run before these have left
-            scheduler.settle(self._under_way)
-            self._under_way = []
-            self._plan_s = self.next_s = max(self._done_s, now_s)
-        else:
-            self._plan_s, self.next_s = now_s, math.inf
-
-    def _set_leap(self, plan: PagedPass, begin_s: float, steps: int) -> None:
-        self._leap = plan, begin_s, steps
-        self._begun_s, self._done_s = self._times(plan, steps, begin_s)
-        self.next_s = self._begun_s if self._engine.ahead else self._done_s
-
-    def _give(self, plan: PagedPass, steps: int, first_s: float, last_gap_s: float) -> None:
-        outcomes = self._ledger.outcomes
-        moved = self._moved_here
-        new = []
-        for chunk in plan.chunks:
-            number = chunk.row.number
-            if chunk.completes and (outcomes[number].first_token_s < 0.0 or number in moved):
-                moved.discard(number)
-                new.append(number)
-        super()._give(plan, steps, first_s, last_gap_s)
-        self.first_tokens += [(first_s, number) for number in new]
-
-    def _end(self, ended: Sequence[PagedRequest], end_s: float) -> None:
-        super()._end(ended, end_s)
-        rows = len(self._scheduler.running)
-        self.ends += [(end_s, row.number, rows) for row in ended]
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedOutcome:
-    """What became of the requests: the refused ones, which can never be served, and the number of
-    the kind that served each last; -1: none did.
-    """
-
-    refusals: list[Refusal]
-    kind_of: list[int]
-
-
 def serve_routed(
     requests: Sequence[Request],
     kinds: Sequence[ServedKind],
@@ -324,24 +166,23 @@ def serve_routed(
     routing: Routing,
     *,
     drain: bool = True,
-) -> RoutedOutcome:
+) -> tuple[list[Refusal], list[int]]:
     """Serve requests on the replicas of all kinds, behind a router. `ledger` has the requests; the
     kinds' ledgers share its lists, or are it.
 
     Without `drain` a replica stops when the last request has arrived and none waits there.
+
+    Returns:
+        The refusals of requests that can never be served, and the number of the kind that served
+        each request last; -1: none did.
     """
     with collector_off():  # what cycles there are live as long as the caches
         run = _RoutedRun(requests, kinds, ledger, reuse, routing)
-        refusals = run.serve(drain=drain)
-    return RoutedOutcome(refusals, run.kind_of)
+        return run.serve(drain=drain), run.kind_of
 
 
 class _RoutedRun:
-    """One simulation of replicas behind a router.
-
-    Attributes:
-        kind_of: see `RoutedOutcome`.
-    """
+    """One simulation of replicas behind a router; the arguments are those of `serve_routed`."""
 
     def __init__(
         self,
@@ -353,18 +194,20 @@ class _RoutedRun:
     ) -> None:
         self._requests, self._ledger, self._kinds = requests, ledger, kinds
         self._reuse = reuse
-        self._numbers = [number for number, kind in enumerate(kinds) for _ in range(kind.count)]
+        each = [(number, kind) for number, kind in enumerate(kinds) for _ in range(kind.count)]
+        self._numbers = [number for number, _ in each]
         self.kind_of = [-1] * len(requests)
         self._shares = [bool(reuse) and kind.flags.prefix_caching for kind in kinds]
         self._replicas = [
-            ReplicaRun(
+            PagedRun(
                 index,
-                kinds[number].engine,
-                kinds[number].flags,
-                kinds[number].ledger,
+                kind.engine,
+                kind.flags,
+                kind.ledger,
                 shares=self._shares[number],
+                tells=True,
             )
-            for index, number in enumerate(self._numbers)
+            for index, (number, kind) in enumerate(each)
         ]
         self._leaves, self._watched = (
             reuse.contents(range(len(requests)), requests, ledger.output_tokens)
@@ -429,14 +272,16 @@ class _RoutedRun:
             elif kind == WORK:
                 replica = replicas[subject]
                 if replica.next_s == now_s:
-                    replica.work(drain=drain or left > 0)
+                    replica.work(drain=drain or left > 0, follow=bool(self._turns))
                     self._take(replica, subject)
             elif kind == ARRIVE:
                 left -= 1
-                refused = self._refused(subject)
+                request, output = self._requests[subject], ledger.output_tokens[subject]
+                # each kind must be able to serve all, as servers of one context are
+                found = (refusal(request, output, k.flags, k.engine) for k in self._kinds)
+                refused = next((each for each in found if each is not None), None)
                 if refused is None and not any(r.is_up for r in self._balancer.replicas):
-                    request_id = self._requests[subject].request_id
-                    refused = Refusal(request_id, "no replica was up when it came")
+                    refused = Refusal(request.request_id, "no replica was up when it came")
                 if refused is None:
                     refused = self._route(subject, now_s)
                 if refused is not None:
@@ -449,17 +294,6 @@ class _RoutedRun:
         for replica in replicas:
             replica.close()
         return refusals
-
-    def _refused(self, number: int) -> Refusal | None:
-        """The refusal of a request that a replica of some kind can never serve: each must be able
-        to serve all, as servers of one context are.
-        """
-        request, output = self._requests[number], self._ledger.output_tokens[number]
-        for kind in self._kinds:
-            found = refusal(request, output, kind.flags, kind.engine)
-            if found is not None:
-                return found
-        return None
 
     def _change(self, index: int, now_s: float, what: int) -> None:
         """A replica dies (0), gets no more requests (1), or comes back with an empty cache (2)."""
@@ -496,9 +330,7 @@ class _RoutedRun:
     def _route(
         self, number: int, now_s: float, left: int | None = None, excluded: tuple[int, ...] = ()
     ) -> Refusal | None:
-        """Send a request to a replica; one that was on another before lacks `left` tokens. Returns
-        the refusal of a new one.
-        """
+        """Send a request to a replica; a moved one lacks `left` tokens, others may be refused."""
         request, output = self._requests[number], self._ledger.output_tokens[number]
         moved, left = left is not None, output if left is None else left
         prompt = request.prompt_tokens + output - left
@@ -531,12 +363,13 @@ class _RoutedRun:
         )
         replica = self._replicas[index]
         before_s = replica.next_s
-        replica.arrive(row, now_s)
+        has_tokens = moved and self._ledger.outcomes[number].first_token_s >= 0.0
+        replica.arrive(row, now_s, has_tokens=has_tokens)
         if replica.next_s != before_s:
             heappush(self._events, (replica.next_s, WORK, index, 0))
         return None
 
-    def _take(self, replica: ReplicaRun, index: int) -> None:
+    def _take(self, replica: PagedRun, index: int) -> None:
         """Schedule what a replica does next, and what the router learns of what it did."""
         events, kind = self._events, self._kinds[self._numbers[index]]
         if replica.next_s < math.inf:

@@ -17,10 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from toolkit.sched.footprint import peak_to_come
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.rounds import PrefillGroup, groups_alike
 from toolkit.sched.types import NO_LIMIT, Batch, Job, Joining, RoundResult
@@ -29,8 +25,7 @@ from toolkit.sim.ledger import Ledger, RunsOut
 
 
 class SlabWorker(RoundWorker):
-    """Runs the rounds of one padded worker on virtual time; see `RoundWorker` for the other
-    arguments.
+    """Runs the rounds of a padded worker on virtual time; for other arguments see `RoundWorker`.
 
     Args:
         joining: how new rows join.
@@ -52,17 +47,12 @@ class SlabWorker(RoundWorker):
         outside: Outside | None = None,
     ) -> None:
         super().__init__(
-            index,
-            latency,
-            ledger,
-            runs_out,
-            swap=swap,
-            future=future,
-            outside=outside,
+            index, latency, ledger, runs_out, swap=swap, future=future, outside=outside
         )
         self._capacity = NO_LIMIT if capacity_tokens is None else capacity_tokens
         # decode steps of the current round for which memory suffices; -1: all of them
         self._spills_after = -1
+        self._in_slab = True
         self._shapes = joining == "shape"
         self._shaped = 0  # 1 if the current round's prefill is a step
         # its prefill passes except the last: rows, gap mark, end in seconds
@@ -78,9 +68,6 @@ class SlabWorker(RoundWorker):
 
     def _taken_by(self, group: PrefillGroup[Job]) -> int:
         return group.width * len(group.keys)
-
-    def _peak_to_come(self, used: NDArray[np.int64], remaining: NDArray[np.int64]) -> int:
-        return peak_to_come(used, remaining, padded=True)
 
     def run(self, batch: Batch, now_s: float) -> float:
         """Start a round; when it will end, in seconds, unless it is interrupted."""
@@ -100,19 +87,30 @@ class SlabWorker(RoundWorker):
         return self._done_s
 
     def _stop_after(self, steps: int) -> None:
-        self._ran = steps
-        decoded_s = (
-            self._times.decode_s(len(self._resident), self._length(), steps) if steps else 0.0
-        )
+        self._ran, n = steps, len(self._resident)
+        decoded_s = self._times.decode_s(n, self._length(), steps) if steps else 0.0
         self._stepped_s = self._prefilled_s + decoded_s
         self._done_s = max(self._stepped_s, self._moved_s)
 
     def finish(self) -> RoundResult:
         """The round has ended: record what happened in it."""
+        batch = self._batch
+        assert batch is not None
         if self._failure:
             self._passes.clear()
-        elif self._shaped:
-            self._step_with_newcomers()
+        elif self._shaped:  # the new rows were prefilled in a step, which ends with the prefill
+            ledger, at_s, n = self._ledger, self._prefilled_s, len(self._resident)
+            ledger.decoding_steps += 1
+            ledger.row_steps += n
+            taken = self.used + n * (batch.input_length - 1) + self._beside(batch.moves)
+            ledger.peak_tokens = max(ledger.peak_tokens, float(taken))
+            ledger.memory_token_steps += taken
+            if ledger.token_gaps is not None:
+                self._count_waits(at_s, ledger.token_gaps)
+            self._gaps.end_waits(at_s)
+            self._give_tokens(self._resumed, at_s)
+            self._give_tokens(self._tokenless, at_s)
+            self._gaps.wait_from(at_s)
         for rows, mark, at_s in self._passes:
             self._give_tokens(self._tokenless[:rows], at_s)
             del self._tokenless[:rows]
@@ -121,9 +119,8 @@ class SlabWorker(RoundWorker):
         spills = not self._failure and self._ran == self._spills_after
         result = super().finish()
         if self._shaped:
-            assert self._batch is not None
             result.steps += 1
-            result.joined = tuple([(job.request_id, 1) for job in self._batch.jobs])
+            result.joined = tuple([(job.request_id, 1) for job in batch.jobs])
         if spills and self._resident:
             self._shaped = 0  # its step is done
             self._run_out_of_memory([next(reversed(self._swap_store.device or self._resident))])
@@ -132,20 +129,24 @@ class SlabWorker(RoundWorker):
 
     def _prefill(self, batch: Batch) -> float:
         there = len(self._resident)
-        seconds = (
-            self._shape(batch, there) if self._shapes and there else self._prefill_apart(batch)
-        )
-        if not self._failure and self._passing(batch, there) > self._capacity:
-            self._run_out_of_memory(batch.jobs)
-        return seconds
-
-    def _passing(self, batch: Batch, there: int) -> int:
-        """The peak in tokens while new rows are prefilled: see `SlabFootprint`."""
+        if self._shapes and there:
+            if self._emits:
+                self._shaped = 1
+                self._steps += 1
+            super()._prefill(batch)
+            if self._padded:
+                self._ledger.pad_tokens += there * (batch.input_length - 1)
+            seconds = self._times.prefill_s(there + len(batch.jobs), batch.input_length)
+        else:
+            seconds = self._prefill_apart(batch)
         n = len(self._resident)
-        if n == 1:
-            return 0
-        longer = batch.input_length * (n if self._shapes and there else 1)
-        return n * (self._width() - self._shaped) + longer + self._beside(batch.moves)
+        if not self._failure and n != 1:
+            # the peak in tokens while new rows are prefilled: see `SlabFootprint`
+            longer = batch.input_length * (n if self._shapes and there else 1)
+            peak = n * (self._width() - self._shaped) + longer + self._beside(batch.moves)
+            if peak > self._capacity:
+                self._run_out_of_memory(batch.jobs)
+        return seconds
 
     def _prefill_apart(self, batch: Batch) -> float:
         if self._shapes or len(batch.jobs) == 1:
@@ -166,31 +167,6 @@ class SlabWorker(RoundWorker):
                 )
         return seconds
 
-    def _shape(self, batch: Batch, there: int) -> float:
-        if self._emits:
-            self._shaped = 1
-            self._steps += 1
-        super()._prefill(batch)
-        if self._padded:
-            self._ledger.pad_tokens += there * (batch.input_length - 1)
-        return self._times.prefill_s(there + len(batch.jobs), batch.input_length)
-
-    def _step_with_newcomers(self) -> None:
-        """Record the step that prefilled the new rows; it ends with the prefill."""
-        batch, ledger, at_s, n = self._batch, self._ledger, self._prefilled_s, len(self._resident)
-        assert batch is not None
-        ledger.decoding_steps += 1
-        ledger.row_steps += n
-        taken = self.used + n * (batch.input_length - 1) + self._beside(batch.moves)
-        ledger.peak_tokens = max(ledger.peak_tokens, float(taken))
-        ledger.memory_token_steps += taken
-        if ledger.token_gaps is not None:
-            self._count_waits(at_s, ledger.token_gaps)
-        self._gaps.end_waits(at_s)
-        self._give_tokens(self._resumed, at_s)
-        self._give_tokens(self._tokenless, at_s)
-        self._gaps.wait_from(at_s)
-
     def _run_out_of_memory(self, jobs: Sequence[Job]) -> None:
         super()._run_out_of_memory(jobs)
         self._steps -= self._shaped
@@ -200,7 +176,7 @@ class SlabWorker(RoundWorker):
         """Tokens of the longest resident."""
         if not self._resident:
             return 0
-        longest = (
-            self._longest_key if self._padded else max([row.key for row in self._resident.values()])
-        )
+        longest = self._longest_key
+        if not self._padded:
+            longest = max([row.key for row in self._resident.values()])
         return longest + self._steps + self._emits

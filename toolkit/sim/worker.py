@@ -18,14 +18,13 @@ from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.metrics import Served
 from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.types import Batch, BatchResult, Failure
+from toolkit.sched.types import Batch, BatchResult
 from toolkit.sim.ledger import Ledger, RequestOutcome, RunsOut
 
 
 @dataclass(slots=True, frozen=True)
 class FrontDelay:
-    """Seconds by which a client sees the first and the last token of a request later than the
-    scheduler does.
+    """Seconds by which a client sees a request's first and last token later than the scheduler.
 
     The scheduler's clock starts when a request is submitted and stops when its tokens reach the
     driver. The delay is assumed to be the same for every request, so all arrivals shift alike and
@@ -131,7 +130,8 @@ class SimWorker:
         if self._runs_out and self._runs_out(batch.batch_id, size, length, batch.steps):
             self._ledger.oom_batches += 1
             failed_s = self._intake.end_s(now_s, prefill_s)
-            return self._end(batch, now_s, failed_s, [0] * size, [False] * size, "oom")
+            result = BatchResult(batch.batch_id, batch.worker, [0] * size, [False] * size, "oom")
+            return self._end(result, now_s, failed_s)
         known = self._ledger.outcomes
         outcomes = [known[job.number] for job in batch.jobs]
         remaining = [
@@ -142,20 +142,26 @@ class SimWorker:
         ran = min(batch.steps, longest)
         generated = [left if left < ran else ran for left in remaining]
         finished = [left <= ran for left in remaining]
-        self._count(batch, generated, ran)
+        ledger = self._ledger
+        ledger.batches += 1
+        ledger.rows += size
+        ledger.decoding_steps += ran
+        ledger.pad_tokens += size * length - sum([job.length for job in batch.jobs])
+        ledger.invalid_tokens += size * ran - sum(generated)
+        ledger.early_returns += ran < batch.steps
+        peak = size * (length + ran)
+        ledger.memory_token_steps += ran * peak - size * (ran * (ran - 1) // 2)
+        ledger.peak_tokens = max(ledger.peak_tokens, float(peak))
+        ledger.attempts += 1
+        ledger.future_token_attempts += peak
+        if self._outside is not None:
+            ledger.extrapolated += self._outside(size, length, size, length + ran)
         done_s = self._intake.end_s(
             now_s, prefill_s + self._latency.decode_s(size, length, ran - self._emits)
         )
         self._stamp(batch, outcomes, generated, finished, now_s, prefill_s, done_s)
-        return self._end(batch, now_s, done_s, generated, finished, "")
-
-    def _reported(self, first_s: float, token_s: float) -> float:
-        """When a token made at `token_s` is reported, in a slice with its first tokens at
-        `first_s`.
-        """
-        if not self._flush_s:
-            return token_s
-        return first_s + math.ceil((token_s - first_s) / self._flush_s) * self._flush_s
+        result = BatchResult(batch.batch_id, batch.worker, generated, finished)
+        return self._end(result, now_s, done_s)
 
     def finish(self) -> BatchResult:
         """The result of the batch, which has ended."""
@@ -165,36 +171,11 @@ class SimWorker:
         """Raises `ValueError`: static batches run to their end."""
         raise ValueError("a static batch cannot be interrupted")
 
-    def _end(
-        self,
-        batch: Batch,
-        now_s: float,
-        done_s: float,
-        generated: Sequence[int],
-        finished: Sequence[bool],
-        failure: Failure,
-    ) -> float:
-        self._ledger.busy_s[batch.worker] += done_s - now_s
-        self._ledger.completed_s[batch.worker] = done_s
-        self._result = BatchResult(batch.batch_id, batch.worker, generated, finished, failure)
+    def _end(self, result: BatchResult, now_s: float, done_s: float) -> float:
+        self._ledger.busy_s[result.worker] += done_s - now_s
+        self._ledger.completed_s[result.worker] = done_s
+        self._result = result
         return done_s
-
-    def _count(self, batch: Batch, generated: list[int], ran: int) -> None:
-        ledger, size = self._ledger, len(batch.jobs)
-        ledger.batches += 1
-        ledger.rows += size
-        ledger.decoding_steps += ran
-        ledger.pad_tokens += size * batch.input_length - sum([job.length for job in batch.jobs])
-        ledger.invalid_tokens += size * ran - sum(generated)
-        ledger.early_returns += ran < batch.steps
-        peak = size * (batch.input_length + ran)
-        ledger.memory_token_steps += ran * peak - size * (ran * (ran - 1) // 2)
-        ledger.peak_tokens = max(ledger.peak_tokens, float(peak))
-        ledger.attempts += 1
-        ledger.future_token_attempts += peak
-        if self._outside is not None:
-            length = batch.input_length
-            ledger.extrapolated += self._outside(size, length, size, length + ran)
 
     def _stamp(
         self,
@@ -233,7 +214,11 @@ class SimWorker:
             if ended:
                 outcome.ok = True
                 if streams and tokens != ran:
-                    last_s = min(self._reported(first_s, made_s(tokens)), done_s)
+                    token_s = made_s(tokens)
+                    if self._flush_s:  # it is reported later
+                        reports = math.ceil((token_s - first_s) / self._flush_s)
+                        token_s = first_s + reports * self._flush_s
+                    last_s = min(token_s, done_s)
             outcome.last_token_s = last_s
 
     def _count_gaps(

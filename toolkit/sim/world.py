@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
-from toolkit.estimators.load import Laws, laws_from_fit
+from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import MemoryEdge, ZetaMemory, uniform_draw
 from toolkit.files.fit import Fit, Range
 from toolkit.files.plan import Kind
@@ -26,7 +26,7 @@ from toolkit.files.recipe import ServeSpec
 from toolkit.routing.admission import UNLIMITED
 from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
 from toolkit.sched.policies import BUILT_IN, make_any
-from toolkit.sched.policies.parameters import Value, check, choice, knob, knobs
+from toolkit.sched.policies.parameters import Value, choice, knob, knobs, validate
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
@@ -61,42 +61,27 @@ class Validity:
         """
         limit = min(self.prefill.length_max, self.decode.length_max)
         rows = min(self.prefill.batch_size_max, self.decode.batch_size_max)
-        lengths = (
-            request.prompt_tokens + output
-            for request, output in zip(requests, outputs, strict=True)
-        )
+        lengths = (r.prompt_tokens + output for r, output in zip(requests, outputs, strict=True))
         return len(requests) <= rows and all(length <= limit for length in lengths)
 
     def left_by(self, entering: int, input_length: int, rows: int, cached_length: float) -> bool:
-        """Whether a prefill of `entering` rows or decode steps of `rows` up to `cached_length` are
-        outside the range.
-        """
+        """Whether a prefill of `entering` rows or decode steps of `rows` are outside the range."""
         prefill, decode = self.prefill, self.decode
-        return (
-            rows > decode.batch_size_max
-            or cached_length > decode.length_max
-            or entering > prefill.batch_size_max
-            or input_length > prefill.length_max
-        )
+        steps = rows > decode.batch_size_max or cached_length > decode.length_max
+        return steps or entering > prefill.batch_size_max or input_length > prefill.length_max
 
 
 def extrapolation_warning(percent: float, valid: object) -> str:
-    """One line about `extrapolated_batches_percent` with the measured range; empty if no batch
-    was extrapolated.
-    """
+    """One line about `extrapolated_batches_percent` with the range; empty if it is 0."""
     if not percent:
         return ""
-    return (
-        f"{percent:.3g} % of the batches are outside what the fit measured, so extrapolated: "
-        f"{valid}"
-    )
+    what = f"{percent:.3g} % of the batches are outside what the fit measured"
+    return f"{what}, so extrapolated: {valid}"
 
 
 @dataclass(slots=True, frozen=True)
 class RoundLaws:
-    """The laws of time and memory of a worker that runs rounds. `believed` and `front`: as in
-    `World`.
-    """
+    """The laws of a worker that runs rounds. `believed` and `front`: as in `World`."""
 
     latency: LatencyLaw
     memory: MemoryLaw
@@ -201,10 +186,9 @@ class World:
         laws = self.rounds if policy.continuous else None
         if laws is None:
             return self
-        taken = replace(
-            self, latency=laws.latency, memory=laws.memory, believed=laws.believed, rounds=None
-        )
-        return taken if laws.front == NO_DELAY else replace(taken, front=laws.front)
+        front = self.front if laws.front == NO_DELAY else laws.front
+        taken = replace(self, latency=laws.latency, memory=laws.memory, believed=laws.believed)
+        return replace(taken, front=front, rounds=None)
 
     def engine(self) -> PagedEngine:
         """The engine with its own scheduler, to be simulated. `InputError` if there is none."""
@@ -258,7 +242,10 @@ def world_from_fit(
 
     Rounds have no such edge: the probe of rounds counts as usable only what ran at every length.
     """
-    laws = laws_from_fit(fit)
+    laws, rounds = laws_from_fit(fit), None
+    if laws.rounds is not laws.latency:
+        front = FrontDelay(laws.front_s, laws.front_s)
+        rounds = RoundLaws(laws.rounds, laws.round_memory, front=front)
     return World(
         laws.latency,
         laws.memory,
@@ -270,15 +257,11 @@ def world_from_fit(
         valid=Validity.of(fit),
         swap=laws.swap,
         host_tokens=laws.host_tokens,
-        rounds=None if laws.rounds is laws.latency else _round_laws(laws),
+        rounds=rounds,
         joining=laws.joining,
         slots=laws.slots,
         paged=PagedEngine.of(fit.steps, fit.memory.capacity_tokens) if fit.steps else None,
     )
-
-
-def _round_laws(laws: Laws) -> RoundLaws:
-    return RoundLaws(laws.rounds, laws.round_memory, front=FrontDelay(laws.front_s, laws.front_s))
 
 
 def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> World:
@@ -331,16 +314,15 @@ def settings_of_kinds(given: Mapping[str, Value], kinds: Sequence[Kind]) -> list
     names = [kind.recipe.name for kind in kinds]
     if not traits_of(kinds[0].recipe.engine.name).server:
         return [dict(given) for _ in names]
-    common = {key: value for key, value in given.items() if key.rpartition(".")[0] not in names}
-    return [
-        common
-        | {
-            key.rpartition(".")[2]: value
-            for key, value in given.items()
-            if key.rpartition(".")[0] == name
-        }
-        for name in names
-    ]
+    common: dict[str, Value] = {}
+    own: dict[str, dict[str, Value]] = {name: {} for name in names}
+    for key, value in given.items():
+        name, _, flag = key.rpartition(".")
+        if name in own:
+            own[name][flag] = value
+        else:
+            common[key] = value
+    return [common | own[name] for name in names]
 
 
 def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
@@ -360,9 +342,7 @@ def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
 
 @dataclass(slots=True, frozen=True)
 class DrawnEdge:
-    """The memory edge that a batch meets, drawn by its id. A class, not a closure, so that worlds
-    can be pickled for other processes.
-    """
+    """The memory edge that a batch meets, drawn by its id. A class, so that it can be pickled."""
 
     edge: MemoryEdge
     seed: int
@@ -424,8 +404,7 @@ class WorldSettings:
     )
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            check("world", f.name, type(f.default), getattr(self, f.name), f.metadata["knob"])
+        validate(self, "world")
 
     def routing(self, parameters: Mapping[str, Value]) -> Routing | None:
         """See `World.routing`; `parameters` are the router's."""
@@ -454,43 +433,40 @@ def assign_settings(
     own = {f.name for f in fields(WorldSettings)}
     of_world: dict[str, Value] = {}
     of_policy: dict[str, dict[str, Value]] = {name: {} for name in policies}
+    built_in = [policy for policy in policies if policy in BUILT_IN]
     for key, value in given.items():
         name, dot, parameter = key.partition(".")
-        built_in = [policy for policy in policies if policy in BUILT_IN]
-        if key.rpartition(".")[0] in kinds and built_in:
+        kind = key.rpartition(".")[0]
+        if kind in kinds and built_in:
             for policy in built_in:
                 of_policy[policy][key] = value
-            continue
-        if name in ROUTERS and given.get("replica_router") == name:
-            of_world[key] = value
-            continue
-        if name in ROUTERS:
+        elif name in ROUTERS and given.get("replica_router") != name:
             raise InputError(
                 f"--set {key}: replica_router is not '{name}'", f"add --set replica_router={name}"
             )
-        if dot and name not in known and kinds:
-            owner = key.rpartition(".")[0]
+        elif name in ROUTERS or key in own:
+            of_world[key] = value
+        elif dot and name in known:
+            of_policy[name][parameter or key] = value
+        elif dot and kinds:
             raise InputError(
-                f"--set {key}: '{owner}' is neither a policy that runs nor a kind of the fleet",
-                nearest(owner, [*known, *kinds]),
+                f"--set {key}: '{kind}' is neither a policy that runs nor a kind of the fleet",
+                nearest(kind, [*known, *kinds]),
             )
-        if dot and name not in known:
+        elif dot:
             raise InputError(
                 f"--set {key}: policy '{name}' is not among those that run", nearest(name, known)
             )
-        owners = (
-            [name] if dot else [name for name, parameters in known.items() if key in parameters]
-        )
-        if key in own:
-            of_world[key] = value
-        elif not owners:
-            subject = f"policy '{policies[0]}'" if len(policies) == 1 else "any of the policies"
-            raise InputError(
-                f"neither {subject} nor the world has a setting '{key}'",
-                nearest(key, own.union(*known.values())),
-            )
-        for owner in owners:
-            of_policy[owner][parameter or key] = value
+        else:
+            owners = [policy for policy, parameters in known.items() if key in parameters]
+            if not owners:
+                subject = f"policy '{policies[0]}'" if len(policies) == 1 else "any of the policies"
+                raise InputError(
+                    f"neither {subject} nor the world has a setting '{key}'",
+                    nearest(key, own.union(*known.values())),
+                )
+            for policy in owners:
+                of_policy[policy][key] = value
     return of_world, of_policy
 
 
@@ -517,21 +493,30 @@ def make_world(
                 "leave it out, or simulate each kind with its own fit",
             )
         kinds = [(fit, workers), *((kind.fit, kind.workers) for kind in others)]
+        limit = max_new_tokens
         return fleet(
-            [
-                make_world(kind_fit, given, workers=count, max_new_tokens=max_new_tokens, seed=seed)
-                for kind_fit, count in kinds
-            ]
+            [make_world(f, given, workers=n, max_new_tokens=limit, seed=seed) for f, n in kinds]
         )
     given = dict(given)
     knobs_of_router = {key.partition(".")[2]: given.pop(key) for key in list(given) if "." in key}
     if fit is None:
-        return _unit_step_world(given, workers or 1, max_new_tokens or TABLE_1_LIMIT, seed)
-    settings = WorldSettings(**given)  # type: ignore[arg-type]
-    if settings.capacity_tokens:
-        fit = _with_capacity(fit, settings.capacity_tokens)
-    limit = max_new_tokens or ServeSpec().max_new_tokens
-    world = world_from_fit(fit, workers=workers or fit.workers, max_new_tokens=limit, seed=seed)
+        settings = WorldSettings(**({"drain": False, "limits_hold": False} | given))  # type: ignore[arg-type]
+        memory = ZetaMemory(settings.capacity_tokens or TABLE_1_CAPACITY)
+        limit = max_new_tokens or TABLE_1_LIMIT
+        world = World(unit_step(), memory, workers or 1, limit, seed=seed)
+    else:
+        settings = WorldSettings(**given)  # type: ignore[arg-type]
+        if settings.capacity_tokens and fit.memory.form == "rules":
+            raise InputError(
+                f"capacity_tokens is {settings.capacity_tokens}, but the fitted memory is a table "
+                "of batch sizes, which has none",
+                "leave capacity_tokens out",
+            )
+        if settings.capacity_tokens:
+            fitted = fit.memory.model_copy(update={"capacity_tokens": settings.capacity_tokens})
+            fit = fit.model_copy(update={"memory": fitted})
+        limit = max_new_tokens or ServeSpec().max_new_tokens
+        world = world_from_fit(fit, workers=workers or fit.workers, max_new_tokens=limit, seed=seed)
     return replace(
         world,
         future_memory=True,
@@ -542,37 +527,6 @@ def make_world(
         routing=settings.routing(knobs_of_router),
         joining=settings.joining(world.joining),
     )
-
-
-def _unit_step_world(
-    given: Mapping[str, Value], workers: int, max_new_tokens: int, seed: int
-) -> World:
-    settings = WorldSettings(**({"drain": False, "limits_hold": False} | dict(given)))  # type: ignore[arg-type]
-    return World(
-        unit_step(),
-        ZetaMemory(settings.capacity_tokens or TABLE_1_CAPACITY),
-        workers,
-        max_new_tokens,
-        seed=seed,
-        future_memory=True,
-        token_gaps=True,
-        drain=settings.drain,
-        limits_hold=settings.limits_hold,
-        closed_loop=settings.closed_loop,
-        routing=settings.routing({}),
-        joining=settings.joining(None),
-    )
-
-
-def _with_capacity(fit: Fit, capacity_tokens: int) -> Fit:
-    if fit.memory.form == "rules":
-        raise InputError(
-            f"capacity_tokens is {capacity_tokens}, but the fitted memory is a table of batch "
-            "sizes, which has none",
-            "leave capacity_tokens out",
-        )
-    memory = fit.memory.model_copy(update={"capacity_tokens": capacity_tokens})
-    return fit.model_copy(update={"memory": memory})
 
 
 def check_capacity(given: Mapping[str, Value], world: World, trace: Trace) -> None:
@@ -587,7 +541,5 @@ def check_capacity(given: Mapping[str, Value], world: World, trace: Trace) -> No
 
 
 def policy_for(fit: Fit | None, name: str, given: Mapping[str, Value]) -> AnyPolicy:
-    """The policy of this name with the parameters `given`; in the token-step world the parameters
-    of the artifact come first.
-    """
+    """The policy with the parameters `given`, in the token-step world over the artifact's."""
     return make_any(name, dict(given) if fit else ARTIFACT.get(name, {}) | dict(given))

@@ -68,9 +68,7 @@ def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
 
 
 def make_any(name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
-    """Like `make_policy`, but also policies that are built into an engine, to simulate or configure
-    them.
-    """
+    """Like `make_policy`, but also policies built into an engine, to simulate or configure."""
     if name in BUILT_IN:
         built_in = BUILT_IN[name]
         return built_in(**checked_names(built_in, dict(parameters)))
@@ -166,13 +164,8 @@ def footnote(policies: Iterable[str], engines: Sequence[str]) -> str:
     if not needs:
         return ""
     same_engine = len(set(engines)) == 1
-    which = (
-        f"engine '{engines[0]}'"
-        if same_engine
-        else "not every engine here"
-        if engines
-        else "no server"
-    )
+    several = "not every engine here" if engines else "no server"
+    which = f"engine '{engines[0]}'" if same_engine else several
     verb = "cannot" if same_engine else "can"
     laws = "; simulated by its laws all the same" if same_engine else ""
     what = "; ".join(f"{need} for {', '.join(names)}" for need, names in needs.items())

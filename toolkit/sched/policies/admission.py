@@ -10,6 +10,7 @@ import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,10 @@ from toolkit.sched.inbox import RECALL_COUNT
 from toolkit.sched.kernels import admit_past_future
 from toolkit.sched.types import NO_LIMIT, Job, Worker
 from toolkit.sched.view import View
+
+if TYPE_CHECKING:
+    from toolkit.sched.policies.past_future import PastFuturePolicy, PastFutureSlaPolicy
+    from toolkit.sched.policies.slice import SliceContinuousPolicy
 
 LOW = (1 << 32) - 1
 CYCLE_ATTEMPTS = 100  # attempts to admit, a share of which puts late jobs first
@@ -69,15 +74,12 @@ class Peak:
 
 
 class SampledPeak:
-    """Past-Future's criterion: the peak, with sampled lengths, stays below a share of the capacity.
+    """Past-Future's criterion: the peak of sampled lengths stays below a share of the capacity."""
 
-    The arguments are those of `PastFuturePolicy`.
-    """
-
-    def __init__(self, reserve: float, samples: int, sample_rows: int) -> None:
-        self._reserve = reserve
-        self._samples = samples
-        self._sample_rows = sample_rows
+    def __init__(self, policy: PastFuturePolicy) -> None:
+        self._reserve: float = policy.reserve
+        self._samples: int = policy.samples
+        self._sample_rows: int = policy.sample_rows
         # The candidates' lengths, generated tokens and limits, and a view of them [n, 3]: the
         # kernel reads it, and a cell of an `array` is written much faster than one of numpy's.
         self._cells = array("q")
@@ -114,15 +116,6 @@ class SampledPeak:
         )
 
 
-# Past-Future with limits on time as well as memory: a job does not enter if the fitted laws predict
-# that this breaks a limit.
-#
-# An admission costs the residents a stall (the newcomers' prefill between two of their tokens) and
-# a slower step from then on; both must stay within MTPOT. A newcomer with a first token that is
-# already late waits behind those that are on time. Eviction, and what it does to MTPOT, is that of
-# plain Past-Future.
-
-
 class RowLengths:
     """The number and lengths of rows, as a latency law needs them."""
 
@@ -143,43 +136,26 @@ class RowLengths:
         return float(self.longest) if padded else self.tokens / self.rows
 
 
-class Alone:
-    """What a law says of a job that runs alone: seconds of its prefill, and of its first step
-    unless the prefill gives a token; whether its prefill and a step break the others' MTPOT.
+class WithinLimits(SampledPeak):
+    """The criteria of `PastFutureSlaPolicy`: a job does not enter if the laws predict that this
+    breaks a limit of time.
+
+    An admission costs the residents a stall (the newcomers' prefill between two of their tokens)
+    and a slower step from then on; both must stay within MTPOT. A newcomer with a first token that
+    is already late waits behind those that are on time. Eviction is that of plain Past-Future.
     """
 
-    __slots__ = ("breaks", "prefill_s", "step_s")
-
-    def __init__(self, prefill_s: float, step_s: float, breaks: bool) -> None:
-        self.prefill_s = prefill_s
-        self.step_s = step_s
-        self.breaks = breaks
-
-
-class WithinLimits(SampledPeak):
-    """The criteria of `PastFutureSlaPolicy`; the arguments are its parameters."""
-
-    def __init__(
-        self,
-        view: View,
-        reserve: float,
-        samples: int,
-        sample_rows: int,
-        *,
-        ttft_s: float,
-        mtpot_s: float,
-        late_share: float,
-        interval_steps: int,
-        chunk_tokens: int,
-    ) -> None:
-        super().__init__(reserve, samples, sample_rows)
-        self._ttft_s = ttft_s
-        self._mtpot_s = mtpot_s
-        self._late_attempts = late_share * CYCLE_ATTEMPTS
-        self._interval = interval_steps
-        self._chunk = chunk_tokens
-        # By worker, `Alone` by length; workers with one law share it.
-        shared: dict[int, dict[int, Alone]] = {}
+    def __init__(self, view: View, policy: PastFutureSlaPolicy) -> None:
+        super().__init__(policy)
+        self._ttft_s: float = policy.ttft_s
+        self._mtpot_s: float = policy.mtpot_s
+        self._late_attempts: float = policy.late_share * CYCLE_ATTEMPTS
+        self._interval: int = policy.interval_steps
+        self._chunk: int = policy.chunk_tokens
+        # By worker and length, of a job that runs alone: seconds of its prefill and of a first step
+        # (unless the prefill gives the token), and whether these break the others' MTPOT. Workers
+        # with one law share it.
+        shared: dict[int, dict[int, tuple[float, float, bool]]] = {}
         self._alone = [shared.setdefault(id(worker.latency), {}) for worker in view.workers]
 
     def reorder(self, view: View, now_s: float) -> tuple[list[Job], list[Job]]:
@@ -278,26 +254,23 @@ class WithinLimits(SampledPeak):
         return attempt < self._late_attempts
 
     def _is_late(self, worker: Worker, job: Job, now_s: float) -> bool:
-        """Whether the job's first token can only be late, or its prefill alone breaks the others'
-        MTPOT.
-        """
+        """Whether its first token can only be late, or its prefill alone breaks others' MTPOT."""
         if job.generated > 0:
             return False
         known = self._alone[worker.index]
         alone = known.get(job.length)
         if alone is None:
-            alone = known[job.length] = self._alone_of(worker, job.length)
-        first_s = now_s + alone.prefill_s + alone.step_s
-        return first_s > job.arrival_s + self._ttft_s or alone.breaks
-
-    def _alone_of(self, worker: Worker, length: int) -> Alone:
-        law, chunk = worker.latency, self._chunk
-        step_s, prefill_s = law.decode_s(1, length, 1), law.prefill_s(1, length)
-        stall_s = prefill_s
-        if 0 < chunk < length:
-            stall_s = law.pass_s(1, max(length - chunk, 0), length)
-        breaks = stall_s + step_s > self._mtpot_s
-        return Alone(prefill_s, 0.0 if law.prefill_emits_token else step_s, breaks)
+            law, length, chunk = worker.latency, job.length, self._chunk
+            step_s, prefill_s = law.decode_s(1, length, 1), law.prefill_s(1, length)
+            stall_s = prefill_s
+            if 0 < chunk < length:
+                stall_s = law.pass_s(1, max(length - chunk, 0), length)
+            breaks = stall_s + step_s > self._mtpot_s
+            first_step_s = 0.0 if law.prefill_emits_token else step_s
+            alone = known[length] = prefill_s, first_step_s, breaks
+        prefill_s, first_step_s, breaks = alone
+        first_s = now_s + prefill_s + first_step_s
+        return first_s > job.arrival_s + self._ttft_s or breaks
 
 
 def _left(job: Job, generated: int, expected: int) -> int:
@@ -308,30 +281,22 @@ def _left(job: Job, generated: int, expected: int) -> int:
 
 
 class SliceEnds:
-    """When the slices of residents end, and what follows from it: `SliceContinuousPolicy`.
+    """When the slices of residents end, and what follows from it: `SliceContinuousPolicy`."""
 
-    Args:
-        slice_tokens, interval_steps, reserve, margin: the policy's parameters.
-    """
-
-    def __init__(
-        self, slice_tokens: int, interval_steps: int, reserve: float, margin: float
-    ) -> None:
-        self._slice = slice_tokens
-        self._interval = interval_steps
-        self._reserve = reserve
-        self._margin = margin
+    def __init__(self, policy: SliceContinuousPolicy) -> None:
+        self._slice: int = policy.slice_tokens
+        self._interval: int = policy.interval_steps
+        self._reserve: float = policy.reserve
+        self._margin: float = policy.margin
         # steps of a slice that begins at an attempt to admit
-        self.period = -(-slice_tokens // interval_steps) * interval_steps
+        self.period = -(-self._slice // self._interval) * self._interval
 
     def limit(self, worker: Worker) -> int:
         """Tokens that slices may fill."""
         return int((1.0 - self._reserve) * worker.capacity_tokens)
 
     def promise(self, worker: Worker, _expected: int) -> tuple[int, int]:
-        """The tokens that a worker promised, which do not depend on the progress of the running
-        round.
-        """
+        """The tokens that a worker promised, whatever the progress of the running round."""
         inbox, residents = worker.inbox, worker.residents
         promised = inbox.tokens + len(inbox.jobs) * self.period
         if residents.jobs:
@@ -347,9 +312,13 @@ class SliceEnds:
         leaving: list[Job] = []
         free: Numbers | None = None
         for worker in view.due:
-            residents = worker.residents
-            if residents.jobs and residents.steps % self._interval == 0:
-                over = self._over(worker)
+            steps = worker.residents.steps
+            if worker.residents.jobs and steps % self._interval == 0:
+                over: list[Job] = []  # with a slice that ends just now, in order of admission
+                for job in worker.residents.jobs:
+                    end = self._first_end(worker, job.joined)
+                    if steps >= end and (steps - end) % self.period == 0:
+                        over.append(job)
                 if over:
                     if free is None:
                         free = self._free(view, promised)
@@ -403,20 +372,8 @@ class SliceEnds:
         most = job.max_new_tokens - job.generated - (worker.residents.steps - job.joined)
         return left if left < most else most
 
-    def _over(self, worker: Worker) -> list[Job]:
-        """Residents with a slice that ends just now, in order of admission."""
-        steps = worker.residents.steps
-        over: list[Job] = []
-        for job in worker.residents.jobs:
-            end = self._first_end(worker, job.joined)
-            if steps >= end and (steps - end) % self.period == 0:
-                over.append(job)
-        return over
-
     def _leaving(self, view: View, worker: Worker, over: Sequence[Job], free: Numbers) -> list[Job]:
-        """The jobs of `over` that leave, in order of admission. Subtracts what moves from
-        `free`.
-        """
+        """The jobs of `over` that leave, in order of admission; what moves is taken off `free`."""
         residents, steps = worker.residents, worker.residents.steps
         source, crowded, limit = worker.index, bool(worker.inbox.jobs), self.limit(worker)
         staying = dict.fromkeys(residents.jobs)

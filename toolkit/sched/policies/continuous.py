@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from toolkit.sched.footprint import Footprint
-from toolkit.sched.policies.baton_rounds import BatonRounds
-from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds
+from toolkit.sched.policies.continuous_rounds import BatonRounds, Bounds, ContinuousRounds
 from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.types import NO_LIMIT, Job, Worker
@@ -80,18 +79,15 @@ class RoundPolicy(ABC):
         batches = [
             planner.plan_round(worker, now_s) for worker in view.due if planner.has_work(worker)
         ]
-        interrupts = [
-            index
-            for index, count in view.arrived.items()
-            if _interruptible(view.workers[index])
-            and planner.should_interrupt(view.workers[index], count)
-        ]
+        interrupts = []
+        for index, count in view.arrived.items():
+            worker = view.workers[index]
+            running = worker.running
+            if running is None or running.interrupted or not worker.inbox:
+                continue
+            if planner.should_interrupt(worker, count):
+                interrupts.append(index)
         return Decision(batches, interrupt=interrupts) if batches or interrupts else NOTHING
-
-
-def _interruptible(worker: Worker) -> bool:
-    running = worker.running
-    return running is not None and not running.interrupted and bool(worker.inbox)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,36 +168,21 @@ class ContinuousPolicy(RoundPolicy):
         return NO_LIMIT
 
     def make_planner(self, view: View) -> ContinuousRounds:
-        kind = type(self)
-        return ContinuousRounds(
-            view,
-            interval_steps=self.interval_steps,
-            max_prefill_tokens=self.max_prefill_tokens,
-            most_rows=self.most_rows,
-            chunk_tokens=self.chunk_tokens,
-            overfill=self.overfill,
-            any_may_come=self.any_may_come,
-            bounds=self.bounds,
-            admissible=(
-                None if kind.admissible is ContinuousPolicy.admissible else self.admissible
-            ),
-            admit=None if kind.admit is ContinuousPolicy.admit else self.admit,
-            longest_round=(
-                None if kind.longest_round is ContinuousPolicy.longest_round else self.longest_round
-            ),
-        )
-
-
-# Aggressive admission: a request enters if there is room for its prompt now, and eviction makes
-# room later. This is what vLLM does (Past-Future, section 2.3).
+        planner, kind = ContinuousRounds(view, self), type(self)
+        if kind.admissible is not ContinuousPolicy.admissible:
+            planner.admissible = self.admissible
+        if kind.admit is not ContinuousPolicy.admit:
+            planner.admit = self.admit
+        if kind.longest_round is not ContinuousPolicy.longest_round:
+            planner.longest_round = self.longest_round
+        return planner
 
 
 @dataclass(frozen=True, slots=True)
 class AggressivePolicy(ContinuousPolicy):
-    """Admit while the tokens in use, with those of the newcomers, are within `watermark` of the
-    capacity.
+    """Admit while the tokens in use, newcomers' included, are within `watermark` of capacity.
 
-    Past-Future's Table 1 has 0.90, 0.95 and 0.99.
+    Eviction makes room later, as in vLLM (Past-Future, section 2.3; Table 1 has 0.90, 0.95, 0.99).
     """
 
     name: ClassVar[str] = "aggressive"
@@ -216,19 +197,14 @@ class AggressivePolicy(ContinuousPolicy):
         return Bounds(taken=taken, prompts_only=self.overfill)
 
 
-# Conservative admission: a request enters if there is room for all that it and the residents may
-# generate.
-#
-# TGI and DeepSpeed-MII do so (Past-Future, section 2.3), and so does the baseline of continuous
-# batching (ILS) in the SCLS paper.
-
-
 @dataclass(frozen=True, slots=True)
 class ConservativePolicy(ContinuousPolicy):
     """Admit while the sum of prompt + max_new_tokens is within `overcommit` times the capacity.
 
-    On a padded worker, the number of rows x the largest prompt + max_new_tokens counts instead.
-    With an `overcommit` of 1 nothing is ever evicted. Past-Future's Table 1 has 1, 1.25 and 1.5.
+    TGI and DeepSpeed-MII do so (Past-Future, section 2.3), and the baseline of continuous batching
+    (ILS) in the SCLS paper. On a padded worker, the number of rows x the largest prompt +
+    max_new_tokens counts instead. With an `overcommit` of 1 nothing is ever evicted. Past-Future's
+    Table 1 has 1, 1.25 and 1.5.
     """
 
     name: ClassVar[str] = "conservative"
@@ -241,12 +217,12 @@ class ConservativePolicy(ContinuousPolicy):
         return Bounds(promised=math.floor(self.overcommit * worker.capacity_tokens))
 
 
-# First come, first served, with each job run to its end: FastServe's baseline.
-
-
 @dataclass(frozen=True, slots=True)
 class FcfsPolicy(ContinuousPolicy):
-    """Admit up to a number of rows, while memory holds all that they may generate: no evictions."""
+    """FastServe's baseline: in order of arrival, each job to its end, and nothing is evicted.
+
+    Jobs are admitted up to a number of rows, while memory holds all that they may generate.
+    """
 
     name: ClassVar[str] = "fcfs"
 
@@ -262,26 +238,22 @@ class FcfsPolicy(ContinuousPolicy):
         return Bounds(promised=worker.capacity_tokens)
 
 
-# BATON: re-batching on an unmodified padded engine; when a row ends, a waiting job takes its place.
-#
-# *BATON: Enhancing Batch-wise Inference Efficiency for LLMs via Dynamic Re-batching*. The running
-# batch is one slab of KV cache: rows x the longest resident, after the columns that are padding
-# in every row were released. A longer newcomer makes the slab wider for all rows. The worker
-# decides how newcomers join: prefilled apart and embedded (BATON-PD in the paper), or shaped into
-# the batch at a cost to every row (vector shaping: the paper's baseline, which it says has the
-# throughput of Orca).
-#
-# If memory would pass a threshold, the last rows that joined leave. They go to host memory and
-# come back without a prefill, before any other job enters. Without room in host memory they are
-# evicted and prefilled again. Not implemented: the paper prefills queries ahead of their turn and
-# keeps their caches aside until then.
-
-
 @dataclass(frozen=True, slots=True)
 class BatonPolicy(RoundPolicy):
-    """First come, first served, up to a number of rows and a share of memory.
+    """BATON: when a row ends, a waiting job takes its place, in order of arrival, up to a number of
+    rows and a share of memory.
 
-    The paper uses batches of 2 to 10 rows and states no value for the threshold.
+    *BATON: Enhancing Batch-wise Inference Efficiency for LLMs via Dynamic Re-batching*, for an
+    unmodified padded engine. The running batch is one slab of KV cache: rows x the longest
+    resident, after the columns that are padding in every row were released. A longer newcomer makes
+    the slab wider for all rows. The worker decides how newcomers join: prefilled apart and embedded
+    (BATON-PD in the paper), or shaped into the batch at a cost to every row (vector shaping: the
+    paper's baseline, which it says has the throughput of Orca).
+
+    If memory would pass a threshold, the last rows that joined leave. They go to host memory and
+    come back without a prefill, before any other job enters. Without room in host memory they are
+    evicted and prefilled again. Not implemented: the paper prefills queries ahead of their turn and
+    keeps their caches aside until then. It uses batches of 2 to 10 rows and states no threshold.
     """
 
     name: ClassVar[str] = "baton"
@@ -317,11 +289,4 @@ class BatonPolicy(RoundPolicy):
         return self.max_batch_size
 
     def make_planner(self, view: View) -> RoundPlanner:
-        return BatonRounds(
-            view,
-            max_batch_size=self.max_batch_size,
-            memory_threshold=self.memory_threshold,
-            headroom_steps=self.headroom_steps,
-            max_prefill_tokens=self.max_prefill_tokens,
-            chunk_tokens=self.chunk_tokens,
-        )
+        return BatonRounds(view, self)

@@ -1,4 +1,4 @@
-"""Plans the rounds of `ContinuousPolicy`: which rows are evicted, which jobs enter, how many steps.
+"""Plans the rounds of `ContinuousPolicy` and `BatonPolicy`: rows that leave or enter, and steps.
 
 `toolkit.sched.policies.continuous` says what the rounds are. The policy's parameters and criteria
 are read once, so that a round costs few calls.
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from toolkit.sched.footprint import Footprint, footprint_of
-from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
+from toolkit.sched.inbox import priority_of, turn_of
+from toolkit.sched.types import NO_LIMIT, Batch, Job, Moves, Worker
 from toolkit.sched.view import RoundPlanner, View
+
+if TYPE_CHECKING:
+    from toolkit.sched.policies.continuous import BatonPolicy, ContinuousPolicy
 
 
 class Bounds:
@@ -34,11 +39,8 @@ class Bounds:
 
     def equals(self, other: Bounds) -> bool:
         """Whether the bounds are the same."""
-        return (
-            self.taken == other.taken
-            and self.promised == other.promised
-            and self.prompts_only == other.prompts_only
-        )
+        mine = self.taken, self.promised, self.prompts_only
+        return mine == (other.taken, other.promised, other.prompts_only)
 
 
 def most_below(limit: float) -> int:
@@ -47,41 +49,28 @@ def most_below(limit: float) -> int:
 
 
 class ContinuousRounds(RoundPlanner):
-    """The planner of a `ContinuousPolicy`; the arguments are its parameters and criteria.
+    """The planner of a `ContinuousPolicy`.
 
-    None instead of a criterion: it has no say.
+    Attributes:
+        admissible, admit, longest_round: the policy's own criteria; None: it has none.
     """
 
-    def __init__(
-        self,
-        view: View,
-        *,
-        interval_steps: int,
-        max_prefill_tokens: int,
-        most_rows: int,
-        chunk_tokens: int,
-        overfill: bool,
-        any_may_come: bool,
-        bounds: Callable[[Worker], Bounds],
-        admissible: Callable[[Worker, Job, Footprint], bool] | None,
-        admit: Callable[[View, Worker, Sequence[Job]], int] | None,
-        longest_round: Callable[[Worker, int], int] | None,
-    ) -> None:
+    def __init__(self, view: View, policy: ContinuousPolicy) -> None:
         super().__init__(view)
-        self._interval = interval_steps
-        self._most_prefill = max_prefill_tokens
-        self._most_rows = most_rows
-        self._chunk_tokens = chunk_tokens
-        self._overfill = overfill
-        self._any_may_come = any_may_come
+        self._interval: int = policy.interval_steps
+        self._most_prefill: int = policy.max_prefill_tokens
+        self._most_rows: int = policy.most_rows
+        self._chunk_tokens: int = policy.chunk_tokens
+        self._overfill: bool = policy.overfill
+        self._any_may_come: bool = policy.any_may_come
         self._bounds: list[Bounds] = []  # by worker; those in a row that are equal are one object
         for worker in view.workers:
-            own = bounds(worker)
+            own = policy.bounds(worker)
             same = self._bounds and self._bounds[-1].equals(own)
             self._bounds.append(self._bounds[-1] if same else own)
-        self._admissible = admissible
-        self.admit = admit
-        self.longest_round = longest_round
+        self.admissible: Callable[[Worker, Job, Footprint], bool] | None = None
+        self.admit: Callable[[View, Worker, Sequence[Job]], int] | None = None
+        self.longest_round: Callable[[Worker, int], int] | None = None
 
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether the first waiting job may enter before a row ends."""
@@ -157,7 +146,7 @@ class ContinuousRounds(RoundPlanner):
         first = inbox.jobs[0]
         if not self._may_enter(worker, first, footprint):
             return []
-        most, prefill = self._rows(worker) - rows, 0
+        most, prefill = min(self._most_rows, worker.row_limit) - rows, 0
         if worker.residents.prefilling:
             prefill = sum([job.length for job in worker.residents.prefilling])
         capacity = worker.capacity_tokens
@@ -187,8 +176,7 @@ class ContinuousRounds(RoundPlanner):
         return candidates
 
     def _make_way(self, worker: Worker, job: Job) -> tuple[list[Job], Footprint]:
-        """The fewest less urgent residents to evict so that `job` may enter, and the footprint of
-        the others.
+        """The fewest less urgent residents to evict to admit `job`, and the others' footprint.
 
         The list is empty if even evicting all of them is not enough.
         """
@@ -205,11 +193,6 @@ class ContinuousRounds(RoundPlanner):
                 return leaving, footprint
         return [], footprint_of(worker)
 
-    def _rows(self, worker: Worker) -> int:
-        """The most residents that this worker may have."""
-        most, limit = self._most_rows, worker.row_limit
-        return most if most < limit else limit
-
     def _may_enter(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
         """Whether an attempt to admit `job` can succeed before a row ends.
 
@@ -223,10 +206,8 @@ class ContinuousRounds(RoundPlanner):
             return False
         if self._any_may_come:
             bounds = self._bounds[worker.index]
-            return (
-                footprint.fits(1, worker.capacity_tokens)
-                and footprint.taken_with(1) <= bounds.taken
-            )
+            taken = footprint.taken_with(1)
+            return taken <= bounds.taken and footprint.fits(1, worker.capacity_tokens)
         if not (self._overfill or footprint.fits(job.length, worker.capacity_tokens)):
             return False
         return self._is_admissible(worker, job, footprint)
@@ -240,13 +221,116 @@ class ContinuousRounds(RoundPlanner):
             length = job.prompt_tokens if bounds.prompts_only else job.length
             if footprint.taken_with(length) > bounds.taken:
                 return False
-        return self._admissible is None or self._admissible(worker, job, footprint)
+        return self.admissible is None or self.admissible(worker, job, footprint)
 
 
 def eviction_order(worker: Worker) -> list[Job]:
     """Residents in order of eviction: the least urgent first, and of these the last admitted."""
-    return sorted(worker.residents.jobs, key=_priority)[::-1]
+    return sorted(worker.residents.jobs, key=priority_of)[::-1]
 
 
-def _priority(job: Job) -> int:
-    return job.priority
+class BatonRounds(RoundPlanner):
+    """The planner of `BatonPolicy`."""
+
+    def __init__(self, view: View, policy: BatonPolicy) -> None:
+        super().__init__(view)
+        self._most_rows: int = policy.max_batch_size
+        self._threshold: float = policy.memory_threshold
+        self._headroom: int = policy.headroom_steps
+        self._most_prefill: int = policy.max_prefill_tokens
+        self._chunk_tokens: int = policy.chunk_tokens
+
+    def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
+        """Whether the first waiting job may enter before a row ends."""
+        if worker.swapped.jobs:
+            return False
+        return self._has_room(worker, worker.footprint, worker.inbox.jobs[0])
+
+    def plan_round(self, worker: Worker, now_s: float) -> Batch:
+        """The worker's next round."""
+        residents, inbox, swapped = worker.residents, worker.inbox, worker.swapped
+        footprint, leave = self._leaving(worker)
+        back: list[Job] = []
+        enter: list[Job] = []
+        longest = 0
+        if not leave:
+            if swapped.jobs:  # they come back, the most urgent first, then by ticket
+                for job in sorted(swapped.jobs, key=turn_of):
+                    if not self._has_room(worker, footprint, job, enters=False):
+                        break  # none overtakes another
+                    footprint.join(job.length)
+                    back.append(job)
+            if len(back) == len(swapped.jobs):
+                prefill = 0
+                if residents.prefilling:
+                    prefill = sum([job.length for job in residents.prefilling])
+                for job in inbox.jobs:
+                    if prefill >= self._most_prefill or not self._has_room(worker, footprint, job):
+                        break
+                    footprint.enter(job)
+                    prefill += job.length
+                    enter.append(job)
+                    if job.length > longest:
+                        longest = job.length
+        footprint.prefilled()
+        # one step, if the next waiting job might enter after it
+        more = len(back) == len(swapped.jobs) and len(enter) < len(inbox.jobs)
+        steps = 1
+        if not leave and not (more and self._has_room(worker, footprint, inbox.jobs[len(enter)])):
+            steps = max(self._room(footprint), 1)
+        moves, evict = None, leave
+        if leave or back:
+            room, evict = worker.host_tokens - swapped.tokens, []
+            swap_out: list[Job] = []
+            for job in leave:
+                tokens = residents.holds(job)
+                if tokens <= room and job not in residents.prefilling:
+                    room -= tokens
+                    swap_out.append(job)
+                else:
+                    evict.append(job)
+            if back or swap_out:
+                moves = Moves(resume=tuple(back), swap_in=tuple(back), swap_out=tuple(swap_out))
+        return Batch(
+            worker.index,
+            tuple(enter),
+            steps,
+            longest,
+            0.0,
+            "any",
+            True,
+            evict=tuple(evict),
+            moves=moves,
+            chunk_tokens=worker.chunk_of(self._chunk_tokens) if self._chunk_tokens else 0,
+        )
+
+    def _room(self, footprint: Footprint) -> int:
+        """Decode steps until memory reaches the threshold; a lone row may use all of it."""
+        return footprint.room(
+            int(self._threshold * footprint.capacity) if footprint.rows > 1 else footprint.capacity
+        )
+
+    def _has_room(
+        self, worker: Worker, footprint: Footprint, job: Job, *, enters: bool = True
+    ) -> bool:
+        """Whether one more row and `headroom_steps` have room; on an empty worker always."""
+        rows = footprint.rows
+        if rows >= self._most_rows or rows >= worker.row_limit:
+            return False
+        limit = int(self._threshold * footprint.capacity)
+        return not rows or footprint.fits(job.length, limit, enters, self._headroom)
+
+    def _leaving(self, worker: Worker) -> tuple[Footprint, list[Job]]:
+        """The footprint of the rows that stay, and the rows that leave so that one more step fits.
+
+        Rows leave in the order of `eviction_order`.
+        """
+        footprint = worker.footprint
+        leave: list[Job] = []
+        if footprint.rows > 1 and self._room(footprint) < 1:
+            for job in eviction_order(worker):
+                footprint.leave(job)
+                leave.append(job)
+                if footprint.rows == 1 or self._room(footprint) >= 1:
+                    break
+        return footprint, leave

@@ -50,8 +50,7 @@ class FeedbackQueues:
         self._known: dict[int, Path] = {}  # by prompt and promotion, as one number
 
     def find(self, prompt_tokens: int, generated: int, promoted_at: int = -1) -> tuple[int, int]:
-        """The queue of a job with so many generated tokens, and the generated tokens at which it
-        leaves it.
+        """The queue of a job with so many generated tokens, and the number at which it leaves.
 
         `promoted_at` is what it had generated when it was last promoted, -1 if it never was.
         """
@@ -64,7 +63,22 @@ class FeedbackQueues:
         if path is None:
             if len(self._known) >= JOBS_KEPT:
                 self._known.clear()
-            path = self._known[key] = self._path(prompt_tokens, promoted_at)
+            queue, used_s = 0, 0.0
+            if promoted_at >= 0:
+                used_s = self.service_s(prompt_tokens, promoted_at)
+            elif self._skip_join:
+                prefill_s = self._law.prefill_s(1, prompt_tokens)
+                while queue < len(self.quanta_s) - 1 and self.quanta_s[queue] < prefill_s:
+                    queue += 1
+            leaves: list[int] = []
+            tokens = max(promoted_at, 0)
+            for quantum_s in self.quanta_s[queue:-1]:
+                used_s += quantum_s
+                tokens = self._tokens(prompt_tokens, used_s, tokens)
+                leaves.append(tokens)
+                if tokens == NEVER:
+                    break
+            path = self._known[key] = queue, leaves
         return path
 
     def standing(self, job: Job, generated: int) -> float:
@@ -80,29 +94,8 @@ class FeedbackQueues:
         prefill_s = self._law.prefill_s(1, prompt_tokens)
         return prefill_s + (self._law.decode_s(1, prompt_tokens, decoded) if decoded else 0.0)
 
-    def _path(self, prompt_tokens: int, promoted_at: int) -> Path:
-        queue, used_s = 0, 0.0
-        if promoted_at >= 0:
-            used_s = self.service_s(prompt_tokens, promoted_at)
-        elif self._skip_join:
-            prefill_s = self._law.prefill_s(1, prompt_tokens)
-            while queue < len(self.quanta_s) - 1 and self.quanta_s[queue] < prefill_s:
-                queue += 1
-        leaves: list[int] = []
-        for quantum_s in self.quanta_s[queue:-1]:
-            used_s += quantum_s
-            tokens = self._tokens(
-                prompt_tokens, used_s, leaves[-1] if leaves else max(promoted_at, 0)
-            )
-            leaves.append(tokens)
-            if tokens == NEVER:
-                break
-        return queue, leaves
-
     def _tokens(self, prompt_tokens: int, service_s: float, least: int) -> int:
-        """The least number of generated tokens, from `least` up, that takes at least `service_s` of
-        service.
-        """
+        """The fewest generated tokens, at least `least`, that take `service_s` of service."""
         high = max(least, 1)
         while self.service_s(prompt_tokens, high) < service_s:
             high *= 2
@@ -138,18 +131,12 @@ def queues_of(
     if known is None or known[0] is not law:
         if len(_by_identity) >= LAWS_KEPT:
             _by_identity.clear()
-        known = _by_identity[key] = law, _queues_of(law, first_s, growth, count, skip_join)
+        known = _by_identity[key] = law, _by_value(law, first_s, growth, count, skip_join)
     return known[1]
 
 
 _by_identity: dict[tuple[int, float, float, int, bool], tuple[SliceLaw, FeedbackQueues]] = {}
-
-
-@lru_cache(maxsize=LAWS_KEPT)
-def _queues_of(
-    law: SliceLaw, first_s: float, growth: float, count: int, skip_join: bool
-) -> FeedbackQueues:
-    return FeedbackQueues(law, first_s, growth, count, skip_join)
+_by_value = lru_cache(maxsize=LAWS_KEPT)(FeedbackQueues)
 
 
 class FeedbackRounds(PreemptiveRounds):
@@ -182,11 +169,8 @@ class FeedbackRounds(PreemptiveRounds):
         It is the lesser of the time until the row's promotion and the sum of the quanta of all jobs
         that run before it.
         """
-        quanta_s, starvation_s, inbox = (
-            self._queues[worker.index].quanta_s,
-            self.patience_s,
-            worker.inbox,
-        )
+        quanta_s, starvation_s = self._queues[worker.index].quanta_s, self.patience_s
+        inbox = worker.inbox
         assert isinstance(inbox, RankedInbox)
         starving, standings, counts = inbox.standings(now_s, starvation_s)
         # By index in `standings`: how many jobs have a lesser standing, and their quanta.

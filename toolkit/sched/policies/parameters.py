@@ -16,9 +16,7 @@ LARGEST_WHOLE = 2**53  # floats represent no larger integers exactly
 
 @dataclass(slots=True, frozen=True)
 class Knob:
-    """A parameter's limits (inclusive), its search range if it has one, and its meaning with the
-    unit.
-    """
+    """A parameter's limits (inclusive), its search range if any, and its meaning with the unit."""
 
     low: float
     high: float
@@ -84,18 +82,14 @@ def parameters(policy: AnyPolicy) -> dict[str, Value]:
     return {f.name: getattr(policy, f.name) for f in fields(policy)}  # type: ignore[arg-type]
 
 
-def validate(policy: AnyPolicy) -> None:
-    """For `__post_init__`: `InputError` unless every parameter has its type and is within its
-    limits.
+def validate(settings: Any, owner: str = "") -> None:
+    """For `__post_init__`: `InputError` unless each parameter has its type and keeps its limits.
+
+    `owner` names in words what has the parameters; empty: a policy.
     """
-    for f in fields(policy):  # type: ignore[arg-type]
-        check(
-            f"policy '{policy.name}'",
-            f.name,
-            type(f.default),
-            getattr(policy, f.name),
-            f.metadata["knob"],
-        )
+    for f in fields(settings):
+        value, limits = getattr(settings, f.name), f.metadata["knob"]
+        check(owner or f"policy '{settings.name}'", f.name, type(f.default), value, limits)
 
 
 def checked_names(policy: type[AnyPolicy], given: dict[str, Value]) -> dict[str, Value]:

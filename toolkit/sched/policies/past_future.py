@@ -79,20 +79,15 @@ class PastFuturePolicy(ContinuousPolicy):
         return view.rules
 
     def _make_rules(self, view: View) -> SampledPeak:
-        return SampledPeak(self.reserve, self.samples, self.sample_rows)
+        return SampledPeak(self)
 
     def bounds(self, worker: Worker) -> Bounds:
         return Bounds(taken=most_below((1.0 - self.reserve) * worker.capacity_tokens))
 
 
-# Past-Future's "theoretical optimum": admission by the true peak of memory, in simulations only.
-
-
 @dataclass(frozen=True, slots=True)
 class PastFutureOracle(ContinuousPolicy):
-    """Admit while the peak of Eq. 2-4 with the true lengths stays below the capacity (Past-Future,
-    Table 1).
-    """
+    """The "theoretical optimum": admit while the true peak (Eq. 2-4) is below the capacity."""
 
     name: ClassVar[str] = "past-future-oracle"
 
@@ -137,8 +132,7 @@ class _OracleWithLengths(PastFutureOracle):
 
 @dataclass(frozen=True, slots=True)
 class PastFutureSlaPolicy(PastFuturePolicy):
-    """Past-Future within limits of TTFT and MTPOT; the defaults are the paper's for 7B and 13B
-    models.
+    """Past-Future within limits of TTFT and MTPOT; the defaults are the paper's for 7B and 13B.
 
     A job is late if it has no token yet and could not get one in time even alone, or if its prefill
     alone breaks MTPOT. In a `late_share` of a worker's attempts to admit, the oldest late job comes
@@ -168,14 +162,4 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         return rules.reorder(view, now_s)
 
     def _make_rules(self, view: View) -> SampledPeak:
-        return WithinLimits(
-            view,
-            self.reserve,
-            self.samples,
-            self.sample_rows,
-            ttft_s=self.ttft_s,
-            mtpot_s=self.mtpot_s,
-            late_share=self.late_share,
-            interval_steps=self.interval_steps,
-            chunk_tokens=self.chunk_tokens,
-        )
+        return WithinLimits(view, self)

@@ -51,22 +51,9 @@ class RankedJob:
     """
 
     __slots__ = (
-        "age_s",
-        "generated",
-        "job",
-        "leaves",
-        "location",
-        "needs",
-        "own",
-        "path",
-        "promoted_at",
-        "runs",
-        "since",
-        "standing",
-        "ticket",
-        "tokens",
-        "waits_s",
-    )
+        "age_s", "generated", "job", "leaves", "location", "needs", "own", "path", "promoted_at",
+        "runs", "since", "standing", "ticket", "tokens", "waits_s",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -126,9 +113,7 @@ def mark_running(cached: Sequence[RankedJob], run: Sequence[RankedJob]) -> None:
 
 
 class Newcomers:
-    """The waiting jobs without a cache, in order of rank. Jobs that no longer fit are skipped for
-    good.
-    """
+    """The waiting jobs without a cache, by rank. Jobs that no longer fit are skipped for good."""
 
     def __init__(self, worker: Worker, now_s: float, patience_s: float) -> None:
         assert isinstance(worker.inbox, RankedInbox)
@@ -172,22 +157,12 @@ class Newcomers:
         return self._open and bool(self._inbox) and self._inbox.shortest + self._grows <= cache_room
 
     def _row(self, job: Job, waits_s: float, standing: float, age_s: float) -> RankedJob:
-        return RankedJob(
-            job,
-            NOWHERE,
-            job.length,
-            job.generated,
-            job.length + self._grows,
-            waits_s,
-            standing,
-            age_s,
-        )
+        length, needs = job.length, job.length + self._grows
+        return RankedJob(job, NOWHERE, length, job.generated, needs, waits_s, standing, age_s)
 
 
 def free_cache_tokens(worker: Worker) -> int:
-    """Tokens that are free for caches on the device and in host memory together, as of the last
-    report.
-    """
+    """Tokens free for caches on the device and in host memory together, as last reported."""
     device = worker.capacity_tokens - worker.footprint.taken - worker.held.tokens
     return device + worker.host_tokens - worker.swapped.tokens
 
@@ -218,17 +193,9 @@ class Placement:
     """
 
     __slots__ = (
-        "awaited",
-        "closed",
-        "evict",
-        "fetched",
-        "footprint",
-        "kept",
-        "overlap",
-        "run",
-        "swap_in",
+        "awaited", "closed", "evict", "fetched", "footprint", "kept", "overlap", "run", "swap_in",
         "swap_out",
-    )
+    )  # fmt: skip
 
     def __init__(self, run: list[RankedJob], footprint: Footprint) -> None:
         self.run = run
@@ -252,14 +219,8 @@ class Placement:
         swap_in = tuple([row.job for row in self.swap_in])
         if not (pause or resume or swap_out or swap_in or promote):
             return None
-        return Moves(
-            pause,
-            resume,
-            swap_out,
-            swap_in,
-            tuple(promote),
-            self.overlap and bool(swap_out or swap_in),
-        )
+        overlap = self.overlap and bool(swap_out or swap_in)
+        return Moves(pause, resume, swap_out, swap_in, tuple(promote), overlap)
 
     def room(self, worker: Worker) -> int:
         """Decode steps until the running rows and the caches beside them exceed the device's
@@ -299,8 +260,7 @@ def _keep(
     *,
     fetch: bool,
 ) -> Placement:
-    """Decide which caches of `others` stay on the device beside `chosen`, leave it, or (`fetch`)
-    come.
+    """Decide which caches of `others` stay on the device, leave it, or (with `fetch`) come.
 
     `others` have caches and are in the order in which they will run. `spare` tokens are left for
     growth, `share` tokens for newcomers.
@@ -410,9 +370,7 @@ def beside_transfers(
 
 
 def steps_until(law: SliceLaw, rows: int, length: float, seconds: float, most: int) -> int:
-    """The first number of decode steps, from 1 to `most`, that takes at least `seconds`, else
-    `most`.
-    """
+    """The fewest decode steps, from 1 to `most`, that take at least `seconds`; else `most`."""
     low, high = 1, most
     if seconds == float("inf") or law.decode_s(rows, length, most) < seconds:
         return most

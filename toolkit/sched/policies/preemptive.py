@@ -33,7 +33,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, TypedDict
+from typing import ClassVar
 
 from toolkit.errors import InputError
 from toolkit.sched.policies.continuous import RoundPolicy, router_choice
@@ -45,23 +45,9 @@ from toolkit.sched.types import Job
 from toolkit.sched.view import RoundPlanner, View
 
 
-class RoundSettings(TypedDict):
-    """The arguments of `PreemptiveRounds` besides the view."""
-
-    max_batch_size: int
-    interval_steps: int
-    max_prefill_tokens: int
-    proactive: bool
-    free_share: float
-    chunk_tokens: int
-    patience_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class PreemptivePolicy(RoundPolicy):
-    """Base of the preemptive policies: subclasses rank jobs, and their planners say when ranks
-    change.
-    """
+    """Base of the preemptive policies: subclasses rank jobs, their planners say for how long."""
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = True
@@ -101,28 +87,14 @@ class PreemptivePolicy(RoundPolicy):
 
     @abstractmethod
     def standings(self, law: SliceLaw) -> Standing:
-        """See `Ranks`. Of two jobs that do not starve, the one with the lesser standing goes
-        first.
-        """
+        """See `Ranks`. Of jobs that do not starve, the one with the least standing goes first."""
 
     @property
     def most_rows(self) -> int:
         return self.max_batch_size
 
     def make_planner(self, view: View) -> RoundPlanner:
-        return PreemptiveRounds(view, **self.rounds())
-
-    def rounds(self) -> RoundSettings:
-        """The arguments of `PreemptiveRounds` besides the view."""
-        return {
-            "max_batch_size": self.max_batch_size,
-            "interval_steps": self.interval_steps,
-            "max_prefill_tokens": self.max_prefill_tokens,
-            "proactive": self.swap == "proactive",
-            "free_share": self.free_share,
-            "chunk_tokens": self.chunk_tokens,
-            "patience_s": self.patience_s,
-        }
+        return PreemptiveRounds(view, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +136,15 @@ class MlfqPolicy(PreemptivePolicy):
 
     def make_planner(self, view: View) -> RoundPlanner:
         queues = [self._queues(worker.latency) for worker in view.workers]
-        return FeedbackRounds(view, **self.rounds()).use(queues)
+        return FeedbackRounds(view, self).use(queues)
 
     def _queues(self, law: SliceLaw) -> FeedbackQueues:
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)
 
 
-# Shortest remaining time first with the true lengths, which FastServe's queues approximate. In
-# simulations only.
-
-
 @dataclass(frozen=True, slots=True)
 class SrptOracle(PreemptivePolicy):
-    """Shortest remaining processing time: the least remaining prefill and decode alone, by the
-    law.
-    """
+    """Shortest remaining time first by the true lengths, of a job alone under the law."""
 
     name: ClassVar[str] = "srpt-oracle"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
@@ -33,35 +34,26 @@ from toolkit.sched.policies.placement import (
 from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import RoundPlanner, View
 
+if TYPE_CHECKING:
+    from toolkit.sched.policies.preemptive import PreemptivePolicy
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PreemptiveRounds(RoundPlanner):
-    """The planner of a `PreemptivePolicy`; the arguments are its parameters.
+    """The planner of a `PreemptivePolicy`.
 
-    A subclass says with `horizon` when ranks change, and with `next_runs` which caches are needed
-    last.
+    A subclass says with `horizon` when ranks change, with `next_runs` which caches can wait.
     """
 
-    def __init__(
-        self,
-        view: View,
-        *,
-        max_batch_size: int,
-        interval_steps: int,
-        max_prefill_tokens: int,
-        proactive: bool,
-        free_share: float,
-        chunk_tokens: int,
-        patience_s: float,
-    ) -> None:
+    def __init__(self, view: View, policy: PreemptivePolicy) -> None:
         super().__init__(view)
-        self.max_batch_size = max_batch_size
-        self.interval_steps = interval_steps
-        self.max_prefill_tokens = max_prefill_tokens
-        self.proactive = proactive
-        self.free_share = free_share
-        self.chunk_tokens = chunk_tokens
-        self.patience_s = patience_s
+        self.max_batch_size: int = policy.max_batch_size
+        self.interval_steps: int = policy.interval_steps
+        self.max_prefill_tokens: int = policy.max_prefill_tokens
+        self.proactive: bool = policy.swap == "proactive"
+        self.free_share: float = policy.free_share
+        self.chunk_tokens: int = policy.chunk_tokens
+        self.patience_s: float = policy.patience_s
         # By worker: the rows of jobs with a cache, by rank as of the last decision, and by job.
         self._ranked: list[list[RankedJob]] = [[] for _ in view.workers]
         self._rows_of: list[dict[Job, RankedJob]] = [{} for _ in view.workers]
@@ -79,8 +71,7 @@ class PreemptiveRounds(RoundPlanner):
     def next_runs(
         self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
     ) -> dict[Job, tuple[float, Rank]]:
-        """When each of `rows` will run next, in any unit, and its rank: the latest caches leave
-        first.
+        """When each of `rows` will run next, in any unit, and its rank: the latest leave first.
 
         `cached` are all jobs of the worker with a cache, in order of rank; `rows` are some of them.
         """
@@ -89,12 +80,6 @@ class PreemptiveRounds(RoundPlanner):
     def horizon(self, worker: Worker, running: Sequence[RankedJob], steps: int) -> int:
         """The steps, at most `steps`, after which ranks change by what `running` do."""
         return steps
-
-    def has_work(self, worker: Worker) -> bool:
-        """Whether a job waits or has a cache."""
-        return bool(
-            worker.inbox.jobs or worker.residents.jobs or worker.held.jobs or worker.swapped.jobs
-        )
 
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether one of the last `newcomers` at the worker would run if its round stopped.
@@ -109,39 +94,28 @@ class PreemptiveRounds(RoundPlanner):
             return False
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
-        if self._goes_first(worker, last):
-            return True
-        if len(residents) >= self._most(worker):
-            return False
-        return worker.footprint.fits(inbox[-1].length, worker.capacity_tokens)
-
-    def _goes_first(self, worker: Worker, newcomers: Sequence[Job]) -> bool:
-        """Whether one of `newcomers` ranks before a resident."""
-        residents = worker.residents
-        since = residents.steps
-        new_ranks = [(self.standing(worker, job, job.generated), job.ticket) for job in newcomers]
-        best = min(new_ranks)
-        best_standing, best_ticket = best
-        for job in residents.jobs:
+        best_standing, best_ticket = min(
+            [(self.standing(worker, job, job.generated), job.ticket) for job in last]
+        )
+        for job in residents.jobs:  # whether the best of them ranks before a resident
             if job not in residents.prefilling:
                 row = self._row_of(worker, job)
-                standing = self._own(worker, row, job.generated + since - job.joined)
+                ran = residents.steps - job.joined
+                standing = self._own(worker, row, job.generated + ran)
                 if best_standing < standing:
                     return True
                 if best_standing == standing and best_ticket < job.ticket:
                     return True
-        return False
+        if len(residents) >= self._most(worker):
+            return False
+        return worker.footprint.fits(inbox[-1].length, worker.capacity_tokens)
 
     def _most(self, worker: Worker) -> int:
-        most, limit = self.max_batch_size, worker.row_limit
-        return most if most < limit else limit
+        return min(self.max_batch_size, worker.row_limit)
 
     def _spare(self, worker: Worker, rows: int) -> int:
-        """Tokens left free for the growth of so many rows in an interval, bounded for a small
-        memory.
-        """
-        growth, most = rows * self.interval_steps, worker.capacity_tokens // 16
-        return growth if growth < most else most
+        """Tokens left free for the growth of so many rows in an interval; few in a small memory."""
+        return min(rows * self.interval_steps, worker.capacity_tokens // 16)
 
     def plan_round(self, worker: Worker, now_s: float) -> Batch:
         """The worker's next round."""
@@ -149,9 +123,7 @@ class PreemptiveRounds(RoundPlanner):
             steps = self._unchanged_round(worker, now_s)
             if steps:
                 chunk = worker.chunk_of(self.chunk_tokens)
-                return Batch(
-                    worker.index, (), steps, 0, 0.0, "any", keep_cache=True, chunk_tokens=chunk
-                )
+                return Batch(worker.index, (), steps, 0, 0.0, "any", True, chunk_tokens=chunk)
         cached = self._cached(worker, now_s)
         chosen = self._choose(worker, cached, now_s)
         mark_running(cached, chosen.rows)
@@ -169,11 +141,22 @@ class PreemptiveRounds(RoundPlanner):
             placed = after_transfers(worker, others, chosen, spare, share)
         placed.closed = chosen.closed
         mark_running(cached, placed.run)
-        return self._batch(worker, placed, cached, now_s)
+        enter = [row for row in placed.run if row.location == NOWHERE]
+        return Batch(
+            worker.index,
+            tuple([row.job for row in enter]),
+            self._steps(worker, placed, cached, enter, now_s),
+            max([row.tokens for row in enter], default=0),
+            0.0,
+            "any",
+            keep_cache=True,
+            evict=tuple([row.job for row in placed.evict]),
+            moves=placed.moves([row.job for row in placed.run if row.waits_s >= self.patience_s]),
+            chunk_tokens=worker.chunk_of(self.chunk_tokens),
+        )
 
     def _unchanged_round(self, worker: Worker, now_s: float) -> int:
-        """Steps of a round in which all residents continue and no job enters; 0 if that is not
-        certain.
+        """Steps of a round in which residents continue and no job enters; 0: that is uncertain.
 
         A shortcut that ranks nothing. It applies if all residents fit, no other job has a cache,
         and no job waits that could get one.
@@ -210,25 +193,24 @@ class PreemptiveRounds(RoundPlanner):
                 continue
             rows.append(row)
         if len(rows) < len(here) + len(paused) + len(away):
-            self._add_rows(worker, now_s)
+            for job in here:
+                if job not in known:
+                    self._refresh_resident(worker, self._row_of(worker, job))
+            for location, parked in ((ON_DEVICE, paused), (IN_HOST, away)):
+                for job in parked:
+                    if job not in known:
+                        self._refresh_parked(worker, self._row_of(worker, job), location, now_s)
         before: RankedJob | None = None
         for k, row in enumerate(rows):
-            if before is not None and row.goes_before(before):
-                _move_up(rows, k)
-            else:
+            if before is None or not row.goes_before(before):
                 before = row
+                continue
+            at = k  # it moves before those that it goes before
+            while at > 0 and row.goes_before(rows[at - 1]):
+                rows[at] = rows[at - 1]
+                at -= 1
+            rows[at] = row
         return rows
-
-    def _add_rows(self, worker: Worker, now_s: float) -> None:
-        """Make the rows of jobs that have a cache and no row yet."""
-        known = self._rows_of[worker.index]
-        for job in worker.residents.jobs:
-            if job not in known:
-                self._refresh_resident(worker, self._row_of(worker, job))
-        for location, parked in ((ON_DEVICE, worker.held), (IN_HOST, worker.swapped)):
-            for job in parked.jobs:
-                if job not in known:
-                    self._refresh_parked(worker, self._row_of(worker, job), location, now_s)
 
     def _row_of(self, worker: Worker, job: Job) -> RankedJob:
         """The job's row, made if it has none."""
@@ -269,8 +251,7 @@ class PreemptiveRounds(RoundPlanner):
         return row.own
 
     def _choose(self, worker: Worker, cached: Sequence[RankedJob], now_s: float) -> Chosen:
-        """The jobs that should run: those that fit, by rank; lower ranks fill the room that is
-        left.
+        """The jobs that should run: those that fit, by rank; lower ranks fill what room is left.
 
         A running job continues while one more step fits. A job that joins needs room for more
         steps, otherwise every step would move a cache. No cache is dropped to compute another: a
@@ -303,12 +284,10 @@ class PreemptiveRounds(RoundPlanner):
                     cache_room -= newcomer.needs
                     prefill += newcomer.tokens
                 more = self._spare(worker, len(chosen) + 1)
-                goes_on = prefill < self.max_prefill_tokens
-                newcomer = (
-                    newcomers.next(footprint.widest(capacity - more), cache_room - more)
-                    if goes_on
-                    else None
-                )
+                newcomer = None
+                if prefill < self.max_prefill_tokens:
+                    free = footprint.widest(capacity - more)
+                    newcomer = newcomers.next(free, cache_room - more)
             elif row is not None:
                 limit = capacity - (0 if row.waits_s == RUNS else spare)
                 if not chosen or footprint.fits(row.tokens, limit, enters=False):
@@ -316,29 +295,8 @@ class PreemptiveRounds(RoundPlanner):
                     footprint.join(row.tokens)
                 taken += 1
                 row = left[taken] if taken < count else None
-        return Chosen(
-            chosen,
-            footprint,
-            not newcomers.possible(cache_room - self._spare(worker, len(chosen) + 1)),
-        )
-
-    def _batch(
-        self, worker: Worker, placed: Placement, cached: Sequence[RankedJob], now_s: float
-    ) -> Batch:
-        enter = [row for row in placed.run if row.location == NOWHERE]
-        moves = placed.moves([row.job for row in placed.run if row.waits_s >= self.patience_s])
-        return Batch(
-            worker.index,
-            tuple([row.job for row in enter]),
-            self._steps(worker, placed, cached, enter, now_s),
-            max([row.tokens for row in enter], default=0),
-            0.0,
-            "any",
-            keep_cache=True,
-            evict=tuple([row.job for row in placed.evict]),
-            moves=moves,
-            chunk_tokens=worker.chunk_of(self.chunk_tokens),
-        )
+        more = self._spare(worker, len(chosen) + 1)
+        return Chosen(chosen, footprint, not newcomers.possible(cache_room - more))
 
     def _steps(
         self,
@@ -368,9 +326,8 @@ class PreemptiveRounds(RoundPlanner):
             prefilling = worker.residents.prefilling
             inputs += [row.tokens for row in run if row.job in prefilling]
         if inputs:
-            begins_s = law.prefill_s(
-                len(inputs), max(inputs) if law.padded else sum(inputs) / len(inputs)
-            )
+            size = max(inputs) if law.padded else sum(inputs) / len(inputs)
+            begins_s = law.prefill_s(len(inputs), size)
         transfers_s = placed.transfers_s(worker)
         if not placed.overlap:
             begins_s += transfers_s
@@ -391,12 +348,3 @@ class PreemptiveRounds(RoundPlanner):
         if longest_s >= 0.0:
             waits_s.append(longest_s)
         return patience_s - max(waits_s) if waits_s else math.inf
-
-
-def _move_up(rows: list[RankedJob], at: int) -> None:
-    """Move a row before those that it goes before; the rows before it are in order."""
-    row = rows[at]
-    while at > 0 and row.goes_before(rows[at - 1]):
-        rows[at] = rows[at - 1]
-        at -= 1
-    rows[at] = row

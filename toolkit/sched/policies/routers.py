@@ -41,8 +41,7 @@ def round_robin(view: View, rows: int) -> Sequence[int]:
 
 
 def least_loaded(view: View, rows: int) -> Sequence[int]:
-    """To the worker with the fewest outstanding tokens: those that its jobs hold and are expected
-    to add.
+    """To the worker with the fewest outstanding tokens: held by its jobs and expected of them.
 
     Among several kinds, to the worker that needs the least time for these and the request's own.
     """
@@ -50,9 +49,7 @@ def least_loaded(view: View, rows: int) -> Sequence[int]:
 
 
 def max_min(view: View, rows: int) -> Sequence[int]:
-    """Like least-loaded, with the longest of the requests that arrived together first (SCLS 4.5,
-    Eq. 11).
-    """
+    """Like least-loaded, the longest request that came at once first (SCLS 4.5, Eq. 11)."""
     order = sorted(range(len(view.pool)), key=lambda k: -view.pool[k].length)
     homes = dict(zip(order, _to_least(view, [view.pool[k] for k in order], rows), strict=True))
     return [homes[k] for k in range(len(order))]
@@ -112,12 +109,10 @@ def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
     homes = []
     for job in jobs:
         job_tokens = job.length + max(expected - job.generated, 1)
-        mixed = view.mixed
-        index = (
-            soonest(view, figure, job_tokens, job, expected, rows)
-            if mixed
-            else figure.least(view.able, expected)
-        )
+        if view.mixed:
+            index = soonest(view, figure, job_tokens, job, expected, rows)
+        else:
+            index = figure.least(view.able, expected)
         figure.add(index, job_tokens)
         homes.append(index)
     return homes
@@ -177,9 +172,7 @@ def _lowest_peak(
 
 
 def _future_memory(worker: Worker, expected: int) -> tuple[int, int]:
-    """The peak of a worker with one additional new job of no input, and the number of jobs with
-    it.
-    """
+    """The peak of a worker with one more new job of no input, and how many jobs these are."""
     return _peak(worker, (), expected, empty=1), _rows_of(worker, ())
 
 

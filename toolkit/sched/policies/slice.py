@@ -18,11 +18,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.sched.figures import WorkerFigure
 from toolkit.sched.kernels import split_by_serving_time
@@ -59,16 +58,6 @@ Batching = Callable[[Sequence[Job], Worker], list[Batch]]
 Offloading = Callable[[list[Batch], Sequence[Worker]], float]
 
 
-@dataclass(slots=True, frozen=True)
-class KindShare:
-    """Batches for workers of one or more kinds, and the sum over their jobs of the seconds until
-    done.
-    """
-
-    batches: list[Batch]
-    waits_s: float
-
-
 def share_out(
     jobs: Sequence[Job],
     kinds: Sequence[Sequence[Worker]],
@@ -81,63 +70,43 @@ def share_out(
     The jobs are ordered by length, and the last of `kinds` holds all of them. For two kinds,
     `batch` is called at most 2 `CUTS_PER_END` + 2 times, with at most all jobs.
     """
-    return _shared(jobs, kinds, batch, offload, now_s).batches
 
+    def share(part: Sequence[Job], kind: Sequence[Worker]) -> tuple[list[Batch], float]:
+        """The batches of one kind, and the sum over its jobs of the seconds until done."""
+        if not part:
+            return [], 0.0
+        batches = batch(part, kind[0])
+        offload(batches, kind)
+        done_s, waits_s = {worker.index: worker.left_s(now_s) for worker in kind}, 0.0
+        for one in batches:
+            done_s[one.worker] += one.estimated_s
+            waits_s += len(one.jobs) * done_s[one.worker]
+        return batches, waits_s
 
-def _shared(
-    jobs: Sequence[Job],
-    kinds: Sequence[Sequence[Worker]],
-    batch: Batching,
-    offload: Offloading,
-    now_s: float,
-) -> KindShare:
-    kind, others = kinds[0], kinds[1:]
-    if not others or not jobs:
-        return _share_of(kinds[-1], batch(jobs, kinds[-1][0]) if jobs else [], offload, now_s)
+    def best(part: Sequence[Job], number: int) -> tuple[list[Batch], float]:
+        """The same of the kinds from `number` on, with the least wait over the cuts."""
+        kind, others = kinds[number], len(kinds) - number - 1
+        if not others or not part:
+            return share(part, kind)
 
-    def split(kind_jobs: Sequence[Job]) -> KindShare:
-        """With these for `kind`, the rest for the others."""
-        taken = {job.ticket for job in kind_jobs}
-        rest = [job for job in jobs if job.ticket not in taken]
-        kind_share = _share_of(kind, batch(kind_jobs, kind[0]) if kind_jobs else [], offload, now_s)
-        others_share = _shared(rest, others, batch, offload, now_s)
-        return KindShare(
-            [*others_share.batches, *kind_share.batches], others_share.waits_s + kind_share.waits_s
-        )
+        def split(own: Sequence[Job]) -> tuple[list[Batch], float]:
+            taken = {job.ticket for job in own}
+            batches, waits_s = share(own, kind)
+            rest = [job for job in part if job.ticket not in taken]
+            others_batches, others_waits_s = best(rest, number + 1)
+            return [*others_batches, *batches], others_waits_s + waits_s
 
-    able = [job for job in jobs if kind[0].holds(job)]
-    return min(
-        map(split, _cuts(able, max(CUTS_PER_END // len(others) ** 2, 1))),
-        key=lambda share: share.waits_s,
-    )
+        able, steps = [job for job in part if kind[0].holds(job)], max(CUTS_PER_END // others**2, 1)
+        counts = sorted({len(able) * step // steps for step in range(1, steps + 1)} - {0})
+        cuts = [[], *[able[:count] for count in counts], *[able[-k:] for k in counts[:-1]]]
+        return min(map(split, cuts), key=itemgetter(1))
 
-
-def _cuts(able: Sequence[Job], steps: int) -> list[Sequence[Job]]:
-    """The candidates for a kind's share of the jobs it holds: none, then the shortest or the
-    longest.
-    """
-    counts = sorted({len(able) * step // steps for step in range(1, steps + 1)} - {0})
-    shortest = [able[:count] for count in counts]
-    return [[], *shortest, *(able[-count:] for count in counts[:-1])]
-
-
-def _share_of(
-    kind: Sequence[Worker], batches: list[Batch], offload: Offloading, now_s: float
-) -> KindShare:
-    if not batches:
-        return KindShare(batches, 0.0)
-    offload(batches, kind)
-    done_s, waits_s = {worker.index: worker.left_s(now_s) for worker in kind}, 0.0
-    for batch in batches:
-        done_s[batch.worker] += batch.estimated_s
-        waits_s += len(batch.jobs) * done_s[batch.worker]
-    return KindShare(batches, waits_s)
+    return best(jobs, 0)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class SlicePolicy:
-    """SCLS. The paper's values: S 128, lambda 0.5, Gamma 6 s (transformers) or 3 s (DeepSpeed),
-    zeta 0.9.
+    """SCLS. The paper: S 128, lambda 0.5, Gamma 6 s (transformers) or 3 s (DeepSpeed), zeta 0.9.
 
     `eager` avoids the paper's wait for Gamma under light load: while a worker is idle, no request
     waits. The paper's ablations: LB is interval_factor 0, AB also max_min false, and PM also a
@@ -206,13 +175,8 @@ class SlicePolicy:
         if self.eager and not idle:
             return Decision(wake_at_s=math.inf)  # wait for the end of the next batch
         jobs = sorted(view.pool, key=attrgetter("length"))
-        batches = share_out(
-            jobs,
-            view.kinds,
-            self.batch,
-            offload_max_min if self.max_min else offload_in_turn,
-            now_s,
-        )
+        offload = offload_max_min if self.max_min else offload_in_turn
+        batches = share_out(jobs, view.kinds, self.batch, offload, now_s)
         if self.eager:
             return Decision(_oldest(batches, idle), wake_at_s=math.inf)
         loads_s = {worker.index: worker.load_s for worker in view.alive()}
@@ -234,35 +198,15 @@ class SlicePolicy:
         max_batch = np.minimum(np.maximum(max_batch, 1), max(largest, 1))
         # A power of two, so that the law caches few tables.
         table = worker.latency.serve_table(1 << max(largest, 1).bit_length(), self.slice_tokens)
-        starts, total_s = split_by_serving_time(lengths, max_batch, table)
-        return self._walk_back(pool, order.tolist(), lengths, starts.tolist(), total_s.tolist())
-
-    def _walk_back(
-        self,
-        pool: Sequence[Job],
-        order: list[int],
-        lengths: NDArray[np.int64],
-        starts: list[int],
-        total_s: list[float],
-    ) -> list[Batch]:
-        """The batches that the split positions of Algorithm 1 describe, for the jobs of `pool` in
-        this order.
-
-        It touches each job once: those of a long backlog come from memory each time.
-        """
-        batches = []
-        end = len(order)
+        found, least_s = split_by_serving_time(lengths, max_batch, table)
+        # The walk back touches each job once: those of a long backlog come from memory each time.
+        places, starts, total_s = order.tolist(), found.tolist(), least_s.tolist()
+        batches, end = [], len(pool)
         while end > 0:
             start = starts[end]
-            batches.append(
-                Batch(
-                    worker=-1,
-                    jobs=tuple([pool[k] for k in order[start:end]]),
-                    steps=self.slice_tokens,
-                    input_length=int(lengths[end - 1]),
-                    estimated_s=total_s[end] - total_s[start],
-                )
-            )
+            jobs, longest = tuple([pool[k] for k in places[start:end]]), int(lengths[end - 1])
+            seconds = total_s[end] - total_s[start]
+            batches.append(Batch(-1, jobs, self.slice_tokens, longest, seconds))
             end = start
         return batches
 
@@ -295,9 +239,7 @@ def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
 
 
 def _offload(batches: list[Batch], heap: list[tuple[float, int, int]]) -> float:
-    """The same for a list of (load in s, batches assigned so far, index) of workers, which it
-    reorders.
-    """
+    """The same for (load in s, batches so far, index) of workers, a list that it reorders."""
     heapq.heapify(heap)
     batches.sort(key=lambda batch: -batch.estimated_s)
     for batch in batches:
@@ -308,9 +250,7 @@ def _offload(batches: list[Batch], heap: list[tuple[float, int, int]]) -> float:
 
 
 def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
-    """Assign batches round robin, continuing after the last call. Returns the least load, in
-    seconds.
-    """
+    """Assign batches in turn, after the last call's. Returns the least load, in seconds."""
     loads = {worker.index: worker.load_s for worker in workers}
     turn = sum(worker.assigned for worker in workers)
     for k, batch in enumerate(batches, start=turn):
@@ -319,19 +259,13 @@ def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
     return min(loads.values())
 
 
-# Sequence-level scheduling (SLS), the baseline of SCLS.
-#
-# Requests go to the workers in turn. A worker takes a fixed number of them, first come first
-# served, and runs the batch until its longest output ends (SCLS paper, section 5.1). In a fleet of
-# several kinds the turns are in proportion to speed, and a batch has no more rows than its worker's
-# memory holds.
-
-
 @dataclass(frozen=True, slots=True)
 class SequencePolicy:
-    """Fixed batches, round robin, to the longest output. Paper: 16 rows on transformers, 12 on
-    DeepSpeed.
+    """Sequence-level scheduling (SLS), the baseline of SCLS: fixed batches in turn (section 5.1).
 
+    A worker takes a number of requests, first come first served, and runs the batch until its
+    longest output ends. Paper: 16 rows on transformers, 12 on DeepSpeed. In a fleet of several
+    kinds the turns are in proportion to speed, and a batch has no more rows than memory holds.
     With `slice_tokens` it is Slice-Only (SO), the first step of the paper's ablation.
     """
 
@@ -376,20 +310,18 @@ class SequencePolicy:
         return max(job.length for job in jobs), min(self.slice_tokens or longest, longest)
 
 
-# Slice-level scheduling on continuous batching: section 7 of the SCLS paper, which its authors
-# leave as future work.
-#
-# A request generates at most one slice per schedule, so the memory that residents need is known up
-# to the slice's end, and newcomers are admitted against that. When a request's slice ends while
-# others queue behind it, it moves to a worker with clearly more free memory, or makes way for the
-# waiting ones. Otherwise it stays and keeps its cache.
-
 SLICES = "slices"
 
 
 @dataclass(frozen=True, slots=True)
 class SliceContinuousPolicy(ContinuousPolicy):
-    """SCLS with caches that stay. Slices end at attempts to admit: rounded up to `interval_steps`.
+    """SCLS with caches that stay: section 7 of the paper, which it leaves as future work.
+
+    A request generates at most one slice per schedule, so the memory that residents need is known
+    up to the slice's end, and newcomers are admitted against that. Slices end at attempts to admit:
+    rounded up to `interval_steps`. When a slice ends while other requests queue behind it, the
+    request moves to a worker with clearly more free memory, or makes way for the waiting ones.
+    Otherwise it stays and keeps its cache.
 
     A worker has promised the sum of L + S over its residents and waiting jobs (Eq. 5, in tokens).
     Requests are routed to the worker that promised the least, the longest first (Eq. 11 with memory
@@ -417,9 +349,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
     )
 
     def release(self, view: View, now_s: float) -> Sequence[Job]:
-        """Residents at the end of a slice that leave, for their own sake or for that of waiting
-        jobs.
-        """
+        """Residents at a slice's end that leave, for their own sake or that of waiting jobs."""
         return self._rules(view).release(view, self._promised(view)) if view.due else ()
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
@@ -466,4 +396,4 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return view.rules
 
     def _make_rules(self) -> SliceEnds:
-        return SliceEnds(self.slice_tokens, self.interval_steps, self.reserve, self.margin)
+        return SliceEnds(self)

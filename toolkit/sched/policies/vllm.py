@@ -18,9 +18,7 @@ from toolkit.sched.policies.parameters import Value, defaults, knob, validate
 
 @dataclass(frozen=True, slots=True)
 class VllmPolicy:
-    """vLLM's v1 scheduler: first come first served, chunked prefill beside decodes, recompute on
-    preemption.
-    """
+    """vLLM's v1 scheduler: FCFS, chunked prefill beside decodes, recompute on preemption."""
 
     name: ClassVar[str] = "vllm"
     continuous: ClassVar[bool] = True
@@ -60,9 +58,7 @@ class VllmPolicy:
 
     @classmethod
     def within(cls, drawn: Mapping[str, Value]) -> dict[str, Value]:
-        """The valid parameters nearest to `drawn`: `max_num_seqs` is at most
-        `max_num_batched_tokens`.
-        """
+        """The valid parameters nearest to `drawn`: no more rows than tokens of a pass."""
         whole = {**defaults(cls), **drawn}
         return {
             **drawn,
