@@ -1,6 +1,7 @@
 """Where the list of replicas comes from, and what happens to it when the source changes."""
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -131,23 +132,25 @@ class ApiServer:
         self._server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        self.asked.append(head.partition(" HTTP")[0].partition("=kubernetes.io%2F")[2])
-        self.tokens |= {line for line in head.splitlines() if line.lower().startswith("authoriz")}
-        status, pieces = self.answers.pop(0) if self.answers else (200, [b"wait"])
-        writer.write(f"HTTP/1.1 {status} X\r\nConnection: close\r\n".encode())
-        writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
-        for piece in pieces:
-            if piece == b"cut":
-                writer.transport.abort()
-                return
-            if piece == b"wait":  # a watch without news
-                await reader.read()
-                break
-            writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-            await writer.drain()
-        writer.write(b"0\r\n\r\n")
-        writer.close()
+        with contextlib.closing(writer):  # also where the test's loop ends first
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            self.asked.append(head.partition(" HTTP")[0].partition("=kubernetes.io%2F")[2])
+            self.tokens |= {
+                line for line in head.splitlines() if line.lower().startswith("authoriz")
+            }
+            status, pieces = self.answers.pop(0) if self.answers else (200, [b"wait"])
+            writer.write(f"HTTP/1.1 {status} X\r\nConnection: close\r\n".encode())
+            writer.write(b"Transfer-Encoding: chunked\r\n\r\n")
+            for piece in pieces:
+                if piece == b"cut":
+                    writer.transport.abort()
+                    return
+                if piece == b"wait":  # a watch without news
+                    await reader.read()
+                    break
+                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
 
 
 def listed(version: int, *endpoints: tuple[str, bool, bool]) -> tuple[int, list[bytes]]:
