@@ -35,7 +35,7 @@ def test_a_run_leaves_its_tables_its_lines_its_command_its_machine_and_its_date(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = started(tmp_path / "out.json", monkeypatch)
-    print("Two policies.\n")
+    print(f"Two policies of {tmp_path} by /v1/completions.\n")
     print(TABLE)
     keep("samples", {"fcfs": [1, 2]})
     recorder.save()
@@ -43,7 +43,8 @@ def test_a_run_leaves_its_tables_its_lines_its_command_its_machine_and_its_date(
     assert found["tables"] == [
         {"columns": ["policy", "goodput /s"], "rows": [["fcfs", 1234.5], ["a / b", -1]]}
     ]
-    assert found["lines"] == ["Two policies."]
+    # folders of this machine are left out, routes are not
+    assert found["lines"] == [f"Two policies of {tmp_path.name} by /v1/completions."]
     assert found["samples"] == {"fcfs": [1, 2]}
     assert found["command"].endswith(" --seeds 2 trace.csv")  # without this machine's folders
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])

@@ -97,7 +97,11 @@ class Recorder(io.TextIOBase):
         from toolkit.files.io import environment  # not where a benchmark runs in another venv
 
         text = self._text.getvalue()
-        lines = [line for line in text.splitlines() if line.strip() and line[0] != "|"]
+        lines = [
+            " ".join(_public(word) if Path(word).exists() else word for word in line.split(" "))
+            for line in text.splitlines()
+            if line.strip() and line[0] != "|"
+        ]
         found = {
             "command": self._command,
             "date": datetime.now(UTC).date().isoformat(),
