@@ -132,7 +132,7 @@ def render_target(target: str, order: Order) -> dict[str, str]:
     behind = Replication(order).kinds if replicated else []
     if target in OURS and (replicated or names == "llmctl"):
         alerts, lines = _alerts(order, behind, apart=target not in TOGETHER)
-        files["alerts.yaml"] = dump_yaml([alerts], order.comment())
+        files["alerts.yaml"] = dump_yaml(alerts, order.comment())
         rendered = replace(rendered, explained=[*rendered.explained, *lines])
     if names is not None:
         labelled = replicated or names == "llmctl"

@@ -378,25 +378,17 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def dump_yaml(documents: Sequence[BaseModel | Mapping[str, object]], comment: str = "") -> str:
-    """The documents as YAML text, after `comment` with a `#` before each of its lines.
+def dump_yaml(document: Mapping[str, object], comment: str = "") -> str:
+    """The document as YAML text, after `comment` with a `#` before each of its lines.
 
-    Models are written with their aliases and without values that are None. The same objects give
-    the same text.
+    The same document gives the same text.
     """
-    content = [
-        document.model_dump(by_alias=True, exclude_none=True)
-        if isinstance(document, BaseModel)
-        else document
-        for document in documents
-    ]
-    body = yaml.dump_all(
-        content,
+    body = yaml.dump(
+        document,
         Dumper=_Dumper,
         sort_keys=False,
         default_flow_style=False,
         allow_unicode=False,
         width=1 << 20,
-        explicit_start=len(content) > 1,
     )
     return "".join(f"# {line}\n" for line in comment.splitlines()) + body

@@ -117,7 +117,7 @@ def _file(order: Order, services: Mapping[str, Service]) -> str:
         "secrets": {SECRET: {"file": order.key_file}},
         "volumes": {"models": {}},  # with the engine's defaults
     }
-    return dump_yaml([content], order.comment())
+    return dump_yaml(content, order.comment())
 
 
 def _ours(

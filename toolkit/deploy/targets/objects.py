@@ -305,7 +305,7 @@ def claim_files(order: Order, pods: Sourced[int]) -> dict[str, str]:
         return {}
     mode = "ReadWriteMany" if pods.value > 1 else "ReadWriteOnce"
     found = claim(metadata(order, order.options.model_claim), mode, size)
-    return {CLAIM_FILE: dump_yaml([found], order.comment())}
+    return {CLAIM_FILE: dump_yaml(found, order.comment())}
 
 
 def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
@@ -423,7 +423,7 @@ def kustomized(
         },
         "kustomization.yaml": head | outer | ({"patches": patches} if patches else {}),
     }
-    return {name: dump_yaml([content], order.comment()) for name, content in objects.items()}
+    return {name: dump_yaml(content, order.comment()) for name, content in objects.items()}
 
 
 def plan_map(order: Order, *files: str) -> Object:

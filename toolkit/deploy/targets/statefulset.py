@@ -95,7 +95,7 @@ def render(order: Order) -> Rendered:
             "plugins": [cache | remembered, *others, *more],
             "schedulingProfiles": [profile],
         }
-        files[PICKER] = dump_yaml([picker], order.comment())
+        files[PICKER] = dump_yaml(picker, order.comment())
     namespace = order.options.namespace
     status = f"kubectl -n {namespace} rollout status statefulset/"
     start = START.format(
