@@ -254,7 +254,7 @@ def _gateway(order: GatewayLaunch, events: EventLog | None, log: TraceLog | None
     recipe, say = order.plan.recipe, order.ending.say
     router, limits, sink = order.router, order.limits, None if events is None else events.add
     if sink is not None:
-        given: dict[str, Value] = dict(parameters(router))  # type: ignore[arg-type]
+        given: dict[str, Value] = dict(parameters(router))
         targets = (None if math.isinf(limit) else limit for limit in limits)
         sink(RoutingLogHeader(router.name, given, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
     balancer = Balancer(

@@ -4,7 +4,8 @@ serves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -92,6 +93,12 @@ class ReplicaTraits(msgspec.Struct, frozen=True):
         context = rows * (TYPICAL_PROMPT + TYPICAL_OUTPUT / 2)
         attended = new * TYPICAL_PROMPT / 2
         return prompts / self.law.pass_s(rows, context, max(prompts, 1.0), new, attended)
+
+
+def strictest(sla: Mapping[str, float], metric: str) -> float:
+    """The strictest target of a metric in a recipe, in seconds; infinity if it has none."""
+    limits = (limit for key, limit in sla.items() if key.startswith(f"{metric}_"))
+    return min(limits, default=math.inf)
 
 
 def weighed(kinds: Sequence[ReplicaTraits]) -> list[ReplicaTraits]:
