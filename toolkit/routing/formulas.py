@@ -34,14 +34,14 @@ def in_turn(view: RouterView) -> int:
 def fewest_requests(view: RouterView) -> int:
     """`least-requests`."""
     loads = [float(len(each.sent)) for each in view.replicas]
-    return view.least_of(_for_weights(view, loads, 1.0))
+    return view.least(_for_weights(view, loads, 1.0))
 
 
 def fewest_tokens(view: RouterView, request: RoutedRequest) -> int:
     """`least-tokens`."""
     expected = view.expected_tokens
     tokens = [each.prefill_tokens + len(each.sent) * expected for each in view.replicas]
-    return view.least_of(_for_weights(view, tokens, request.prompt_tokens + expected))
+    return view.least(_for_weights(view, tokens, request.prompt_tokens + expected))
 
 
 def least_memory(view: RouterView, request: RoutedRequest) -> int:
@@ -53,7 +53,7 @@ def least_memory(view: RouterView, request: RoutedRequest) -> int:
         new = prompt - min(matched[each.index] * size, prompt - 1)
         tokens = each.blocks * size + new + (len(each.sent) + 1) * expected
         costs.append(tokens / each.capacity_tokens)
-    return view.least_of(costs)
+    return view.least(costs)
 
 
 def on_ring(view: RouterView, owners: list[int], at: int, load_factor: float) -> int:
@@ -74,7 +74,7 @@ def on_ring(view: RouterView, owners: list[int], at: int, load_factor: float) ->
 def longest_match(view: RouterView) -> int:
     """`prefix`."""
     matched = view.matched
-    return view.least_of([-float(matched[each.index]) for each in view.replicas])
+    return view.least([-float(matched[each.index]) for each in view.replicas])
 
 
 def llm_d(view: RouterView, prefix: float, queue: float, kv: float) -> int:
@@ -87,7 +87,7 @@ def llm_d(view: RouterView, prefix: float, queue: float, kv: float) -> int:
         shorter = (high - queues[place]) / (high - low) if high > low else 1.0
         score = prefix * shares[place] + queue * shorter
         costs.append(-(score + kv * (1.0 - each.kv_usage)))
-    return view.least_of(costs)
+    return view.least(costs)
 
 
 def dynamo(view: RouterView, request: RoutedRequest, credit: float, prefill: float) -> int:
@@ -100,7 +100,7 @@ def dynamo(view: RouterView, request: RoutedRequest, credit: float, prefill: flo
         active = (each.prefill_tokens + prompt) / size - credit * found
         kept = each.blocks + max(blocks - found, 0)
         costs.append(prefill * (active if active > 0.0 else 0.0) + kept)
-    return view.least_of(costs)
+    return view.least(costs)
 
 
 def sglang(view: RouterView, threshold: float, abs_load: int, rel_load: float) -> int:
@@ -108,11 +108,11 @@ def sglang(view: RouterView, threshold: float, abs_load: int, rel_load: float) -
     loads = [float(len(each.sent)) for each in view.replicas]
     low, high = min(loads), max(loads)
     if high - low > abs_load and high > rel_load * low:
-        return view.least_of(loads)
+        return view.least(loads)
     shares = _shares(view)
     if max(shares) > threshold:
-        return view.least_of([-share for share in shares])
-    return view.least_of(loads)
+        return view.least([-share for share in shares])
+    return view.least(loads)
 
 
 def load_aware(view: RouterView, beta: float) -> int:
@@ -120,7 +120,7 @@ def load_aware(view: RouterView, beta: float) -> int:
     loads = [len(each.sent) for each in view.replicas]
     shares, mean = _shares(view), sum(loads) / len(loads)
     scale = mean if mean > 1.0 else 1.0
-    return view.least_of(
+    return view.least(
         [beta * (load - mean) / scale - shares[place] for place, load in enumerate(loads)]
     )
 
@@ -132,7 +132,7 @@ def vllm_dp(view: RouterView, weight: float) -> int:
         beyond = each.kv_usage - 0.5
         load = max(len(each.sent), each.reported)
         costs.append(load + weight * each.waiting * (beyond if beyond > 0.0 else 0.0))
-    return view.least_of(costs)
+    return view.least(costs)
 
 
 def _for_weights(view: RouterView, loads: list[float], one: float) -> list[float]:
@@ -182,7 +182,7 @@ def by_law(view: RouterView, request: RoutedRequest, weights: LawWeights) -> int
     """`by-law`; it leaves what it expects in `view.outlook`."""
     view.replicas = _likely(view)
     found = [weigh(view, request, each, weights) for each in view.replicas]
-    index = view.least_of([each.cost_s for each in found])
+    index = view.least([each.cost_s for each in found])
     for each in found:
         if each.index == index:
             view.outlook = each.outlook(view.now_s)
@@ -280,16 +280,6 @@ class _Few:
         self._worst = keys[-1]
 
 
-class _Likely:
-    """Of one kind, the replicas that may be best."""
-
-    __slots__ = ("in_time", "matched", "requests", "tokens")
-
-    def __init__(self, part: int, few: int) -> None:
-        self.matched, self.tokens, self.requests = _Few(part), _Few(part), _Few(part)
-        self.in_time = _Few(few)
-
-
 def _likely(view: RouterView) -> list[Replica]:
     """The replicas that may be best: where more than `MOST_WEIGHED` are up, those with the longest
     matches, with the fewest tokens to compute, the fewest requests, and the fewest in time; of
@@ -305,19 +295,20 @@ def _likely(view: RouterView) -> list[Replica]:
             last = each.kind
             kinds.add(last)
     part, few = max(MOST_WEIGHED // 3 // len(kinds), 1), max(2 // len(kinds), 1)
-    likely = {kind: _Likely(part, few) for kind in kinds}
-    matched, own = view.matched, likely[last]
+    likely = {kind: [_Few(part), _Few(part), _Few(part), _Few(few)] for kind in kinds}
+    matched = view.matched
+    by_match, by_tokens, by_requests, by_in_time = likely[last]
     for each in replicas:
         if each.kind != last:
             last = each.kind
-            own = likely[last]
-        own.matched.offer(-matched[each.index], each)
-        own.tokens.offer(each.prefill_tokens, each)
-        own.requests.offer(len(each.sent), each)
-        own.in_time.offer(each.in_time, each)
+            by_match, by_tokens, by_requests, by_in_time = likely[last]
+        by_match.offer(-matched[each.index], each)
+        by_tokens.offer(each.prefill_tokens, each)
+        by_requests.offer(len(each.sent), each)
+        by_in_time.offer(each.in_time, each)
     found: dict[int, Replica] = {}
-    for own in likely.values():
-        for few_of in (own.matched, own.tokens, own.requests, own.in_time):
+    for best in likely.values():
+        for few_of in best:
             for each in few_of.replicas:
                 found[each.index] = each
     return [found[index] for index in sorted(found)]

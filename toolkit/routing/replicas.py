@@ -15,7 +15,13 @@ from collections.abc import Sequence
 import numpy as np
 from mypy_extensions import i64
 
-from toolkit.routing.types import ReplicaReport, ReplicaTraits, RequestOutlook, RoutedRequest
+from toolkit.routing.types import (
+    DEFAULT_EXPECTED_TOKENS,
+    ReplicaReport,
+    ReplicaTraits,
+    RequestOutlook,
+    RoutedRequest,
+)
 
 LEAST_KEPT = 1_024  # blocks of prompts are kept in any case
 WORD_BITS = 32  # of a set of replicas that are looked at together
@@ -200,16 +206,16 @@ class _Prompt:
 class PrefixIndex:
     """Which blocks each replica probably has cached: those of the prompts that were sent to it.
 
-    Each replica forgets the blocks that were used longest ago, of one prompt the last ones first,
-    when it has more than its capacity (blocks; 0: no limit), and those not used for `ttl_s` seconds
-    (0: no limit). One walk over a prompt's blocks finds the matches of all replicas. Times never
-    decrease from call to call.
+    Blocks beyond a replica's capacity are forgotten, those that were used longest ago first, and of
+    one prompt the last ones first. So are blocks that were not used for `ttl_s` seconds (0: no
+    limit). One walk over a prompt's blocks finds the matches of all replicas. Times never decrease
+    from call to call.
 
     The order of use is that of the prompts, and each block knows the last prompt that had it: so a
     prompt costs one entry of a dictionary for each block, however many replicas there are.
     """
 
-    def __init__(self, replicas: int, *, capacity: int = 0, ttl_s: float = 0.0) -> None:
+    def __init__(self, ttl_s: float = 0.0) -> None:
         self._ttl_s = ttl_s
         self._holders: dict[object, int] = {}  # block to the set of replicas, as bits
         self._capacities: list[int] = []
@@ -217,11 +223,9 @@ class PrefixIndex:
         self._prompts: list[deque[_Prompt]] = []  # the oldest first
         self._kept: list[int] = []  # blocks of these prompts, also those that later ones had
         self._added: deque[tuple[float, int]] = deque()  # when to which replica; with `ttl_s` only
-        for _ in range(replicas):
-            self.add_replica(capacity)
 
     def add_replica(self, capacity: int) -> None:
-        """A further replica."""
+        """A further replica. `capacity` bounds its blocks; 0: no bound."""
         self._used.append({})
         self._prompts.append(deque())
         self._kept.append(0)
@@ -370,14 +374,11 @@ class RouterView:
         every: list[Replica],
         index: PrefixIndex,
         block_tokens: int,
-        expected_tokens: float,
         rng: np.random.Generator,
-        *,
-        even: bool,
     ) -> None:
         self.every, self.replicas, self._index = every, every, index
-        self.block_tokens, self.expected_tokens = block_tokens, expected_tokens
-        self.rng, self.even = rng, even
+        self.block_tokens, self.expected_tokens = block_tokens, float(DEFAULT_EXPECTED_TOKENS)
+        self.rng, self.even = rng, True
         self.routed = self.blocks = 0
         self.rings: dict[object, tuple[list[int], list[int]]] = {}
         self.now_s = 0.0
@@ -399,10 +400,6 @@ class RouterView:
             found = self._matched = self._index.matched(self._blocks, self.now_s)
         return found
 
-    def share(self, request: RoutedRequest, replica: Replica) -> float:
-        """The share of the request's full blocks that a replica has cached, from 0 to 1."""
-        return self.matched[replica.index] / self.blocks if self.blocks else 0.0
-
     def cached_tokens(self, request: RoutedRequest, replica: Replica) -> int:
         """Prompt tokens that a replica need not compute; the last one it always computes."""
         if self._matched is None:  # only this one is asked for
@@ -411,12 +408,8 @@ class RouterView:
             found = self._matched[replica.index]
         return min(found * self.block_tokens, request.prompt_tokens - 1)
 
-    def least(self, costs: Sequence[float]) -> int:
+    def least(self, costs: list[float]) -> int:
         """The index of the replica of the least cost; ties are broken at random."""
-        return self.least_of(costs if isinstance(costs, list) else list(costs))
-
-    def least_of(self, costs: list[float]) -> int:
-        """The same of a list."""
         replicas, lowest, at, ties = self.replicas, costs[0], 0, 0
         if len(costs) != len(replicas):
             raise ValueError(f"{len(costs)} costs of {len(replicas)} replicas")

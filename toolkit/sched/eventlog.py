@@ -8,6 +8,7 @@ the decisions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 
 import msgspec
 
@@ -146,12 +147,14 @@ def lost_line(events: int, reason: str) -> bytes:
     return _encode(Lost(events, reason[:100]))
 
 
+def whole_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a log, without a last one that is incomplete, as after a kill."""
+    return takewhile(lambda line: line.endswith(b"\n"), lines)
+
+
 def from_lines(lines: Iterable[bytes]) -> Iterator[Event]:
-    """The events of a log. An incomplete last line, as after a kill, ends it."""
-    for line in lines:
-        if not line.endswith(b"\n"):
-            return
-        yield _decode(line)
+    """The events of a log."""
+    return map(_decode, whole_lines(lines))
 
 
 class RecordingScheduler(Scheduler):
@@ -214,9 +217,8 @@ def started(batch: Batch) -> Started:
     """The decision behind a batch, in a form that can be compared."""
     moved, moves = None, batch.moves
     if moves is not None:
-        paused, resumed, promoted = _ids(moves.pause), _ids(moves.resume), _ids(moves.promote)
-        swapped = _ids(moves.swap_out), _ids(moves.swap_in)
-        moved = Moved(paused, resumed, *swapped, promoted, moves.overlap)
+        sets = moves.pause, moves.resume, moves.swap_out, moves.swap_in, moves.promote
+        moved = Moved(*map(_ids, sets), moves.overlap)
     what = batch.batch_id, batch.worker, batch.steps, _ids(batch.jobs), batch.estimated_s
     return Started(*what, _ids(batch.evict), moved, _ids(batch.release), batch.chunk_tokens)
 
