@@ -217,8 +217,9 @@ def started(batch: Batch) -> Started:
     """The decision behind a batch, in a form that can be compared."""
     moved, moves = None, batch.moves
     if moves is not None:
-        sets = moves.pause, moves.resume, moves.swap_out, moves.swap_in, moves.promote
-        moved = Moved(*map(_ids, sets), moves.overlap)
+        paused, resumed, promoted = _ids(moves.pause), _ids(moves.resume), _ids(moves.promote)
+        swapped = _ids(moves.swap_out), _ids(moves.swap_in)
+        moved = Moved(paused, resumed, *swapped, promoted, moves.overlap)
     what = batch.batch_id, batch.worker, batch.steps, _ids(batch.jobs), batch.estimated_s
     return Started(*what, _ids(batch.evict), moved, _ids(batch.release), batch.chunk_tokens)
 

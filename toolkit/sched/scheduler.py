@@ -170,14 +170,8 @@ class Scheduler:
         planner = self._planner
         if planner is not None:
             if view.arrived:
-                for index, count in view.arrived.items():
-                    worker = self.workers[index]
-                    running = worker.running
-                    if running is None or running.interrupted or not worker.inbox.jobs:
-                        continue
-                    if planner.should_interrupt(worker, count):
-                        running.interrupted = True
-                        self.interrupts.append(index)
+                for index in planner.interrupts():
+                    self._interrupt(index)
                 view.arrived.clear()
             return self._start_rounds(planner, now_s) if due else []
         decision = self.policy.plan(view, now_s)
@@ -200,8 +194,7 @@ class Scheduler:
 
     def _start_rounds(self, planner: RoundPlanner, now_s: float) -> list[Batch]:
         """Plan and start the rounds of the due workers, by index. Afterwards no worker is due."""
-        view, queues = self._view, self._queues
-        due, figures = view.due, view.figures
+        due, queues = self._view.due, self._queues
         started: list[Batch] = []
         for worker in due:
             worker.is_due = False
@@ -212,19 +205,14 @@ class Scheduler:
                 worker.assigned += 1
                 for job in batch.jobs:
                     take_waiting(worker, job)
-                self._rounds.begin(worker, batch, now_s)
-                batch.started_s = now_s
-                worker.running = batch
-                if figures:
-                    view.changed(worker.index)
+                self._start(worker, batch, now_s)
                 started.append(batch)
         due.clear()
         return started
 
     def _start_due(self, now_s: float) -> list[Batch]:
         """Start the first queued batch of each due worker, by index; then no worker is due."""
-        view, idle = self._view, self._view.idle
-        due, figures = view.due, view.figures
+        due, idle = self._view.due, self._view.idle
         if len(due) > 1:
             due.sort(key=_index)
         started: list[Batch] = []
@@ -232,16 +220,19 @@ class Scheduler:
             worker.is_due = False
             if worker.queue:
                 batch = worker.queue.popleft()
-                if batch.keep_cache:
-                    self._rounds.begin(worker, batch, now_s)
-                batch.started_s = now_s
-                worker.running = batch
-                if figures:
-                    view.changed(worker.index)
+                self._start(worker, batch, now_s)
                 del idle[bisect_left(idle, worker.index)]
                 started.append(batch)
         due.clear()
         return started
+
+    def _start(self, worker: Worker, batch: Batch, now_s: float) -> None:
+        if batch.keep_cache:
+            self._rounds.begin(worker, batch, now_s)
+        batch.started_s = now_s
+        worker.running = batch
+        if self._view.figures:
+            self._view.changed(worker.index)
 
     def take_interrupts(self) -> list[int]:
         """Workers that should stop their round at its next allowed step, since the last call.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar, cast
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
 from toolkit.sched.types import Batch, Job, Worker
+
+Rules = TypeVar("Rules")
 
 
 class LengthHistory:
@@ -106,7 +109,7 @@ class View:
         self.loads = Loads(workers)
         self.figures: dict[Hashable, WorkerFigure] = {}
         self.planner: RoundPlanner | None = None
-        self.rules: object = None  # what a policy keeps for this scheduler
+        self._rules: object = None
         self._alive: list[Worker] = []
         # Indices of able workers, by the number of leading `kinds` that are too small for a job.
         self._able: dict[int, Numbers] = {}
@@ -160,6 +163,12 @@ class View:
         if found is None:
             found = self.figures[key] = WorkerFigure(self.workers, amount)
         return found
+
+    def rules(self, make: Callable[[], Rules]) -> Rules:
+        """What a policy keeps for this scheduler, made at the first call."""
+        if self._rules is None:
+            self._rules = make()
+        return cast(Rules, self._rules)
 
     def changed(self, index: int) -> None:
         """For the scheduler: a worker's waiting or running jobs changed; its figures are stale."""
@@ -229,3 +238,15 @@ class RoundPlanner:
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether the worker's round should stop early for `newcomers` jobs that arrived there."""
         raise NotImplementedError
+
+    def interrupts(self) -> list[int]:
+        """The workers with a round that should stop early for the jobs that arrived there."""
+        indices: list[int] = []
+        for index, count in self.view.arrived.items():
+            worker = self.view.workers[index]
+            running = worker.running
+            if running is None or running.interrupted or not worker.inbox.jobs:
+                continue
+            if self.should_interrupt(worker, count):
+                indices.append(index)
+        return indices

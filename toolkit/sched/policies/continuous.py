@@ -27,7 +27,14 @@ from typing import Any, ClassVar
 
 from toolkit.sched.footprint import Footprint
 from toolkit.sched.policies.continuous_rounds import BatonRounds, Bounds, ContinuousRounds
-from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, validate
+from toolkit.sched.policies.parameters import (
+    choice,
+    chunk_knob,
+    knob,
+    prefill_knob,
+    rows_knob,
+    validate,
+)
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.types import NO_LIMIT, Job, Worker
 from toolkit.sched.view import NOTHING, Decision, RoundPlanner, View
@@ -47,16 +54,21 @@ class RoundPolicy(ABC):
     """
 
     __slots__ = ()
+    name: ClassVar[str]
+    continuous: ClassVar[bool] = True
     router: str  # the name of a router, a parameter
+
+    def __post_init__(self) -> None:
+        validate(self)
 
     @abstractmethod
     def make_planner(self, view: View) -> RoundPlanner:
         """A planner with these parameters."""
 
     @property
-    @abstractmethod
     def most_rows(self) -> int:
         """The most residents that the policy allows on any worker."""
+        return NO_LIMIT
 
     def planner(self, view: View) -> RoundPlanner | None:
         """See `PlansRounds`."""
@@ -79,14 +91,7 @@ class RoundPolicy(ABC):
         batches = [
             planner.plan_round(worker, now_s) for worker in view.due if planner.has_work(worker)
         ]
-        interrupts = []
-        for index, count in view.arrived.items():
-            worker = view.workers[index]
-            running = worker.running
-            if running is None or running.interrupted or not worker.inbox:
-                continue
-            if planner.should_interrupt(worker, count):
-                interrupts.append(index)
+        interrupts = planner.interrupts()
         return Decision(batches, interrupt=interrupts) if batches or interrupts else NOTHING
 
 
@@ -99,8 +104,6 @@ class ContinuousPolicy(RoundPolicy):
     `interval_steps` is the 10 of Past-Future's Table 1, that of `max_prefill_tokens` its 32,768.
     """
 
-    name: ClassVar[str]
-    continuous: ClassVar[bool] = True
     # Whether another job than the first may be the next to enter, when the policy reorders.
     any_may_come: ClassVar[bool] = False
 
@@ -126,9 +129,6 @@ class ContinuousPolicy(RoundPolicy):
     )
     router: str = router_choice()
     chunk_tokens: int = chunk_knob()
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     def bounds(self, worker: Worker) -> Bounds:
         """The most tokens that the rows of this worker may take and be promised when a job enters.
@@ -160,11 +160,6 @@ class ContinuousPolicy(RoundPolicy):
 
         `entering`: how many jobs enter with the round.
         """
-        return NO_LIMIT
-
-    @property
-    def most_rows(self) -> int:
-        """The most residents that the policy allows on any worker."""
         return NO_LIMIT
 
     def make_planner(self, view: View) -> ContinuousRounds:
@@ -226,9 +221,7 @@ class FcfsPolicy(ContinuousPolicy):
 
     name: ClassVar[str] = "fcfs"
 
-    max_batch_size: int = knob(
-        32, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker"
-    )
+    max_batch_size: int = rows_knob(32)
 
     @property
     def most_rows(self) -> int:
@@ -257,11 +250,8 @@ class BatonPolicy(RoundPolicy):
     """
 
     name: ClassVar[str] = "baton"
-    continuous: ClassVar[bool] = True
 
-    max_batch_size: int = knob(
-        16, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker"
-    )
+    max_batch_size: int = rows_knob(16)
     memory_threshold: float = knob(
         0.9,
         low=0.01,
@@ -280,9 +270,6 @@ class BatonPolicy(RoundPolicy):
     max_prefill_tokens: int = prefill_knob()
     router: str = router_choice()
     chunk_tokens: int = chunk_knob()
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     @property
     def most_rows(self) -> int:

@@ -6,8 +6,8 @@ are read once, so that a round costs few calls.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.sched.footprint import Footprint, footprint_of
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from toolkit.sched.policies.continuous import BatonPolicy, ContinuousPolicy
 
 
+@dataclass(frozen=True)
 class Bounds:
     """The most tokens that rows may take, and that they may be promised, when a job enters.
 
@@ -28,24 +29,9 @@ class Bounds:
         prompts_only: whether an evicted job counts its prompt alone in `taken`.
     """
 
-    __slots__ = ("promised", "prompts_only", "taken")
-
-    def __init__(
-        self, *, taken: int = NO_LIMIT, promised: int = NO_LIMIT, prompts_only: bool = False
-    ) -> None:
-        self.taken = taken
-        self.promised = promised
-        self.prompts_only = prompts_only
-
-    def equals(self, other: Bounds) -> bool:
-        """Whether the bounds are the same."""
-        mine = self.taken, self.promised, self.prompts_only
-        return mine == (other.taken, other.promised, other.prompts_only)
-
-
-def most_below(limit: float) -> int:
-    """The largest number of tokens below `limit`."""
-    return math.ceil(limit) - 1
+    taken: int = NO_LIMIT
+    promised: int = NO_LIMIT
+    prompts_only: bool = False
 
 
 class ContinuousRounds(RoundPlanner):
@@ -66,7 +52,7 @@ class ContinuousRounds(RoundPlanner):
         self._bounds: list[Bounds] = []  # by worker; those in a row that are equal are one object
         for worker in view.workers:
             own = policy.bounds(worker)
-            same = self._bounds and self._bounds[-1].equals(own)
+            same = self._bounds and self._bounds[-1] == own
             self._bounds.append(self._bounds[-1] if same else own)
         self.admissible: Callable[[Worker, Job, Footprint], bool] | None = None
         self.admit: Callable[[View, Worker, Sequence[Job]], int] | None = None
@@ -137,7 +123,7 @@ class ContinuousRounds(RoundPlanner):
             True,
             evict=tuple(evicted),
             stop_every=interval,
-            chunk_tokens=worker.chunk_of(self._chunk_tokens) if self._chunk_tokens else 0,
+            chunk_tokens=worker.chunk_of(self._chunk_tokens),
         )
 
     def _entering(self, worker: Worker, footprint: Footprint) -> list[Job]:
@@ -301,7 +287,7 @@ class BatonRounds(RoundPlanner):
             True,
             evict=tuple(evict),
             moves=moves,
-            chunk_tokens=worker.chunk_of(self._chunk_tokens) if self._chunk_tokens else 0,
+            chunk_tokens=worker.chunk_of(self._chunk_tokens),
         )
 
     def _room(self, footprint: Footprint) -> int:

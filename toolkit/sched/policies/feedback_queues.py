@@ -9,13 +9,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from toolkit.sched.inbox import RankedInbox
 from toolkit.sched.policies.placement import STARVES, Path, Rank, RankedJob
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Job, Worker
+from toolkit.sched.view import View
+
+if TYPE_CHECKING:
+    from toolkit.sched.policies.preemptive import MlfqPolicy
 
 NEVER: Final = 1 << 40  # returned if a job never leaves its queue, in tokens
 LONGEST_QUANTUM_TOKENS: Final = 1 << 24  # a quantum that lasts longer counts as never used up
@@ -101,14 +105,10 @@ class FeedbackQueues:
             high *= 2
             if high > LONGEST_QUANTUM_TOKENS:
                 return NEVER
-        low = max(least, high // 2)
-        while low < high:
-            middle = (low + high) // 2
-            if self.service_s(prompt_tokens, middle) >= service_s:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        counts = range(max(least, high // 2), high)
+        return counts.start + bisect_left(
+            counts, service_s, key=lambda tokens: self.service_s(prompt_tokens, tokens)
+        )
 
 
 def place_on(path: Path, generated: int) -> tuple[int, int]:
@@ -140,14 +140,11 @@ _by_value = lru_cache(maxsize=LAWS_KEPT)(FeedbackQueues)
 
 
 class FeedbackRounds(PreemptiveRounds):
-    """The planner of `MlfqPolicy`; call `use` before it plans."""
+    """The planner of `MlfqPolicy`, with the `queues` of each worker."""
 
-    _queues: list[FeedbackQueues]
-
-    def use(self, queues: list[FeedbackQueues]) -> FeedbackRounds:
-        """Rank by these queues of each worker. Returns itself."""
+    def __init__(self, view: View, policy: MlfqPolicy, queues: list[FeedbackQueues]) -> None:
+        super().__init__(view, policy)
         self._queues = queues
-        return self
 
     def standing(self, worker: Worker, job: Job, generated: int) -> float:
         return self._queues[worker.index].standing(job, generated)

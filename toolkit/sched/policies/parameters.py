@@ -49,6 +49,12 @@ def chunk_knob() -> Any:
     )
 
 
+def rows_knob(default: int) -> Any:
+    """The parameter `max_batch_size` of policies of rounds."""
+    doc = "the most rows that run at once on a worker"
+    return knob(default, low=1, search=(1, 256), log=True, doc=doc)
+
+
 def prefill_knob() -> Any:
     """The parameter `max_prefill_tokens` of policies that prefill before they decode."""
     return knob(

@@ -38,7 +38,7 @@ from typing import ClassVar
 from toolkit.errors import InputError
 from toolkit.sched.policies.continuous import RoundPolicy, router_choice
 from toolkit.sched.policies.feedback_queues import FeedbackQueues, FeedbackRounds, queues_of
-from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, validate
+from toolkit.sched.policies.parameters import choice, chunk_knob, knob, prefill_knob, rows_knob
 from toolkit.sched.policies.preemptive_rounds import PreemptiveRounds
 from toolkit.sched.protocols import SliceLaw, Standing
 from toolkit.sched.types import Job
@@ -49,12 +49,7 @@ from toolkit.sched.view import RoundPlanner, View
 class PreemptivePolicy(RoundPolicy):
     """Base of the preemptive policies: subclasses rank jobs, their planners say for how long."""
 
-    name: ClassVar[str]
-    continuous: ClassVar[bool] = True
-
-    max_batch_size: int = knob(
-        32, low=1, search=(1, 256), log=True, doc="the most rows that run at once on a worker"
-    )
+    max_batch_size: int = rows_knob(32)
     interval_steps: int = knob(
         64,
         low=1,
@@ -76,9 +71,6 @@ class PreemptivePolicy(RoundPolicy):
     )
     router: str = router_choice()
     chunk_tokens: int = chunk_knob()
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     @property
     def patience_s(self) -> float:
@@ -136,7 +128,7 @@ class MlfqPolicy(PreemptivePolicy):
 
     def make_planner(self, view: View) -> RoundPlanner:
         queues = [self._queues(worker.latency) for worker in view.workers]
-        return FeedbackRounds(view, self).use(queues)
+        return FeedbackRounds(view, self, queues)
 
     def _queues(self, law: SliceLaw) -> FeedbackQueues:
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)

@@ -370,30 +370,16 @@ class SliceContinuousPolicy(ContinuousPolicy):
             promised.add(homes[k], job_tokens)
         return homes
 
-    def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        return self._rules(view).admit(view, worker, candidates)
-
     def bounds(self, worker: Worker) -> Bounds:
-        return Bounds(taken=self._make_rules().limit(worker) - 1)
-
-    def longest_round(self, worker: Worker, entering: int) -> int:
-        return self._make_rules().longest_round(worker, entering)
+        return Bounds(taken=SliceEnds(self).limit(worker) - 1)
 
     def make_planner(self, view: View) -> ContinuousRounds:
-        planner, kind = ContinuousPolicy.make_planner(self, view), type(self)
-        if kind.admit is SliceContinuousPolicy.admit:
-            planner.admit = self._rules(view).admit
-        if kind.longest_round is SliceContinuousPolicy.longest_round:
-            planner.longest_round = self._rules(view).longest_round
+        planner, rules = ContinuousPolicy.make_planner(self, view), self._rules(view)
+        planner.admit, planner.longest_round = rules.admit, rules.longest_round
         return planner
 
     def _promised(self, view: View) -> WorkerFigure:
         return view.figures.get(SLICES) or view.figure(SLICES, self._rules(view).promise)
 
     def _rules(self, view: View) -> SliceEnds:
-        if not isinstance(view.rules, SliceEnds):
-            view.rules = self._make_rules()
-        return view.rules
-
-    def _make_rules(self) -> SliceEnds:
-        return SliceEnds(self)
+        return view.rules(lambda: SliceEnds(self))
