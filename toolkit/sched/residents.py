@@ -66,6 +66,11 @@ class Residents:
         return self.base + len(self.jobs) * self.steps + len(self.prefilling) * int(self._emits)
 
     @property
+    def prefill_tokens(self) -> int:
+        """Input tokens of the residents that are being prefilled."""
+        return sum([job.length for job in self.prefilling]) if self.prefilling else 0
+
+    @property
     def longest(self) -> int:
         """Tokens that the longest resident holds; 0 if there is none."""
         if not self.jobs:

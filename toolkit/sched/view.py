@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
-from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.types import Batch, Job, Moves, Worker
 
 Rules = TypeVar("Rules")
 
@@ -219,8 +219,9 @@ class RoundPlanner:
     it reads only this worker's state, so one round can start before the next one is planned.
     """
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, chunk_tokens: int) -> None:
         self.view = view
+        self.chunk_tokens = chunk_tokens
         # Gives each pooled job a worker, as `Policy.route`; None: the policy does.
         self.router: Callable[[View, int], Sequence[int]] | None = None
         self.router_rows = 0  # the most rows on a worker, for the router
@@ -234,6 +235,33 @@ class RoundPlanner:
     def plan_round(self, worker: Worker, now_s: float) -> Batch:
         """The next round of a worker that runs nothing and has work."""
         raise NotImplementedError
+
+    def make_round(
+        self,
+        worker: Worker,
+        entering: list[Job],
+        steps: int,
+        evict: list[Job],
+        moves: Moves | None = None,
+        stop_every: int = 1,
+    ) -> Batch:
+        """A round as a `Batch`, with the policy's `chunk_tokens`."""
+        longest = 0
+        for job in entering:
+            if job.length > longest:
+                longest = job.length
+        return Batch(
+            worker.index,
+            tuple(entering),
+            steps,
+            longest,
+            until="any",
+            keep_cache=True,
+            evict=tuple(evict),
+            stop_every=stop_every,
+            moves=moves,
+            chunk_tokens=worker.chunk_of(self.chunk_tokens),
+        )
 
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:
         """Whether the worker's round should stop early for `newcomers` jobs that arrived there."""
