@@ -70,7 +70,7 @@ class Replica:
     """
 
     __slots__ = (
-        "_has_report", "_report", "_reported_usage", "_reported_waiting", "_stalls", "_uses",
+        "_report", "_reported_usage", "_reported_waiting", "_stalls", "_uses",
         "blocks", "capacity_tokens", "decode_tokens", "in_time", "index", "is_up", "kind",
         "max_rows", "pass_tokens", "prefill_cached", "prefill_tokens", "prefilled_s", "prefills",
         "prompt_tokens", "reported", "sent", "traits", "weight",
@@ -85,7 +85,6 @@ class Replica:
         self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
         self.prompt_tokens = self.blocks = 0
         self._report: ReplicaReport | None = None
-        self._has_report = False
         self.reported = self._reported_waiting = 0
         self._reported_usage = 0.0
         self.in_time = self._stalls = 0
@@ -100,7 +99,6 @@ class Replica:
     @report.setter
     def report(self, report: ReplicaReport | None) -> None:
         self._report = report
-        self._has_report = report is not None
         self.reported = self._reported_waiting = 0
         self._reported_usage = 0.0
         if report is not None:
@@ -120,14 +118,14 @@ class Replica:
     @property
     def waiting(self) -> int:
         """Requests in its queue: as reported, or else those beyond the rows that it runs."""
-        if self._has_report:
+        if self._report is not None:
             return self._reported_waiting
         return max(len(self.sent) - self.max_rows, 0)
 
     @property
     def kv_usage(self) -> float:
         """The used share of its cache: as reported, or else by the prompts that it has."""
-        if self._has_report:
+        if self._report is not None:
             return self._reported_usage
         usage = self.prompt_tokens / self.capacity_tokens
         return usage if usage < 1.0 else 1.0

@@ -61,7 +61,6 @@ class PassLaw(Protocol):
         `decodes` rows decode, with `decode_cached` tokens in their caches together. `chunks` parts
         of prompts have `new_tokens` tokens together, which attend to `attended` keys.
         """
-        ...
 
 
 class ReplicaTraits(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from heapq import heappop, heappush
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 RECALL_COUNT: Final = 64
 NO_JOBS: deque[Job] = deque()  # of every inbox that defers nothing; never changed
 MOST_ENTRIES: Final = 512  # entries of a block: few enough to move at once when one comes or goes
+
+# Of jobs, to sort by. Those that wait are in the order `turn_of`: of urgency, then of arrival.
+priority_of, _ticket = attrgetter("priority"), attrgetter("ticket")
+turn_of = attrgetter("priority", "ticket")
 
 Key = tuple[Any, ...]
 Entry = TypeVar("Entry", bound=Key)
@@ -278,20 +283,6 @@ class Inbox:
         while not self.jobs and self.behind:
             first = [self.behind.popleft() for _ in range(min(RECALL_COUNT, len(self.behind)))]
             self.jobs.extend(first)
-
-
-def priority_of(job: Job) -> int:
-    """To sort by."""
-    return job.priority
-
-
-def _ticket(job: Job) -> int:
-    return job.ticket
-
-
-def turn_of(job: Job) -> tuple[int, int]:
-    """The job's place among jobs that wait in order of urgency, then of arrival."""
-    return job.priority, job.ticket
 
 
 Aged = tuple[float, int, float, "Job"]  # waiting since, ticket, standing

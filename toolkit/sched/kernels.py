@@ -51,12 +51,8 @@ def split_by_serving_time(
     starts = np.zeros(n + 1, dtype=np.int64)
     for i in range(1, n + 1):
         length = float(input_lengths[i - 1])
-        best = total_s[i - 1] + table[0, 1] + length * (table[1, 1] + length * table[2, 1])
-        if has_flat:
-            flat = table[3, 1] + length * (table[4, 1] + length * table[2, 1])
-            best = max(best, total_s[i - 1] + flat)
-        start = i - 1
-        for size in range(2, min(i, max_batch[i - 1]) + 1):
+        best, start = np.inf, i - 1
+        for size in range(1, max(min(i, max_batch[i - 1]), 1) + 1):
             t = (
                 total_s[i - size]
                 + table[0, size]

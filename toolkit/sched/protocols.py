@@ -32,15 +32,12 @@ class SliceLaw(Protocol):
         If so, a slice of S tokens is a prefill and S - 1 decode steps, otherwise a prefill and S
         decode steps (Eq. 1-2).
         """
-        ...
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """T_prefill(N, L) in seconds, Eq. 3."""
-        ...
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Seconds of `steps` decode steps after L tokens: sum of tau(L + i, N), i >= 1 (Eq. 2)."""
-        ...
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
         """Coefficients t [3, max_batch_size + 1]: T_serve = t[0,N] + t[1,N] L + t[2,N] L^2.
@@ -49,7 +46,6 @@ class SliceLaw(Protocol):
         and t[3,N] + t[4,N] L + t[2,N] L^2. A slice of S tokens takes S decode steps, or S - 1 if
         `prefill_emits_token`.
         """
-        ...
 
 
 class LatencyLaw(SliceLaw, Protocol):
@@ -58,23 +54,19 @@ class LatencyLaw(SliceLaw, Protocol):
     @property
     def padded(self) -> bool:
         """Whether every row costs as much as the longest. If not, L is the rows' mean length."""
-        ...
 
     @property
     def round_s(self) -> float:
         """Seconds of a round besides prefills and steps: dispatch, result. 0: not measured."""
-        ...
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of a prefill pass over columns `start` to `end` of N rows after cached columns.
 
         It is T(N, end) - T(N, start) + T(N, 0): the first pass has the fixed cost of a batch.
         """
-        ...
 
     def leave_s(self, length: float) -> float:
         """Seconds to remove a row of about `length` tokens from a batch; 0: not measured."""
-        ...
 
 
 class MemoryLaw(Protocol):
@@ -87,7 +79,6 @@ class MemoryLaw(Protocol):
 
         The share `reserve` of the memory is kept free. 0 if not even one row fits.
         """
-        ...
 
     @property
     def usable_tokens(self) -> int:
@@ -95,7 +86,6 @@ class MemoryLaw(Protocol):
 
         If the engine pads, padding counts too.
         """
-        ...
 
 
 class SwapLaw(Protocol):
@@ -104,15 +94,12 @@ class SwapLaw(Protocol):
     @property
     def overlaps(self) -> bool:
         """Whether transfers can run beside compute; else rounds wait despite `Moves.overlap`."""
-        ...
 
     def out_s(self, tokens: int) -> float:
         """Seconds from the device to host memory."""
-        ...
 
     def in_s(self, tokens: int) -> float:
         """Seconds from host memory to the device."""
-        ...
 
 
 class Policy(Protocol):
@@ -130,11 +117,9 @@ class Policy(Protocol):
 
         None if jobs stay in the pool until they are batched.
         """
-        ...
 
     def plan(self, view: View, now_s: float) -> Decision:
         """What to run next. Called at every tick; an empty `Decision` starts nothing."""
-        ...
 
 
 @runtime_checkable
@@ -162,7 +147,6 @@ class PlansRounds(Protocol):
 
     def planner(self, view: View) -> RoundPlanner | None:
         """The planner of one scheduler's workers; None: the scheduler calls `plan`."""
-        ...
 
 
 @runtime_checkable
@@ -171,7 +155,6 @@ class UsesHistory(Protocol):
 
     def first_history(self) -> LengthHistory:
         """The history before the first request ends."""
-        ...
 
 
 @runtime_checkable
@@ -184,7 +167,6 @@ class Reschedules(Protocol):
         Called at every tick before `route`, which gives each of them a worker. There they wait
         behind the jobs that are already waiting.
         """
-        ...
 
 
 # Maps a job and its generated tokens to its standing; less is served first.
@@ -197,7 +179,6 @@ class Ranks(Protocol):
 
     def standings(self, law: SliceLaw) -> Standing:
         """The standing of jobs under a worker's law. It must not change while a job waits."""
-        ...
 
 
 @runtime_checkable
@@ -209,7 +190,6 @@ class Reorders(Protocol):
 
         Called at every tick before `plan`.
         """
-        ...
 
 
 @runtime_checkable
@@ -218,4 +198,3 @@ class Oracle(Protocol):
 
     def with_lengths(self, output_tokens: Mapping[str, int]) -> Policy:
         """The same policy, with the true output length of each request id."""
-        ...

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal
 
 from mypy_extensions import mypyc_attr
@@ -29,6 +30,8 @@ NO_LIMIT: Final = 1 << 40
 Until = Literal["any", "all"]
 # How newcomers join a padded batch: `engine.joining` of a recipe.
 Joining = Literal["embed", "shape"]
+# What workers of one kind have in common.
+_kind_of = attrgetter("latency", "memory", "swap", "host_tokens", "joining", "slots")
 
 
 @mypyc_attr(acyclic=True)
@@ -258,20 +261,17 @@ class Worker:
         latency: LatencyLaw,
         memory: MemoryLaw,
         *,
-        alive: bool = True,
-        load_s: float = 0.0,
         slots: int = NO_LIMIT,
         swap: SwapLaw | None = None,
         host_tokens: int = 0,
         joining: Joining | None = None,
-        longest: int = NO_LIMIT,
     ) -> None:
         self.latency = latency
         self.memory = memory
         self.queue: deque[Batch] = deque()
-        self.load_s = load_s
+        self.load_s = 0.0
         self.oom_events = 0
-        self.longest = longest
+        self.longest = NO_LIMIT
         self.swap = swap
         self.host_tokens = host_tokens
         self.joining = joining
@@ -279,7 +279,7 @@ class Worker:
         self.held = ParkedCaches()
         # What every round needs lies together: with hundreds of workers, a round waits for memory.
         self.index = index
-        self.alive = alive
+        self.alive = True
         self.is_due = False
         self.running: Batch | None = None
         self.inbox = Inbox()
@@ -317,9 +317,7 @@ class Worker:
 
     def is_like(self, other: Worker) -> bool:
         """Whether the two are of one kind: equal laws, capacity and ways to batch."""
-        mine = self.latency, self.memory, self.swap, self.host_tokens, self.joining, self.slots
-        its = other.latency, other.memory, other.swap, other.host_tokens, other.joining, other.slots
-        return mine == its
+        return bool(_kind_of(self) == _kind_of(other))
 
     def left_s(self, now_s: float) -> float:
         """Seconds of `load_s` that remain, without what the running batch has done by now."""

@@ -90,14 +90,13 @@ class View:
         due_s: float,
         finished: LengthHistory,
         rng: np.random.Generator,
-        now_s: float = 0.0,
     ) -> None:
         self.pool = pool
         self.workers = workers
         self.due_s = due_s
         self.finished = finished
         self.rng = rng
-        self.now_s = now_s
+        self.now_s = 0.0
         self.prioritised = False
         self.arrived: dict[int, int] = {}  # workers that jobs were routed to since, and how many
         self.due: list[Worker] = []

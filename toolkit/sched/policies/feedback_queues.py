@@ -146,9 +146,6 @@ class FeedbackRounds(PreemptiveRounds):
         super().__init__(view, policy)
         self._queues = queues
 
-    def standing(self, worker: Worker, job: Job, generated: int) -> float:
-        return self._queues[worker.index].standing(job, generated)
-
     def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
         job, queues = row.job, self._queues[worker.index]
         if row.path is None or row.promoted_at != job.promoted_at:

@@ -56,15 +56,14 @@ class PreemptiveRounds(RoundPlanner):
         self._ranked: list[list[RankedJob]] = [[] for _ in view.workers]
         self._rows_of: list[dict[Job, RankedJob]] = [{} for _ in view.workers]
 
-    def standing(self, worker: Worker, job: Job, generated: int) -> float:
-        """The standing of a job that has generated so many tokens: see `Ranks`."""
+    def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
+        """The standing of a row's job that has generated so many tokens: see `Ranks`.
+
+        A subclass may say in the row how long it holds.
+        """
         inbox = worker.inbox
         assert isinstance(inbox, RankedInbox)
-        return inbox.standing(job, generated)
-
-    def rank(self, worker: Worker, row: RankedJob, generated: int) -> float:
-        """`standing` of a row's job; a subclass may say in the row how long it holds."""
-        return self.standing(worker, row.job, generated)
+        return inbox.standing(row.job, generated)
 
     def next_runs(
         self, worker: Worker, cached: Sequence[RankedJob], rows: Sequence[RankedJob], now_s: float
@@ -86,6 +85,7 @@ class PreemptiveRounds(RoundPlanner):
         """
         running, residents, inbox = worker.running, worker.residents, worker.inbox
         assert running is not None
+        assert isinstance(inbox, RankedInbox)
         cache_room = free_cache_tokens(worker)
         last = list(islice(reversed(inbox.jobs), newcomers))
         if all(job.length >= cache_room for job in last):
@@ -93,7 +93,7 @@ class PreemptiveRounds(RoundPlanner):
         if running.steps > self.interval_steps and inbox.waiting > newcomers:
             return True  # no job could enter when it began, so it does not end when ranks change
         best_standing, best_ticket = min(
-            [(self.standing(worker, job, job.generated), job.ticket) for job in last]
+            [(inbox.standing(job, job.generated), job.ticket) for job in last]
         )
         for job in residents.jobs:  # whether the best of them ranks before a resident
             if job not in residents.prefilling:
