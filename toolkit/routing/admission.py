@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from toolkit.routing.replicas import Replica, RouterView, Sent
+from toolkit.routing.replicas import Replica, RequestOutlook, RouterView, Sent
 from toolkit.routing.routers import LawRouter, Router
-from toolkit.routing.types import RequestOutlook, RoutedRequest, strictest
+from toolkit.routing.types import RoutedRequest, strictest
 
 TARGET_SHARE_MAX = 0.9  # refuse a request that is predicted to take more than this of a target
 DELAY_WINDOW_REQUESTS = 256  # a delay is learnt from this many recent requests

@@ -96,10 +96,9 @@ class Balancer:
     """Routes requests.
 
     Args:
-        router: chooses.
         traits: of each replica.
         block_tokens: of the blocks that requests carry.
-        seed: of ties.
+        seed: of the random choice between equal replicas.
         limits: the targets by which `offer` refuses requests; with one, each replica needs a law.
         index_limit: of the blocks that are remembered for each replica, where the router has no
             bound of its own or a greater one; 0: none.

@@ -8,10 +8,11 @@ every request.
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import accumulate
 
 from toolkit.errors import InputError
-from toolkit.routing.replicas import Replica, RouterView
-from toolkit.routing.types import PassLaw, RequestOutlook, RoutedRequest
+from toolkit.routing.replicas import Replica, RequestOutlook, RouterView
+from toolkit.routing.types import PassLaw, RoutedRequest
 
 MOST_WEIGHED = 12  # replicas that `by-law` computes the costs of
 SHARPNESS = 16  # how fast the chance to miss a target rises near it
@@ -22,11 +23,8 @@ def in_turn(view: RouterView) -> int:
     """`round-robin`."""
     replicas = view.replicas
     if not view.even and any(each.weight != replicas[0].weight for each in replicas):
-        total, ends = 0.0, []
-        for each in replicas:
-            total += each.weight
-            ends.append(total)
-        turn = view.routed * GOLDEN % 1.0 * total
+        ends = list(accumulate([each.weight for each in replicas]))
+        turn = view.routed * GOLDEN % 1.0 * ends[-1]
         return replicas[min(bisect_right(ends, turn), len(ends) - 1)].index
     return replicas[view.routed % len(replicas)].index
 
@@ -150,22 +148,6 @@ def _shares(view: RouterView) -> list[float]:
     return [matched[each.index] / blocks for each in view.replicas]
 
 
-class Weighed:
-    """What `by-law` finds for a replica: its cost in seconds, and what to expect there."""
-
-    __slots__ = ("cost_s", "first_s", "index", "is_late", "stalls")
-
-    def __init__(
-        self, index: int, cost_s: float, first_s: float, is_late: bool, stalls: bool
-    ) -> None:
-        self.index, self.cost_s, self.first_s = index, cost_s, first_s
-        self.is_late, self.stalls = is_late, stalls
-
-    def outlook(self, now_s: float) -> RequestOutlook:
-        """What to expect of the request."""
-        return RequestOutlook(now_s + self.first_s, self.is_late, self.stalls)
-
-
 class LawWeights:
     """The parameters of `by-law`."""
 
@@ -181,17 +163,15 @@ class LawWeights:
 def by_law(view: RouterView, request: RoutedRequest, weights: LawWeights) -> int:
     """`by-law`; it leaves what it expects in `view.outlook`."""
     view.replicas = _likely(view)
-    found = [weigh(view, request, each, weights) for each in view.replicas]
-    index = view.least([each.cost_s for each in found])
-    for each in found:
-        if each.index == index:
-            view.outlook = each.outlook(view.now_s)
+    outlooks = {each.index: weigh(view, request, each, weights) for each in view.replicas}
+    index = view.least([outlook.cost_s for outlook in outlooks.values()])
+    view.outlook = outlooks[index]
     return index
 
 
 def weigh(
     view: RouterView, request: RoutedRequest, replica: Replica, weights: LawWeights
-) -> Weighed:
+) -> RequestOutlook:
     """What `by-law` finds for a request on a replica. `InputError` if it has no law of a pass."""
     law = _law(replica)
     behind_s: float = law.behind_s
@@ -241,7 +221,7 @@ def weigh(
     cost_s = weights.first * first_s + expected * (plain_s + slower_s) + weights.others * lost_s
     cost_s += weights.late * late + weights.work * own_s * replica.weight
     is_late = weights.ttft_s > 0.0 and first_s > weights.ttft_s
-    return Weighed(replica.index, cost_s, first_s, is_late, stalls)
+    return RequestOutlook(view.now_s + first_s, is_late, stalls, cost_s)
 
 
 def _law(replica: Replica) -> PassLaw:
@@ -272,9 +252,7 @@ class _Few:
                 return
             keys.pop()
             replicas.pop()
-        at = len(keys)
-        while at > 0 and keys[at - 1] > key:
-            at -= 1
+        at = bisect_right(keys, key)
         keys.insert(at, key)
         replicas.insert(at, replica)
         self._worst = keys[-1]

@@ -19,7 +19,6 @@ from toolkit.routing.types import (
     DEFAULT_EXPECTED_TOKENS,
     ReplicaReport,
     ReplicaTraits,
-    RequestOutlook,
     RoutedRequest,
 )
 
@@ -50,6 +49,25 @@ class Sent:
         self.has_token = False
         self.stalls = -1
         self.first_s = 0.0
+
+
+class RequestOutlook:
+    """What `by-law` expects of a request on a replica.
+
+    Attributes:
+        prefilled_s: when the prompts there, this one the last, have been computed.
+        is_late: whether it is expected to miss a target in any case.
+        stalls: whether its prompt delays a token of the others there beyond their target.
+        cost_s: what it costs there, in seconds.
+    """
+
+    __slots__ = ("cost_s", "is_late", "prefilled_s", "stalls")
+
+    def __init__(
+        self, prefilled_s: float, is_late: bool, stalls: bool, cost_s: float = 0.0
+    ) -> None:
+        self.prefilled_s, self.is_late, self.stalls = prefilled_s, is_late, stalls
+        self.cost_s = cost_s
 
 
 class Replica:
@@ -160,9 +178,7 @@ class Replica:
         if sent is None or sent.has_token:
             return None
         sent.has_token = True
-        self.prefills -= 1
-        self.prefill_tokens -= sent.new_tokens
-        self.prefill_cached -= sent.cached_tokens
+        self._end_prefill(sent)
         self.decode_tokens += sent.prompt_tokens
         return sent
 
@@ -177,9 +193,7 @@ class Replica:
         if sent.has_token:
             self.decode_tokens -= sent.prompt_tokens
         else:
-            self.prefills -= 1
-            self.prefill_tokens -= sent.new_tokens
-            self.prefill_cached -= sent.cached_tokens
+            self._end_prefill(sent)
         known = self._uses
         for block in sent.blocks:
             uses = known[block] - 1
@@ -188,6 +202,11 @@ class Replica:
             else:
                 del known[block]
                 self.blocks -= 1
+
+    def _end_prefill(self, sent: Sent) -> None:
+        self.prefills -= 1
+        self.prefill_tokens -= sent.new_tokens
+        self.prefill_cached -= sent.cached_tokens
 
 
 class _Prompt:
@@ -235,27 +254,25 @@ class PrefixIndex:
         found, holders = [0] * len(self._used), self._holders
         if not blocks:
             return found
-        number, left = 0, holders.get(blocks[0], 0)  # of the others nothing is found
-        for block in blocks:
+        left = holders.get(blocks[0], 0)  # the replicas that have all blocks so far
+        for number, block in enumerate(blocks):
             going_on = left & holders.get(block, 0)
             if going_on != left:
                 _write(found, left ^ going_on, number)
                 left = going_on
             if not left:
                 return found
-            number += 1
-        _write(found, left, number)
+        _write(found, left, len(blocks))
         return found
 
     def matched_by(self, index: int, blocks: Sequence[object], now_s: float) -> int:
         """How many leading blocks of a prompt one replica has."""
         self.expire(now_s)
-        used, number = self._used[index], 0
-        for block in blocks:
+        used = self._used[index]
+        for number, block in enumerate(blocks):
             if block not in used:
-                break
-            number += 1
-        return number
+                return number
+        return len(blocks)
 
     def add(self, index: int, blocks: Sequence[object], now_s: float) -> None:
         """A prompt was sent to a replica."""
@@ -350,16 +367,13 @@ class RouterView:
         index: which blocks they probably have.
 
     Attributes:
-        replicas: those that are up, by index, in that order; at least one. The list is not changed.
-        blocks: the request's full blocks.
-        block_tokens: of a block.
+        replicas: those that are up, in order of index; at least one. The list is not changed.
+        blocks: how many full blocks the request has, of `block_tokens` each.
         expected_tokens: mean output of the requests that ended last.
         routed: how many requests were routed before.
-        rng: for ties.
         rings: what `session-hash` keeps between requests.
-        now_s: the time.
         outlook: where a router says what it expects of the request, if it does.
-        even: replicas are known to be of one weight, so that no request looks at all weights.
+        even: whether all replicas have one weight, so that no request looks at all weights.
     """
 
     __slots__ = (
@@ -376,7 +390,7 @@ class RouterView:
     ) -> None:
         self.every, self.replicas, self._index = every, every, index
         self.block_tokens, self.expected_tokens = block_tokens, float(DEFAULT_EXPECTED_TOKENS)
-        self.rng, self.even = rng, True
+        self.rng, self.even = rng, True  # rng: for ties
         self.routed = self.blocks = 0
         self.rings: dict[object, tuple[list[int], list[int]]] = {}
         self.now_s = 0.0

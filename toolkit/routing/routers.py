@@ -20,8 +20,8 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.routing import formulas
-from toolkit.routing.replicas import Replica, RouterView
-from toolkit.routing.types import RequestOutlook, RoutedRequest, strictest
+from toolkit.routing.replicas import Replica, RequestOutlook, RouterView
+from toolkit.routing.types import RoutedRequest, strictest
 from toolkit.sched.policies.parameters import Value, knob, knobs, parameters, validate
 
 TARGETS = {"ttft": "ttft_s", "mtpot": "gap_s"}  # a kind of target to a router's parameter
@@ -252,7 +252,7 @@ class LawRouter(Router):
 
     def outlook(self, request: RoutedRequest, replica: Replica, view: RouterView) -> RequestOutlook:
         """What to expect of a request on a replica."""
-        return formulas.weigh(view, request, replica, self._weights()).outlook(view.now_s)
+        return formulas.weigh(view, request, replica, self._weights())
 
     def _weights(self) -> formulas.LawWeights:
         return formulas.LawWeights(

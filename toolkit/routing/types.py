@@ -110,17 +110,3 @@ def weighed(kinds: Sequence[ReplicaTraits]) -> list[ReplicaTraits]:
         msgspec.structs.replace(each, weight=size / sizes[0])
         for each, size in zip(kinds, sizes, strict=True)
     ]
-
-
-class RequestOutlook(msgspec.Struct, frozen=True):
-    """What a router expects of a request on the replica that it chose.
-
-    Attributes:
-        prefilled_s: when the prompts there, this one the last, have been computed.
-        is_late: whether it is expected to miss a target in any case.
-        stalls: whether its prompt delays a token of the others there beyond their target.
-    """
-
-    prefilled_s: float
-    is_late: bool
-    stalls: bool

@@ -1,7 +1,4 @@
-"""The hot arithmetic of the policies, compiled with numba: plain arrays in, plain arrays out.
-
-In order: batching of SCLS, the sorted history and peak memory of Past-Future, and its admission.
-"""
+"""The hot arithmetic of the policies, compiled with numba: plain arrays in, plain arrays out."""
 
 from __future__ import annotations
 

@@ -18,15 +18,11 @@ from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import View
 
-# The serving time of a static batch, T_serve: the unit of loads.
-
 
 def serving_s(law: SliceLaw, batch_size: int, input_length: int, steps: int) -> float:
-    """T_serve(N, L, S) in seconds, SCLS Eq. 1: a prefill, and a step for each token it lacks."""
-    decode_steps = steps - law.prefill_emits_token
-    return law.prefill_s(batch_size, input_length) + law.decode_s(
-        batch_size, input_length, decode_steps
-    )
+    """T_serve(N, L, S) of a static batch in seconds, SCLS Eq. 1: the unit of loads."""
+    decode_s = law.decode_s(batch_size, input_length, steps - law.prefill_emits_token)
+    return law.prefill_s(batch_size, input_length) + decode_s
 
 
 class BatchQueues:
@@ -38,10 +34,8 @@ class BatchQueues:
     """
 
     def __init__(self, view: View) -> None:
+        self._view = view
         self._workers = view.workers
-        self._mixed = view.mixed
-        self._make_due = view.make_due
-        self._loads = view.loads
         self.batches = 0  # the next batch number
 
     def put(self, batch: Batch, *, first: bool = False) -> None:
@@ -52,10 +46,10 @@ class BatchQueues:
             self.batches += 1
         worker.load_s += batch.estimated_s  # Eq. 11
         worker.assigned += 1
-        if self._loads.kept:
-            self._loads.note(worker)
+        if self._view.loads.kept:
+            self._view.loads.note(worker)
         if not worker.is_due:
-            self._make_due(worker)
+            self._view.make_due(worker)
         if first:
             worker.queue.appendleft(batch)
         else:
@@ -69,7 +63,7 @@ class BatchQueues:
         worker.load_s = (
             max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.running else 0.0
         )
-        self._loads.note(worker)
+        self._view.loads.note(worker)
 
     def take_out(self, job: Job) -> bool:
         """Remove a cancelled job from its queued batch, and the batch if it becomes empty.
@@ -95,7 +89,7 @@ class BatchQueues:
         where = self._least_loaded(worker) if crashed else worker
         half = (len(jobs) + 1) // 2
         for part in (jobs[half:], jobs[:half]):  # the first half ends up at the front
-            if part and crashed and self._mixed:
+            if part and crashed and self._view.mixed:
                 self._place(batch, part, worker, first=True)
             elif part:
                 self.put(_retry(batch, part, where), first=True)
@@ -105,7 +99,7 @@ class BatchQueues:
         queue, lost.queue = lost.queue, deque()
         lost.load_s = 0.0
         for batch in queue:
-            if self._mixed:
+            if self._view.mixed:
                 self._place(batch, batch.jobs, lost)
             else:
                 batch.worker = self._least_loaded(lost).index
@@ -174,12 +168,10 @@ def requests_per_s(
 ) -> float:
     """Requests with these lengths in tokens that a worker with full memory serves per second."""
     law = worker.latency
-    rows = max(
-        min(int(worker.capacity_tokens // (prompt + output)), worker.slots, most_rows, ROWS_MAX), 1
-    )
-    stays_s = output * law.decode_s(rows, int(prompt + output / 2), 1) + rows * law.prefill_s(
-        1, prompt
-    )
+    fitting = int(worker.capacity_tokens // (prompt + output))
+    rows = max(min(fitting, worker.slots, most_rows, ROWS_MAX), 1)
+    stays_s = output * law.decode_s(rows, int(prompt + output / 2), 1)
+    stays_s += rows * law.prefill_s(1, prompt)
     return rows / max(stays_s, LEAST_STAY_S)
 
 

@@ -284,10 +284,9 @@ class WorkerRounds:
             for job in moves.resume:
                 held.take(job)
                 residents.join(job)
-        if jobs:
-            for job in jobs:
-                residents.join(job)
-                job.slices += 1
+        for job in jobs:
+            residents.join(job)
+            job.slices += 1
         if batch.chunk_tokens and jobs:
             residents.prefill_on((*residents.prefilling, *batch.jobs), emits=worker.emits > 0)
         if self._cancelled and worker.index in self._cancelled:
@@ -313,14 +312,11 @@ class WorkerRounds:
         if result.steps:
             residents.steps += result.steps
             worker.stepped_s = now_s
-        if result.missed:
-            for request_id, steps in result.missed:
-                residents.miss(jobs[request_id], steps)
-        ended: list[Job] = []
-        for request_id in result.ended:
-            job = jobs[request_id]
+        for request_id, steps in result.missed:
+            residents.miss(jobs[request_id], steps)
+        ended = [jobs[request_id] for request_id in result.ended]
+        for job in ended:
             residents.leave(job)
-            ended.append(job)
         if self._cancelled and worker.index in self._cancelled:
             gone = self._cancelled[worker.index]
             left = [job for job in gone if job.request_id not in result.ended]

@@ -51,12 +51,9 @@ _index = attrgetter("index")
 class Scheduler:
     """Requests in, batches out.
 
-    Args:
-        policy: decides what runs where and when.
-        workers: one `Worker` per engine instance, numbered from 0. They may be of several kinds
-            with laws of their own.
-        seed: of the policy's random draws.
-        finished: output lengths of earlier requests, to start the history with.
+    `workers` has one `Worker` per engine instance, numbered from 0; they may be of several kinds.
+    `seed` is that of the policy's random draws. `finished` are output lengths of earlier requests,
+    with which the history starts.
     """
 
     def __init__(
@@ -90,7 +87,6 @@ class Scheduler:
         self._view = View(
             self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed)
         )
-        self._mixed = self._view.mixed
         self._queues = BatchQueues(self._view)
         self._planner: RoundPlanner | None = (
             policy.planner(self._view) if isinstance(policy, PlansRounds) else None
@@ -103,7 +99,7 @@ class Scheduler:
     def wake_at_s(self) -> float:
         """When to call `tick` again even if nothing happens; infinity if there is no need."""
         due_s = self._view.due_s if self._pool.jobs else math.inf
-        return min(due_s, self._pool.wake_at_s) if self._mixed else due_s
+        return min(due_s, self._pool.wake_at_s) if self._view.mixed else due_s
 
     @property
     def jobs(self) -> int:
@@ -130,10 +126,7 @@ class Scheduler:
         """A request arrives. Returns a `Refusal`, and keeps nothing of it, if it can never fit.
 
         `number` is for drivers that would rather look jobs up in a list than by id: `Job.number`.
-        Such a driver gives each id once.
-
-        Raises:
-            ValueError: a request with this id has not ended yet.
+        Such a driver gives each id once. `ValueError`: a request with this id has not ended yet.
         """
         total, most = request.prompt_tokens + request.max_new_tokens, self._longest
         if total > most:
@@ -152,7 +145,7 @@ class Scheduler:
         """The batches to start now, at most one per worker."""
         view, pool = self._view, self._pool
         view.now_s = now_s
-        if self._mixed:
+        if view.mixed:
             self._refuse_stranded(now_s)
         if self._reschedules is not None:  # released jobs are routed again
             released = self._reschedules.release(view, now_s)
@@ -239,16 +232,13 @@ class Scheduler:
 
         A driver may ignore them if its engine cannot stop a round: then the round ends later.
         """
-        if not self.interrupts:
-            return []
         interrupts, self.interrupts = self.interrupts, []
         return interrupts
 
     def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
         """A worker reports the result of its batch. A failed batch is retried in halves.
 
-        Raises:
-            ValueError: the worker does not run that batch.
+        `ValueError`: the worker does not run that batch.
         """
         worker = self.workers[result.worker]
         batch = worker.running
@@ -327,11 +317,10 @@ class Scheduler:
             self.interrupts.append(index)
 
     def end(self, request_id: str, generated: int, now_s: float) -> None:
-        """The driver ended the request after `generated` tokens for a reason the worker cannot see.
+        """The driver ended the request after `generated` tokens, for example at a stop string.
 
-        For example at a stop string. The request counts as finished, and its length enters the
-        history. A row that still runs is removed in the way of a cancelled one. Unknown or ended
-        requests are ignored.
+        The request counts as finished, and its length enters the history. A row that still runs is
+        removed in the way of a cancelled one. Unknown or ended requests are ignored.
         """
         job = self._accepted.by_id().get(request_id)
         if job is not None and not job.cancelled:

@@ -304,10 +304,6 @@ class Worker:
         """
         return self.scratch.of(self)
 
-    def chunk_of(self, tokens: int) -> int:
-        """`Batch.chunk_tokens` if a policy wants `tokens`: 0 on engines that shape newcomers."""
-        return 0 if self.joining == "shape" else tokens
-
     def holds(self, job: Job) -> bool:
         """Whether the job fits the worker's memory alone, even if it generates all that it may.
 

@@ -244,7 +244,7 @@ class RoundPlanner:
         moves: Moves | None = None,
         stop_every: int = 1,
     ) -> Batch:
-        """A round as a `Batch`, with the policy's `chunk_tokens`."""
+        """A round as a `Batch`; engines that shape newcomers prefill without passes."""
         longest = 0
         for job in entering:
             if job.length > longest:
@@ -259,7 +259,7 @@ class RoundPlanner:
             evict=tuple(evict),
             stop_every=stop_every,
             moves=moves,
-            chunk_tokens=worker.chunk_of(self.chunk_tokens),
+            chunk_tokens=0 if worker.joining == "shape" else self.chunk_tokens,
         )
 
     def should_interrupt(self, worker: Worker, newcomers: int) -> bool:

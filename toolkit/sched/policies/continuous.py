@@ -12,9 +12,6 @@ footprint knows what rows take of it, paged or padded.
 If requests have priorities, urgent ones come first. The least urgent rows are evicted first. If the
 most urgent waiting job may not enter, the fewest less urgent rows that make room are evicted, or
 none if that is not enough.
-
-In order: `RoundPolicy`, `ContinuousPolicy`, `AggressivePolicy`, `ConservativePolicy`, `FcfsPolicy`
-and `BatonPolicy`.
 """
 
 from __future__ import annotations

@@ -18,13 +18,8 @@ when a job arrives that would run. If no waiting job could enter whatever its ra
 paused or swapped out, the round continues until a row ends.
 
 `toolkit.sched.policies.preemptive_rounds` plans the rounds, `toolkit.sched.policies.placement` has
-the ranked jobs, the newcomers and where caches go.
-
-`PreemptivePolicy` is the base. `MlfqPolicy` is the skip-join MLFQ (and the naive one) of Wu et al.,
-*Fast Distributed Inference Serving for Large Language Models* (FastServe): it puts short jobs first
-without knowing their lengths, promotes starving jobs, and swaps in the order ENST.
-`toolkit.sched.policies.feedback_queues` has its queues. `SrptOracle` is the shortest-remaining
-baseline with true lengths.
+the ranked jobs, the newcomers and where caches go. The policies are those of Wu et al., *Fast
+Distributed Inference Serving for Large Language Models* (FastServe).
 """
 
 from __future__ import annotations
@@ -93,12 +88,11 @@ class PreemptivePolicy(RoundPolicy):
 class MlfqPolicy(PreemptivePolicy):
     """FastServe's skip-join multi-level feedback queues; the naive ones if `skip_join` is false.
 
-    A job joins the first queue with a quantum that covers its prefill, and moves to the next queue
-    when it has used up the quantum. A job that has waited for `starvation_s` starves: it runs
-    before all that do not, and is promoted to the first queue with a new quantum. Queues are served
-    in order, and each queue in order of arrival. See `FeedbackQueues`.
-
-    Each priority has its own queues: all queues of a more urgent one come first.
+    So short jobs go first, although no length is known. Queues are served in order, and each queue
+    in order of arrival; `FeedbackQueues` says how jobs move through them. A job that has waited for
+    `starvation_s` starves: it runs before all that do not, and is promoted to the first queue with
+    a new quantum. Caches are swapped in the order ENST. Each priority has its own queues: all
+    queues of a more urgent one come first.
     """
 
     name: ClassVar[str] = "mlfq"

@@ -6,9 +6,6 @@ time is least (Algorithm 1), and the batches go to the least loaded workers, lon
 T adapts to the load (Eq. 12). A batch runs for one slice; requests that have not ended return to
 the pool with their generated tokens as part of the input. Workers of several kinds are beyond the
 paper: `share_out` divides the pool among the kinds, and each kind then proceeds as in the paper.
-
-`SequencePolicy` is the paper's baseline (SLS, section 5.1), and `SliceContinuousPolicy` its section
-7.
 """
 
 from __future__ import annotations
