@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar, cast
+from typing import Any
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
 from toolkit.sched.types import Batch, Job, Moves, Worker
-
-Rules = TypeVar("Rules")
 
 
 class LengthHistory:
@@ -108,7 +106,7 @@ class View:
         self.loads = Loads(workers)
         self.figures: dict[Hashable, WorkerFigure] = {}
         self.planner: RoundPlanner | None = None
-        self._rules: object = None
+        self.rules: Any = None  # what a policy keeps for this scheduler
         self._alive: list[Worker] = []
         # Indices of able workers, by the number of leading `kinds` that are too small for a job.
         self._able: dict[int, Numbers] = {}
@@ -162,12 +160,6 @@ class View:
         if found is None:
             found = self.figures[key] = WorkerFigure(self.workers, amount)
         return found
-
-    def rules(self, make: Callable[[], Rules]) -> Rules:
-        """What a policy keeps for this scheduler, made at the first call."""
-        if self._rules is None:
-            self._rules = make()
-        return cast(Rules, self._rules)
 
     def changed(self, index: int) -> None:
         """For the scheduler: a worker's waiting or running jobs changed; its figures are stale."""

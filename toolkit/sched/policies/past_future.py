@@ -68,7 +68,9 @@ class PastFuturePolicy(ContinuousPolicy):
         return planner
 
     def _rules(self, view: View) -> SampledPeak:
-        return view.rules(lambda: SampledPeak(self))
+        rules: SampledPeak = view.rules or SampledPeak(self)
+        view.rules = rules
+        return rules
 
     def bounds(self, worker: Worker) -> Bounds:
         # The most whole tokens below the share.
@@ -150,4 +152,6 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         return self._rules(view).reorder(view, now_s)
 
     def _rules(self, view: View) -> WithinLimits:
-        return view.rules(lambda: WithinLimits(view, self))
+        rules: WithinLimits = view.rules or WithinLimits(view, self)
+        view.rules = rules
+        return rules

@@ -379,4 +379,6 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return view.figures.get(SLICES) or view.figure(SLICES, self._rules(view).promise)
 
     def _rules(self, view: View) -> SliceEnds:
-        return view.rules(lambda: SliceEnds(self))
+        rules: SliceEnds = view.rules or SliceEnds(self)
+        view.rules = rules
+        return rules
