@@ -70,12 +70,10 @@ UNLIMITED = LatencyLimits()
 
 
 class Overload(NamedTuple):
-    """The answer to a request that would miss a target: its forecast on the best replica, and in
-    how many seconds such a request would keep the targets if no other came.
-    """
+    """The answer to a request that would miss a target on every replica."""
 
-    predicted: PredictedLatency
-    wait_s: float
+    predicted: PredictedLatency  # on the best replica
+    wait_s: float  # until such a request would keep the targets if no other came
 
 
 class Admission:

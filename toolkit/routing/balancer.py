@@ -25,17 +25,14 @@ NONE_UP, REFUSED = -1, -2  # in the log, where a request went to no replica
 
 
 class RoutingLogHeader(msgspec.Struct, frozen=True, tag="routing"):
-    """The configuration of the balancer: with the law of a pass, enough to create an equal one.
-
-    `ttft_s` and `e2e_s` are the targets of admission; None: there is none.
-    """
+    """The configuration of the balancer: with the law of a pass, enough to create an equal one."""
 
     router: str
     parameters: dict[str, bool | int | float | str]
     block_tokens: int
     index_limit: int
     seed: int = 0
-    ttft_s: float | None = None
+    ttft_s: float | None = None  # the targets of admission; None: there is none
     e2e_s: float | None = None
 
 
@@ -51,15 +48,13 @@ class ReplicaAdded(msgspec.Struct, frozen=True, tag="added", omit_defaults=True)
 
 
 class Routed(msgspec.Struct, frozen=True, tag="route"):
-    """A request, and the replica that it went to; -1: none was up, -2: it was refused.
-    `is_offer`: it could be refused.
-    """
+    """A request, and the replica that it went to."""
 
     now_s: float
     request: RoutedRequest
-    replica: int
+    replica: int  # or `NONE_UP` or `REFUSED`
     excluded: tuple[int, ...] = ()
-    is_offer: bool = False
+    is_offer: bool = False  # it could be refused
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
@@ -100,8 +95,7 @@ class Balancer:
         block_tokens: of the blocks that requests carry.
         seed: of the random choice between equal replicas.
         limits: the targets by which `offer` refuses requests; with one, each replica needs a law.
-        index_limit: of the blocks that are remembered for each replica, where the router has no
-            bound of its own or a greater one; 0: none.
+        index_limit: the most blocks that are remembered for each replica; 0: the router's bound.
         sink: gets every call and every choice.
     """
 
@@ -235,9 +229,7 @@ class Balancer:
             self._sink(Reported(index, report))
 
     def change(self, index: int, *, is_up: bool, is_fresh: bool = False) -> None:
-        """A replica may be sent requests from now on, or may not. Its requests stay counted there
-        until they end or are routed again.
-        """
+        """A replica may be sent requests from now on, or may not. It keeps those that it has."""
         replica = self.replicas[index]
         replica.is_up = is_up
         self._up = [each for each in self.replicas if each.is_up]

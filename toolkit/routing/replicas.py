@@ -31,7 +31,6 @@ class Sent:
 
     Attributes:
         cached_tokens: what the router expected to be cached.
-        new_tokens: prompt tokens that the replica has to compute.
         stalls: the stalls of the replica before it; -1: it is late in any case.
         first_s: when its first token is expected; 0: that was not computed.
     """
@@ -210,9 +209,7 @@ class Replica:
 
 
 class _Prompt:
-    """A prompt that was sent to a replica: the blocks that it may be the last to have had, the
-    first `left` of `blocks`.
-    """
+    """A prompt that was sent to a replica. The first `left` of its blocks are remembered."""
 
     __slots__ = ("at_s", "blocks", "left")
 
@@ -362,11 +359,8 @@ def _write(found: list[int], replicas: int, number: int) -> None:
 class RouterView:
     """What is known when a request is to be routed.
 
-    Args:
-        every: all replicas, by index.
-        index: which blocks they probably have.
-
     Attributes:
+        every: all replicas, by index.
         replicas: those that are up, in order of index; at least one. The list is not changed.
         blocks: how many full blocks the request has, of `block_tokens` each.
         expected_tokens: mean output of the requests that ended last.
@@ -382,11 +376,7 @@ class RouterView:
     )  # fmt: skip
 
     def __init__(
-        self,
-        every: list[Replica],
-        index: PrefixIndex,
-        block_tokens: int,
-        rng: np.random.Generator,
+        self, every: list[Replica], index: PrefixIndex, block_tokens: int, rng: np.random.Generator
     ) -> None:
         self.every, self.replicas, self._index = every, every, index
         self.block_tokens, self.expected_tokens = block_tokens, float(DEFAULT_EXPECTED_TOKENS)

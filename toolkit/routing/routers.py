@@ -84,9 +84,7 @@ class LeastTokensRouter(Router):
 
 @dataclass(frozen=True)
 class LeastMemoryRouter(Router):
-    """To the replica that would have the smallest share of its cache in use if all its requests
-    reached the mean output length.
-    """
+    """To the replica with the smallest share of its cache in use once outputs have mean length."""
 
     name: ClassVar[str] = "future-memory"
 

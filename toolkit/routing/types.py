@@ -1,6 +1,4 @@
-"""What routing is about: requests, reports of replicas, and what is known of a replica before it
-serves.
-"""
+"""Requests and replicas as routers see them."""
 
 from __future__ import annotations
 
@@ -34,13 +32,11 @@ class RoutedRequest(msgspec.Struct, frozen=True):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
-    """A replica's own figures, as its metrics had them at `at_s`. `kv_usage` is a share of its
-    cache, from 0 to 1.
-    """
+    """A replica's own figures, as its metrics had them at `at_s`."""
 
     waiting: int
     running: int
-    kv_usage: float
+    kv_usage: float  # the used share of its cache, from 0 to 1
     at_s: float
 
 

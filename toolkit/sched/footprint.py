@@ -233,9 +233,7 @@ class SlabFootprint(Footprint):
         return self._worker.joining == "shape" and rows > newcomers
 
     def _width(self, rows: int, newcomers: int, longest: int, entering: int) -> int:
-        """The slab's width before its first step. A prefill that is itself a step gives no token
-        before it.
-        """
+        """The slab's width before its first step, with tokens that prefills give before it."""
         if not newcomers:
             return longest
         return max(longest, entering + (0 if self._shapes(rows, newcomers) else self._worker.emits))

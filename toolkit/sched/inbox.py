@@ -35,14 +35,11 @@ Entry = TypeVar("Entry", bound=Key)
 
 
 class SortedBlocks(Generic[Entry]):
-    """Distinct tuples in ascending order, cut into blocks.
+    """Distinct tuples in ascending order, in blocks of at most `MOST_ENTRIES`.
 
-    The blocks end to end are the sequence. No block has more than `MOST_ENTRIES` entries, and none
-    is empty but an only one.
-
-    An entry is found by its first values, here called its key, if no other entry has them. Of n
-    entries a search compares O(log n); to come or go, an entry moves those of its block. The ends
-    of the sequence cost one comparison.
+    No block is empty but an only one. An entry is found by its first values, here called its key,
+    if no other entry has them. A search compares O(log n) entries, at the ends of the sequence one.
+    To come or go, an entry moves those of its block.
     """
 
     __slots__ = ("_blocks", "size")
@@ -158,12 +155,11 @@ class LengthCounts:
 
 
 class Inbox:
-    """A queue of jobs that keeps `tokens`, the sum of their input lengths.
+    """A queue of jobs, and `tokens`, the sum of their input lengths.
 
-    The sum is kept so that no caller has to walk a long backlog. Taking a job costs its position,
-    so policies take jobs near the front. A policy may defer jobs: they wait in `behind`, ordered by
-    urgency and ticket, and come forward when no other job waits. `jobs`, the length and the
-    iteration have the jobs that are not deferred.
+    Taking a job costs its position, so policies take jobs near the front. A policy may defer jobs:
+    they wait in `behind`, ordered by urgency and ticket, and come forward when no other job waits.
+    `jobs`, the length and the iteration have the jobs that are not deferred.
     """
 
     __slots__ = ("_new", "behind", "jobs", "returned", "tokens")
@@ -296,9 +292,8 @@ class RankedInbox(Inbox):
     its waiting time changes. Starving jobs are served by age, the others by standing: `_starved`
     has those that starved at the last query, by age; `_by_age` and `_by_standing` have the others.
 
-    Args:
-        standing: maps a job and its generated tokens to its standing, which must not change while
-            the job waits. Less is served first; equal standings are served by ticket.
+    `standing` maps a job and its generated tokens to its standing, which must not change while the
+    job waits. Less is served first; equal standings are served by ticket.
     """
 
     __slots__ = (

@@ -24,9 +24,7 @@ else:
 
 @njit
 def split_by_serving_time(
-    input_lengths: NDArray[np.int64],
-    max_batch: NDArray[np.int64],
-    table: NDArray[np.float64],
+    input_lengths: NDArray[np.int64], max_batch: NDArray[np.int64], table: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Serving time-oriented batching (SCLS paper, Algorithm 1 and Eq. 10).
 

@@ -1,12 +1,11 @@
 """Waiting jobs that are in no batch: in the pool, in a worker's inbox, or stranded.
 
 A new job, and a job that continues after its batch, gets a ticket and enters the pool. A policy
-that routes moves it to a worker's inbox; every policy takes jobs from either into a batch. Rounds
-put evicted jobs back into their worker's inbox themselves (`toolkit.sched.rounds`).
+that routes moves it to a worker's inbox; every policy takes jobs from either into a batch. Evicted
+jobs go back into their worker's inbox (`toolkit.sched.residents`).
 
-A stranded job fits only workers that are lost, in a fleet of several kinds. A lost worker is
-started again, so the job waits, as all jobs do if the only worker is lost. The wait is bounded, so
-that a kind of worker that does not come back does not keep clients waiting for ever.
+In a fleet of several kinds, a stranded job fits only workers that are lost. It waits, because these
+are started again, but for at most `RETURN_S`: a kind of worker may not come back.
 """
 
 from __future__ import annotations
@@ -127,15 +126,14 @@ class WaitingPool:
         self.add(inbox.all_jobs())
 
     def worker_lost(self, now_s: float) -> None:
-        """In a fleet of several kinds: strand the jobs that fit only the lost worker. Their wait
-        starts again.
-        """
+        """`divide` after a worker was lost. The wait of stranded jobs starts again."""
         self._lost_s = now_s
         self.divide()
 
     def divide(self) -> None:
-        """In a fleet of several kinds, after a worker was lost or came back: strand the jobs that
-        no alive worker holds. If no worker is alive, none is stranded.
+        """In a fleet of several kinds, strand the jobs that no alive worker holds.
+
+        If no worker is alive, none is stranded.
         """
         alive = [worker.longest for worker in self._workers if worker.alive]
         self._longest = max(alive, default=NO_LIMIT)

@@ -2,8 +2,7 @@
 
 A batch that ran out of memory is retried in two halves on its worker; a batch that lost its worker
 is retried on another. The policy decides what a batch holds. Where a retry goes is decided here, by
-the workers' own laws. The last part, `requests_per_s` and its users, compares the speed of workers
-of several kinds.
+the workers' own laws.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ def serving_s(law: SliceLaw, batch_size: int, input_length: int, steps: int) -> 
 class BatchQueues:
     """The queues of a scheduler's workers. It writes `Worker.queue`, `load_s` and `assigned`.
 
-    Args:
-        view: of the scheduler. A worker becomes due when a batch is queued at it. If workers are of
-            several kinds, a batch only goes where its jobs fit.
+    A worker becomes due when a batch is queued at it. If workers are of several kinds, a batch only
+    goes where its jobs fit.
     """
 
     def __init__(self, view: View) -> None:
@@ -68,7 +66,7 @@ class BatchQueues:
     def take_out(self, job: Job) -> bool:
         """Remove a cancelled job from its queued batch, and the batch if it becomes empty.
 
-        So an idle worker is not taken to have work. False if no queued batch has the job.
+        False if no queued batch has the job.
         """
         for worker in self._workers:
             for batch in worker.queue:
@@ -150,13 +148,8 @@ def _retry(batch: Batch, jobs: Sequence[Job], worker: Worker) -> Batch:
     return Batch(worker.index, tuple(jobs), steps, length, estimate, batch.until, batch.keep_cache)
 
 
-# The speed of a worker with a full memory, by its own laws, in which work is shared out among
-# unequal workers.
-#
-# The speed depends on how many rows decode at once. Under load, unequal workers differ in what they
-# achieve with as many rows as fit: each row stays for its decode steps and for the prefills of the
-# rows that join meanwhile.
-
+# Work is shared out among unequal workers by their speed, by their own laws, with as many rows as
+# fit: each row stays for its decode steps and for the prefills of the rows that join meanwhile.
 LEAST_STAY_S = 1e-9  # lower bound of a row's stay in seconds: a law may give zero
 ROWS_MAX = 256  # rows considered at most: the default limit of engines, and the range of the laws
 # The fractional part of the golden ratio: its multiples modulo 1 stay evenly spread.

@@ -198,10 +198,9 @@ class Residents:
 
 
 class ParkedCaches:
-    """Jobs with caches that are paused on the device, or swapped out to host memory: in order of
-    arrival there, and the tokens that they hold.
+    """Jobs with caches that are paused on the device, or swapped out to host memory.
 
-    A round's `Moves` say which cache goes where; the others stay.
+    They are in order of arrival there; `tokens` are those that they hold.
     """
 
     __slots__ = ("jobs", "tokens")
@@ -295,12 +294,7 @@ class WorkerRounds:
             batch.release = tuple(self._released.pop(worker.index))
 
     def finish(
-        self,
-        worker: Worker,
-        batch: Batch,
-        result: RoundResult,
-        jobs: dict[str, Job],
-        now_s: float,
+        self, worker: Worker, batch: Batch, result: RoundResult, jobs: dict[str, Job], now_s: float
     ) -> list[Job]:
         """End a round, failed or not. Returns the jobs that ended in it or were cancelled."""
         residents = worker.residents

@@ -295,9 +295,7 @@ class Scheduler:
             self._queues.halve(worker, batch, going_on, crashed=result.failure == "crashed")
 
     def _strike(self, job: Job, failure: str) -> bool:
-        """Count the failure of a job that ran alone, and end the job if it is given up: at the
-        second one without a token in between, or at the fifth in all. Returns whether it is.
-        """
+        """Count the failure of a job that ran alone, and end the job if it is given up (True)."""
         job.strikes += 1
         job.strikes_here = job.strikes_here + 1 if job.generated == job.struck_at else 1
         job.struck_at = job.generated

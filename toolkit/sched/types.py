@@ -1,7 +1,7 @@
 """The data types of the scheduler: requests, jobs, batches, results and workers.
 
 Times are seconds on the driver's clock; lengths are tokens. Policies read these objects and never
-write to them: only the scheduler and its parts (`pool`, `queues`, `rounds`) change a `Job` or a
+write to them: only the scheduler and its parts (`pool`, `queues`, `residents`) change a `Job` or a
 `Worker`. No type here knows how long an output will be.
 
 The types that a decision creates have constructors by hand: a generated one takes several times as
@@ -180,10 +180,7 @@ class Batch:
         estimated_s: T_serve(N, L, S) in seconds, SCLS Eq. 1-2.
         evict: evicted or cancelled jobs: their caches are dropped before the round.
         release: jobs that left the worker and were routed again: their caches are dropped too.
-        moves: set by preemptive policies.
         chunk_tokens: 0: whole prefills before the first step.
-        batch_id: assigned by the scheduler.
-        interrupted: whether it was asked to stop early.
         refused: memo of the policy: this job may not enter before the round ends.
     """
 
@@ -299,16 +296,11 @@ class Worker:
 
     @property
     def footprint(self) -> Footprint:
-        """Of its residents as they are now, for decisions that are made every round. What a policy
-        adds is valid until the footprint of another worker is asked for.
-        """
+        """Of its residents as they are now; valid until that of another worker is asked for."""
         return self.scratch.of(self)
 
     def holds(self, job: Job) -> bool:
-        """Whether the job fits the worker's memory alone, even if it generates all that it may.
-
-        In a fleet of several kinds of workers, a job only goes to workers that hold it.
-        """
+        """Whether the job fits the worker's memory alone, even if it generates all that it may."""
         return job.limit_tokens <= self.longest
 
     def is_like(self, other: Worker) -> bool:

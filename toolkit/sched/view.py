@@ -19,13 +19,9 @@ from toolkit.sched.types import Batch, Job, Moves, Worker
 
 
 class LengthHistory:
-    """The output lengths of the last `window` finished requests.
+    """The output lengths of the last `window` finished requests, in order of completion.
 
-    It keeps them in order of completion, and sorted once `ascending` was called.
-
-    Args:
-        window: how many lengths are kept.
-        start: initial lengths, which real ones replace.
+    They are also kept sorted once `ascending` was called. Real lengths replace those of `start`.
     """
 
     def __init__(self, window: int, start: Iterable[int] = ()) -> None:
@@ -204,10 +200,10 @@ NOTHING = Decision()  # the decision of most ticks
 class RoundPlanner:
     """Plans the rounds of continuous policies, for the workers in `view`, one worker at a time.
 
-    It belongs to one scheduler. It holds what a policy's parameters say in the form that its
-    decisions need, and may keep what it worked out for a worker until its next round. Everything in
-    it follows from what the scheduler saw, so a log of the calls still replays exactly. Of a worker
-    it reads only this worker's state, so one round can start before the next one is planned.
+    It belongs to one scheduler, and may keep what it worked out for a worker until its next round.
+    All of that follows from what the scheduler saw, so a log of the calls still replays exactly.
+    For a worker's round it reads only this worker's state, so one round can start before the next
+    one is planned.
     """
 
     def __init__(self, view: View, chunk_tokens: int) -> None:

@@ -54,8 +54,7 @@ P = TypeVar("P", bound=AnyPolicy)
 def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
     """The policy `name` of the toolkit's scheduler, with `parameters` over its defaults.
 
-    Raises:
-        InputError: an unknown name, parameter or value, or a policy that is built into an engine.
+    `InputError`: an unknown name, parameter or value, or a policy that is built into an engine.
     """
     if name in BUILT_IN:
         raise InputError(

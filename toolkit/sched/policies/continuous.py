@@ -68,7 +68,6 @@ class RoundPolicy(ABC):
         return NO_LIMIT
 
     def planner(self, view: View) -> RoundPlanner | None:
-        """See `PlansRounds`."""
         if type(self).plan is not RoundPolicy.plan:
             return None
         planner = self.make_planner(view)
@@ -77,7 +76,6 @@ class RoundPolicy(ABC):
         return planner
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        """See `Policy`."""
         return ROUTERS[self.router](view, self.most_rows) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
@@ -112,13 +110,7 @@ class ContinuousPolicy(RoundPolicy):
         log=True,
         doc="decode steps from one attempt to admit to the next",
     )
-    max_prefill_tokens: int = knob(
-        32_768,
-        low=1,
-        search=(512, 65_536),
-        log=True,
-        doc="an attempt admits until it has so many prompt tokens",
-    )
+    max_prefill_tokens: int = prefill_knob("an attempt admits until it has so many prompt tokens")
     overfill: bool = knob(
         False,
         doc="true: a job enters without room for it now, and may be evicted after a step "
@@ -135,10 +127,9 @@ class ContinuousPolicy(RoundPolicy):
         return Bounds()
 
     def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
-        """Whether `job` may be admitted beside the rows in `footprint` before one of them ends, as
-        far as `bounds` do not say.
+        """Whether `job` may join the rows in `footprint` by a criterion that is no bound on tokens.
 
-        `False` must be certain: the question is asked again only after a row ended, which is what
+        `False` must hold until one of these rows ends, because it is not asked again before. This
         lets a round be long.
         """
         return True

@@ -25,25 +25,18 @@ NEVER: Final = 1 << 40  # returned if a job never leaves its queue, in tokens
 LONGEST_QUANTUM_TOKENS: Final = 1 << 24  # a quantum that lasts longer counts as never used up
 MOST_TOKENS: Final = 1 << 32  # more than a job generates
 JOBS_KEPT: Final = 1 << 16  # entries of a cache of jobs
-LAWS_KEPT = 8  # entries of the caches of laws
+LAWS_KEPT = 8  # entries of the cache of laws
 
 
 class FeedbackQueues:
-    """The queues under one law, numbered from 0.
+    """The `count` queues under a worker's latency law, numbered from 0.
 
-    A job joins the first queue with a quantum that covers its prefill, or queue 0 if joining is
-    naive or the job was promoted. It leaves a queue when it has used up the quantum. The last queue
-    has no quantum.
+    A job joins the first queue with a quantum that covers its prefill, or queue 0 without
+    `skip_join` or after a promotion. It leaves a queue when it has used up the quantum. Queue 0 has
+    a quantum of `first_s`, each further queue one `growth` times as long, and the last has none.
 
     Service is measured in seconds of the law as if the job ran alone: T_prefill(1, L), plus the
     time of each decode step.
-
-    Args:
-        law: the worker's latency law.
-        first_s: quantum of queue 0, in seconds.
-        growth: factor from one quantum to the next.
-        count: the number of queues.
-        skip_join: false: every job joins queue 0.
     """
 
     def __init__(
@@ -121,22 +114,8 @@ def place_on(path: Path, generated: int) -> tuple[int, int]:
     return queue, NEVER
 
 
-def queues_of(
-    law: SliceLaw, first_s: float, growth: float, count: int, skip_join: bool
-) -> FeedbackQueues:
-    """The `FeedbackQueues` of these arguments, cached with what they have computed."""
-    key = (id(law), first_s, growth, count, skip_join)
-    known = _by_identity.get(key)
-    # comparing laws by value would take longer than the rest
-    if known is None or known[0] is not law:
-        if len(_by_identity) >= LAWS_KEPT:
-            _by_identity.clear()
-        known = _by_identity[key] = law, _by_value(law, first_s, growth, count, skip_join)
-    return known[1]
-
-
-_by_identity: dict[tuple[int, float, float, int, bool], tuple[SliceLaw, FeedbackQueues]] = {}
-_by_value = lru_cache(maxsize=LAWS_KEPT)(FeedbackQueues)
+# The `FeedbackQueues` of these arguments, cached with what they have computed.
+queues_of = lru_cache(maxsize=LAWS_KEPT)(FeedbackQueues)
 
 
 class FeedbackRounds(PreemptiveRounds):

@@ -55,15 +55,9 @@ def rows_knob(default: int) -> Any:
     return knob(default, low=1, search=(1, 256), log=True, doc=doc)
 
 
-def prefill_knob() -> Any:
-    """The parameter `max_prefill_tokens` of policies that prefill before they decode."""
-    return knob(
-        32_768,
-        low=1,
-        search=(512, 65_536),
-        log=True,
-        doc="a round prefills until it has so many prompt tokens",
-    )
+def prefill_knob(doc: str = "a round prefills until it has so many prompt tokens") -> Any:
+    """The parameter `max_prefill_tokens` of policies of rounds."""
+    return knob(32_768, low=1, search=(512, 65_536), log=True, doc=doc)
 
 
 def choice(default: str, choices: Iterable[str], *, doc: str) -> Any:

@@ -1,9 +1,8 @@
 """Past-Future: admission by the predicted peak of memory, from the lengths of past outputs.
 
 Gong et al., *Past-Future Scheduler for LLM Serving under SLA Guarantees*, section 3. Nothing is
-kept between attempts to admit: each samples all lengths again. In order: the policy of the paper,
-its oracle with the true lengths, and a variant that also keeps limits of TTFT and MTPOT.
-`toolkit.sched.policies.admission` has the criteria.
+kept between attempts to admit: each samples all lengths again. `toolkit.sched.policies.admission`
+has the criteria.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class RankedJob:
         own: its standing if it does not starve, which holds while it was promoted at `promoted_at`
             and has generated at least `since` tokens and less than `leaves`.
         path: of feedback queues: how the job goes through them since it was promoted.
-        runs: whether it is one of those that `mark_running` was told last.
+        runs: whether it was in the last `run` of `mark_running`.
     """
 
     __slots__ = (
@@ -106,8 +106,7 @@ class Newcomers:
         self._open = True
 
     def next(self, free: float, cache_room: float) -> RankedJob | None:
-        """The next job that needs at most `free` device tokens and has room for its cache in
-        `cache_room` tokens.
+        """The next job that needs at most `free` device tokens, and `cache_room` for its cache.
 
         Later calls must not pass more of either. If a starving job does not fit `cache_room`, no
         other job may enter before it.
@@ -192,9 +191,7 @@ class Placement:
         return Moves(pause, resume, swap_out, swap_in, tuple(promote), overlap)
 
     def room(self, worker: Worker) -> int:
-        """Decode steps until the running rows and the caches beside them exceed the device's
-        capacity, after `mark_running`.
-        """
+        """Decode steps until rows and caches exceed the device's capacity, after `mark_running`."""
         aside = 0
         for row in self.kept:
             if not row.runs:

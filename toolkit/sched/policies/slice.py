@@ -33,18 +33,15 @@ from toolkit.sched.view import Decision, View
 
 # Dividing the pool among kinds of workers with different laws.
 #
-# Algorithm 1 uses one law for how long batches take and how many rows fit; a batch made by the laws
-# of a large card is wrong for a small one. So jobs are shared out first. The pool is ordered by
-# length, as Algorithm 1 needs it anyway, and cut; each kind batches its own stretch by its own
-# laws. So the rows of a batch have similar lengths, and little is padded. Of a few cuts, which give
-# one kind the shortest or the longest jobs, the one with the least total wait is taken: the sum
-# over all jobs of the seconds until their batch is done. Minimising the makespan instead, so that
-# all workers end at the same time, would make all jobs wait for the slow workers
-# (docs/decisions/).
+# Algorithm 1 uses one law, but a batch made by the laws of a large card is wrong for a small one.
+# So the pool, ordered by length, is cut, and each kind batches its own stretch by its own laws: the
+# rows of a batch have similar lengths, and little is padded. Of a few cuts, which give one kind the
+# shortest or the longest jobs, the one with the least total wait is taken: the sum over all jobs of
+# the seconds until their batch is done. Minimising the makespan instead would make all jobs wait
+# for the slow workers (docs/decisions/).
 #
 # A job that only larger workers hold goes to them whatever the cut. A kind that would end later
-# than the others with even one job gets none: so a slow card stays idle while a fast one will soon
-# be free.
+# than the others with even one job gets none.
 
 # Cuts that are tried from either end, between two kinds; fewer if there are more kinds.
 CUTS_PER_END = 8
