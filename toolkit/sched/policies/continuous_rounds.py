@@ -132,12 +132,10 @@ class ContinuousRounds(RoundPlanner):
         admitted = len(candidates)
         if admitted and self.admit is not None:
             admitted = self.admit(self.view, worker, candidates)
-        if not (admitted or rows):
-            candidates = [first]  # a lone row may fill the memory to its last token
-        elif admitted == len(candidates):
+        if admitted and admitted == len(candidates):
             return candidates
-        else:
-            candidates = candidates[:admitted]
+        # a lone row may fill the memory to its last token
+        candidates = candidates[:admitted] if admitted or rows else [first]
         footprint.reset()
         for job in candidates:
             footprint.enter(job)

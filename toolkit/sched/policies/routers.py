@@ -30,7 +30,7 @@ Router = Callable[[View, int], Sequence[int]]
 def round_robin(view: View, rows: int) -> Sequence[int]:
     """In turn by order of arrival; among several kinds, in proportion to speed."""
     if view.mixed:
-        expected, kinds = expected_output(view), [kind[0] for kind in view.kinds]
+        expected, kinds = view.finished.mean(), [kind[0] for kind in view.kinds]
         homes = []
         for job in view.pool:
             able = view.holders(job)
@@ -60,7 +60,7 @@ def future_memory(view: View, _rows: int) -> Sequence[int]:
 
     The peak is that of Past-Future, Eq. 2-4, with expected lengths.
     """
-    expected = expected_output(view)
+    expected = view.finished.mean()
     figure = view.figure("future memory", _future_memory)
     added: dict[int, list[Job]] = {}
     homes: list[int] = []
@@ -72,11 +72,6 @@ def future_memory(view: View, _rows: int) -> Sequence[int]:
             new_jobs.append(job)
             figure.write(index, expected, *_future_memory(view.workers[index], expected, new_jobs))
     return homes
-
-
-def expected_output(view: View) -> int:
-    """The mean output length of the requests that ended last; 1 before the first."""
-    return view.finished.mean()
 
 
 def soonest(
@@ -103,7 +98,7 @@ def soonest(
 
 
 def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
-    expected = expected_output(view)
+    expected = view.finished.mean()
     figure = view.figure("outstanding", _outstanding)
     homes = []
     for job in jobs:

@@ -26,7 +26,7 @@ from toolkit.sched.policies.admission import SliceEnds
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.continuous_rounds import Bounds, ContinuousRounds
 from toolkit.sched.policies.parameters import choice, knob, validate
-from toolkit.sched.policies.routers import ROUTERS, expected_output, round_robin, soonest
+from toolkit.sched.policies.routers import ROUTERS, round_robin, soonest
 from toolkit.sched.queues import serving_s
 from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import Decision, View
@@ -350,7 +350,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         if self.router != SLICES or not view.alive():
             return ContinuousPolicy.route(self, view, now_s)
         promised = self._promised(view)
-        homes, expected = [-1] * len(view.pool), expected_output(view)
+        homes, expected = [-1] * len(view.pool), view.finished.mean()
         period = self._rules(view).period
         for k in sorted(range(len(homes)), key=lambda k: -view.pool[k].length):
             job = view.pool[k]
