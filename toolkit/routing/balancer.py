@@ -153,21 +153,21 @@ class Balancer:
         `excluded` are replicas that failed it before: they get it only if no other is up.
         """
         barred = tuple(excluded)
-        found = self._route(request, now_s, barred, None)
-        assert not isinstance(found, Overload)
+        choice = self._route(request, now_s, barred, None)
+        assert not isinstance(choice, Overload)
         if self._sink is not None:
-            self._sink(Routed(now_s, request, _logged(found), barred))
-        return found
+            self._sink(Routed(now_s, request, _logged(choice), barred))
+        return choice
 
     def offer(
         self, request: RoutedRequest, now_s: float, excluded: Iterable[int] = ()
     ) -> int | Overload | None:
         """As `route`, for a new request: it may be refused by the forecast."""
         barred = tuple(excluded)
-        found = self._route(request, now_s, barred, self._admission)
+        choice = self._route(request, now_s, barred, self._admission)
         if self._sink is not None:
-            self._sink(Routed(now_s, request, _logged(found), barred, is_offer=True))
-        return found
+            self._sink(Routed(now_s, request, _logged(choice), barred, is_offer=True))
+        return choice
 
     def _route(
         self,
@@ -232,7 +232,7 @@ class Balancer:
         """A replica may be sent requests from now on, or may not. It keeps those that it has."""
         replica = self.replicas[index]
         replica.is_up = is_up
-        self._up = [each for each in self.replicas if each.is_up]
+        self._up = [replica for replica in self.replicas if replica.is_up]
         if is_fresh:
             self._index.clear(index)
             replica.report = None

@@ -248,19 +248,19 @@ class PrefixIndex:
     def matched(self, blocks: Sequence[object], now_s: float) -> list[int]:
         """For each replica, how many leading blocks of a prompt it has."""
         self.expire(now_s)
-        found, holders = [0] * len(self._used), self._holders
+        counts, holders = [0] * len(self._used), self._holders
         if not blocks:
-            return found
+            return counts
         left = holders.get(blocks[0], 0)  # the replicas that have all blocks so far
         for number, block in enumerate(blocks):
             going_on = left & holders.get(block, 0)
             if going_on != left:
-                _write(found, left ^ going_on, number)
+                _write(counts, left ^ going_on, number)
                 left = going_on
             if not left:
-                return found
-        _write(found, left, len(blocks))
-        return found
+                return counts
+        _write(counts, left, len(blocks))
+        return counts
 
     def matched_by(self, index: int, blocks: Sequence[object], now_s: float) -> int:
         """How many leading blocks of a prompt one replica has."""
@@ -292,12 +292,12 @@ class PrefixIndex:
         if self._kept[index] > 2 * len(used) + LEAST_KEPT:
             # keep of each prompt only the blocks that no later one had
             kept = deque[_Prompt]()
-            for each in self._prompts[index]:
-                own = each.blocks[: each.left]
-                each.blocks = [block for block in own if used.get(block) is each]
-                each.left = len(each.blocks)
-                if each.left:
-                    kept.append(each)
+            for old in self._prompts[index]:
+                remembered = old.blocks[: old.left]
+                old.blocks = [block for block in remembered if used.get(block) is old]
+                old.left = len(old.blocks)
+                if old.left:
+                    kept.append(old)
             self._prompts[index], self._kept[index] = kept, len(used)
 
     def clear(self, index: int) -> None:
@@ -337,7 +337,7 @@ class PrefixIndex:
             del self._holders[block]
 
 
-def _write(found: list[int], replicas: int, number: int) -> None:
+def _write(counts: list[int], replicas: int, number: int) -> None:
     """Write a number for each replica of a set, given as bits."""
     start = 0
     while replicas:
@@ -349,7 +349,7 @@ def _write(found: list[int], replicas: int, number: int) -> None:
                 at += 8
                 continue
             if word & 1:
-                found[at] = number
+                counts[at] = number
             word >>= 1
             at += 1
         replicas >>= WORD_BITS
@@ -397,18 +397,18 @@ class RouterView:
     @property
     def matched(self) -> list[int]:
         """By replica, how many of the request's leading blocks it probably has cached."""
-        found = self._matched
-        if found is None:
-            found = self._matched = self._index.matched(self._blocks, self.now_s)
-        return found
+        matched = self._matched
+        if matched is None:
+            matched = self._matched = self._index.matched(self._blocks, self.now_s)
+        return matched
 
     def cached_tokens(self, request: RoutedRequest, replica: Replica) -> int:
         """Prompt tokens that a replica need not compute; the last one it always computes."""
         if self._matched is None:  # only this one is asked for
-            found = self._index.matched_by(replica.index, self._blocks, self.now_s)
+            blocks = self._index.matched_by(replica.index, self._blocks, self.now_s)
         else:
-            found = self._matched[replica.index]
-        return min(found * self.block_tokens, request.prompt_tokens - 1)
+            blocks = self._matched[replica.index]
+        return min(blocks * self.block_tokens, request.prompt_tokens - 1)
 
     def least(self, costs: list[float]) -> int:
         """The index of the replica of the least cost; ties are broken at random."""

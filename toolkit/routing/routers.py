@@ -320,9 +320,9 @@ def router_of(recipe: Recipe, name: str | None = None, workers: int = 0) -> Rout
 
 def _ring(view: RouterView) -> tuple[list[int], list[int]]:
     """Points of the replicas that are up on a ring, ascending, and the replica of each."""
-    up = tuple(each.index for each in view.replicas)
+    up = tuple(replica.index for replica in view.replicas)
     if up not in view.rings:
-        sizes = [max(round(RING_POINTS * each.traits.weight), 1) for each in view.replicas]
+        sizes = [max(round(RING_POINTS * replica.weight), 1) for replica in view.replicas]
         pairs = sorted(
             (_point(f"{index}:{k}"), index)
             for index, size in zip(up, sizes, strict=True)

@@ -100,9 +100,9 @@ def weighed(kinds: Sequence[ReplicaTraits]) -> list[ReplicaTraits]:
     """The kinds of a fleet with weights: by their laws, or by cache size where one has no law."""
     if len(kinds) == 1:
         return list(kinds)
-    lawful = all(each.law is not None for each in kinds)
-    sizes = [each.pace if lawful else float(each.capacity_tokens) for each in kinds]
+    lawful = all(kind.law is not None for kind in kinds)
+    sizes = [kind.pace if lawful else float(kind.capacity_tokens) for kind in kinds]
     return [
-        msgspec.structs.replace(each, weight=size / sizes[0])
-        for each, size in zip(kinds, sizes, strict=True)
+        msgspec.structs.replace(kind, weight=size / sizes[0])
+        for kind, size in zip(kinds, sizes, strict=True)
     ]

@@ -73,8 +73,8 @@ class WorkerFigure:
         every = len(able) == len(figures)
         computed = self._cells[2]
         while True:
-            found = figures if every else figures[able]
-            index = int((found if score is None else score(found)).argmin())
+            own = figures if every else figures[able]
+            index = int((own if score is None else score(own)).argmin())
             if not every:
                 index = int(able[index])
             if computed[index] == expected:
@@ -236,18 +236,18 @@ class Loads:
             heap.sort(key=attrgetter("load_s", "assigned", "index"))
             for place, key in enumerate(heap):
                 key.place = place
-        found: list[tuple[float, int, int]] = []
+        loads: list[tuple[float, int, int]] = []
         # The keys below those found, with their places in the heap: the next is one of them.
         open_keys: list[tuple[float, int, int, int]] = []
         _open(open_keys, heap, 0)
         while open_keys:
             load_s, assigned, index, place = heappop(open_keys)
-            found.append((load_s, assigned, index))
-            if len(found) == count:
+            loads.append((load_s, assigned, index))
+            if len(loads) == count:
                 break
             _open(open_keys, heap, 2 * place + 1)
             _open(open_keys, heap, 2 * place + 2)
-        return found
+        return loads
 
 
 def _open(keys: list[tuple[float, int, int, int]], heap: list[LoadKey], place: int) -> None:

@@ -152,10 +152,9 @@ class View:
 
     def figure(self, key: Hashable, amount: Amount) -> WorkerFigure:
         """The numbers that `amount` computes per worker, cached under `key` for the next call."""
-        found = self.figures.get(key)
-        if found is None:
-            found = self.figures[key] = WorkerFigure(self.workers, amount)
-        return found
+        if key not in self.figures:
+            self.figures[key] = WorkerFigure(self.workers, amount)
+        return self.figures[key]
 
     def changed(self, index: int) -> None:
         """For the scheduler: a worker's waiting or running jobs changed; its figures are stale."""

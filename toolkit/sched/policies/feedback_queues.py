@@ -151,7 +151,7 @@ class FeedbackRounds(PreemptiveRounds):
         for standing, count in zip(standings, counts, strict=True):
             ahead.append(ahead[-1] + count)
             ahead_s.append(ahead_s[-1] + count * self._quantum_s(quanta_s, standing))
-        found: dict[Job, tuple[float, Rank]] = {}
+        next_runs: dict[Job, tuple[float, Rank]] = {}
         wanted = {row.job for row in rows}
         before_s = 0.0
         for row in cached:
@@ -168,9 +168,9 @@ class FeedbackRounds(PreemptiveRounds):
                         others_s += equals * own_s
                     waiting_s = starving * quanta_s[0] + others_s
                 promotion_s = starvation_s - row.waits_s if row.waits_s > 0.0 else starvation_s
-                found[row.job] = min(before_s + waiting_s, promotion_s), row.rank
+                next_runs[row.job] = min(before_s + waiting_s, promotion_s), row.rank
             before_s += own_s
-        return found
+        return next_runs
 
     def _quantum_s(self, quanta_s: Sequence[float], standing: float) -> float:
         """The quantum, in seconds, of the queue of a standing."""

@@ -192,9 +192,9 @@ class SlicePolicy:
         max_batch = np.minimum(np.maximum(max_batch, 1), max(largest, 1))
         # A power of two, so that the law caches few tables.
         table = worker.latency.serve_table(1 << max(largest, 1).bit_length(), self.slice_tokens)
-        found, least_s = split_by_serving_time(lengths, max_batch, table)
+        firsts, least_s = split_by_serving_time(lengths, max_batch, table)
         # The walk back touches each job once: those of a long backlog come from memory each time.
-        places, starts, total_s = order.tolist(), found.tolist(), least_s.tolist()
+        places, starts, total_s = order.tolist(), firsts.tolist(), least_s.tolist()
         batches, end = [], len(pool)
         while end > 0:
             start = starts[end]
@@ -217,10 +217,10 @@ class SlicePolicy:
 
 def _oldest(batches: Sequence[Batch], workers: Sequence[int]) -> list[Batch]:
     """For each worker, the batch with the oldest job."""
-    found: dict[int, Batch] = {}
+    oldest: dict[int, Batch] = {}
     for batch in sorted(batches, key=lambda batch: min(job.ticket for job in batch.jobs)):
-        found.setdefault(batch.worker, batch)
-    return [found[index] for index in workers if index in found]
+        oldest.setdefault(batch.worker, batch)
+    return [oldest[index] for index in workers if index in oldest]
 
 
 def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
