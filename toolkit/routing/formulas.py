@@ -163,9 +163,11 @@ class LawWeights:
 def by_law(view: RouterView, request: RoutedRequest, weights: LawWeights) -> int:
     """`by-law`; it leaves what it expects in `view.outlook`."""
     view.replicas = _likely(view)
-    outlooks = {replica.index: weigh(view, request, replica, weights) for replica in view.replicas}
-    index = view.least([outlook.cost_s for outlook in outlooks.values()])
-    view.outlook = outlooks[index]
+    outlooks = [weigh(view, request, replica, weights) for replica in view.replicas]
+    index = view.least([outlook.cost_s for outlook in outlooks])
+    for place, replica in enumerate(view.replicas):
+        if replica.index == index:
+            view.outlook = outlooks[place]
     return index
 
 
