@@ -95,7 +95,8 @@ class Balancer:
         block_tokens: of the blocks that requests carry.
         seed: of the random choice between equal replicas.
         limits: the targets by which `offer` refuses requests; with one, each replica needs a law.
-        index_limit: the most blocks that are remembered for each replica; 0: the router's bound.
+        index_limit: bounds the blocks that are remembered for each replica, as the router does; the
+            lesser bound holds; 0: none.
         sink: gets every call and every choice.
     """
 
