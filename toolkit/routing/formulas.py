@@ -254,7 +254,9 @@ class _Few:
                 return
             keys.pop()
             replicas.pop()
-        at = bisect_right(keys, key)
+        at = len(keys)
+        while at > 0 and keys[at - 1] > key:
+            at -= 1
         keys.insert(at, key)
         replicas.insert(at, replica)
         self._worst = keys[-1]
