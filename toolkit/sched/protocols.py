@@ -27,11 +27,7 @@ class SliceLaw(Protocol):
 
     @property
     def prefill_emits_token(self) -> bool:
-        """Whether prefill gives the first output token.
-
-        If so, a slice of S tokens is a prefill and S - 1 decode steps, otherwise a prefill and S
-        decode steps (Eq. 1-2).
-        """
+        """Whether prefill gives the first output token; if so, S - 1 steps follow (Eq. 1-2)."""
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """T_prefill(N, L) in seconds, Eq. 3."""
@@ -82,10 +78,7 @@ class MemoryLaw(Protocol):
 
     @property
     def usable_tokens(self) -> int:
-        """The KV cache in tokens that all rows may take together, for continuous batching.
-
-        If the engine pads, padding counts too.
-        """
+        """The tokens that all rows of a continuous batch may take together, padding included."""
 
 
 class SwapLaw(Protocol):
@@ -113,10 +106,7 @@ class Policy(Protocol):
     continuous: ClassVar[bool]  # whether its batches are rounds, which keep caches on the worker
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        """The index of the worker for each pooled job, in the pool's order.
-
-        None if jobs stay in the pool until they are batched.
-        """
+        """The index of each pooled job's worker; None: jobs stay in the pool until batched."""
 
     def plan(self, view: View, now_s: float) -> Decision:
         """What to run next. Called at every tick; an empty `Decision` starts nothing."""
@@ -140,10 +130,7 @@ AnyPolicy: TypeAlias = Policy | BuiltIn
 
 @runtime_checkable
 class PlansRounds(Protocol):
-    """A continuous policy that plans each worker's rounds by themselves.
-
-    The scheduler asks its planner directly, instead of for a `Decision` at each tick.
-    """
+    """A continuous policy with a planner, which the scheduler asks for each worker's rounds."""
 
     def planner(self, view: View) -> RoundPlanner | None:
         """The planner of one scheduler's workers; None: the scheduler calls `plan`."""

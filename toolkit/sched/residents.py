@@ -336,8 +336,7 @@ class WorkerRounds:
     ) -> Job | None:
         """A round ran out of memory: half of the dropped jobs may enter with the next round.
 
-        If nothing was dropped, the limit on rows stays. Returns a job that was dropped although it
-        was alone on the device, else None.
+        Returns a job that was dropped although it was alone on the device.
         """
         if not result.dropped:
             return None

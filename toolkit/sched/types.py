@@ -240,8 +240,7 @@ class Worker:
         inbox: jobs routed here and not yet batched.
         load_s: T_load(w) of SCLS Eq. 11, in seconds.
         assigned: batches assigned so far: breaks ties so that every worker gets work.
-        longest: the longest prompt + output in tokens that fits its memory alone; set by the
-            scheduler.
+        longest: prompt + output in tokens of the longest job that fits; set by the scheduler.
         stepped_s: when its last reported decode step ended.
         held, swapped: jobs that are paused, and jobs with caches in host memory.
         is_due: whether it is in `View.due`.

@@ -124,8 +124,6 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
     # A server that the toolkit does not run schedules by itself: the policy only describes it.
 
 
-# Which engine can run which policy, and how tables mark a policy that its engine cannot run.
-#
 # A policy that an engine cannot run may still be simulated with that engine's laws. Its figures
 # then only estimate what another engine would give. `simulate`, `compare`, `tune` and the report
 # all mark it with `MARK` after its name and one footnote under the table.
